@@ -41,7 +41,7 @@ class QKNorm:
         return self.gain_q if which == "q" else self.gain_k
 
     def scale(self, x: Float[Tensor, "... head d_head"]) -> Float[Tensor, "... head"]:
-        """The scale that is frozen."""
+        """``sqrt(mean(x^2) + eps)`` of the centred x, the scale that a split freezes."""
         x = self.centre(x)
         dims = (-2, -1) if self.flat else (-1,)
         return (x.square().mean(dims, keepdim=True) + self.eps).sqrt()[..., 0].expand(x.shape[:-1])
@@ -56,6 +56,11 @@ class QKNorm:
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """What one attention layer does to its input, whatever the tokens.
+
+    ``rotation`` is one of :data:`ROTATIONS`, ``bias_form`` a form of :func:`alibi`, or
+    ``"measured"``; ``has_scores`` says that ``hook_attn_scores`` holds scores, not the pattern. In
+    the methods ``which`` is ``"q"``, ``"k"`` or ``"v"``, ``h`` the layer's input, ``turn`` the
+    tables of :func:`turn_of`.
 
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary
     tables, GPT-Neo's products), as its own numbers on the probe show. ``added`` is what Shortformer
@@ -103,8 +108,8 @@ class AttentionSpec:
         return getattr(self.weights, f"W_{which.upper()}")
 
     def constant(self, which: str) -> Float[Tensor, "... head d_head"]:
-        """Query, key or value of what does not depend on the stream (biases of norm and
-        projection), before QK-norm and rotation."""
+        """The part of query, key or value that does not depend on the stream (from the biases of
+        norm and projection), before QK-norm and rotation."""
         source = self.norm.bias
         if self.added is not None and which != "v":
             source = source + self.added
@@ -112,7 +117,7 @@ class AttentionSpec:
         return einsum(source, self.matrix(which), "... d, h d e -> ... h e") + bias
 
     def added_position(self) -> AddedPosition | None:
-        """``added`` and its share of the constants. Models that have it have neither rotation nor
+        """``added`` and what queries and keys get from it. Models with it have neither rotation nor
         QK-norm."""
         if self.added is None:
             return None
@@ -134,8 +139,8 @@ class AttentionSpec:
         return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
 
     def sizes(self, h: Tensor, which: str) -> Float[Tensor, "... head d_head"]:
-        """The same as :meth:`raw` with absolute values throughout,
-        ``sum_d |x_d W_de| + |constant|``, which rounding grows with."""
+        """The same as :meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| +
+        |constant|``: rounding grows with these."""
         x = (self.norm.normalize(h) * self.norm.gain).abs()
         read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
         return read + self.constant(which).abs()
@@ -159,8 +164,8 @@ class AttentionSpec:
 def rotate(
     x: Float[Tensor, "... position head d_head"], cos: Tensor, sin: Tensor, style: str
 ) -> Tensor:
-    """Rotary embedding of the first coordinates, linear in ``x``; ``cos`` and ``sin`` are
-    ``[position rotary_dim]``."""
+    """Rotary embedding of the first coordinates, linear in ``x``: each pair (a, b) becomes
+    ``(a cos - b sin, b cos + a sin)``. ``cos`` and ``sin`` are ``[position rotary_dim]``."""
     size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
     first, second = slice(size // 2), slice(size // 2, size)
     if style == "adjacent":
@@ -186,6 +191,7 @@ def turn_of(
     if cos is None or sin is None:
         return None
     cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
+    # each angle may stand there twice, in one of two orders, or once: then it is repeated
     pairs = cos.shape[-1] // 2
     halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
     if halves or torch.equal(cos[:, ::2], cos[:, 1::2]):
@@ -208,11 +214,11 @@ def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
 
 
 def alibi(form: str, length: int) -> Float[Tensor, "query key"]:
-    """What a slope multiplies: ``"k"`` the key position, ``"k-q"``, or ``"k-last"`` (all equal up
-    to a constant per row)."""
+    """What a slope multiplies: the key's position (``"k"``), less the query's (``"k-q"``), or less
+    the last (``"k-last"``); they differ by a constant of each row."""
     k = torch.arange(length)
-    from_ = {"k": torch.zeros_like(k), "k-q": k, "k-last": torch.full_like(k, length - 1)}[form]
-    return (k - from_[:, None]).float()
+    origin = {"k": torch.zeros_like(k), "k-q": k, "k-last": torch.full_like(k, length - 1)}[form]
+    return (k - origin[:, None]).float()
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float) -> Float[Tensor, "batch head query key"]:
@@ -230,8 +236,8 @@ def ignore_of(attn: Any) -> float | None:
 def unmasked(
     scores: Float[Tensor, "*batch query key"], ignore: float | None
 ) -> Bool[Tensor, "*batch query key"]:
-    """Where the model's scores are not those of masked keys (``ignore``: the spec's score of
-    those).
+    """Where the model's scores are not those of masked keys: very low, or ``ignore``, the finite
+    score that the layer gives to those.
 
     >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), -1e5).tolist()
     [[True, False, False]]
@@ -243,8 +249,8 @@ def unmasked(
 def allowed_cells(
     spec: AttentionSpec, length: int, causal: bool, scores: Tensor | None, pattern: Tensor | None
 ) -> Bool[Tensor, "query key"]:
-    """Which keys each query may attend to: from the model's masked scores, else causal and window
-    by its own account."""
+    """Which keys each query may attend to: by the model's masked scores, or, where it shows none,
+    by ``causal`` and the window of its settings."""
     if scores is not None:  # windows have no padding: one mask for all contexts
         return unmasked(scores[0], spec.ignore).any(0)
     i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]

@@ -1,5 +1,5 @@
-"""HookedTransformer configurations for families that TransformerLens 3 reads by official name only,
-from any Hugging Face configuration."""
+"""Makes HookedTransformer configurations from any Hugging Face configuration of the families that
+TransformerLens 3 reads by official name only; :mod:`tl_geometry.models.loaders` calls it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
     gemma = architecture.startswith("Gemma")
     heads, key_heads = source.num_attention_heads, source.num_key_value_heads
     d_head = getattr(source, "head_dim", None) or source.hidden_size // heads
-    kinds = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
+    full = ["full_attention"] * source.num_hidden_layers
+    layer_types = getattr(source, "layer_types", None) or full
     settings: dict[str, Any] = {
         "d_model": source.hidden_size,
         "d_head": d_head,
@@ -36,7 +37,7 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
         "positional_embedding_type": "rotary",
         "rotary_dim": d_head,
         "rotary_base": _base(source, "full_attention"),
-        "attn_types": ["local" if kind == "sliding_attention" else "global" for kind in kinds],
+        "attn_types": ["local" if t == "sliding_attention" else "global" for t in layer_types],
         "gated_mlp": True,
         "original_architecture": architecture,
         "init_weights": False,
@@ -59,7 +60,7 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
 
 
 def _base(source: Any, kind: str) -> float:
-    """Rotary base, of one kind of layer where kinds differ."""
-    given = getattr(source, "rope_parameters", None) or {}
-    given = given.get(kind, given)
-    return float(given.get("rope_theta", 10000.0))
+    """Rotary base of the layers of one kind (their entry in ``layer_types``)."""
+    rope = getattr(source, "rope_parameters", None) or {}
+    rope = rope.get(kind, rope)  # by kind, where kinds differ
+    return float(rope.get("rope_theta", 10000.0))

@@ -1,5 +1,5 @@
-"""Reads a local Hugging Face directory as a model, for :func:`tl_geometry.models.load`: complete,
-without running code from the directory and without unpickling anything.
+"""Reads a local Hugging Face directory as a model, for :func:`tl_geometry.models.load`: all
+weights or none, without running code from the directory, without unpickling anything.
 
 transformers initialises missing weights at random and at most prints a table. Here every weight
 that is missing, left over or of another shape is refused by name, except for what no forward pass
@@ -35,7 +35,7 @@ BUFFERS = (
     ".rotary_emb.inv_freq",
     ".attn.embed_positions",
 )
-"""Ends of the names of buffers that old versions saved and new ones make."""
+"""Ends of the names of buffers that old versions saved and new ones compute."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -1,5 +1,5 @@
-"""An edit of a live model as users hold it: a context manager, and a list of hooks for
-``run_with_hooks``. Every function of ``interventions`` that edits a model returns one.
+"""An edit of a live model as users hold it, :class:`LiveEdit`: a context manager, and a list of
+hooks for ``run_with_hooks``. Every function of ``interventions`` that edits a model returns one.
 
 Both ways put the same hooks of :mod:`tl_geometry.models.live_edits` on the model. TransformerLens
 decides when the hooks of a list are added and removed, and they see activations, not the arguments
@@ -9,7 +9,7 @@ of forward(). So in a list
    embeddings, and at the input of an edited layer): they see what leaves a point;
 2. hooks that write stay where the list has them: what comes before them sees what the model made;
 3. other edits of the same heads are found by the hooks that stand at the same points;
-4. the arguments of a pass are known by what they make:
+4. the arguments of a pass are known by the activations that they make:
    :class:`~tl_geometry.models.hook_points.HookedArguments`.
 """
 
@@ -50,7 +50,7 @@ class ListedHook:
         self.owner, self.call, self.begin = owner, call, begin
 
     def __deepcopy__(self, memo: Any) -> ListedHook:
-        return self  # a copied model has the hooks of the same edit, which checks its numbers
+        return self  # a copy of the model has hooks of the same edit, which checks its numbers
 
     def __call__(self, value: Tensor, hook: Any) -> Tensor | None:
         self.owner.require_thread()
@@ -62,9 +62,9 @@ class ListedHook:
 class EditHooks(HookList):
     """The hooks of some edits as a list, which belongs to the first thread that adds it to a model.
 
-    TransformerLens goes through the list to add them, in the thread of the pass: another thread is
-    refused there, before its pass could run without the hooks that the first one takes away with
-    its own.
+    TransformerLens goes through the list to add the hooks, in the thread of the pass, and removes
+    those of all threads when one pass is done. Another thread is therefore refused as soon as it
+    goes through the list, before its pass could run without its hooks.
     """
 
     def __init__(self, view: ModelView, edits: Sequence[Edit | StreamEdit]) -> None:

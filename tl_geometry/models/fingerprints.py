@@ -1,5 +1,5 @@
-"""A fingerprint of a model's weights and settings: on which model was this result computed? Every
-view of a model computes it, and results carry it.
+"""On which model was this result computed? A fingerprint of a model's weights and settings answers:
+every view of a model computes it, and results carry it.
 
 1. Every parameter and persistent buffer gets a checksum, a 64-bit multilinear hash, sum of w_i x_i
    mod 2^64 with odd w_i, computed on the tensor's device in rows of :data:`ROW` words, and the row
@@ -30,11 +30,10 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.parameters import part
 
 ROW, ROWS, LEVELS = 4096, 16, 4
-"""Lanes of one row, rows of one step (half a MiB, which stays in a core's cache), and levels of
-sums: 4096^4 lanes."""
+"""Words of one row, rows of one step (half a MiB, which stays in a core's cache), and levels of
+row sums: 4096^4 words."""
 SMALL = 2**16
-"""Elements up to which a zero of either sign counts as zero (biases that folding makes are -0.0
-here and there)."""
+"""Elements up to which a tensor's -0.0 counts as 0.0: folding leaves -0.0 in some biases."""
 ACTS = -1e4
 """A saved ``IGNORE`` above this may leave weight on masked keys; below it, its value makes no
 difference."""
@@ -194,8 +193,8 @@ def _random_parts(model: Any) -> tuple[str, ...]:
 
 @torch.no_grad()
 def checksum(value: Tensor) -> Tensor:
-    """One 64-bit integer, on the device of ``value``, that every bit of it counts in; zero for
-    zeros of either sign.
+    """One 64-bit integer, on the device of ``value``, in which every bit of it counts; zero for
+    zeros (of either sign, up to :data:`SMALL` elements).
 
     >>> x = torch.arange(10.0)
     >>> y = x.clone()
@@ -261,14 +260,14 @@ def configuration(model: Any) -> dict[str, Any]:
     original = getattr(model, "original_model", None)
     source = getattr(original, "config", None)
     if source is not None and hasattr(source, "to_dict"):
-        found = _acting(source.to_dict())
+        settings = _acting(source.to_dict())
     else:
-        found = _acting({k: v for k, v in vars(model.cfg).items() if not callable(v)})
-    return {"settings": found, "modules": _modules(original if original is not None else model)}
+        settings = _acting({k: v for k, v in vars(model.cfg).items() if not callable(v)})
+    return {"settings": settings, "modules": _modules(original if original is not None else model)}
 
 
 def _acting(settings: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
+    acting: dict[str, Any] = {}
     for name, value in settings.items():
         left_out = (
             name in IGNORED
@@ -276,8 +275,8 @@ def _acting(settings: Mapping[str, Any]) -> dict[str, Any]:
             or value is None
         )
         if not left_out and not name.startswith(("summary_", "_")):
-            kept[str(name)] = _acting(value) if isinstance(value, Mapping) else _plain(value)
-    return kept
+            acting[str(name)] = _acting(value) if isinstance(value, Mapping) else _plain(value)
+    return acting
 
 
 def _plain(value: Any) -> Any:
@@ -296,7 +295,7 @@ def _plain(value: Any) -> Any:
 def _modules(root: nn.Module) -> list[str]:
     """Numbers that modules use in place of the configuration, and the activation functions that
     were put in."""
-    found: list[str] = []
+    settings: list[str] = []
     for name, module in root.named_modules():
         if type(module).__module__.startswith("transformer_lens.model_bridge"):
             continue
@@ -304,8 +303,8 @@ def _modules(root: nn.Module) -> list[str]:
         for key in SETTINGS.split():
             value = part(module, key) if key in vars(module) else None
             if isinstance(value, str | bool | int | float):
-                found.append(f"{path}.{key}={_plain(value)}")
+                settings.append(f"{path}.{key}={_plain(value)}")
         act = vars(module).get("act_fn")  # HookedTransformer keeps its function there
         if callable(act):
-            found.append(f"{path}.act_fn={getattr(act, '__name__', type(act).__name__)}")
-    return sorted(found)
+            settings.append(f"{path}.act_fn={getattr(act, '__name__', type(act).__name__)}")
+    return sorted(settings)

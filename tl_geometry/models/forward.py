@@ -1,6 +1,5 @@
-"""Runs a model once, of whatever TransformerLens class, with hooks that surely fire and are surely
-removed, and computes nothing after what was asked for: the callable behind
-:meth:`tl_geometry.models.ModelView.run`.
+"""Runs a model of any TransformerLens class once, with hooks: each must fire, each is removed, and
+nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run` calls it.
 
 TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
 canonical name. Here each hook is closed over the name that was asked for and removed by its own
@@ -142,12 +141,12 @@ class Runner:
             got=f"ids from {low} to {high}",
             instead="this model's tokenizer",
         )
-        # waits for nothing where they are pinned
+        # ids in pinned memory are copied without waiting
         return tokens.to(self.device, torch.int64, non_blocking=True)
 
     def is_training(self) -> str:
-        """What would act differently in training mode, if anything: HookedTransformer itself has no
-        dropout."""
+        """The module that acts otherwise because it is in training mode, or an empty string.
+        HookedTransformer itself has no dropout."""
         original = self.model.original_model if self.bridge else None
         if original is not None and (self.model.training or original.training):
             return type(original).__name__
@@ -160,8 +159,7 @@ class Runner:
         kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
         hooked = self.class_name == "HookedTransformer"
         if hooked and getattr(tokenizer, "padding_side", None) == "left":
-            # It would mask ids equal to the pad token by itself. Windows have no padding, so every
-            # position is attended to.
+            # else it masks ids equal to the pad token, and windows have no padding
             kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
         out = self.model(ids, return_type="logits" if logits else None, **kwargs)
         return out if logits or self.class_name == "HookedEncoder" else None
@@ -221,7 +219,8 @@ def require_points(
 
 
 def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
-    """Add a hook to a hook point and give its handle, whoever else adds one meanwhile."""
+    """Add a hook to a hook point and give its handle, also where another thread adds one
+    meanwhile."""
     point.add_hook(hook, **options)
     return next(handle for handle in point.fwd_hooks if handle.user_hook is hook)
 
@@ -236,12 +235,12 @@ def take_away(point: Any, handle: Any) -> None:
 def require_full_precision(device: torch.device, name: str) -> None:
     """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
     the model's dtype."""
-    on = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(kind)]
+    types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
     require(
-        not on,
+        not types,
         name,
         expected="no torch.autocast",
-        got=f"autocast on {', '.join(on)}",
+        got=f"autocast on {', '.join(types)}",
         instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
     )
 

@@ -49,7 +49,7 @@ class _Attachment:
         self.mover = point.register_forward_pre_hook(lambda module, arguments: self._move(module))
 
     def require_present(self) -> None:
-        """Refuse that ``reset_hooks(including_permanent=True)`` has taken the hook away."""
+        """Raise where ``reset_hooks(including_permanent=True)`` has taken the hook away."""
         require(
             self.handle.hook.id in self.point._forward_hooks,
             f"an open edit of {self.view.name}",
@@ -104,8 +104,8 @@ def edited_heads(view: ModelView) -> list[tuple[int, int]]:
 
 @contextmanager
 def claimed(view: ModelView, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Keep heads for one edit. Raises ``GeometryError`` for a head that an open edit has
-    already."""
+    """Reserve heads for one edit inside ``with``. Raises ``GeometryError`` for a head that another
+    open edit has."""
     taken = edited_heads(view)
     require_free(heads, taken)
     taken.extend(heads)
@@ -136,8 +136,8 @@ def _unchanged(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PassTokens:
-    """The tokens of a running pass, by what it shows of them: their ids, or what ``embed`` makes of
-    their ids."""
+    """The tokens of a running pass as it shows them: their ids, or what ``embed`` makes of their
+    ids."""
 
     shown: Tensor
     embed: Callable[[Tensor], Tensor] = _unchanged
@@ -165,8 +165,9 @@ class PassArguments:
     """What a forward pass was given beside the stream: token ids, masks, positions, keys and values
     of earlier passes; each thread has its own pass.
 
-    Edits are of whole prompts without padding, whose position is their index. Everything else is
-    refused, each by its name.
+    An edit takes whole prompts without padding, in which a token's position is its index. Whatever
+    else comes is refused by name. ``first`` is the position id that the model gives the first
+    token.
     """
 
     def __init__(self, view: ModelView) -> None:
@@ -192,23 +193,24 @@ class PassArguments:
             yield
 
     def _ids(self, ids: Any) -> None:
-        known = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
-        self.running.tokens = PassTokens(ids) if known else None
+        are_ids = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
+        self.running.tokens = PassTokens(ids) if are_ids else None
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         try:
-            found = dict(inspect.signature(module.forward).bind_partial(*given, **named).arguments)
+            bound = inspect.signature(module.forward).bind_partial(*given, **named)
+            arguments = dict(bound.arguments)
         except TypeError:
-            found = dict(named)
-        found |= found.pop("kwargs", {})
+            arguments = dict(named)
+        arguments |= arguments.pop("kwargs", {})
         names = ("past_kv_cache_entry", "past_key_values", "layer_past")
-        # before this pass adds its own
-        self.running.past = max(_past(found.get(name)) for name in names)
-        self.running.named = found
+        # counted now, before this pass adds its own keys
+        self.running.past = max(_past(arguments.get(name)) for name in names)
+        self.running.named = arguments
 
     def check(self, h: Tensor) -> PassTokens | None:
-        """Refuse what cannot be edited exactly; gives the tokens of the pass once, where they are
-        known."""
+        """Refuse what cannot be edited exactly. The first call in a pass gives its tokens, where
+        they are known; later calls give ``None``."""
         running = self.running
         arguments, tokens, running.tokens = running.named, running.tokens, None
         length = h.shape[1]
@@ -265,14 +267,14 @@ class HookedArguments(PassArguments):
     def hooks(self) -> list[tuple[str, Hook]]:
         """Readers of what a pass shows before its first block."""
         points = self.view._model.hook_dict
-        found: list[tuple[str, Hook]] = [self._tokens()]
+        readers: list[tuple[str, Hook]] = [self._tokens()]
         if POSITIONS in points:
             ids = torch.full((1, 2), self.view.d_vocab - 1)
             usual = collect(self.view.run, ids, [POSITIONS], stop_at=0)[POSITIONS]
-            if not usual.is_floating_point():  # OPT gives its mask instead
+            if not usual.is_floating_point():  # OPT has its mask there
                 self.first = int(usual.flatten()[0])
-                found.append((POSITIONS, self._positions))
-        return [hook for hook in found if hook[0] in points]
+                readers.append((POSITIONS, self._positions))
+        return [hook for hook in readers if hook[0] in points]
 
     def _tokens(self) -> tuple[str, Hook]:
         model, class_name = self.view._model, self.view.class_name
@@ -310,15 +312,15 @@ def _padded(mask: Any) -> bool:
 
 
 def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
-    """Hook points with user hooks, under a prefix, each once. Caches of TransformerLens and hooks
-    of this package do not count: they change no value."""
+    """Hook points under a prefix that have user hooks, each once, except those in ``besides``.
+    Hooks of TransformerLens's caches and of this library do not count."""
     library = ("transformer_lens", __name__.partition(".")[0])
     points = view._model.hook_dict
-    welcome = {id(points[name]) for name in besides if name in points}
+    excepted = {id(points[name]) for name in besides if name in points}
     hooked: dict[int, str] = {}
     for name, point in points.items():
-        homes = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
-        others = any(not home.startswith(library) for home in homes)
-        if name.startswith(prefix) and id(point) not in welcome and others:
-            hooked[id(point)] = name  # an alias comes after what it is one of
+        modules = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
+        has_user_hook = any(not module.startswith(library) for module in modules)
+        if name.startswith(prefix) and id(point) not in excepted and has_user_hook:
+            hooked[id(point)] = name  # of several names of a point the last, its alias
     return list(hooked.values())

@@ -36,7 +36,7 @@ from tl_geometry.models.softmax import soft_cap
 
 TIE = 0.99
 """A later candidate must be better by 1%: equal ones differ by rounding, and the first is the one
-that the module itself names."""
+that the module itself declares."""
 
 
 class SpecInference:
@@ -78,8 +78,9 @@ class SpecInference:
             window=self.window(),
             ignore=ignore_of(self.attn),
         )
-        own = self.probe[f"blocks.{self.layer}.attn.hook_attn_scores"] if spec.has_scores else None
-        allowed = allowed_cells(spec, self.length, self.causal, own, pattern)
+        hook = f"blocks.{self.layer}.attn.hook_attn_scores"
+        masked = self.probe[hook] if spec.has_scores else None  # in its own dtype
+        allowed = allowed_cells(spec, self.length, self.causal, masked, pattern)
         best, least, size = spec, math.inf, 0.0
         for option in self.options(spec):
             turn = turn_of(self.parameters, self.layer, self.probe, self.length, option.rotation)
@@ -98,6 +99,7 @@ class SpecInference:
     def is_single(self, error: float, size: float) -> bool:
         """Whether an error in a float64 model is that of float32 arithmetic."""
         low, high = (reconstruction_bound(u, size) for u in (self.roundoff, 2**-24))
+        # below 2^-40: of the dtypes, float64 alone
         return self.roundoff < 2**-40 and low < error <= high
 
     def norm(self) -> AttentionSpec:
@@ -142,9 +144,10 @@ class SpecInference:
         modules = [inner(qk_norm_module(self.attn, w)) for w in "qk"]
         if all(module is not None for module in modules):
             q, k = (part(module, "weight", "w") for module in modules)
-            known = part(modules[0], "eps", "variance_epsilon")
-            eps = float(known or self.parameters.model.cfg.eps)
+            module_eps = part(modules[0], "eps", "variance_epsilon")
+            eps = float(module_eps or self.parameters.model.cfg.eps)
             flat = q is not None and q.dim() == 1 and q.numel() > self.d_head
+            # the gain is the weight, or one more (Gemma)
             for norm_type, shift in itertools.product(("RMS", "LN"), (0.0, 1.0)):
                 yield QKNorm(norm_type, flat, self._gain(q, shift), self._gain(k, shift), eps)
         yield None
@@ -169,16 +172,17 @@ class SpecInference:
         return None if value is None else value.detach().double().reshape(-1)
 
     def window(self) -> int | None:
-        """Width of a sliding window by the model's own account (used only where no scores are
-        held)."""
+        """Width of a sliding window by the model's settings (used only where no hook holds
+        scores)."""
         model, source = self.parameters.model, inner(self.attn)
         config = getattr(part(model, "original_model"), "config", None)
         if config is None:  # HookedTransformer
             local = part(self.attn, "attn_type") == "local"
             return int(model.cfg.window_size) if local else None
-        kinds = part(config, "layer_types")
-        if kinds is not None:
-            return int(config.sliding_window) if kinds[self.layer] == "sliding_attention" else None
+        layer_types = part(config, "layer_types")
+        if layer_types is not None:
+            slides = layer_types[self.layer] == "sliding_attention"
+            return int(config.sliding_window) if slides else None
         width = part(source, "sliding_window") or part(config, "sliding_window")
         if not width and part(source, "attention_type") == "local":
             width = config.window_size
@@ -187,8 +191,8 @@ class SpecInference:
     def scaled(
         self, spec: AttentionSpec, content: Tensor, pattern: Tensor, allowed: Tensor
     ) -> Iterator[AttentionSpec]:
-        """Candidates for the scale: by the module, then the usual one, then measured from the
-        pattern."""
+        """Candidates for the scale: those that the module holds, the usual one, 1, and the least
+        squares fit to the log pattern."""
         source = inner(self.attn)
         multiply = [part(source, name) for name in ("scaling", "inv_norm_factor", "softmax_scale")]
         divide = [part(self.attn, "attn_scale"), part(source, "scale_attn"), part(source, "scale")]
@@ -214,10 +218,11 @@ class SpecInference:
         measured = torch.where(cells, scores - content * spec.scale, 0.0).mean(0)
         j = torch.arange(self.length, dtype=torch.float64, device=measured.device)
         x, y = row_center(j.expand_as(measured), cells), row_center(measured, cells)
+        # of each head, the least squares line through the measured bias
         slopes = (x * y).sum((-2, -1)) / x.square().sum((-2, -1)).clamp(min=1e-300)
         for form in ("k", "k-q", "k-last"):
-            for exact in (alibi_slopes(self.heads).to(slopes), slopes):
-                option = replace(spec, slopes=exact, bias_form=form)
+            for tried in (alibi_slopes(self.heads).to(slopes), slopes):
+                option = replace(spec, slopes=tried, bias_form=form)
                 bias = option.bias(self.length)
                 assert bias is not None
                 size = float(measured.abs().max()) + absolute * spec.scale
@@ -235,7 +240,7 @@ class SpecInference:
         allowed: Tensor,
     ) -> float:
         """Largest difference of scores, or of row-centred log patterns where the hook holds no
-        scores."""
+        scores; of a measured bias, how far the two sequences of the probe disagree."""
         total = content * spec.scale
         bias = spec.bias(self.length)
         total = total if bias is None else total + bias
@@ -251,8 +256,8 @@ class SpecInference:
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, " head"]:
-    """ALiBi slopes (Press et al. 2022): ``2^(-8 (h+1) / H)`` for H a power of two, interleaved with
-    those of 2H otherwise.
+    """ALiBi slopes (Press et al. 2022): ``2^(-8 (h+1) / H)`` for H heads, a power of two; otherwise
+    those of the power below, then every other one of its double.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]

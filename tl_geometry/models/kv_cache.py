@@ -46,8 +46,8 @@ class PrefixCache:
 
 
 def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCache | None:
-    """All but the last token of the chunks, run once; ``None`` where the class has no cache of keys
-    and values."""
+    """The keys and values of all but the last token of the chunks, run once; ``None`` where the
+    class has no cache of them."""
     runner, hooked = view._run, view.class_name == "HookedTransformer"
     if not (view.causal and tokens.shape[1] >= 2 and isinstance(runner, Runner)):
         return None
@@ -67,7 +67,7 @@ def _with_cache(view: ModelView, cache: Any, tokens: Tensor) -> Runner:
     assert isinstance(runner, Runner)
     runner.kwargs = {"use_cache": True, "past_key_values": cache}
     if view.class_name == "HookedTransformer":
-        # without a mask it asks its tokenizer for one, which it may not have
+        # without a mask it asks its tokenizer for one, and may have no tokenizer
         runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
     return runner
 

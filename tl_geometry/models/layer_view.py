@@ -37,8 +37,8 @@ d_head]``."""
 
 
 class AddedPosition(NamedTuple):
-    """A positional embedding that is added after the norm to what queries and keys are made of, and
-    what they become by it."""
+    """A positional embedding that is added, after the norm, to the inputs of queries and keys, and
+    what queries and keys get from it."""
 
     embedding: Float[Tensor, "position d_model"]
     q: Float[Tensor, "position head d_head"]
@@ -73,18 +73,18 @@ class LayerView:
     ``q_map`` holds what does not depend on the tokens: centring, gain, W_Q (``projected``), then
     the linear part of QK-norm and the rotation by the position (``turned``); ``q_scale`` the frozen
     scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
-    projection, scaled and rotated alike. ``added`` is the positional embedding of models that add
-    it to the inputs of queries and keys only (Shortformer), and its share of the constants:
-    position, though not in the stream. Grouped keys are expanded to all heads. ``bias`` is ALiBi,
-    analytic or measured (``bias_source``), else ``None``. ``allowed`` is the mask (causal, sliding
-    window, bidirectional). ``pattern`` and ``scores`` are the model's own (``scores`` is ``None``
-    where the hook holds the pattern; it is masked and after the soft cap). Tensors have ``dtype``
-    float32, or float64 for float64 models, on the layer's device. ``v`` and ``z`` are the model's
-    values (expanded) and its mixed values ``[batch position head d_head]``, ``v_map`` and
-    ``v_constant`` the values of a part (``v_scale`` is one over the norm scale). ``turn`` is the
-    rotation inside the maps, where there is one. ``sizes("q")`` are ``sum_d |x_d W_de| +
-    |constant|`` of queries (``"k"``: keys), which their rounding grows with. ``reconstruction`` is
-    the report of the checks that were made.
+    projection, scaled and rotated alike. ``v_map``, ``v_scale`` (one over norm scale) and
+    ``v_constant`` make values in the same way. ``turn`` is the rotation inside the maps, where
+    there is one. ``added`` is the positional embedding of models that add it to the inputs of
+    queries and keys only (Shortformer), and its share of the constants: position, though not in the
+    stream. ``bias`` is ALiBi, analytic or measured (``bias_source``), else ``None``; ``allowed``
+    the mask (causal, sliding window, bidirectional).
+
+    ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
+    masked and after the soft cap, ``None`` where the hook holds the pattern. Rounding of queries
+    grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
+    ``reconstruction`` reports the checks that were made. Grouped keys and values are expanded to
+    all heads. Tensors are float32, or float64 for float64 models, on the layer's device.
     """
 
     layer: int
@@ -129,8 +129,9 @@ class LayerView:
         self, scale: Float[Tensor, "batch position head"]
     ) -> Float[Tensor, "batch position head"]:
         """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
-        same = torch.equal(scale, self.v_scale)
-        return torch.ones_like(scale) if same else scale * self.norm_scale.unsqueeze(-1)
+        # values have no QK-norm: their scale is that of the norm alone
+        norm_alone = torch.equal(scale, self.v_scale)
+        return torch.ones_like(scale) if norm_alone else scale * self.norm_scale.unsqueeze(-1)
 
     def normalized(self) -> LayerView:
         """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no
@@ -151,9 +152,9 @@ class LayerView:
     def __repr__(self) -> str:
         batch, length, heads, d_head = self.q.shape
         size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}"
-        made = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
+        settings = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
         worst = f"worst check {self.reconstruction.worst:.2g} of what is allowed"
-        return f"LayerView(layer {self.layer}, {size}, {made}, {worst})"
+        return f"LayerView(layer {self.layer}, {size}, {settings}, {worst})"
 
     def logits(
         self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None

@@ -1,6 +1,6 @@
 """Makes the view of an attention layer (:class:`~tl_geometry.models.layer_view.LayerView`) from the
-activations of a forward pass: its specification is inferred once, on the probe, applied to every
-pass, and verified against it. :class:`~tl_geometry.models.ModelView` calls it."""
+activations of a forward pass. The layer's specification is inferred once, on the probe, applied to
+every pass and verified against it. :class:`~tl_geometry.models.ModelView` calls this."""
 
 from __future__ import annotations
 
@@ -46,12 +46,18 @@ CORE = (
     "attn.hook_attn_scores",
 )
 TABLES = ("attn.hook_cos", "attn.hook_sin")
+"""Hooks of a layer, beside its input, that a view is made from: ``CORE`` in every class, rotary
+``TABLES`` where there are any."""
 
 
 @dataclass(eq=False)
 class Layers:
     """The attention layers of one model; behind the methods of
-    :class:`tl_geometry.models.ModelView` that are about layers."""
+    :class:`tl_geometry.models.ModelView` that are about layers.
+
+    ``memo`` holds what was inferred, as long as the weights stay the same: the specification under
+    its layer, a measured bias under ``("bias", layer, length)``, the output norm under ``"head"``.
+    """
 
     parameters: Parameters
     runner: Runner
@@ -67,8 +73,7 @@ class Layers:
         return [name for h in (*CORE, *TABLES) if runner.has(name := f"blocks.{layer}.{h}")]
 
     def spec(self, layer: int) -> AttentionSpec:
-        """The specification of one layer, inferred on first use (the memo lives as long as the
-        weights stay the same)."""
+        """The specification of one layer, inferred on first use."""
         index(layer, len(self.parameters.model.blocks), "layer")
         if layer not in self.memo:
             inference = SpecInference(self.parameters, layer, self.probe, self.causal)
@@ -88,7 +93,7 @@ class Layers:
 
     def verify_spec(self, layer: int, h: Tensor) -> None:
         """Verify the specification of a half-precision model on its probe in float32, where faults
-        below 1% show (a measured bias has its own)."""
+        below 1% show (:meth:`measure` checks a measured bias)."""
         half = h.dtype == torch.float32 and is_half(self.parameters.model)
         if not half or self.memo[layer].bias_form == "measured":
             return
@@ -155,10 +160,10 @@ class Layers:
         names = self.hooks(layer)
         # an ActivationCache is no Mapping
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        found = {name: entries[name] for name in names if name in entries}
+        activations = {name: entries[name] for name in names if name in entries}
         # needed only to verify; some fire after hook_z
-        later = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")
-        missing = [name for name in names if name not in found and not name.endswith(later)]
+        optional = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")
+        missing = [n for n in names if n not in activations and not n.endswith(optional)]
         require(
             not missing,
             "cache",
@@ -166,7 +171,7 @@ class Layers:
             got=f"no {', '.join(missing)}",
             instead="model.run_with_cache(tokens) without names_filter",
         )
-        h = found[names[0]]
+        h = activations[names[0]]
         require(
             h.dim() == 3,
             "cache",
@@ -174,7 +179,7 @@ class Layers:
             got=describe(h),
             instead="remove_batch_dim=False",
         )
-        return self._build(layer, found, verify, detach=verify, queries=queries)
+        return self._build(layer, activations, verify, detach=verify, queries=queries)
 
     def _build(
         self,
@@ -296,18 +301,18 @@ class Layers:
             return None, "none"
         if spec.bias_form != "measured":
             bias = spec.bias(length)
-            kept = getattr(self.parameters.model.blocks[layer].attn, "alibi", None)
-            if bias is not None and spec.slopes is not None and isinstance(kept, Tensor):
-                # HookedTransformer keeps the bias of its longest prompt and takes the last rows: a
-                # constant of each row too much
-                bias = bias - spec.slopes[:, None, None] * (kept.shape[-1] - length)
+            table = getattr(self.parameters.model.blocks[layer].attn, "alibi", None)
+            if bias is not None and spec.slopes is not None and isinstance(table, Tensor):
+                # HookedTransformer keeps the bias of its longest prompt and takes the last rows,
+                # which adds a constant to each row
+                bias = bias - spec.slopes[:, None, None] * (table.shape[-1] - length)
             return bias, "analytic"
         self.measure((layer,), length)
         return self.memo["bias", layer, length].to(h), "measured"
 
     def measure(self, layers: Sequence[int], length: int) -> None:
-        """Score minus content of layers with an unknown bias, on two random sequences; kept only if
-        both give the same."""
+        """Measure the bias of layers whose bias no formula gives: scores minus scaled products, on
+        two random sequences that must agree."""
         measured = [l for l in layers if self.spec(l).bias_form == "measured"]
         wanted = [l for l in measured if ("bias", l, length) not in self.memo]
         if not wanted:
@@ -417,11 +422,11 @@ class Layers:
         config = getattr(part(model, "original_model"), "config", None)
         cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
         cap = float(cap) if cap and float(cap) > 0 else None
-        own = logits.double()
-        bound = reconstruction_bound(unit_roundoff(logits.dtype), largest(own))
+        exact = logits.double()
+        bound = reconstruction_bound(unit_roundoff(logits.dtype), largest(exact))
         for norm in parameters.norm_candidates(part(model, "ln_final"), h):
             head = OutputHead(norm, W_U, parameters.unembed_bias(), cap)
-            if largest(head.logits(h) - own) <= 1e3 * bound + 1e-4:
+            if largest(head.logits(h) - exact) <= 1e3 * bound + 1e-4:
                 like = upcast(logits)
                 return replace(norm, gain=norm.gain.to(like), bias=norm.bias.to(like)), cap
         return None, None

@@ -60,8 +60,8 @@ ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
 )
 UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
-"""What to do instead, where a layer's numbers do not follow from its input under user hooks, and
-without any."""
+"""What a message advises where a layer's numbers do not follow from its input: with user hooks on
+the layer, and without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
@@ -70,10 +70,11 @@ ValueEdit = Callable[[LayerView, Float[Tensor, "batch key head d_head"]], Tensor
 LISTED_HOOKS = (
     "hooks on the stream and v, or hooks on scores, pattern and z that come after those of the edit"
 )
+"""The same as ``ALLOWED_HOOKS`` for an edit that is a list of hooks."""
 READ_HOOKS = ("hook_resid_pre", "attn.hook_v")
 STREAM_HOOKS = (*READ_HOOKS, "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
-"""Hook points of an edited layer at which a user's hooks are welcome (those before the edit are
-read, those after it act on it)."""
+"""Hook points of an edited layer at which user hooks may act: in a list of hooks, and in a ``with``
+block. The edit reads what those before it made; those after it act on what it made."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ class Edit:
 
 @dataclass(frozen=True, eq=False)
 class StreamEdit:
-    """Another stream at a hook, ``change(stream)``; user hooks there act on what it leaves."""
+    """Another stream at a hook, ``change(stream)``; user hooks there act on the changed stream."""
 
     name: str
     change: Hook
@@ -173,12 +174,12 @@ def edited_scores(view: ModelView, edits: Sequence[Edit | StreamEdit]) -> Iterat
 
 
 def score_edits(edits: Sequence[Edit | StreamEdit]) -> list[Edit]:
-    """Those of some edits that change scores."""
+    """The edits among these that change scores."""
     return [edit for edit in edits if isinstance(edit, Edit)]
 
 
 def edited(edits: Sequence[Edit | StreamEdit]) -> tuple[tuple[int, int], ...]:
-    """All heads of some edits."""
+    """All heads that these edits change."""
     return tuple((edit.layer, head) for edit in score_edits(edits) for head in edit.heads)
 
 
@@ -228,8 +229,9 @@ class LiveLayer:
         self, view: ModelView, edit: Edit, arguments: PassArguments, record: OpenEdit
     ) -> None:
         self.view, self.edit, self.arguments, self.record = view, edit, arguments, record
+        # a pass counts once, at the first edited layer
         self.counts = edit.layer == min(layer for layer, _ in record.heads)
-        self.listed = isinstance(arguments, HookedArguments)
+        self.listed = isinstance(arguments, HookedArguments)  # a list of hooks, not a with block
         self.heads = list(edit.heads)
         self.prefix = f"blocks.{edit.layer}."
         self.names = view.layer_hooks(edit.layer)
@@ -297,17 +299,17 @@ class LiveLayer:
 
     def _flag(self, *flags: str | None) -> None:
         """Tell the reader what was noticed, once."""
-        known = self.record.flags
-        known.extend(flag for flag in dict.fromkeys(flags) if flag and flag not in known)
+        noted = self.record.flags
+        noted.extend(flag for flag in dict.fromkeys(flags) if flag and flag not in noted)
 
     def _scores(self, value: Tensor) -> Tensor:
         """Edited scores after the soft cap, where the model attends by what leaves this point."""
         layer, own, new = self._begin(value)
-        theirs, allowed = value[:, self.heads], layer.allowed
+        scores, allowed = value[:, self.heads], layer.allowed
         ignore = self.view.layer_facts(self.edit.layer).ignore
-        one = bool((unmasked(theirs, ignore) == allowed).all()) and bool(allowed.diagonal().all())
+        same_mask = bool((unmasked(scores, ignore) == allowed).all())
         require(
-            one,
+            same_mask and bool(allowed.diagonal().all()),
             self._what("mask"),
             expected="one mask for all prompts and heads, under which each token sees itself",
             got="another, as padding makes it",
@@ -315,7 +317,7 @@ class LiveLayer:
             error=ReconstructionError,
         )
         own, new = (soft_cap(s, layer.softcap) for s in (own, new))
-        error = torch.where(allowed, theirs.detach() - own.detach(), 0.0).abs().max()
+        error = torch.where(allowed, scores.detach() - own.detach(), 0.0).abs().max()
         self._close(
             "scores",
             error,
@@ -326,9 +328,11 @@ class LiveLayer:
 
     def _pattern(self, value: Tensor) -> Tensor | None:
         layer, own, new = self._begin()
-        plain = dataclasses.replace(layer, softcap=None)
+        uncapped = dataclasses.replace(layer, softcap=None)  # the hook holds capped scores
         left = self.running.left.get(self.scores)
-        after = None if left is None else plain.pattern_of(left[:, self.heads].to(own), self.heads)
+        after = (
+            None if left is None else uncapped.pattern_of(left[:, self.heads].to(own), self.heads)
+        )
         own, new = (layer.pattern_of(s, self.heads) for s in (own, new))
         bound = self._pattern_bound(layer, value)
         return self._settled(
@@ -378,13 +382,14 @@ class LiveLayer:
         axis: int,
         of: str,
     ) -> Tensor | None:
-        """``None`` where the class obeyed an earlier point, the value with the edit in it where it
-        did not."""
+        """``None`` where the class obeyed an earlier point, else the value with the edit in it.
+        ``known`` holds the value that follows from the point before (``None`` without one), the
+        model's own, and the edited one; ``of`` names what the value is made of."""
         after, own, new = known
-        theirs = value.detach().index_select(axis, torch.tensor(self.heads, device=value.device))
-        obeyed = after is not None and bool(_distance(theirs, after) <= _distance(theirs, own))
+        shown = value.detach().index_select(axis, torch.tensor(self.heads, device=value.device))
+        obeyed = after is not None and bool(_distance(shown, after) <= _distance(shown, own))
         nearer = after if obeyed and after is not None else own
-        self._close(name, (theirs - nearer.detach()).abs().max(), bound, of)
+        self._close(name, (shown - nearer.detach()).abs().max(), bound, of)
         return None if obeyed else self._moved(value, new - own, axis)
 
     def _moved(self, value: Tensor, change: Tensor, axis: int) -> Tensor:
@@ -436,8 +441,8 @@ class LiveLayer:
         changed it."""
         if float(error) <= bound:
             return
-        welcome = READ_HOOKS if self.listed else STREAM_HOOKS
-        between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in welcome])
+        allowed = READ_HOOKS if self.listed else STREAM_HOOKS
+        between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in allowed])
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
         fail(
             self._what(name),

@@ -32,8 +32,8 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """A model by a name that TransformerLens knows, or from a local Hugging Face directory (then
-    without any network).
+    """Load a model by a name that TransformerLens knows, or from a local Hugging Face directory
+    (then without any network).
 
     ``model_class="bridge"`` is a TransformerBridge; ``"hooked"`` a HookedTransformer, or for BERT a
     HookedEncoder (TransformerLens 3 only). ``processed`` folds and centres weights as
@@ -158,7 +158,7 @@ def _by_name(
                 model = make(name, **options).eval()
     except GeometryError:
         raise
-    except Exception as error:  # each loader and the hub raise their own; the reader needs one line
+    except Exception as error:  # each loader and the hub raise their own types
         reason = f"{type(error).__name__}: {_first_line(error)}"
         if entry.listed:
             got = f"a known name that cannot be fetched ({reason})"
@@ -282,9 +282,9 @@ def _fill(
             error=UnsupportedModelError,
         )
     else:
-        # softmax sees a shift of logits through the cap
+        # centring shifts all logits alike, which softmax does not see, but through a cap it does
         capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0
-        # not where a norm follows its block (OLMo 2)
+        # a norm that follows its block (OLMo 2) cannot be folded
         fold = processed and str(cfg.normalization_type).endswith("Pre")
         model.load_and_process_state_dict(
             state,

@@ -1,4 +1,4 @@
-"""What an MLP computes, as data: read from its module, chosen by what reproduces its output.
+"""What the MLP of a block computes, as data.
 
 :func:`mlp_spec` is called for the frozen linear model of a forward pass
 (:mod:`tl_geometry.circuits.frozen`). A block's MLP is
@@ -81,7 +81,7 @@ class MLPSpec:
         return hidden @ self.W_out + self.b_out
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The output of a stream that it reads."""
+        """The MLP's output for the stream ``h`` that it reads."""
         return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
 
 
@@ -180,18 +180,18 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((no_bias, b_out + b_in @ W_out))
     norm = view._parameters.norm_candidates
-    nothing = list(norm(None, h))
+    no_norm = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
     after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
     # what the configuration calls the activation is tried first, and believed only if it fits
     configured = str(getattr(view._model.cfg, "act_fn", ""))
     activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
-    for last, parallel, activation, (b_in, b_out), entry in product(
-        [*nothing, *after], (False, True), activations, biases, [*before, *nothing]
+    for norm_after, parallel, activation, (b_in, b_out), norm_before in product(
+        [*no_norm, *after], (False, True), activations, biases, [*before, *no_norm]
     ):
         yield MLPSpec(
-            before=entry,
-            after=last,
+            before=norm_before,
+            after=norm_after,
             parallel=parallel,
             activation=activation,
             W_gate=first,

@@ -1,4 +1,4 @@
-"""Models as every public function takes them."""
+"""The type of the argument ``model`` of every public function."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ if TYPE_CHECKING:
         def run_with_cache(self, *args: Any, **kwargs: Any) -> Any: ...
 
     ModelLike = HookedModel | ModelView
-else:  # what comes is looked at where a view of it is made, and refused there by name
+else:  # unknown at run time: view() looks at what it gets, and refuses by name
     ModelLike = Any
 """A TransformerLens model of any class, or a :class:`ModelView` of one."""

@@ -1,5 +1,5 @@
-"""``ModelView``: what the package knows about a model, and all that it asks of one; the model
-object itself and the names of its hooks stay behind it."""
+"""What the library knows about a model, and all that it asks of one: :class:`ModelView` answers for
+every TransformerLens class, so that other packages need not touch the model object."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 
 @runtime_checkable
 class Rows(Protocol):
-    """Windows of tokens, as :class:`tl_geometry.TokenWindows` has them: what a provenance says
-    about them."""
+    """What a provenance says about windows of tokens, as :class:`tl_geometry.TokenWindows` has it
+    (which this package cannot import)."""
 
     @property
     def corpus(self) -> str:
@@ -191,9 +191,9 @@ class ModelView:
 
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
-        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a context of
-        the batch that is verified by itself, in the same pass, and what its view is given to; of
-        its scores ``queries`` are compared, all by default.
+        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
+        function): that context of the batch is verified by itself, in the same pass, and its view
+        given to the function; ``queries`` is how many of its queries are compared, all by default.
         """
         self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample, queries=queries)
 
@@ -265,9 +265,9 @@ class ModelView:
                 got=f"{self.class_name} {self.name}",
                 instead="post_norm=False",
             )
-        own = states.to(self.device, self.dtype)
-        with torch.no_grad():
-            out = [norm(rows[:, None])[:, 0] for rows in own.split(4096)]
+        inputs = states.to(self.device, self.dtype)
+        with torch.no_grad():  # each state as a sequence of one position
+            out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
         return torch.cat(out).to(states)
 
     # ---- text
@@ -295,8 +295,8 @@ class ModelView:
     # ---- the model as it is now
 
     def require_unchanged(self) -> None:
-        """Raise unless the weights and settings are still those of this view: what was summed while
-        they changed is of no model. Edits of this package change none."""
+        """Raise unless the weights and settings are still those of this view: sums over a pass in
+        which they changed belong to no model. Edits by this library change neither."""
         now = fingerprint(self._model)
         require(
             now == self.fingerprint,
@@ -314,8 +314,8 @@ class ModelView:
         return self._refresh(self)
 
     def with_final_norm(self) -> ModelView:
-        """The same model with its last state taken after the final norm; only a bridge names that
-        activation the same everywhere."""
+        """The same model with its last state taken after the final norm; only a bridge has one name
+        for that activation in all models."""
         require(
             self.class_name == "TransformerBridge" and self.causal,
             self.name,
@@ -359,10 +359,10 @@ class ModelView:
     # ---- results
 
     def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
-        """Provenance of a result of this model (on ``rows``), with the hooks that act on it now;
-        ``fields`` are the rest.
+        """Provenance of a result of this model (on ``rows``), with the user hooks that act on it
+        now; ``fields`` are its other fields.
 
-        It is made when the passes have ended, and raises where the weights have changed since this
+        Call it when the passes have ended: it raises where the weights have changed since this
         view was made (:meth:`require_unchanged`).
         """
         self.require_unchanged()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tl_geometry.base.errors import fail, require
 
 EXPECTED = "a local directory, or a name that the installed TransformerLens knows"
+"""What a message says that was expected, where a name is unknown."""
 CLASSES = ("bridge", "hooked")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """Values of ``--class`` and ``--dtype``."""
@@ -21,8 +22,8 @@ OURS = ("smollm2", "minilm")
 
 
 class Name(NamedTuple):
-    """Whether a name is in TransformerLens's list, what to say of one that is not, and similar
-    names."""
+    """A name looked up in TransformerLens's list: whether it is there, and for a message what came
+    where it is not, and similar names."""
 
     listed: bool
     unknown: str
@@ -47,8 +48,8 @@ def look_up(name: str, model_class: str) -> Name:
 
 
 def check_name(name: str | None, model_class: str) -> None:
-    """:func:`look_up` for what a command is given: nothing, a name of ours, a directory, or a name
-    of the list."""
+    """:func:`look_up` for what a command is given: nothing, a name of the zoo, a directory, or a
+    name of the list."""
     if name is not None and name not in OURS and not Path(name).expanduser().is_dir():
         look_up(name, model_class)
 
@@ -68,7 +69,7 @@ def listed_names() -> tuple[list[str], list[str]]:
     }
     official: list[str] = lists["OFFICIAL_MODEL_NAMES"]
     aliases: dict[str, list[str]] = lists.get("MODEL_ALIASES", {})
-    if not aliases:  # TransformerLens 4 keeps them as data
+    if not aliases:  # TransformerLens 4 keeps them in a file
         data = folder / "tools" / "model_registry" / "data" / "model_aliases.json"
         aliases = json.loads(data.read_text(encoding="utf-8"))["aliases"]
     return official, [*official, *(name for more in aliases.values() for name in more)]

@@ -1,5 +1,5 @@
-"""The next-token distributions of a live model with hooks in place, of whole passes or of passes
-over the last token alone; what measures the effect of an edit on the output calls these."""
+"""What does a model predict next while hooks edit it? Next-token distributions from whole passes,
+or from passes over the last token alone; measures of an edit's effect on the output call these."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tl_geometry.models.output_head import next_token_losses
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""
 KEPT_BYTES, PILOTS = 2**28, 512
-"""Keys and values of the earlier tokens, and rows, of one pass over last tokens alone, at most."""
+"""Limits of one pass over last tokens alone: bytes of cached keys and values, and rows."""
 
 
 def require_output(view: ModelView, what: str) -> None:
@@ -80,8 +80,8 @@ def log_probabilities(
 
 
 class PilotRuns(NamedTuple):
-    """Forward passes of some chunks that differ at the last token only: the tokens before it are
-    run once.
+    """Forward passes of some chunks that differ at the last token, the pilot, only: the tokens
+    before it are run once.
 
     From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept``
     every pass runs all tokens.
@@ -116,17 +116,17 @@ def pilot_runs(
     """Passes over ``tokens`` with an edited last token, ``own`` their log-probabilities without an
     edit.
 
-    Where the model's class keeps keys and values rightly (its clean output behind them is ``own``,
-    to a relative 1e-4, 0.05 in half precision) only the last token is run; with other people's
-    hooks in place, or anywhere else, all tokens are. ``limit`` is the number of whole chunks of one
-    pass.
+    Only the last token is run where the model's class caches keys and values rightly: without an
+    edit its output then is ``own``, to a relative 1e-4 (0.05 in half precision). Elsewhere, and
+    under user hooks, all tokens are run. ``limit`` is the number of whole chunks of one pass.
     """
-    whole = PilotRuns(view, tokens, None, max(1, limit // len(tokens)))
+    uncached = PilotRuns(view, tokens, None, max(1, limit // len(tokens)))
     kept = None if view.hooked() else behind(view, tokens)
     if kept is None:
-        return whole
+        return uncached
     copies = max(1, min(PILOTS // len(tokens), int(KEPT_BYTES / max(1, kept.size))))
     runs = PilotRuns(view, tokens, kept, copies)
     error = float((runs.log_probabilities(1, {}) - own).abs().max())
     half = torch.finfo(view.dtype).bits < 32
-    return runs if error <= (0.05 if half else 1e-4) * max(1.0, float(own.abs().max())) else whole
+    bound = (0.05 if half else 1e-4) * max(1.0, float(own.abs().max()))
+    return runs if error <= bound else uncached

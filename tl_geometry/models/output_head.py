@@ -62,7 +62,8 @@ def next_token_losses(
 
 
 class Distances(NamedTuple):
-    """Two next-token distributions per row, compared."""
+    """How far apart two next-token distributions are, for each row: ``changed`` by an edit, and the
+    model's ``own``."""
 
     kl: Float[Tensor, "*batch"]
     """``KL(changed | own)``, nats."""

@@ -29,9 +29,9 @@ def block_of(model: Any, layer: int) -> Any:
 
 
 def part(owner: Any, *names: str) -> Any:
-    """The first attribute of ``owner`` that exists and is not ``None``."""
+    """The first attribute of ``owner`` that exists and is not ``None``, or ``None``."""
     for name in names:
-        try:
+        try:  # a property may raise where the model has nothing to give
             value = getattr(owner, name, None)
         except (AttributeError, RuntimeError, ValueError, KeyError):
             continue
@@ -46,10 +46,10 @@ def inner(module: Any) -> Any:
 
 
 def _attached(value: Tensor, source: Tensor | None) -> Tensor:
-    """``value`` with the gradient of the parameter that it was read from, up to a constant."""
+    """``value`` as it is, with the gradient of the parameter ``source`` that it was read from."""
     if source is None or not source.requires_grad:
         return value
-    change = (source - source.detach()).to(value)
+    change = (source - source.detach()).to(value)  # zero, with a gradient
     if value.dim() == 2:  # one gain of each (grouped) head, of all heads in a row, or for all heads
         change = change.reshape(-1, value.shape[-1])
         change = change.repeat_interleave(len(value) // len(change), 0)
@@ -128,13 +128,13 @@ class Parameters:
         they were read from."""
         attn, source = self.attention(layer), inner(part(block_of(self.model, layer), "ln1"))
         if norm.norm_type is not None and source is not None:
-            found = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
-            norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in found.items()})
+            sources = {"gain": part(source, "weight", "w"), "bias": part(source, "bias", "b")}
+            norm = replace(norm, **{k: _attached(getattr(norm, k), v) for k, v in sources.items()})
         if qk_norm is not None:
             modules = {w: inner(qk_norm_module(attn, w)) for w in "qk"}
             gains = {f"gain_{w}": part(m, "weight", "w") for w, m in modules.items()}
-            found = {k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()}
-            qk_norm = replace(qk_norm, **found)
+            attached = {k: _attached(getattr(qk_norm, k), v) for k, v in gains.items()}
+            qk_norm = replace(qk_norm, **attached)
         return norm, qk_norm
 
     def norm_candidates(self, norm: Any, like: Tensor) -> Iterator[NormWeights]:
@@ -144,13 +144,13 @@ class Parameters:
         if norm is not None:
             source = inner(norm)
             gain, bias = part(source, "weight", "w"), part(source, "bias", "b")
-            known = part(source, "eps", "variance_epsilon", "layer_norm_epsilon")
-            eps = float(known or self.model.cfg.eps)
+            module_eps = part(source, "eps", "variance_epsilon", "layer_norm_epsilon")
+            eps = float(module_eps or self.model.cfg.eps)
             gain = ones if gain is None else upcast(gain).to(ones)
             bias = zeros if bias is None else upcast(bias).to(ones)
             rms = "rms" in f"{type(source).__name__} {self.model.cfg.normalization_type}".lower()
             for norm_type in ("RMS", "LN") if rms else ("LN", "RMS"):
-                for shift in (0.0, 1.0):
+                for shift in (0.0, 1.0):  # the gain is the weight, or one more (Gemma)
                     yield NormWeights(norm_type=norm_type, gain=gain + shift, bias=bias, eps=eps)
         yield NormWeights(norm_type=None, gain=ones, bias=zeros, eps=0.0)
 

@@ -1,9 +1,9 @@
-"""A half-precision model run in float32 for once: the weights are the same numbers, only the
-arithmetic is exact enough to check.
+"""Runs a half-precision model in float32 inside a ``with`` block: the weights are the same numbers,
+and the arithmetic is exact enough to check.
 
-In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So the
-probe of such a model is taken with its weights widened, its facts are found on that, and each layer
-is verified on it with the bound of float32.
+In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So such a
+model is probed with its weights widened, its layers' specifications are inferred from that probe,
+and each is verified on it with the bound of float32.
 """
 
 from __future__ import annotations

@@ -31,13 +31,14 @@ from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, wi
 
 CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
-"""Size of the probe. Two sequences, because a measured score bias must be the same in both."""
+"""Size of the probe: two sequences, because a measured score bias must be the same in both."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
-    """What one forward pass over random tokens showed, without user hooks; kept as long as
-    ``made_of`` is the same: fingerprint, device, and forward methods that were replaced."""
+    """The activations of one forward pass over random tokens, without user hooks, and what was
+    inferred from them (``layers``, the memo of :class:`Layers`); valid as long as ``made_of`` is
+    the same: fingerprint, device, and forward methods that were replaced."""
 
     made_of: tuple[object, ...]
     activations: Mapping[str, Tensor]
@@ -95,10 +96,10 @@ def view(model: Any) -> ModelView:
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     facts = loader_facts(model)
     hooks = state_hooks(class_name, len(model.blocks))
-    name, mark = facts.get("name") or _name(model), fingerprint(model)
+    name, digits = facts.get("name") or _name(model), fingerprint(model)
     run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     require_full_precision(run.device, name)
-    probe, made_of = _PROBES.get(model), (mark, parameter.device, replaced_forwards(model))
+    probe, made_of = _PROBES.get(model), (digits, parameter.device, replaced_forwards(model))
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, class_name, name, run, made_of)
     parameters = Parameters(model, class_name, name)
@@ -109,7 +110,7 @@ def view(model: Any) -> ModelView:
         class_name=class_name,
         library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
         processed=_processed(model, class_name),
-        fingerprint=mark,
+        fingerprint=digits,
         n_layers=len(model.blocks),
         n_heads=int(cfg.n_heads),
         d_model=int(cfg.d_model),
@@ -135,15 +136,16 @@ def view(model: Any) -> ModelView:
 
 
 def _refreshed(seen: ModelView) -> ModelView:
-    """The view itself if it still is of its model, else a new one with the same name: weights may
-    have been edited in place."""
+    """The view itself if it still describes its model, else a new one with the same name: weights
+    may have been edited in place."""
     require_full_precision(seen.device, seen.name)
     model = seen._model
     moved = next(iter(model.parameters())).device != seen.device
     if fingerprint(model) == seen.fingerprint and not moved:
         return seen
-    kept = {"name": seen.name, "head_trained": seen.head_trained, "_refresh": seen._refresh}
-    return dataclasses.replace(view(model), **kept)
+    # what the model object itself does not say
+    given = {"name": seen.name, "head_trained": seen.head_trained, "_refresh": seen._refresh}
+    return dataclasses.replace(view(model), **given)
 
 
 def _probe(
@@ -195,8 +197,7 @@ def _probe(
         try:
             with without_hooks(model), widened(model):
                 found = collect(run, ids, list(found))
-        # a model with casts of its own cannot run in float32, and is verified in its own precision
-        # only
+        # a model that casts by itself cannot run in float32: it is verified in its own precision
         except RuntimeError:
             pass
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
@@ -210,7 +211,7 @@ def _require_weights(model: Any, name: str) -> None:
     named = {
         n: p.detach() for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused
     }
-    # the least element is NaN where any is, and takes no memory; one synchronisation for all
+    # the least element is NaN where any is, and takes no memory; stacked, they are read at once
     least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
     bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
     require(

@@ -38,7 +38,7 @@ class ReconstructionReport:
 
     @property
     def adds_up(self) -> bool:
-        """Whether every error is within its bound (NaN is not)."""
+        """Whether every error is within its bound; NaN is not."""
         return all(error <= bound for error, bound in self.checks.values())
 
     @property
@@ -99,12 +99,12 @@ def pattern_error(
     if bool((seen & ~allowed).any()):
         return float("inf")
     log = torch.where(seen, pattern, 1.0).log()
-    # a key that the model leaves out must be negligible by our scores too: extrapolate from the
-    # strongest key of its row
-    best = torch.where(seen, scores, -torch.inf).amax(-1, keepdim=True)
-    probability = torch.where(seen, log, -torch.inf).amax(-1, keepdim=True)
-    hidden = allowed & ~seen & torch.isfinite(best)
-    expected = torch.where(hidden, scores - best + probability, -torch.inf)
+    # a key without weight must be negligible by the recomputed scores too: its log probability
+    # follows from the strongest key of its row
+    highest = torch.where(seen, scores, -torch.inf).amax(-1, keepdim=True)
+    highest_log = torch.where(seen, log, -torch.inf).amax(-1, keepdim=True)
+    hidden = allowed & ~seen & torch.isfinite(highest)
+    expected = torch.where(hidden, scores - highest + highest_log, -torch.inf)
     if bool((expected > torch.tensor(10 * smallest).log()).any()):
         return float("inf")
     return float((row_center(scores, seen) - row_center(log, seen)).abs().max())
@@ -161,8 +161,8 @@ def judge_rounding(
     Parts that cancel (a mean that holds a token of enormous norm) round as large as they are:
     ``scales`` are A of the queries and keys as they are, and of their parts. Heads without any
     spread beyond the rounding of the scores themselves are left out. The refusal takes the rounding
-    of our own arithmetic, float32 or better: models in half precision are verified in float32
-    besides.
+    of float32 or better, in which parts are computed: models in half precision are verified in
+    float32 besides.
 
     >>> judge_rounding(2**-24, (20.0, 2.0**18), torch.tensor([10.0]), "layer 1")
     ('layer 1: rounding may reach 0.5, scores of a row spread over 10',)
@@ -173,12 +173,12 @@ def judge_rounding(
     if not len(spreads):
         return ()
     spread = float(spreads.median())
-    bound, ours = (reconstruction_bound(u, parts) for u in (roundoff, single))
-    if ours > spread:
+    bound, single_bound = (reconstruction_bound(u, parts) for u in (roundoff, single))
+    if single_bound > spread:
         fail(
             what,
             expected=f"rounding below what {size} ({spread:.2g})",
-            got=f"parts so large that it may reach {ours:.2g}",
+            got=f"parts so large that it may reach {single_bound:.2g}",
             instead="model.double(), or decompose(..., normalize=True)",
             error=ReconstructionError,
         )

@@ -1,5 +1,5 @@
-"""The rotary planes of an attention layer, read from the tables of cosines and sines that its
-forward pass used: which coordinates turn together, and how fast? Splits and edits by plane ask.
+"""Which coordinates of a head turn together, and how fast? The rotary planes of an attention layer,
+read from the tables of cosines and sines that its forward pass used; splits and edits by plane ask.
 
 A rotary embedding turns plane m of every query and key by the angle ``theta_m t`` at position t, so
 that plane m of a score depends on the offset ``i - j`` through ``theta_m (i - j)``. Two coordinates
@@ -60,8 +60,8 @@ def pair_of(d_rot: int, pairing: str) -> Int[Tensor, " d_rot"]:
 def frequencies(
     cos: Float[Tensor, "position d_rot"], sin: Float[Tensor, "position d_rot"]
 ) -> Float[Tensor, " d_rot"]:
-    """Radians per position, from the angle at position 1, made sharper at 2, 4, 8, ... (float64;
-    zero for a single position).
+    """Radians per position, from the angle at position 1, refined at 2, 4, 8, ... and the last
+    (float64; zero for a single position).
 
     >>> angle = torch.arange(40.0).double().unsqueeze(1) * torch.tensor([1.0, 0.01])
     >>> frequencies(angle.cos(), angle.sin())
@@ -71,7 +71,7 @@ def frequencies(
     last = len(phase) - 1
     theta = torch.zeros_like(phase[0]) if last == 0 else phase[1]
     for t in (*(2**n for n in range(1, max(1, last.bit_length()))), last):
-        if t > 1:
+        if t > 1:  # the estimate so far says how many whole turns the angle at t leaves out
             turns = ((theta * t - phase[t]) / (2 * math.pi)).round()
             theta = (phase[t] + 2 * math.pi * turns) / t
     return theta

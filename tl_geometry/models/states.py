@@ -39,8 +39,8 @@ def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
     if name in hooks:
         return hooks.index(name)
     after = NORMED if any(hook.endswith(NORMED) for hook in hooks) else AFTER
-    found = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{after})", name)
-    state = -1 if found is None else int(found[1]) + int(found[2] == after)
+    match = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{after})", name)
+    state = -1 if match is None else int(match[1]) + int(match[2] == after)
     expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.{BEFORE}"'
     require(0 <= state < count, "states", expected=expected, got=repr(name))
     return state
@@ -48,16 +48,16 @@ def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
 
 def other_states(setting: Callable[[str], Any], state: int) -> list[str]:
     """Hooks that an autoencoder's settings name (``hook_name``, ``hook_name_out`` of SAELens) and
-    that hold something else than a state.
+    that hold something else than ``state``.
 
     >>> other_states({"hook_name": "blocks.2.hook_resid_pre"}.get, 2)
     []
     >>> other_states({"hook_name": "blocks.2.hook_mlp_out"}.get, 2)
     ['hook_name=blocks.2.hook_mlp_out']
     """
-    own = (f"blocks.{state}.{BEFORE}", f"blocks.{state - 1}.{AFTER}")
+    of_state = (f"blocks.{state}.{BEFORE}", f"blocks.{state - 1}.{AFTER}")
     named = {name: setting(name) for name in ("hook_name", "hook_name_out")}
-    return [f"{name}={hook}" for name, hook in named.items() if hook not in (None, *own)]
+    return [f"{name}={hook}" for name, hook in named.items() if hook not in (None, *of_state)]
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
@@ -70,8 +70,8 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
     model = getattr(cache, "model", None)
     inputs = [h for h in entries if h.startswith("blocks.") and h.endswith(f".{BEFORE}")]
-    known = [int(h.split(".")[1]) for h in inputs]
-    n_layers = len(model.blocks) if model is not None else 1 + max(known, default=0)
+    cached = [int(h.split(".")[1]) for h in inputs]
+    n_layers = len(model.blocks) if model is not None else 1 + max(cached, default=0)
     encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__}
     encoder = encoder or f"blocks.{n_layers - 1}.{NORMED}" in entries
     names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)

@@ -1,5 +1,5 @@
-"""Null models: the same model with some or all blocks untrained, for as long as a ``with`` block
-lasts."""
+"""Untrained controls: the same model with some or all blocks untrained, for as long as a ``with``
+block lasts."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def reinitialized(
     choice(how, ("init", "shuffle"), "how")
     view = as_view(model)
     chosen = None if blocks is None else checks.indices(blocks, view.n_layers, "blocks")
-    own = view._model
-    parts: list[nn.Module] = [own] if chosen is None else [own.blocks[i] for i in chosen]
+    root = view._model
+    parts: list[nn.Module] = [root] if chosen is None else [root.blocks[i] for i in chosen]
     named: dict[int, tuple[str, Tensor]] = {}
     for part in parts:
         named |= {id(p): (name, p) for name, p in part.named_parameters()}
-    kept = [(p, p.detach().clone()) for _, p in named.values()]
+    trained = [(p, p.detach().clone()) for _, p in named.values()]
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
     label, open_ = f"{view.name}, {what} ({how})", True
@@ -57,7 +57,7 @@ def reinitialized(
         with torch.no_grad():
             for name, value in named.values():
                 value.copy_(_redrawn(name, value, how, std, generator))
-        control = as_view(own)
+        control = as_view(root)
 
         def refresh(seen: ModelView) -> ModelView:
             require(
@@ -78,7 +78,7 @@ def reinitialized(
     finally:
         open_ = False
         with torch.no_grad():
-            for value, old in kept:
+            for value, old in trained:
                 value.copy_(old)
 
 

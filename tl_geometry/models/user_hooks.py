@@ -1,11 +1,10 @@
-"""Hooks of somebody else on a model: which there are, and the model without them.
+"""User hooks on a model: which there are, and the model without them.
 
-A hook counts where it was defined outside of TransformerLens's own models (its bridges put hooks on
-themselves, on the first forward pass, permanent ones too), torch, transformers and accelerate. An
-intervention of this package that is open counts, and so does a hook that a user makes from
-TransformerLens's ``patching``: both change what the model computes. Whatever the way it was
-attached, a hook acts through torch's own tables of forward and pre-forward hooks, of one module or
-of all.
+A hook is a user's, or foreign, unless torch, transformers, accelerate or TransformerLens's models
+defined it (bridges put hooks on themselves at the first forward pass, permanent ones too). An open
+edit of this library counts, and so does a hook that a user makes with TransformerLens's
+``patching``: both change what the model computes. However it was attached, a hook acts through
+torch's own tables of forward and pre-forward hooks, of one module or of all.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ OWN = (
     "accelerate.",
     "tl_geometry.models.forward",
 )
-"""Where hooks are defined that belong to a model, or to the pass that asks."""
+"""Modules whose hooks are no user's: they belong to a model, or to the pass that asks."""
 GLOBAL = "every module"
 """The name given to torch's global hooks."""
 Table = dict[int, Any]
 
 
 def foreign(hook: Any) -> bool:
-    """Whether somebody else defined a hook."""
+    """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
     while isinstance(hook, partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
@@ -79,15 +78,15 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def names_of(model: Any) -> tuple[str, ...]:
     """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
     path."""
-    # an alias comes after what it is one of
+    # of several names of a point the last, its alias
     points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
     tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
-    found = {points.get(table, name) or type(model).__name__ for name, table in tables}
-    return tuple(sorted(found.union(replaced_forwards(model))))
+    places = {points.get(table, name) or type(model).__name__ for name, table in tables}
+    return tuple(sorted(places.union(replaced_forwards(model))))
 
 
 def replaced_forwards(model: Any) -> tuple[str, ...]:
-    """Modules whose ``forward`` somebody has replaced, in the module or in its class, as
+    """Modules whose ``forward`` a user has replaced, in the module or in its class, as
     ``"blocks.0.mlp.forward"``."""
     return tuple(
         sorted(
@@ -97,12 +96,13 @@ def replaced_forwards(model: Any) -> tuple[str, ...]:
 
 
 def _replaced(module: nn.Module) -> bool:
-    own = vars(module).get("forward")
-    if own is not None:
-        return foreign(own)
-    home = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    forward = vars(home)["forward"]
-    return foreign(forward) and getattr(forward, "__module__", None) != home.__module__
+    of_instance = vars(module).get("forward")
+    if of_instance is not None:
+        return foreign(of_instance)
+    owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    forward = vars(owner)["forward"]
+    # a user's own class defines its forward itself: that replaces nothing
+    return foreign(forward) and getattr(forward, "__module__", None) != owner.__module__
 
 
 def brief(names: Sequence[str], most: int = 4) -> str:
@@ -148,6 +148,6 @@ def _silent(hook: Any) -> bool:
 
 
 def _restore(table: Table, i: int, hook: Any) -> None:
-    """Put a hook back in its place, unless somebody has removed it."""
+    """Put a hook back in its place, unless it was removed meanwhile."""
     if i in table:
         table[i] = hook

@@ -22,7 +22,7 @@ from tl_geometry.models.softmax import soft_cap
 
 
 def largest(x: Tensor) -> float:
-    """The largest absolute value."""
+    """The largest absolute value, as a float."""
     return float(x.abs().max())
 
 
@@ -65,25 +65,26 @@ def check_scores(
     errors: dict[str, list[float]] = {"pattern": [], "pattern sum": [], "scores": []}
     scale, allowed = 0.0, view.allowed[queries]
     for start in range(0, heads, step):
-        part_ = slice(start, min(start + step, heads))
-        total, size = _total_and_size(view, part_, queries)
+        some_heads = slice(start, min(start + step, heads))
+        total, size = _total_and_size(view, some_heads, queries)
         scale = max(scale, float(torch.where(allowed, size, 0.0).max()))
         capped = soft_cap(total, view.softcap)
         if view.scores is not None:
-            theirs = view.scores[:, part_, queries]
-            difference = torch.where(allowed, capped - theirs, 0.0)
+            model_scores = view.scores[:, some_heads, queries]
+            difference = torch.where(allowed, capped - model_scores, 0.0)
             errors["scores"].append(largest(difference))
         if view.pattern is not None:
-            found = view.pattern[:, part_, queries]
-            errors["pattern"].append(pattern_error(capped, found, allowed, view.roundoff))
-            sinks = None if view.sinks is None else view.sinks[part_]
-            errors["pattern sum"].append(_sum_error(found, capped, allowed, sinks))
+            pattern = view.pattern[:, some_heads, queries]
+            errors["pattern"].append(pattern_error(capped, pattern, allowed, view.roundoff))
+            sinks = None if view.sinks is None else view.sinks[some_heads]
+            errors["pattern sum"].append(_sum_error(pattern, capped, allowed, sinks))
     bounds = {
         "pattern": pattern_bound(view.pattern, view.roundoff, scale),
         "scores": reconstruction_bound(view.roundoff, scale),
     }
-    whole = 1.0 if view.sinks is None else scale
-    bounds["pattern sum"] = pattern_bound(view.pattern, view.roundoff, whole)
+    # rows sum to one, but a sink's share depends on the scores and rounds as they do
+    sum_scale = 1.0 if view.sinks is None else scale
+    bounds["pattern sum"] = pattern_bound(view.pattern, view.roundoff, sum_scale)
     compared = {name: (max(values), bounds[name]) for name, values in errors.items() if values}
     return replace(report, checks={**report.checks, **compared}, scale=scale)
 
@@ -91,12 +92,12 @@ def check_scores(
 def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> float:
     """How far rows of the pattern are from summing to one (less the sink's share), which
     row-centred logarithms do not see."""
-    found = pattern.sum(-1, dtype=torch.float64)
+    sums = pattern.sum(-1, dtype=torch.float64)
     if sinks is None:
-        return largest(found - 1)
-    whole = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
-    with_sink = torch.logaddexp(whole, sinks[:, None].double())
-    return largest(found - (whole - with_sink).exp())
+        return largest(sums - 1)
+    without_sink = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
+    with_sink = torch.logaddexp(without_sink, sinks[:, None].double())
+    return largest(sums - (without_sink - with_sink).exp())
 
 
 def _total_and_size(view: LayerView, heads: slice, queries: slice) -> tuple[Tensor, Tensor]:

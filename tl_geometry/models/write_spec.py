@@ -1,9 +1,9 @@
-"""Infers how a model writes into its residual stream (the embeddings, and what each block adds):
-candidates from its modules, of which the one that reproduces the model's own states is kept.
+"""Infers how a model writes into its residual stream: its embeddings, and what each block adds. Of
+the candidates that its modules suggest, the one that reproduces the model's own states is taken.
 :mod:`tl_geometry.models.writers` applies it.
 
-A decoder's block adds what attention and MLP give, each through a norm of its own in some families
-(Gemma 2 and 3, OLMo 2); an encoder (BERT) norms the whole stream after each addition::
+A decoder's block adds what attention and MLP give, in some families (Gemma 2 and 3, OLMo 2) each
+through a norm; an encoder (BERT) norms the whole stream after each addition::
 
     h' = h + N_a(sum_h z_h W_O^h + b_O) + mlp          N_a the norm behind attention, or none
     h' = N_2(N_1(h + sum_h z_h W_O^h + b_O) + mlp)     an encoder
@@ -148,7 +148,8 @@ def _block(
     candidates: list[tuple[float, BlockWriting]] = []
     for norm in _behind(view, block, h):
         total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
-        # a norm behind the MLP has been applied by the hook: the bias before it is not apart
+        # such models have a norm behind the MLP too, whose output its hook holds: b_out, in front
+        # of that norm, cannot be separated
         bias = b_out if norm is None else torch.zeros_like(b_out)
         candidates.append((largest(total - after), BlockWriting(norm, None, mlp, bias)))
     readings = view._parameters.norm_candidates
@@ -157,7 +158,7 @@ def _block(
             total = second.apply(first.apply(h + attention) + mlp_out)
             writing = BlockWriting(None, (first, second), mlp, b_out)
             candidates.append((largest(total - after), writing))
-    error, best = min(candidates, key=lambda pair: pair[0])  # the first of equals
+    error, best = min(candidates, key=lambda pair: pair[0])  # of equals the first
     if error <= _tolerance(view, after):
         return best
     return fail(

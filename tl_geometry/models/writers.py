@@ -1,11 +1,12 @@
-"""Who wrote the residual stream? At each block the stream as a sum over embeddings, heads, MLPs and
-constants, by one forward pass; composition, logits and splits by writer ask.
+"""Who wrote the residual stream? One forward pass gives the stream at each block as a sum over
+embeddings, heads, MLPs and constants; composition, logits and splits by writer ask for it.
 
-1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds; b_O, b_out and the part of z
-   that does not depend on the source, ``(beta W_V + b_V) W_O sum_j p_ij``, are ``constants``, so
-   that raw and folded weights give the same writers.
-2. A norm behind a write is frozen at its scale: what was written goes through ``A``, gain and 1/s,
-   the norm's bias joins the constants. An encoder's norms (BERT) do this to everything before.
+1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds. ``constants`` hold b_O,
+   b_out, and what heads write whatever they attend to, ``(beta W_V + b_V) W_O sum_j p_ij`` with
+   beta the norm's bias: so raw and folded weights give the same writers.
+2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
+   gain and 1/s, and the norm's bias joins the constants. An encoder's norms (BERT) do this to
+   everything written before them.
 3. Heads stay factored: z with a scale for each token, and W_O with the centrings and gains of the
    norms behind it, ``w[b, i, h] = scale[b, i] z[b, i, h] W[h]``. No vector of d_model is held for
    each head.
@@ -57,16 +58,16 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     end."""
     choice(grain, GRAINS, "parts")
     writing = writing_of(view)
-    found = [Writer(name, -1, -1) for name, _ in writing.embeddings]
-    found.append(Writer(CONSTANTS, -1, -1))
+    writers = [Writer(name, -1, -1) for name, _ in writing.embeddings]
+    writers.append(Writer(CONSTANTS, -1, -1))
     for at in range(layer):
         if grain == "writers":
-            found += [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
+            writers += [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
         else:
-            found.append(Writer(f"attn{at}", at, -1))
+            writers.append(Writer(f"attn{at}", at, -1))
         if writing.blocks[at].mlp is not None:
-            found.append(Writer(f"mlp{at}", at, -1))
-    return tuple(found)
+            writers.append(Writer(f"mlp{at}", at, -1))
+    return tuple(writers)
 
 
 @dataclass(eq=False)
@@ -111,7 +112,7 @@ class Written:
 
     @property
     def layer(self) -> int:
-        """The block whose input has been written."""
+        """The block whose input is the sum so far."""
         return len(self.heads)
 
     def extend(self, found: Mapping[str, Tensor]) -> None:
@@ -119,16 +120,16 @@ class Written:
         layer, block = self.layer, self.writing.blocks[self.layer]
         h = upcast(found[f"blocks.{layer}.hook_resid_pre"])
         z = by_head(upcast(found[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads).to(h)
-        own, constant, b_O = self._heads(layer, z, found)
-        attention = own.whole() + constant + b_O
+        heads, constant, b_O = self._heads(layer, z, found)
+        attention = heads.whole() + constant + b_O
         if block.after_attention is not None:
             norm = block.after_attention
             scale = norm.scale(attention)
-            own.W, own.scale = norm.centre(own.W) * norm.gain.to(h), own.scale / scale
+            heads.W, heads.scale = norm.centre(heads.W) * norm.gain.to(h), heads.scale / scale
             constant = _normed(constant + b_O, norm, scale) + norm.bias.to(h)
         else:
             constant = constant + b_O
-        self.heads.append(own)
+        self.heads.append(heads)
         self.constants = self.constants + constant
         if block.around is not None:
             self._through(block.around[0], block.around[0].scale(h + attention))
@@ -149,13 +150,13 @@ class Written:
         value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
         value, W_O = value.to(z), weights.W_O.to(z)
         if self.view.layer_facts(layer).sinks is None:
-            paid = z.new_ones(z.shape[:3])
+            row_sums = z.new_ones(z.shape[:3])
         else:  # a sink takes its share
             pattern = upcast(found[f"blocks.{layer}.attn.hook_pattern"])
-            paid = pattern.sum(-1).mT.to(z)
-        always = paid.unsqueeze(-1) * value
-        own = HeadWrites(layer, z - always, W_O, torch.ones_like(z[..., 0, 0]))
-        return own, einsum(always, W_O, "b i h e, h e d -> b i d"), weights.b_O.to(z)
+            row_sums = pattern.sum(-1).mT.to(z)
+        constant = row_sums.unsqueeze(-1) * value
+        heads = HeadWrites(layer, z - constant, W_O, torch.ones_like(z[..., 0, 0]))
+        return heads, einsum(constant, W_O, "b i h e, h e d -> b i d"), weights.b_O.to(z)
 
     def _through(self, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> None:
         """Everything so far through a norm whose scale is frozen; its bias joins the constants."""
@@ -179,19 +180,18 @@ class Written:
 
     def parts(self, grain: str = "writers") -> dict[str, Float[Tensor, "batch position d_model"]]:
         """Every writer's part of the stream by name; they sum to it."""
-        found = dict(self.dense) | {CONSTANTS: self.constants}
+        parts = dict(self.dense) | {CONSTANTS: self.constants}
         for heads in self.heads:
             if grain == "writers":
-                found |= {f"L{heads.layer}H{h}": x for h, x in enumerate(heads.each())}
+                parts |= {f"L{heads.layer}H{h}": x for h, x in enumerate(heads.each())}
             else:
-                found[f"attn{heads.layer}"] = heads.whole()
-        return {writer.name: found[writer.name] for writer in self.names(grain)}
+                parts[f"attn{heads.layer}"] = heads.whole()
+        return {writer.name: parts[writer.name] for writer in self.names(grain)}
 
     def check(self, h: Float[Tensor, "batch position d_model"], roundoff: float) -> None:
-        """Compare the sum of all parts with the stream, by the rule of every comparison with a
-        model's own numbers.
+        """Compare the sum of all parts with the stream (:func:`reconstruction_bound`).
 
-        Raises ``ReconstructionError`` where they differ: a hook of somebody's writes into the
+        Raises ``ReconstructionError`` where they differ, as where a user hook writes into the
         stream too.
         """
         total, size = torch.zeros_like(h, dtype=torch.float64), torch.zeros_like(h)
@@ -214,7 +214,7 @@ def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]
 
 
 OnWritten = Callable[[LayerView, Written], None]
-"""Receives a layer, and its input by writers; both are for the duration of the call."""
+"""Receives a layer, and its input by writers; both are valid during the call only."""
 OnEnd = Callable[[Tensor, Written], None]
 """Receives the last state, and that by writers."""
 
@@ -235,8 +235,9 @@ def run_written(
     ``layers`` with the writers of its input, and, if asked, the last state with its own.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
-    added up and compared with the stream. ``sample`` is a context of the batch that is verified by
-    itself, in the same pass, and what it is given to; of its scores ``queries`` are compared.
+    added up and compared with the stream. ``sample`` is a pair (row, function): that context of the
+    batch is verified by itself, in the same pass, and given to the function; ``queries`` is how
+    many of its queries are compared.
     """
     writing, wanted = writing_of(view), set(layers)
     until = view.n_layers if on_end is not None else max(wanted)
@@ -248,9 +249,9 @@ def run_written(
         if layer in wanted and sample is not None:
             row, on_sample = sample
             seen = view.layer(layer, one_context(found, row), queries=queries)
-            own = written[0].context(row)
-            own.check(seen.h, seen.roundoff)
-            on_sample(seen, own)
+            context = written[0].context(row)
+            context.check(seen.h, seen.roundoff)
+            on_sample(seen, context)
         if layer in wanted:
             seen = view.layer(layer, found, verify=verify)
             if verify:
@@ -261,19 +262,19 @@ def run_written(
 
     names: dict[int, list[str]] = {}
     for layer in range(min(until + 1, view.n_layers)):
-        own = view.layer_hooks(layer) if layer in wanted else ()
+        hooks = view.layer_hooks(layer) if layer in wanted else ()
         if view.layer_facts(layer).sinks is not None:
-            own = (*own, f"blocks.{layer}.attn.hook_pattern")
-        names[layer] = list(dict.fromkeys([*own, *writing.hooks(layer)]))
+            hooks = (*hooks, f"blocks.{layer}.attn.hook_pattern")
+        names[layer] = list(dict.fromkeys([*hooks, *writing.hooks(layer)]))
     last = view.state_hooks[-1] if on_end is not None else None
     if cache is None:
         # before the pass: a model cannot be run from within its own hooks
         view._layers.measure(list(names), tokens.shape[-1])
         end = view._layers.stream(tokens, names, take, last)
     else:
-        held: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
+        entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]
-        missing = [name for name in needed if name is not None and name not in held]
+        missing = [name for name in needed if name is not None and name not in entries]
         require(
             not missing,
             "cache",
@@ -282,8 +283,8 @@ def run_written(
             instead="model.run_with_cache(tokens), without filter",
         )
         for layer, of_layer in names.items():
-            take(layer, {name: held[name] for name in of_layer})
-        end = None if last is None else held[last]
+            take(layer, {name: entries[name] for name in of_layer})
+        end = None if last is None else entries[last]
     if on_end is not None and end is not None:
         h = upcast(end)
         if verify:
