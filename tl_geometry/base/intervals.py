@@ -78,7 +78,6 @@ def jackknife_interval(
         value = value + corrected - whole
         variance = variance + source_variance
         squares = squares + source_variance.square() / (groups - 1)
-    # clamped, because where() evaluates 0 / 0 in the branch that it drops
     freedom = torch.where(squares > 0, variance.square() / squares.clamp(min=1e-300), torch.inf)
     error = variance.sqrt()
     reach = t_quantile(freedom.cpu(), level).to(error) * error
