@@ -1,5 +1,6 @@
 """How much would a basis differ with other contexts? Resampled bases for the reports of position
-and context: delete-one jackknife, learning curve over the number of contexts, split half, null draws.
+and context: delete-one jackknife, learning curve over the number of contexts, split half, null
+draws.
 
 A bootstrap over contexts needs each context; a basis holds only sums of its disjoint, contiguous
 groups, so groups are resampled. Each resampled basis is a weighted sum of group sums, and one

@@ -1,7 +1,7 @@
 """A few contexts whose states are kept whole: a seeded uniform sample, the same for any batches.
 
-Every context has a priority, a random number drawn from the seed and the context's index; the
-sample is those of lowest priority. It does not depend on batches or processes, and the samples of
+Every context has a priority, a random number drawn from the seed and the context's index; those of
+lowest priority are the sample. It does not depend on batches or processes, and the samples of
 two shards merge by keeping the lowest priorities of both.
 """
 
