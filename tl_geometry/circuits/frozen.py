@@ -259,6 +259,7 @@ class FrozenPass:
     def _of_heads(
         block: FrozenBlock, middle: Float[Tensor, "batch position d_model"]
     ) -> Float[Tensor, "batch position head d_head"]:
+        """dT/d(mixed values) of the heads from dT/d(what attention wrote)."""
         out = einsum(middle, block.heads.W, "b i d, h e d -> b i h e")
         return out * block.heads.scale[..., None, None]
 

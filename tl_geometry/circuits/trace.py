@@ -133,7 +133,7 @@ def trace_logit(
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
     length = rows.tokens.shape[1]
     at = checks.index(length + position if position < 0 else position, length, "position")
-    check_request(view, rows, basis, 0, 0, 0)
+    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory budget
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)

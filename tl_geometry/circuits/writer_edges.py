@@ -163,7 +163,8 @@ def composition(
         heads, layers: readers, all by default.
         parts: ``"writers"`` or ``"blocks"``.
         draws: of the random null.
-        drop: positions left out (queries everywhere, keys of scores); by default a BOS token.
+        drop: positions left out, as queries on all sides and as keys of scores (values of all
+            positions count); by default a BOS token.
 
     Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
     one context does not fit, ``GeometryError`` for a single prompt.

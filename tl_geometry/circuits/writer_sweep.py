@@ -261,12 +261,13 @@ class WriterSweep(Result):
 
 
 def _head(head: checks.Head, heads: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(layer, head) of a head that may be given by name."""
     layers, each = (max(at[i] for at in heads) + 1 for i in (0, 1))
     return checks.heads(head, layers, each, None)[0]
 
 
 class _Sums:
-    """Sums in progress of one layer."""
+    """Sums in progress of one layer: numerators of all writers' shares, and what divides them."""
 
     def __init__(self, parts: int, heads: int) -> None:
         self.shares = torch.zeros(len(WEIGHTS), len(SIDES), heads, parts, dtype=torch.float64)

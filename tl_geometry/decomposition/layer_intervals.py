@@ -51,9 +51,9 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
 
     What is covered is the share that infinitely many contexts would give: the correction takes out
     what C contexts of noise leave in pos (and takes from resid). The corrected shares sum to one.
-    Blocks hold 8 contexts at least; where that leaves fewer than four of them (below 32 contexts),
-    groups are left out as they are, and only pos has bounds: how contexts differ cannot be known
-    from so few, which may be of two topics.
+    Blocks hold 8 contexts at least; where that leaves fewer than four of them (always below 32
+    contexts), groups are left out as they are, and only pos has bounds: how contexts differ cannot
+    be known from so few, which may be of two topics.
     """
     if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}

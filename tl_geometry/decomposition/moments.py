@@ -93,7 +93,7 @@ class Moments(Sums):
     shift: Float[Tensor, "state d_model"] | None = None
     product_dtype: torch.dtype = torch.float32
     fixed: set[int] = field(init=False, default_factory=set)
-    """States whose shift is fixed."""
+    """Rows of the states whose shift is set, and so must not change any more."""
     scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:

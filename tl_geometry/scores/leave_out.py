@@ -14,9 +14,9 @@ has ``bias = sum_(g not in L) c M_g``, ``pos = sum_(g not in L) c P_g``, ``c = 1
 w_g)``, and cvec is the rest. So one contraction with 2 G + 1 parts, added up by the contexts' own
 groups, gives all of them.
 
-Contexts that the basis does not hold have no own group; their basis and they are two independent
-sources of error, and two jackknives: over the groups of the basis, and over contiguous blocks of
-contexts. So it is with contexts of the basis that lie in few of its groups.
+Contexts that the basis does not hold have no own group. Then basis and contexts are two independent
+sources of error, each with its jackknife: over the groups of the basis, and over contiguous blocks
+of contexts. The same holds for contexts of the basis that lie in few of its groups.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ BLOCKS = 8
 """Blocks of contexts, at least (twice as many at most), that are left out in turn: as many as a
 basis has groups by default."""
 UNEVEN = 2.0
-"""A group of the basis may hold up to this many times its share of a sweep's contexts, and must
-hold one over this, for one jackknife to serve both."""
+"""For one jackknife to serve both, each group of the basis must hold its share of the sweep's
+contexts within this factor."""
 
 
 @dataclass(frozen=True, eq=False)
