@@ -1,6 +1,6 @@
-"""Dictionaries of the stream at the input of a block in one form: SAELens autoencoders, or
-activations with their decoder. What they do to a state before they encode it is undone on decoder
-and bias, and what they give is compared with their own ``decode``.
+"""Brings dictionaries of the stream at a block's input into one form, for ``feature_shares``:
+SAELens autoencoders, or activations with their decoder. What an autoencoder does to a state before
+it encodes it is undone on decoder and bias, and the outcome is compared with its own ``decode``.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
     than ``"none"``, ``"constant_norm_rescale"`` and ``"layer_norm"``.
 
     >>> import tl_geometry as tlg
-    >>> found = tlg.scores.dictionary((torch.ones(1, 2, 3), torch.eye(3), torch.zeros(3)), 0)
-    >>> found.decoder.shape, found.normalization
+    >>> known = tlg.circuits.dictionary((torch.ones(1, 2, 3), torch.eye(3), torch.zeros(3)), 0)
+    >>> known.decoder.shape, known.normalization
     (torch.Size([3, 3]), 'none')
     """
     if isinstance(source, tuple):
@@ -108,8 +108,8 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
             if threshold is not None and known:
                 before = source.encode_with_hidden_pre(h_source)[1]
                 return torch.where(before > threshold, before, 0).to(h)
-            found = source.encode(h_source)
-            return (found.to_dense() if found.is_sparse else found).to(h)
+            encoded = source.encode(h_source)
+            return (encoded.to_dense() if encoded.is_sparse else encoded).to(h)
 
     bias = source.b_dec.detach()
     return Dictionary(layer, decoder, bias, encode, normalization, source, not known)
@@ -127,11 +127,18 @@ def _account(source: Any, layer: int, view: ModelView | None) -> str:
     what = f"dictionary {type(source).__name__}"
     named = getattr(cfg, "architecture", None)
     architecture = str(named()) if callable(named) else ""
-    own = not any(word in architecture for word in FOREIGN)
+    explains_input = not any(word in architecture for word in FOREIGN)
     expected = "an autoencoder whose decoder explains the states that it encodes"
     instead = "(activations, decoder, bias) of states at a block's input"
     got = repr(architecture)
-    require(own, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    require(
+        explains_input,
+        what,
+        expected=expected,
+        got=got,
+        instead=instead,
+        error=UnsupportedModelError,
+    )
     others, expected = other_states(setting, layer), f"the stream before block {layer}"
     require(not others, what, expected=expected, got=others, error=UnsupportedModelError)
     kwargs = setting("model_from_pretrained_kwargs") or {}
@@ -141,21 +148,21 @@ def _account(source: Any, layer: int, view: ModelView | None) -> str:
         got = f"a model whose writing weights are {'not ' if centred else ''}centred"
         expected = f"model_from_pretrained_kwargs={kwargs}, as it was trained"
         require(same, what, expected=expected, got=got, error=UnsupportedModelError)
-    found = str(setting("normalize_activations") or "none")
+    normalization = str(setting("normalize_activations") or "none")
     expected = f"normalize_activations of {NORMALIZATIONS}"
-    known = found in NORMALIZATIONS
-    require(known, what, expected=expected, got=found, error=UnsupportedModelError)
-    return found
+    known = normalization in NORMALIZATIONS
+    require(known, what, expected=expected, got=normalization, error=UnsupportedModelError)
+    return normalization
 
 
 def check_decoder(features: Dictionary, h: Tensor) -> None:
     """Compare what decoder and bias give with the autoencoder's own ``decode``, which may undo a
-    normalisation that nobody told of (and of which ``encode`` leaves it the scale)."""
+    normalisation that its settings do not name (by a scale that ``encode`` left it)."""
     source, activations = features.source, features.encode(h)
     with torch.no_grad():
-        own = source.decode(activations.to(source.W_dec.dtype)).to(h)
-    error = float((features.explained(h, activations) - own).abs().max())
-    limit = 1e-3 * float(own.abs().max() + 1)
+        decoded = source.decode(activations.to(source.W_dec.dtype)).to(h)
+    error = float((features.explained(h, activations) - decoded).abs().max())
+    limit = 1e-3 * float(decoded.abs().max() + 1)
     require(
         error <= limit,
         f"dictionary {type(source).__name__}",

@@ -1,5 +1,6 @@
-"""Scores by features of a dictionary of the stream: ``x = sum_f a_f d_f + b_dec + error`` at the
-input of a block (a sparse autoencoder of it), exactly, with the share of the error first.
+"""Which features of a dictionary does a head read? ``feature_shares`` splits its scores exactly by
+the features of a sparse autoencoder of the block's input, ``x = sum_f a_f d_f + b_dec + error``,
+with the share of the error first.
 
 A head's scores are bilinear in these parts like in any others, so that shares on the query and the
 key side are those of :mod:`tl_geometry.circuits.writer_sweep`, feature by feature. For pairs of
@@ -73,21 +74,22 @@ class FeatureShares(Result):
     def rows(self, most: int = 20) -> Sequence[Sequence[object]]:
         """The error's share first, then the ``most`` largest parts of each head and side, then its
         pairs."""
-        found: list[Sequence[object]] = []
+        table: list[Sequence[object]] = []
         names = self.parts
         for h, head in enumerate(self.heads):
             for s, side in enumerate(("query", "key")):
                 order = self.gs[h, s].abs().nan_to_num().argsort(descending=True).tolist()
+                # part 1 is the error
                 shown = [1, *[p for p in order if p != 1][:most]]
-                found += [
+                table += [
                     (*head, side, names[p], float(self.cs[h, s, p]), float(self.gs[h, s, p]))
                     for p in shown
                 ]
             for (a, b), cs, gs in zip(
                 self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True
             ):
-                found.append((*head, "pair", f"f{a}-f{b}", float(cs), float(gs)))
-        return found
+                table.append((*head, "pair", f"f{a}-f{b}", float(cs), float(gs)))
+        return table
 
 
 def feature_shares(
@@ -116,9 +118,9 @@ def feature_shares(
     >>> windows = tlg.zoo.default_windows(model, 12, n=2)
     >>> h = model.run_with_cache(windows.tokens)[1]["blocks.1.hook_resid_pre"]
     >>> Q = torch.linalg.qr(torch.randn(128, 128))[0]
-    >>> known = tlg.scores.dictionary((h @ Q.T, Q, torch.zeros(128)), 1)
-    >>> found = tlg.scores.feature_shares(model, windows, known, heads="L1H0")
-    >>> round(found.unexplained, 6), found.cs.sum(-1).round(decimals=3).tolist()
+    >>> known = tlg.circuits.dictionary((h @ Q.T, Q, torch.zeros(128)), 1)
+    >>> shares = tlg.circuits.feature_shares(model, windows, known, heads="L1H0")
+    >>> round(shares.unexplained, 6), shares.cs.sum(-1).round(decimals=3).tolist()
     (0.0, [[1.0, 1.0]])
     """
     view = as_view(model)
@@ -165,6 +167,7 @@ class _FeatureSums:
         self.features, self.heads, self.drop, self.per_cell = features, heads, drop, per_cell
         self.rows = slice(None)
         count, wide = len(features.decoder), torch.float64
+        # last axis: bias, error, b_dec, then the features
         self.shares = torch.zeros(len(WEIGHTS), len(heads), 2, 3 + count, dtype=wide)
         self.total = torch.zeros(len(WEIGHTS), len(heads), dtype=wide)
         self.floor = torch.zeros(len(heads), dtype=wide)
@@ -174,19 +177,21 @@ class _FeatureSums:
 
     def add(self, layer: LayerView) -> None:
         """Take in one batch."""
-        h, kept = layer.h, slice(self.drop, None)
+        h, positions = layer.h, slice(self.drop, None)
         if hasattr(self.features.source, "decode"):
             check_decoder(self.features, h[:1])
         activations = self._activations(h)
         scale, shift = self.features.scale(h)
         error = h - self.features.explained(h, activations)
-        self.energy += torch.stack([error[:, kept].square().sum(), h[:, kept].square().sum()]).cpu()
+        self.energy += torch.stack(
+            [error[:, positions].square().sum(), h[:, positions].square().sum()]
+        ).cpu()
         dense = torch.stack([error, scale * self.features.bias.to(h) + shift])
         active = _Active.of(activations, scale)
         self.seen |= (activations != 0).any(0).any(0).cpu()
-        made = pulled(layer, self.drop, self.heads)
+        cotangents = pulled(layer, self.drop, self.heads)
         sides = []
-        for s, (which, weight) in enumerate((("q", made.query), ("k", made.key))):
+        for s, (which, weight) in enumerate((("q", cotangents.query), ("k", cotangents.key))):
             reader = Reader.of(layer, which, weight, self.heads)
             projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
             both = einsum(projected, reader.pulled, "p b i h e, n b i h e -> n h p")
@@ -195,23 +200,23 @@ class _FeatureSums:
             directions = self.features.decoder.to(h)[active.ids]
             directions = einsum(directions, reader.matrix, "f d, d h e -> f h e")
             sides.append(_Side(layer, which, self.heads, directions, reader.pulled))
-            own = sides[-1].numerators(active)
-            self.shares[:, :, s, 3:].index_add_(-1, active.ids.cpu(), own.cpu())
-        self.total += made.total.cpu()
-        self.floor += made.floor.cpu()
+            by_feature = sides[-1].numerators(active)
+            self.shares[:, :, s, 3:].index_add_(-1, active.ids.cpu(), by_feature.cpu())
+        self.total += cotangents.total.cpu()
+        self.floor += cotangents.floor.cpu()
         if self.per_cell:
             self._pairs(layer, active, *sides)
 
     def _activations(self, h: Tensor) -> Float[Tensor, "batch position feature"]:
         """Activations of a batch; none where positions are left out (a BOS token may have more
         features than all others)."""
-        found = self.features.encode(h)
-        own = found if len(found) == len(h) else found[self.rows]
-        fits, got = own.shape[:2] == h.shape[:2], describe(found)
+        encoded = self.features.encode(h)
+        batch = encoded if len(encoded) == len(h) else encoded[self.rows]
+        fits, got = batch.shape[:2] == h.shape[:2], describe(encoded)
         require(fits, "activations", expected=f"those of {tuple(h.shape[:2])} tokens", got=got)
-        own = checks.finite(own, "activations").clone()
-        own[:, : self.drop] = 0
-        return own
+        batch = checks.finite(batch, "activations").clone()
+        batch[:, : self.drop] = 0
+        return batch
 
     def _pairs(self, layer: LayerView, active: _Active, query: _Side, key: _Side) -> None:
         """The largest pairs of each cell."""
@@ -311,13 +316,15 @@ class _Side:
         """Queries (with the score scale) or keys of the features of one context, QK-norm, rotation
         and frozen scale applied."""
         layer, place = self.layer, active.place[b]
-        own = self.directions[place] * active.weight[b][..., None, None]
-        whole = own.new_zeros(place.shape[1], 1, len(place), layer.q.shape[2], own.shape[-1])
-        whole[:, 0, :, self.heads] = rearrange(own, "i f h e -> f i h e")
+        weighted = self.directions[place] * active.weight[b][..., None, None]
+        all_heads = weighted.new_zeros(
+            place.shape[1], 1, len(place), layer.q.shape[2], weighted.shape[-1]
+        )
+        all_heads[:, 0, :, self.heads] = rearrange(weighted, "i f h e -> f i h e")
         frozen = layer.q_scale * layer.scale if self.which == "q" else layer.k_scale
-        found = layer.turned(whole, self.which)[:, 0, :, self.heads]
-        found = found * frozen[b][:, self.heads].unsqueeze(-1)
-        return rearrange(found, "f i h e -> h f i e").contiguous()
+        rotated = layer.turned(all_heads, self.which)[:, 0, :, self.heads]
+        rotated = rotated * frozen[b][:, self.heads].unsqueeze(-1)
+        return rearrange(rotated, "f i h e -> h f i e").contiguous()
 
 
 def _largest(

@@ -141,6 +141,7 @@ class FrozenBlock:
         self, weight: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
     ) -> Float[Tensor, "row d_model"]:
         """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
+        # autograd of a linear map gives its transpose, at zero as anywhere
         with torch.enable_grad():
             start = torch.zeros_like(weight, requires_grad=True)
             weight = torch.autograd.grad(self.turned(start, which, positions), start, weight)[0]
@@ -258,6 +259,7 @@ class FrozenPass:
     def _of_heads(
         block: FrozenBlock, middle: Float[Tensor, "batch position d_model"]
     ) -> Float[Tensor, "batch position head d_head"]:
+        """dT/d(mixed values) of the heads from dT/d(what attention wrote)."""
         out = einsum(middle, block.heads.W, "b i d, h e d -> b i h e")
         return out * block.heads.scale[..., None, None]
 
@@ -310,12 +312,12 @@ def _block(
     mlp: str,
 ) -> FrozenBlock:
     """Freeze one block; ``constant`` is what its biases wrote, ``after`` the stream behind it."""
-    whole = written.dense.get(f"mlp{layer.layer}")
-    spec = mlp_spec(view, layer.layer) if mlp == "frozen" and whole is not None else None
+    mlp_output = written.dense.get(f"mlp{layer.layer}")
+    spec = mlp_spec(view, layer.layer) if mlp == "frozen" and mlp_output is not None else None
     frozen = None
-    if spec is not None and whole is not None:
+    if spec is not None and mlp_output is not None:
         b_out = writing_of(view).blocks[layer.layer].b_out.to(layer.h)
-        frozen = FrozenMLP.of(spec, layer.h if spec.parallel else after - whole - b_out)
+        frozen = FrozenMLP.of(spec, layer.h if spec.parallel else after - mlp_output - b_out)
         constant = constant - b_out  # it is in the MLP's own constant
     return FrozenBlock(
         layer=layer,
@@ -323,5 +325,5 @@ def _block(
         heads=written.heads[layer.layer],
         attention_constant=constant,
         mlp=frozen,
-        mlp_leaf=None if frozen is not None else whole,
+        mlp_leaf=None if frozen is not None else mlp_output,
     )

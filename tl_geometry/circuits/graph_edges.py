@@ -1,7 +1,8 @@
 """Edges between the kept nodes of a logit's graph: what each target reads of each source's write.
 
-Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write times how T
-changes with it through the target alone:
+Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write m times how T
+(the logit, or a difference of two) changes with it through the target alone; A is centring, s_j the
+frozen scale of the norm at j:
 
 - value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . adjoint_i``, the adjoint that
   of the head's mixed value; into an MLP: its adjoint at i; into the logit: the readout;
@@ -110,7 +111,7 @@ class EdgeFinder:
         self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
-        """Everything; ``direction`` and ``constant`` are the readout, ``value`` is T."""
+        """All edges; ``direction`` and ``constant`` are the readout, ``value`` is T."""
         for layer, block in enumerate(self.frozen.blocks):
             heads = self.nodes.of_heads(layer)
             step = max(1, EDGE_CELLS // len(self.nodes.names))
@@ -140,10 +141,10 @@ class EdgeFinder:
         constants: Float[Tensor, " row"],
     ) -> None:
         """Prune the edges of one type into some targets; what comes from the constants stays."""
-        kept = enough(weights, self.keep)
-        carried = torch.where(kept, weights, 0.0).double().sum(1) + constants
+        carrying = enough(weights, self.keep)
+        carried = torch.where(carrying, weights, 0.0).double().sum(1) + constants
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
-        rows, columns = (at.cpu() for at in kept.nonzero().T)
+        rows, columns = (at.cpu() for at in carrying.nonzero().T)
         biased = (constants != 0).nonzero()[:, 0].cpu()
         targets = torch.cat([targets[rows], targets[biased]])
         self.kept.append(
@@ -151,12 +152,12 @@ class EdgeFinder:
                 torch.cat([sources[columns], torch.full_like(biased, CONSTANTS_NODE)]),
                 targets,
                 torch.full_like(targets, edge_type),
-                torch.cat([weights[kept].double(), constants[constants != 0]]).cpu(),
+                torch.cat([weights[carrying].double(), constants[constants != 0]]).cpu(),
             )
         )
 
     def _here(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
-        """One at the own position of each node."""
+        """One at each node's own position, else zero."""
         length = self.frozen.last.shape[1]
         return one_hot(self.nodes.positions[rows], length).to(self.nodes.writes)
 
@@ -170,7 +171,7 @@ class EdgeFinder:
     ) -> None:
         """Edges ``paid[position of the write] * vector . write``, and besides the constants that
         are in the stream those given."""
-        sources = self.nodes.read_by(int(targets[0]))
+        sources = self.nodes.read_by(int(targets[0]))  # all targets read at the same time
         fixed = dot(paid, vectors @ self.constant_stream.mT)
         fixed = fixed if constants is None else fixed + constants
         weights = vectors @ self.nodes.writes[sources].mT * paid[:, self.nodes.positions[sources]]

@@ -120,8 +120,8 @@ def node_id(graph: LogitGraph, node: int) -> str:
         return f"{layer}_mlp_{position}"
     if name == CONSTANTS:
         return "E_constants_0"
-    kind = "" if name == graph.leaf_names[0] else f"{name}-"
-    return f"E_{kind}{graph.token_ids[position]}_{position}"
+    prefix = "" if name == graph.leaf_names[0] else f"{name}-"
+    return f"E_{prefix}{graph.token_ids[position]}_{position}"
 
 
 def _last_layer(graph: LogitGraph) -> int:
@@ -130,6 +130,7 @@ def _last_layer(graph: LogitGraph) -> int:
 
 
 def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
+    """The number of a node, or of its rest, that no other node has."""
     layer, head, heads = (
         int(graph.layers[node]),
         int(graph.heads_of[node]),
@@ -144,16 +145,16 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
     position = max(0, int(graph.positions[node]))
     layer, head = int(graph.layers[node]), int(graph.heads_of[node])
     logit = node == 0
-    kind = "logit" if logit else "embedding" if layer < 0 else "cross layer transcoder"
+    node_type = "logit" if logit else "embedding" if layer < 0 else "cross layer transcoder"
     shown = graph.label(node)
     if logit:  # the front end reads the probability out of this text
         shown = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "node_id": ids[node],
         "feature": graph.target[0] if logit else _feature(graph, node),
         "layer": str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
         "ctx_idx": position,
-        "feature_type": kind,
+        "feature_type": node_type,
         "token_prob": graph.probability if logit else 0.0,
         "is_target_logit": logit,
         "run_idx": 0,
@@ -165,12 +166,12 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
         "moved": float(graph.moved[node]),
     }
     if head >= 0:
-        found["qk_tracing_results"] = {
+        record["qk_tracing_results"] = {
             "pair_wise_contributors": [],
             "top_q_marginal_contributors": _contributors(graph, node, "query", ids),
             "top_k_marginal_contributors": _contributors(graph, node, "key", ids),
         }
-    return found
+    return record
 
 
 def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) -> list[list[Any]]:

@@ -184,6 +184,7 @@ class LogitGraph(Result):
         """The nodes of the graph, the largest first (by value or moved)."""
         size = torch.maximum(self.values.abs(), self.moved.abs())
         order = size.argsort(descending=True, stable=True).tolist()
+        # position -1 (none) takes the last text, which is empty
         tokens = [*(self.str_tokens or [f"<{i}>" for i in self.token_ids]), ""]
         return [
             (

@@ -1,4 +1,4 @@
-"""One logit by both paths: which head wrote it from which source token, what that source consists
+"""``explain_logit``: which head wrote a logit from which source token, what that source consists
 of, and which terms of the score made the head look there.
 
 With every later norm frozen at its scale, the logit of a target at position i is a sum over writers
@@ -6,9 +6,10 @@ of the last state,
 
     logit = sum_w w[i] . u / s + constants,      u = A diag(gain) W_U[target],
 
-and each head's part is a sum over sources, ``sum_j p_ij (v[j] - v_0) W_O . u / s``, v_0 being what
-it writes whatever it attends to (part of the constants). A source's value is the sum of its parts
-(writers, or position and content), and so is the score that made the head attend to it.
+with A the centring and s the scale of the final norm, and each head's part is a sum over sources,
+``sum_j p_ij (v[j] - v_0) W_O . u / s``, v_0 being what it writes whatever it attends to (part of
+the constants). A source's value is the sum of its parts (writers, or position and content), and so
+is the score that made the head attend to it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class LogitExplanation(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Embeddings, MLPs and constants, and the largest (head, source) pairs, largest first."""
-        found: list[tuple[object, ...]] = [
+        table: list[tuple[object, ...]] = [
             (name, None, None, None, None, float(value), None, None)
             for name, value in zip(self.other_names, self.others, strict=True)
         ]
@@ -106,8 +107,8 @@ class LogitExplanation(Result):
             value = float(self.heads[layer, head, source])
             token = self.str_tokens[source] if self.str_tokens else None
             looked = (float(self.pair_patterns[p]), float(self.pair_scores[p]))
-            found.append((f"L{layer}H{head}", layer, head, source, token, value, *looked))
-        return sorted(found, key=lambda row: -abs(row[5]))  # pyright: ignore[reportArgumentType]
+            table.append((f"L{layer}H{head}", layer, head, source, token, value, *looked))
+        return sorted(table, key=lambda row: -abs(row[5]))  # pyright: ignore[reportArgumentType]
 
     def terms(self, pair: int) -> list[tuple[str, str, float]]:
         """(query part, key part, value) of one pair's score, the largest first."""
@@ -149,8 +150,8 @@ def explain_logit(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=2)
-    >>> found = tlg.explain_logit(model, windows[:1], 14, int(windows.tokens[0, 15]))
-    >>> found.error < 1e-6, len(found.pairs)
+    >>> explanation = tlg.explain_logit(model, windows[:1], 14, int(windows.tokens[0, 15]))
+    >>> explanation.error < 1e-6, len(explanation.pairs)
     (True, 16)
     """
     view = as_view(model)
@@ -173,9 +174,9 @@ def explain_logit(
     pairs = direct.largest(top)
     details = _Pairs(view, splitter, direct, position, pairs, len(names))
     run_written(view, rows.tokens, sorted({l for l, _, _ in pairs}), details.on_layer)
-    window = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
-    found = LogitExplanation(
-        provenance=window,
+    provenance = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
+    explanation = LogitExplanation(
+        provenance=provenance,
         position=position,
         target=ids,
         target_tokens=tuple(view.decode(ids)),
@@ -195,14 +196,14 @@ def explain_logit(
     )
     bound = TOLERANCE if view.dtype.itemsize >= 4 else 1e-2
     require(
-        found.error <= bound,
+        explanation.error <= bound,
         f"logit of {view.name}",
         expected=f"contributions that sum to it within {bound:.0e} of their absolute values",
-        got=f"{found.error:.2e}",
+        got=f"{explanation.error:.2e}",
         instead="check_model(model)",
         error=ReconstructionError,
     )
-    return found
+    return explanation
 
 
 class _Direct:
@@ -220,7 +221,7 @@ class _Direct:
         self.readout = 0.0
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
-        """Keep what each source gives each head at the position."""
+        """Keep the attention paid to each source, and the value it gives each head."""
         if layer.pattern is None or layer.v is None:
             what, got = f"layer {layer.layer} of {self.view.name}", "no values"
             fail(what, expected="hooks of pattern and values", got=got, error=UnsupportedModelError)
@@ -230,7 +231,7 @@ class _Direct:
         self.moved.append(einsum(paid, value, "h j, j h e -> h j e"))
 
     def on_end(self, h: Tensor, written: Written) -> None:
-        """The directions that writes are read by, and everything that is no head's."""
+        """The directions that the heads' writes are read by, and what everything else wrote."""
         i, norm = self.position, self.head.norm
         scale = norm.scale(h)[0, i].double()
         rows = self.head.directions(self.ids).double()
@@ -245,11 +246,11 @@ class _Direct:
 
     def logit(self, tokens: Tensor) -> float:
         """The model's own logit; where it has a soft cap, the one before it."""
-        own = self.view.logits(tokens)[0, self.position, self.ids].double()
+        logits = self.view.logits(tokens)[0, self.position, self.ids].double()
         cap = self.head.softcap
         if cap is not None:  # the model gives no logit before its cap
             return self.readout
-        return float(own @ self.sign.to(own))
+        return float(logits @ self.sign.to(logits))
 
     def contributions(self) -> Float[Tensor, "layer head source"]:
         """What each head wrote towards the target from each source."""
@@ -258,9 +259,9 @@ class _Direct:
 
     def largest(self, n: int) -> tuple[tuple[int, int, int], ...]:
         """(layer, head, source) of the largest contributions."""
-        found = self.contributions()
-        best = found.abs().flatten().topk(min(n, found.numel())).indices
-        each = torch.unravel_index(best, found.shape)
+        values = self.contributions()
+        best = values.abs().flatten().topk(min(n, values.numel())).indices
+        each = torch.unravel_index(best, values.shape)
         return tuple(zip(*(x.tolist() for x in each), strict=True))
 
 
@@ -278,24 +279,24 @@ class _Pairs:
     ) -> None:
         self.view, self.splitter, self.direct, self.position = view, splitter, direct, position
         self.pairs = pairs
-        made = {"dtype": torch.float64, "device": view.device}
-        self.values = torch.zeros(len(pairs), parts, **made)
-        self.terms = torch.zeros(len(pairs), parts, parts, **made)
-        self.alibi, self.patterns = (torch.zeros(len(pairs), **made) for _ in "ab")
+        options = {"dtype": torch.float64, "device": view.device}
+        self.values = torch.zeros(len(pairs), parts, **options)
+        self.terms = torch.zeros(len(pairs), parts, parts, **options)
+        self.alibi, self.patterns = (torch.zeros(len(pairs), **options) for _ in "ab")
         self.rotary = self.relative = True
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Split the pairs of one layer."""
         if isinstance(self.splitter.family, Writers):
             self.splitter.family.take(written)
-        mine = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
-        heads = sorted({self.pairs[p][1] for p in mine})
+        pairs_here = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
+        heads = sorted({self.pairs[p][1] for p in pairs_here})
         terms = self.splitter.layer(layer, heads, layer.h.device)
         self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
         values = self.splitter.values(layer).double()
         values[0] -= layer.v_constant.double()  # what is written whatever the source is
         seen = layer.allowed[self.position]
-        for p in mine:
+        for p in pairs_here:
             _, head, source = self.pairs[p]
             at = heads.index(head)
             paid = self.direct.paid[layer.layer][head, source]

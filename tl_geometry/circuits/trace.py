@@ -9,8 +9,9 @@
 4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
    Between kept nodes every edge is formed: the source's write, times what the target reads in it.
 
-Value edges: from m at j to head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP
-or the logit alike, without attention. Query and key edges of head h at i: attention answers to T by
+Value edges, with A the centring and s_j the frozen scale of the head's norm: from writer m at j to
+head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP or the logit alike, without
+attention. Query and key edges of head h at i: attention answers to T by
 ``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, t_ij what one unit of attention to j writes towards T, and
 ``sum_j c_ij S_ij`` is additive in the writers of the query at i and of the keys at j.
 """
@@ -114,8 +115,8 @@ def trace_logit(
     ``.to_json("neuronpedia")``, ``.to_networkx()``, ``.save(path)``.
 
     Raises ``ReconstructionError`` where leaves and constants do not sum to T within the rounding of
-    the model; ``UnsupportedModelError`` for an encoder, an output head that is no norm and linear
-    map, and (with ``mlp="frozen"``) an MLP that is no two or three matrices.
+    the model; ``UnsupportedModelError`` for an encoder, an output head other than a norm and a
+    linear map, and (with ``mlp="frozen"``) an MLP other than two or three matrices.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -132,7 +133,7 @@ def trace_logit(
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
     length = rows.tokens.shape[1]
     at = checks.index(length + position if position < 0 else position, length, "position")
-    check_request(view, rows, basis, 0, 0, 0)
+    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory budget
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
@@ -223,6 +224,7 @@ def _component_values(
     adjoints: Adjoints,
     readout_constant: float,
 ) -> ComponentValues:
+    """``write . adjoint`` of every component, and the sum over all constants."""
     constant = dot(start, adjoints.stream[0]).sum() + readout_constant
     heads, mlps = [], []
     for l, block in enumerate(frozen.blocks):
@@ -268,6 +270,7 @@ def _nodes(
     names, rows, writes = [LOGIT, CONSTANTS], [], []
     last = 3 * len(frozen.blocks)
     nowhere = (NOWHERE, NOWHERE)
+    # each row: layer, head, position, when the write enters the stream, when the node reads it
     rows += [(*nowhere, position, last + 1, last), (*nowhere, NOWHERE, last + 1, NOWHERE)]
     writes += [torch.zeros_like(frozen.last[0, 0])] * 2
     for part, at in leaf.view_as(values.leaves).nonzero().tolist():

@@ -90,18 +90,18 @@ class Composition(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Readers in order, the strongest writers first; only writers that the head reads."""
-        found: list[Sequence[object]] = []
+        table: list[Sequence[object]] = []
         for h, (layer, head) in enumerate(self.heads):
             for s, side in enumerate(SIDES):
                 order = self.cs[h, s].abs().nan_to_num().argsort(descending=True, stable=True)
                 for p in order.tolist():
                     if self.wrote[p] >= layer:
                         continue
-                    own = [self.cs, self.gs, self.weights, self.other_cs, self.other_gs]
-                    values = [float(x[h, s, p]) for x in own] + [float(self.cosine[p])]
+                    shares = [self.cs, self.gs, self.weights, self.other_cs, self.other_gs]
+                    values = [float(x[h, s, p]) for x in shares] + [float(self.cosine[p])]
                     values += [float(x[h, s, p]) for x in (self.random_cs, self.random_gs)]
-                    found.append((layer, head, side, self.parts[p], *values))
-        return found
+                    table.append((layer, head, side, self.parts[p], *values))
+        return table
 
     def edges(
         self, *, side: str | None = None, share: str = "cs", heads_only: bool = False, n: int = 20
@@ -109,15 +109,15 @@ class Composition(Result):
         """The ``n`` strongest edges (writer, reader, side, share) by absolute share."""
         values = getattr(self, checks.choice(share, WEIGHTS, "share"))
         sides = SIDES if side is None else (checks.choice(side, SIDES, "side"),)
-        found = [
+        strongest = [
             (self.parts[p], f"L{layer}H{head}", s, float(values[h, SIDES.index(s), p]))
             for h, (layer, head) in enumerate(self.heads)
             for s in sides
             for p in range(1, len(self.parts))
             if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
         ]
-        found = [edge for edge in found if not math.isnan(edge[3])]
-        return sorted(found, key=lambda edge: -abs(edge[3]))[:n]
+        strongest = [edge for edge in strongest if not math.isnan(edge[3])]
+        return sorted(strongest, key=lambda edge: -abs(edge[3]))[:n]
 
     def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
         """The ``n`` strongest edges as a node-link graph in JSON: nodes with id, layer and head,
@@ -163,7 +163,8 @@ def composition(
         heads, layers: readers, all by default.
         parts: ``"writers"`` or ``"blocks"``.
         draws: of the random null.
-        drop: positions left out (queries everywhere, keys of scores); by default a BOS token.
+        drop: positions left out, as queries on all sides and as keys of scores (values of all
+            positions count); by default a BOS token.
 
     Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
     one context does not fit, ``GeometryError`` for a single prompt.
@@ -171,8 +172,8 @@ def composition(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> found = tlg.composition(model, windows, heads="L1H0", progress=False)
-    >>> found.cs.sum(-1).round(decimals=3).tolist()
+    >>> edges = tlg.composition(model, windows, heads="L1H0", progress=False)
+    >>> edges.cs.sum(-1).round(decimals=3).tolist()
     [[1.0, 1.0, 1.0]]
     """
     view = as_view(model)
@@ -183,7 +184,7 @@ def composition(
     generator = torch.Generator().manual_seed(seed)
     random = [torch.randn(view.d_model, view.d_model, generator=generator) for _ in range(draws)]
     turns = [torch.linalg.qr(x)[0].to(view.device) for x in random]
-    sums = {l: _Edges(view, l, some, parts, turns) for l, some in by_layer.items()}
+    sums = {l: _Edges(view, l, readers, parts, turns) for l, readers in by_layer.items()}
 
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
         sums[layer.layer].add(layer, written, start)
@@ -206,11 +207,11 @@ def composition(
     require(several, "tokens", expected="batches of at least 2 prompts", got=got)
     width = max(s.width for s in sums.values())
     names = writer_names(view, max(by_layer), parts)
-    found = {
+    numbers = {
         name: torch.cat([s.wide(value, width) for s in sums.values() for value in [s.share(name)]])
         for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs")
     }
-    order = [(l, h) for l, some in by_layer.items() for h in some]
+    order = [(l, h) for l, readers in by_layer.items() for h in readers]
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
         provenance=provenance,
@@ -221,7 +222,7 @@ def composition(
         cosine=sums[max(by_layer)].cosine(),
         drop=start,
         draws=draws,
-        **{name: value[pick] for name, value in found.items()},
+        **{name: value[pick] for name, value in numbers.items()},
     )
 
 
@@ -244,20 +245,22 @@ class _Edges:
 
     def add(self, layer: LayerView, written: Written, drop: int) -> None:
         """Take in one batch."""
-        made = pulled(layer, drop, self.heads)
+        cotangents = pulled(layer, drop, self.heads)
         value, energy = _value_weight(layer, self.view, drop, self.heads)
         several = len(layer.h) > 1
         turns = [None, *(turn.to(layer.h) for turn in self.turns)]
         readers = []
-        for at, (which, weight) in enumerate((("q", made.query), ("k", made.key), ("v", value))):
+        for at, (which, weight) in enumerate(
+            (("q", cotangents.query), ("k", cotangents.key), ("v", value))
+        ):
             reader = Reader.of(layer, which, weight, self.heads)
             readers.append(reader)
-            found = reader.numerators(written, self.grain, turns=turns).cpu()
-            n = slice(found.shape[1])  # the value side has no gain
+            samples = reader.numerators(written, self.grain, turns=turns).cpu()
+            n = slice(samples.shape[1])  # the value side has no gain
             constant = reader.constant.cpu().unsqueeze(-1) * (which != "v")
-            self.own[n, at] += torch.cat([constant, found[0]], -1)
-            self.random[:, n, at, :, 1:] += found[1:]
-            total = energy.unsqueeze(0) if which == "v" else made.total
+            self.own[n, at] += torch.cat([constant, samples[0]], -1)
+            self.random[:, n, at, :, 1:] += samples[1:]
+            total = energy.unsqueeze(0) if which == "v" else cotangents.total
             self.total[n, at] += total.cpu()
             if several:
                 other = reader.numerators(written, self.grain, shift=1)[0].cpu()
@@ -283,7 +286,7 @@ class _Edges:
         else:
             values = (self.other if which == "other" else self.own)[n] / total
         if which:
-            values[..., 0] = torch.nan  # the reader's constants are nobody's
+            values[..., 0] = torch.nan  # the reader's constants have no writer
         return values.transpose(0, 1)
 
     def wide(self, values: Tensor, width: int) -> Float[Tensor, "head side part"]:
@@ -315,22 +318,22 @@ def _value_weight(
 
 def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "2 part"]:
     """``sum w . w'`` and ``sum w . w`` of each writer, w' of the context before in the batch."""
-    found: dict[str, Tensor] = {}
-    kept = slice(drop, None)
+    products: dict[str, Tensor] = {}
+    positions = slice(drop, None)
     for name, x in {**written.dense, "constants": written.constants}.items():
-        x = x[:, kept].double()
-        found[name] = torch.stack([(x * x.roll(1, 0)).sum(), x.square().sum()])
+        x = x[:, positions].double()
+        products[name] = torch.stack([(x * x.roll(1, 0)).sum(), x.square().sum()])
     for heads in written.heads:
-        z = (heads.z * heads.scale[..., None, None])[:, kept]
+        z = (heads.z * heads.scale[..., None, None])[:, positions]
         if grain == "blocks":
             x = einsum(z, heads.W, "b i h e, h e d -> b i d").double()
-            found[f"attn{heads.layer}"] = torch.stack([(x * x.roll(1, 0)).sum(), (x * x).sum()])
+            products[f"attn{heads.layer}"] = torch.stack([(x * x.roll(1, 0)).sum(), (x * x).sum()])
             continue
         gram = einsum(heads.W, heads.W, "h e d, h f d -> h e f")
         through = einsum(z, gram, "b i h e, h e f -> b i h f").double()
         pair = torch.stack([(through * y).sum((0, 1, 3)) for y in (z.roll(1, 0), z)])
-        found |= {f"L{heads.layer}H{h}": x for h, x in enumerate(pair.unbind(-1))}
-    return torch.stack([found[w.name] for w in written.names(grain)], -1)
+        products |= {f"L{heads.layer}H{h}": x for h, x in enumerate(pair.unbind(-1))}
+    return torch.stack([products[w.name] for w in written.names(grain)], -1)
 
 
 def _composed(
@@ -349,13 +352,13 @@ def _composed(
     gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
     gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
     names = [w.name for w in written.names()]
-    for own in written.heads:
-        norm = view.attention_norm(own.layer)
-        into = _read(view.weights(own.layer).W_V.double(), norm)
+    for writers in written.heads:
+        norm = view.attention_norm(writers.layer)
+        into = _read(view.weights(writers.layer).W_V.double(), norm)
         inner = einsum(into, into, "w e d, w f d -> w e f")
-        W = remove_mean(own.W.double(), layer.norm.norm_type)
+        W = remove_mean(writers.W.double(), layer.norm.norm_type)
         size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
-        first = names.index(f"L{own.layer}H0") + 1
+        first = names.index(f"L{writers.layer}H0") + 1
         for s, (side, other) in enumerate(((q, gram["k"]), (k, gram["q"]), (v, gram["o"]))):
             pair = einsum(W, side, "w f d, d h e -> w f h e")
             both = einsum(inner, pair, other, pair, "w f g, w f h e, h e i, w g h i -> h w")

@@ -53,8 +53,8 @@ WORKING_SET = 2**27
 
 
 class Pulled(NamedTuple):
-    """For some heads of a layer, what a part of the query (or key) is multiplied by to give its
-    numerators, one for each of :data:`WEIGHTS`; and the totals."""
+    """Cotangents of some heads of a layer: what a part of the query (or key) is multiplied by to
+    give its numerators, one for each of :data:`WEIGHTS`; and the totals."""
 
     query: Float[Tensor, "weight batch query head d_head"]
     key: Float[Tensor, "weight batch key head d_head"]
@@ -124,12 +124,12 @@ class Reader:
         count = layer.q.shape[2]
         pick = list(range(count) if heads is None else heads)
         frozen, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
-        own = einsum(weight, constant[:, :, pick], "n b i h e, b i h e -> n h")
-        whole = weight.new_zeros(*weight.shape[:3], count, weight.shape[-1])
-        whole[..., pick, :] = weight
-        back = _adjoint(layer, which, whole)[..., pick, :] * frozen[..., pick].unsqueeze(-1)
+        constants = einsum(weight, constant[:, :, pick], "n b i h e, b i h e -> n h")
+        all_heads = weight.new_zeros(*weight.shape[:3], count, weight.shape[-1])
+        all_heads[..., pick, :] = weight
+        back = _adjoint(layer, which, all_heads)[..., pick, :] * frozen[..., pick].unsqueeze(-1)
         eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
-        return cls(layer.projected(eye, which)[:, pick], back, own.double())
+        return cls(layer.projected(eye, which)[:, pick], back, constants.double())
 
     def numerators(
         self,
@@ -141,7 +141,7 @@ class Reader:
     ) -> Float[Tensor, "sample weight head part"]:
         """``sum_i w_a[i] . (matrix pulled[i])`` of each writer, for each of ``turns``, orthogonal
         maps of what it wrote. ``shift`` takes what it wrote in another context of the batch."""
-        found = self._vectors(written, shift, turns)
+        by_turn = self._vectors(written, shift, turns)
         matrices = [self.matrix if t is None else (t @ self.matrix.flatten(1)) for t in turns]
         matrix = torch.stack([m.reshape(self.matrix.shape) for m in matrices])
         flat = rearrange(self.pulled, "n b i h e -> (b i) (n h e)")
@@ -150,15 +150,15 @@ class Reader:
             z = (heads.z * heads.scale[..., None, None]).roll(shift, 0)
             small = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
             small = small.view(*heads.W.shape[:2], *size)
-            for each_turn, some in zip(found, matrix, strict=True):
-                pair = einsum(heads.W, some, "w f d, d h e -> w f h e")
+            for each_turn, turned_matrix in zip(by_turn, matrix, strict=True):
+                pair = einsum(heads.W, turned_matrix, "w f d, d h e -> w f h e")
                 each = einsum(small, pair, "w f n h e, w f h e -> n h w")
                 if grain == "writers":
                     each_turn |= {f"L{heads.layer}H{h}": x for h, x in enumerate(each.unbind(-1))}
                 else:
                     each_turn[f"attn{heads.layer}"] = each.sum(-1)
         names = [w.name for w in written.names(grain)]
-        return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in found])
+        return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in by_turn])
 
     def _vectors(
         self, written: Written, shift: int, turns: Sequence[Tensor | None]
@@ -173,14 +173,15 @@ class Reader:
             back = einsum(self.pulled[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
             back = back.flatten(2).flatten(0, 1).mT
             for turn, total in zip(turns, out, strict=True):
-                own = values if turn is None else values @ turn
-                total += (own.flatten(1) @ back).double()
+                turned = values if turn is None else values @ turn
+                total += (turned.flatten(1) @ back).double()
         return [dict(zip(held, of.view(-1, n, heads), strict=True)) for of in out]
 
 
 def _adjoint(layer: LayerView, which: str, weight: Tensor) -> Tensor:
     """The transpose of QK-norm's linear part and the rotation, which leave heads and positions
     apart."""
+    # autograd of a linear map gives its transpose, at zero as anywhere
     with torch.enable_grad():
         start = torch.zeros_like(weight, requires_grad=True)
         return torch.autograd.grad(layer.turned(start, which), start, weight)[0]
@@ -260,12 +261,13 @@ class WriterSweep(Result):
 
 
 def _head(head: checks.Head, heads: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(layer, head) of a head that may be given by name."""
     layers, each = (max(at[i] for at in heads) + 1 for i in (0, 1))
     return checks.heads(head, layers, each, None)[0]
 
 
 class _Sums:
-    """Sums in progress of one layer."""
+    """Sums in progress of one layer: numerators of all writers' shares, and what divides them."""
 
     def __init__(self, parts: int, heads: int) -> None:
         self.shares = torch.zeros(len(WEIGHTS), len(SIDES), heads, parts, dtype=torch.float64)
@@ -276,20 +278,20 @@ class _Sums:
 
     def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
         """Take in one batch."""
-        made = pulled(layer, drop)
-        for at, (which, weight) in enumerate((("q", made.query), ("k", made.key))):
+        cotangents = pulled(layer, drop)
+        for at, (which, weight) in enumerate((("q", cotangents.query), ("k", cotangents.key))):
             reader = Reader.of(layer, which, weight)
-            found = reader.numerators(written, grain)[0]
-            self.shares[:, at] += torch.cat([reader.constant.unsqueeze(-1), found], -1).cpu()
-        self.total += made.total.cpu()
-        self.floor += made.floor.cpu()
-        self.alibi += made.alibi.cpu()
-        self.rows, self.cells = self.rows + made.rows, self.cells + made.cells
+            by_writer = reader.numerators(written, grain)[0]
+            self.shares[:, at] += torch.cat([reader.constant.unsqueeze(-1), by_writer], -1).cpu()
+        self.total += cotangents.total.cpu()
+        self.floor += cotangents.floor.cpu()
+        self.alibi += cotangents.alibi.cpu()
+        self.rows, self.cells = self.rows + cotangents.rows, self.cells + cotangents.cells
         if layer.pattern is not None:
             self.mass += dropped_mass(layer.pattern, drop).sum(0).double().cpu()
 
     def check(self, layer: LayerView) -> None:
-        """The parts of each side sum to the head's own total."""
+        """Raise unless the parts of each side sum to the head's own total."""
         for at, side in enumerate(SIDES):
             error = (self.shares[:, at].sum(-1) + self.alibi - self.total).abs()
             size = self.shares[:, at].abs().sum(-1) + self.total.abs()
@@ -413,7 +415,7 @@ def _table(
 
     shares = torch.cat([wide(sums[l]) for l in layers], 1)
     total = torch.cat([sums[l].total for l in layers], 1)
-    some = sums[layers[0]]
+    first = sums[layers[0]]
     return WriterSweep(
         provenance=provenance,
         heads=tuple((layer, head) for layer in layers for head in range(view.n_heads)),
@@ -424,8 +426,8 @@ def _table(
         total=total[0],
         gain_total=total[1],
         floor=torch.cat([sums[l].floor for l in layers]),
-        rows_used=some.rows,
-        cells=some.cells,
+        rows_used=first.rows,
+        cells=first.cells,
         drop=drop,
         dropped_mass=torch.cat([sums[l].mass for l in layers]) / (provenance.contexts or 1),
     )

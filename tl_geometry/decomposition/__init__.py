@@ -1,5 +1,5 @@
-"""Activations as mean + position + context + residual: sums that merge, one streaming loop, and the
-basis they make."""
+"""Splits activations into mean + position + context + residual: one streaming pass over a corpus
+takes sums that merge, and the basis follows from them."""
 
 from __future__ import annotations
 

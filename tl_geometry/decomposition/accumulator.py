@@ -1,5 +1,6 @@
-"""Statistics in progress: takes batches of states in, in parts where memory runs out, and gives the
-basis of all of them. The loops over a corpus and over activations drive it."""
+"""Takes in states batch by batch and gives the basis of all; where memory runs out, a batch
+goes in by parts. Called by ``decompose`` (its loop, :mod:`tl_geometry.decomposition.stream_pass`)
+and by ``decompose_activations``."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.reservoir import Reservoir
 
 KEEP_LIMIT = 2**30
-"""Bytes up to which ``"auto"`` keeps second moments, context means and samples, each."""
+"""Bytes that samples, and with ``"auto"`` second moments and context means, may take, each."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-"""What errors of allocators that have no class of their own say (CPU on Linux and Windows, MPS)."""
+"""Texts of out-of-memory errors without a class of their own (CPU on Linux and Windows, MPS)."""
 
 OnState = Callable[[int, Tensor], None]
 """Receives (row of the state, activations [batch position d_model])."""
@@ -91,7 +92,7 @@ class Accumulation:
         if start > 0:
             left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
             flags.append(f"{left_out} left out of the statistics")
-        # of an unknown number of contexts 2 G blocks, of one context at first (make_room)
+        # number of contexts unknown: 2 G blocks, of one context each until make_room joins them
         borders, remarks = tuple(range(1, 2 * plan.groups)), ()
         if contexts is not None:
             borders, remarks = group_borders(contexts, plan.groups, labels)
@@ -249,8 +250,8 @@ class Accumulation:
         take: Callable[[int, Tensor, slice], None],
         taken: set[int],
     ) -> None:
-        """Run contexts in parts that fit into memory; ``taken`` are the states that have been taken
-        in for all of them."""
+        """Run contexts in parts that fit into memory. ``taken`` are the states that are in the sums
+        for all of these contexts already, before memory ran out."""
         low = contexts.start
         while low < contexts.stop:
             part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
@@ -272,8 +273,8 @@ class Accumulation:
     def _fits(
         self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]
     ) -> bool:
-        """Run one part and take in the states that are not ``known``; false where the memory did
-        not suffice."""
+        """Run one part and take in the states that are not ``known``, which grows by each of them;
+        false where memory ran out."""
 
         def on_state(row: int, h: Tensor) -> None:
             if row not in known:
@@ -283,6 +284,7 @@ class Accumulation:
         try:
             feed(part, on_state)
         except (RuntimeError, MemoryError) as error:
+            # busy: a sum is half changed, so the part cannot be taken in again
             if self.moments.scratch.busy or not out_of_memory(error):
                 raise
             self.moments.scratch.held.clear()
@@ -292,8 +294,8 @@ class Accumulation:
     def finish(
         self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
     ) -> PositionContext:
-        """The basis of everything taken in so far, on the CPU; groups that may still grow are left
-        as they are where it is not the ``final`` one."""
+        """The basis of everything taken in so far, on the CPU. One that is not ``final`` (a
+        checkpoint) keeps the groups that may still grow as they are."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
         moments = self.moments.to("cpu")
@@ -322,8 +324,8 @@ class Accumulation:
         )
 
     def _full_groups(self, moments: Moments) -> Moments:
-        """Without empty blocks; a last block of fewer than half the contexts of the others joins
-        the one before."""
+        """The sums without empty blocks; a last block of fewer than half the contexts of the others
+        joins the one before."""
         used = -(-self.done // self.block)
         rest = self.done - (used - 1) * self.block
         groups = used - 1 if used > 1 and 2 * rest < self.block else used

@@ -24,7 +24,7 @@ def settings(work: Accumulation, done: int) -> dict[str, Any]:
     """What a checkpoint of the first ``done`` contexts must share with the run that resumes it."""
     fields = {name: getattr(work.provenance, name) for name in SAME}
     sizes = {"length": work.length, "window": work.moments.window, "contexts": work.contexts}
-    if work.contexts is not None:  # groups of documents may lie elsewhere behind ``done``
+    if work.contexts is not None:  # labels after ``done``, and so later borders, may differ
         sizes["groups"] = len(work.borders) + 1
         sizes["groups begin at"] = [b for b in work.borders.tolist() if b < done]
     return json.loads(json.dumps(vars(work.plan) | fields | sizes, default=str))
@@ -43,7 +43,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], PositionContext]:
 
 
 def save(work: Accumulation, path: Path) -> None:
-    """Write a checkpoint: the file holds the last whole one at every moment."""
+    """Write a checkpoint; until the new one is complete the file holds the one before."""
     tensors = {}
     basis = encode(work.finish(None, (), final=False), "basis", tensors)
     run = {"settings": settings(work, work.done), "labels": label_hash(work, work.done)}

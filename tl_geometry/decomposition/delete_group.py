@@ -1,9 +1,10 @@
-"""Uncertainty from the group sums of a basis: delete-one jackknife, learning curve over the number
-of contexts, split half, null draws.
+"""How much would a basis differ with other contexts? Resampled bases for the reports of position
+and context: delete-one jackknife, learning curve over the number of contexts, split half, null
+draws.
 
-A bootstrap over contexts cannot be had from sums; the disjoint, contiguous groups are what there
-is. Each resampled basis is a weighted sum of group sums, so that all of one state are formed in one
-product.
+A bootstrap over contexts needs each context; a basis holds only sums of its disjoint, contiguous
+groups, so groups are resampled. Each resampled basis is a weighted sum of group sums, and one
+product forms all those of a state.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tl_geometry.decomposition.position_context import PositionContext
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:
-    """Sets of groups ``member [sample group]``: row 0 all, the rows ``jackknife`` without one block
-    each, those of ``levels`` disjoint parts.
+    """Sets of groups ``member [sample group]``: row 0 holds all groups, each row of ``jackknife``
+    lacks one block, and the rows of a level are disjoint parts of all groups.
 
     ``levels`` maps a number of contexts (C/8, C/4, C/2, as many as the groups allow) to the rows of
     its parts.
@@ -40,9 +41,9 @@ class Subsets:
 
 
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
-    """The sets of groups that a report needs: row 0 all of them, then (with ``jackknife``) those
+    """The sets of groups that a report needs: row 0 holds all; with ``jackknife`` come those
     without each block of groups
-    (:func:`tl_geometry.decomposition.layer_intervals.jackknife_blocks`), and the levels.
+    (:func:`tl_geometry.decomposition.layer_intervals.jackknife_blocks`) and the levels.
 
     Empty groups are left out. With fewer than two groups there is no resampling.
     """
@@ -58,8 +59,8 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
         for share in (8, 4, 2):
             if len(used) >= share:
                 parts = used.tensor_split(share)
-                used_up = round(int(counts.sum()) / share)  # the parts share all contexts
-                spans.append((used_up, slice(len(rows), len(rows) + share)))
+                contexts_each = round(int(counts.sum()) / share)  # the parts share all contexts
+                spans.append((contexts_each, slice(len(rows), len(rows) + share)))
                 rows += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
     member = torch.stack(rows)
     return Subsets(

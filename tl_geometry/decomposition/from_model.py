@@ -1,5 +1,5 @@
 """The public functions ``decompose`` (a model over a corpus) and ``decompose_activations`` (states
-that are there already): arguments checked, sums taken, the basis returned."""
+held in memory): they check the arguments, have the sums taken and return the basis."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def decompose(
     ctx + resid.
 
     Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept,
-    whatever the corpus size. For activations that are there already, see
+    whatever the corpus size. For activations held in memory, see
     :func:`decompose_activations`.
 
     Args:
@@ -148,7 +148,7 @@ def decompose_activations(
     seed: int = 0,
     moments_dtype: torch.dtype = torch.float32,
 ) -> PositionContext:
-    """The basis of activations that are there already: h = mean + pos + ctx + resid, as
+    """The basis of activations held in memory: h = mean + pos + ctx + resid, as
     :func:`decompose` gives it.
 
     Args:
@@ -161,7 +161,7 @@ def decompose_activations(
         device: where the sums live, by default that of the activations.
 
     The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model:
-    results that use it with one say so. Raises ``GeometryError`` for what is no activations, NaN,
+    results that use it with one say so. Raises ``GeometryError`` for anything but activations, NaN,
     windows beyond the positions and labels that do not fit.
 
     >>> h = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -208,7 +208,7 @@ def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
 
 
 def checked_window(value: Any, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window; numbers of any type that are whole."""
+    """A half-open window from two whole numbers of any type (``2.0`` is one)."""
     if value is None:
         return checks.window(None, length, default_start)
     try:
@@ -226,6 +226,8 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
+    """The states ``[state context position d_model]`` of a tensor or cache, and where they are
+    from."""
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         ok = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0

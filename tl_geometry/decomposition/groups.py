@@ -24,7 +24,7 @@ APART = (
     "contexts of one document lie in several groups, as they are not in the order of their "
     "documents: intervals are for these documents, not for others"
 )
-"""The same where documents have no borders that groups could follow."""
+"""Flag of a basis in which a document comes in several runs, in different groups."""
 
 
 def group_borders(

@@ -29,8 +29,8 @@ ONE_IN = 1000
 SINK_SHARE = 0.25
 """Share of the sum of squares above which the largest tokens are remarked on."""
 CONCENTRATED = 10
-"""Times their share of the tokens that the largest must hold as well to be remarked on: one of two
-tokens holds half of everything anyway."""
+"""The largest must also hold this many times their share of the tokens to be remarked on: of two
+tokens, one holds half of everything anyway."""
 PER_OCTAVE, OCTAVES = 8, 256
 """Bins of the histogram: eighths of a power of two, of squared norms from 2^-128 to 2^128 (the ends
 take what lies beyond)."""
@@ -46,12 +46,12 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     """
     flat = squares.reshape(-1).double()
     # zeros (a logarithm of -inf) fall into the first bin, infinities into the last
-    at = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
-    at = (at + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
+    bins = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
+    bins = (bins + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
-    # index_add_ takes twenty times as long on a CPU
-    out[0].scatter_add_(0, at, torch.ones_like(flat))
-    out[1].scatter_add_(0, at, flat)
+    # scatter_add_, because index_add_ takes twenty times as long on a CPU
+    out[0].scatter_add_(0, bins, torch.ones_like(flat))
+    out[1].scatter_add_(0, bins, flat)
     return out
 
 
@@ -77,7 +77,7 @@ def top_share(
 
 
 def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
-    """How many tokens the largest 0.1% are: at least one."""
+    """How many of so many tokens make up the largest 0.1%: at least one."""
     return (tokens / ONE_IN).floor().clamp(min=1)
 
 
@@ -201,7 +201,7 @@ class LargestTokens(Result):
     each state.
 
     ``share`` is the token's part of the state's raw sum of squares, ``median`` the state's median
-    norm (from the histogram, to 9%), ``coordinate`` the index of the largest entry. ``top_share``
+    norm (from the histogram, to 5%), ``coordinate`` the index of the largest entry. ``top_share``
     is what the largest 0.1% of all ``tokens`` hold together.
     """
 
@@ -254,6 +254,7 @@ def gathered(mine: Largest, rank: int, size: int, total: Callable[[Tensor], None
     """The largest of all processes; ``total`` replaces a tensor by its sum over them."""
 
     def side_by_side(_: str, values: Tensor) -> Tensor:
+        """The rows of all processes: each fills in its own, and the sum holds all."""
         every = values.new_zeros(size, *values.shape)
         every[rank] = values
         total(every)

@@ -1,5 +1,6 @@
-"""Intervals of the shares in the analysis of variance of each state, by a jackknife that leaves out
-blocks of contexts in turn; and the blocks, which other measures leave out too."""
+"""How well do the contexts determine the shares of position, context and residual? 95% intervals
+for :meth:`tl_geometry.PositionContext.anova`, by a jackknife that leaves out blocks of contexts in
+turn; and the blocks, which other measures leave out too."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from tl_geometry.decomposition.variance import sums_of_squares
 SHARES = ("pos", "ctx", "resid")
 """Parts of the total sum of squares, in the order of their axis here."""
 BLOCK = 8
-"""Contexts that a block holds at least. Consecutive windows are often of one topic: with topics of
-8 windows, groups of 4 covered 0.86 to 0.91 and these blocks 0.93 to 0.95; 16 contexts, of two
-topics, cover 0.39 to 0.88 however they are grouped."""
+"""Contexts that a block holds at least. Consecutive windows are often of one topic. With topics of
+8 windows, 95% intervals covered 0.86 to 0.91 with groups of 4 and 0.93 to 0.95 with these blocks;
+with 16 contexts, of two topics, they cover 0.39 to 0.88 however they are grouped."""
 
 
 def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "row group"]:
@@ -50,9 +51,9 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
 
     What is covered is the share that infinitely many contexts would give: the correction takes out
     what C contexts of noise leave in pos (and takes from resid). The corrected shares sum to one.
-    Blocks hold 8 contexts at least; where that leaves fewer than four of them (below 32 contexts),
-    groups are left out as they are, and only pos has bounds: how contexts differ cannot be known
-    from so few, which may be of two topics.
+    Blocks hold 8 contexts at least; where that leaves fewer than four of them (always below 32
+    contexts), groups are left out as they are, and only pos has bounds: how contexts differ cannot
+    be known from so few, which may be of two topics.
     """
     if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}

@@ -40,12 +40,12 @@ def require_one_setting(first: PositionContext, other: PositionContext) -> None:
 def merged_provenance(
     parts: Sequence[Provenance], contexts: int, flags: Sequence[str]
 ) -> Provenance:
-    """Where the whole comes from: the tokens of all parts, and every flag."""
+    """Where a merged basis comes from: the tokens of all parts, and every flag."""
     first, hashes = parts[0], "+".join(str(p.token_hash) for p in parts)
-    whole = dataclasses.replace(
+    merged = dataclasses.replace(
         first, token_hash=hashes if len(parts) > 1 else first.token_hash, contexts=contexts
     )
-    return whole.flagged(*(flag for p in parts for flag in p.flags), *flags)
+    return merged.flagged(*(flag for p in parts for flag in p.flags), *flags)
 
 
 def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:

@@ -39,8 +39,9 @@ then most states lie within a factor of two of it, so that the difference is exa
 
 
 class Scratch:
-    """Buffers that are used again and again: fresh pages cost as much as the arithmetic on them,
-    and what is held cannot run out. ``busy`` says that sums are being changed."""
+    """Buffers that are used again and again: fresh memory pages cost as much as the arithmetic on
+    them, and a buffer that is held cannot fail to be allocated. ``busy`` says that sums are being
+    changed."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
@@ -92,7 +93,7 @@ class Moments(Sums):
     shift: Float[Tensor, "state d_model"] | None = None
     product_dtype: torch.dtype = torch.float32
     fixed: set[int] = field(init=False, default_factory=set)
-    """States whose shift is fixed."""
+    """Rows of the states whose shift is set, and so must not change any more."""
     scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ class Moments(Sums):
         member = (number.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, length, **fill)
-        whole, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
+        window_total, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
         self.scratch.get("block", (batch, min(step, length), width), torch.float64, device)
         rows = None if self.second is None else self._centred(state, h[:, start:end])
         self.scratch.busy = True
@@ -188,13 +189,13 @@ class Moments(Sums):
             norms[:, low:high] = torch.linalg.vector_norm(block, dim=-1)
             if start <= low < end:
                 total = block.sum(1)
-                whole += total
+                window_total += total
                 if low < start + part:
                     first += total
                 if low >= end - part:
                     last += total
         self.squares[groups, state] += member @ norms.square()
-        means = whole / (end - start)
+        means = window_total / (end - start)
         self.context_squares[groups, state] += member @ means.square().sum(-1)
         if part > 0:
             first, last = first / part, last / part
@@ -259,19 +260,19 @@ class Moments(Sums):
     def centred_second(
         self, state: int, centre: Float[Tensor, " d_model"]
     ) -> Float[Tensor, "d_model d_model"]:
-        """``sum (h - centre)(h - centre)^T`` over contexts and window positions, whole and
-        symmetric."""
+        """``sum (h - centre)(h - centre)^T`` over contexts and window positions, both
+        triangles."""
         assert self.second is not None
         assert self.shift is not None
         lower = self.second[state].tril()
-        whole = lower + lower.tril(-1).T
+        full = lower + lower.tril(-1).T
         n = self.contexts * (self.window[1] - self.window[0])
         shift = self.shift[state]
         total = self.sums[:, state, self.window[0] : self.window[1]].sum((0, 1))
         excess = total - n * shift  # sum of (h - shift)
         delta = shift - centre
         return (
-            whole
+            full
             + torch.outer(excess, delta)
             + torch.outer(delta, excess)
             + n * torch.outer(delta, delta)

@@ -287,8 +287,8 @@ class PositionContext(Result):
         )
         checks.finite(h, "activations")
         if positions is None:
-            whole = h.shape[2] == self.window[1] - self.window[0]
-            positions = range(*self.window) if whole else range(h.shape[2])
+            window_wide = h.shape[2] == self.window[1] - self.window[0]
+            positions = range(*self.window) if window_wide else range(h.shape[2])
         at = torch.as_tensor(list(positions))
         fits = len(at) == h.shape[2] and bool(((at >= 0) & (at < self.length)).all())
         expected, got = f"{h.shape[2]} from 0 to {self.length - 1}", f"{len(at)}: {at.tolist()[:8]}"
@@ -399,8 +399,8 @@ class PositionContext(Result):
 
     def __repr__(self) -> str:
         outside = self.length - (self.window[1] - self.window[0])
-        some = f"{outside} of {self.length} positions outside the window"
-        note = some if outside else "all positions in the statistics"
+        excluded = f"{outside} of {self.length} positions outside the window"
+        note = excluded if outside else "all positions in the statistics"
         states = f"states {self.states[0]}..{self.states[-1]}"
         shown = [self.provenance.line(), states, note, f"kept: {self.kept}"]
         return f"PositionContext({'; '.join(shown)})"

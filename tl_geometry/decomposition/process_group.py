@@ -13,14 +13,14 @@ from tl_geometry.decomposition.largest import Largest, gathered
 from tl_geometry.decomposition.processes import Processes
 
 KNOWN = ("done", "token_hash", "has_bos", "keep_ctx")
-"""What every process knows of the contexts behind it."""
+"""What every process must know of the contexts that are done, whichever process took them in."""
 
 
 def combine(work: Accumulation, processes: Processes) -> None:
     """Add up what the processes have taken in: afterwards every one of them holds the whole."""
     work.settle()
     for name, tensor in work.moments.tensors().items():
-        if name != "shift":
+        if name != "shift":  # no sum: one for all processes (share_shift)
             processes.total(tensor)
     if work.keep_ctx and work.means:
         work.means = [torch.cat(work.means, dim=1)]

@@ -1,8 +1,8 @@
 """A few contexts whose states are kept whole: a seeded uniform sample, the same for any batches.
 
-Every context has a priority, a random number drawn from the seed and the context's index; the
-sample are the contexts of lowest priority. It does not depend on batches or processes, and the
-samples of two shards merge by keeping the lowest priorities of both.
+Every context has a priority, a random number drawn from the seed and the context's index; those of
+lowest priority are the sample. It does not depend on batches or processes, and the samples of
+two shards merge by keeping the lowest priorities of both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Reservoir(Sums):
             seed=seed,
             priorities=torch.full((size,), torch.inf, dtype=torch.float64),
             contexts=torch.full((size,), -1),
-            # not zeros: memory is taken up by the rows that are written only
+            # not zeros: only the rows that are written take up memory
             states=torch.empty(size, *shape),
             tokens=torch.zeros(size, shape[1], dtype=torch.int64),
         )

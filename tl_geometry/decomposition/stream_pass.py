@@ -228,7 +228,7 @@ class _Saver:
         self.rounds, self.due, self.clock = 0, int(due), now
 
     def finish(self) -> None:
-        """All processes hold the whole, and the checkpoint too."""
+        """Add up over the processes, and write what the last checkpoint lacks."""
         process_group.combine(self.work, self.processes)
         if self.path is not None and self.saved != self.work.done:
             self._save(self.path)

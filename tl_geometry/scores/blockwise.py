@@ -50,8 +50,8 @@ class PlaneIndex(NamedTuple):
 
 
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
-    """Blocks of query rows of a mask ``[batch query key]``; causal and unmasked attention share the
-    keys before the block, any other mask is taken as it comes."""
+    """Blocks of query rows of a mask ``[batch query key]``: all rows see the keys before the block
+    under a causal mask, all keys without one; any other mask is taken as it comes."""
     length = mask.shape[-1]
     causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
     everything = len(mask) == 1 and bool(mask.all())
@@ -81,6 +81,7 @@ def block_scores(
     """
     allowed = mask.unsqueeze(1)
     bias_centred = None if bias is None else row_center(bias, allowed)
+    # what the key shift, and with each block's mean row-centring, takes out of a row
     level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
     if bias is not None and bias_centred is not None and level is not None:
         # all allowed keys of a row have the same difference, which is the row's mean

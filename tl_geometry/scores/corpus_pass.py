@@ -48,8 +48,9 @@ class CorpusPass:
     were read, the hash of their tokens, and whether all began with BOS (a batch counts from when it
     is handed out).
 
-    Of each batch one context is verified, another row each time, because a hook may spare some. All
-    queries of the first are compared, then :data:`~tl_geometry.models.batches.SAMPLED` of each.
+    Of each batch one context is verified, another row each time, because a hook may leave some rows
+    as they are. All queries of the first context are compared, then
+    :data:`~tl_geometry.models.batches.SAMPLED` queries of each.
     """
 
     def __init__(
@@ -108,4 +109,4 @@ class CorpusPass:
 
 
 def _nothing_more(*_: object) -> None:
-    """The layer has been compared with the model by now."""
+    """No further check: the layer has been compared with the model by now."""

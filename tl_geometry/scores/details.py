@@ -57,7 +57,7 @@ class Details:
         self.left_out: LeaveOut | None = None
 
     def begin(self, layer: LayerView, basis: PositionContext) -> None:
-        """A batch of one layer: map what all its contexts need."""
+        """Begin a batch of one layer: project the groups of the basis for all its contexts."""
         if "nulls" in self.wanted:
             expected = "positions that are part of the stream"
             got = "a positional embedding added to queries and keys (Shortformer)"
@@ -84,11 +84,11 @@ class Details:
         if self.wanted & {"toeplitz", "offsets", "contrast"}:
             self._shapes(layer, parts, tokens)
         if self.groups is not None and self.left_out is not None:
-            own = own_groups(basis, tokens)
-            self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
+            context_groups = own_groups(basis, tokens)
+            self.left_out.add(self.groups.sums(layer, rows, self.drop), context_groups)
 
     def end(self) -> None:
-        """A batch of one layer is done: only sums stay, as all layers are held together."""
+        """End a batch of one layer: keep only sums, because all layers are held at once."""
         self.groups = None
         if self.left_out is not None:
             self.left_out.settle()
@@ -102,14 +102,16 @@ class Details:
         self, layer: LayerView, parts: ProjectedParts, tokens: Int[Tensor, "batch position"]
     ) -> None:
         """How terms depend on the offset and on equal tokens."""
-        kept = slice(self.drop, None)
-        inside = layer.allowed[kept, kept]
+        positions = slice(self.drop, None)
+        inside = layer.allowed[positions, positions]
 
         def centred(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-            term = score(q[:, kept], k[:, kept])
-            return row_center(term if bias is None else term + bias[:, kept, kept], inside)
+            term = score(q[:, positions], k[:, positions])
+            return row_center(
+                term if bias is None else term + bias[:, positions, positions], inside
+            )
 
-        content = centred(parts.q[2], parts.k[2])
+        content = centred(parts.q[2], parts.k[2])  # 2 is cvec; 0 and 1, bias and pos, are position
         if self.wanted & {"toeplitz", "offsets"}:
             self.mask = self.mask or Offsets.of(inside)
             terms = {
@@ -121,10 +123,11 @@ class Details:
                 sums = offset_sums(term, inside, self.mask)
                 self.offsets[name] = self.offsets[name] + sums if name in self.offsets else sums
         if "contrast" in self.wanted:
-            contrasts = contrast_sums(content, tokens[:, kept].to(content.device), inside)
+            contrasts = contrast_sums(content, tokens[:, positions].to(content.device), inside)
             self.contrasts = contrasts if self.contrasts is None else self.contrasts + contrasts
 
     def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
+        """How far the pattern moves without each term."""
         total = score(parts.q.sum(0), parts.k.sum(0))
         total = total if layer.bias is None else total + layer.bias
         before, allowed = layer.logits(total)
@@ -132,8 +135,8 @@ class Details:
         for name, rest in _without_each_term(total, parts, layer):
             after = layer.logits(rest)[0]
             effect = pattern.distance(after[..., self.drop :, :])
-            new = torch.stack([effect.tv, effect.kl]).sum(1)
-            self.effects[name] = self.effects.get(name, torch.zeros_like(new)) + new
+            distances = torch.stack([effect.tv, effect.kl]).sum(1)
+            self.effects[name] = self.effects.get(name, torch.zeros_like(distances)) + distances
 
     def table(self, contexts: int) -> dict[str, Float[Tensor, "head ..."]]:
         """Finished quantities by column name, heads first; ``contexts`` are those of the basis."""
@@ -166,7 +169,7 @@ class Details:
 def _without_each_term(
     total: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
 ) -> Iterator[tuple[str, Tensor]]:
-    """The scores less one term after the other."""
+    """The scores without each term in turn."""
     names, flat = iter(term_names(PARTS)), total.flatten(0, 1)
     queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
     for q in queries:

@@ -1,6 +1,6 @@
-"""Families of parts: what a layer's input is split into. Position and context, writers, and tensors
-of the caller's own are three; ``split_scores``, ``split_values`` and ``explain_logit`` take any,
-and a subclass of :class:`Family` of your own as well."""
+"""What is a layer's input split into? A family of parts: position and context, writers, or tensors
+of the caller. ``split_scores``, ``split_values`` and ``explain_logit`` take any of these three, and
+a subclass of :class:`Family` of your own."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ ELSEWHERE = {
     "paper": "tl_geometry.papers.split_presets:paper",
     "reference": "tl_geometry.papers.split_presets:reference",
 }
-"""What sweeps the heads by a family of parts, and what projects the parts of a published preset:
-in packages that import this one, and loaded where it is asked for."""
+"""Sweeps by writers, and projections of the published presets: their packages import this one, so
+they are loaded only when asked for."""
 
 
 def load(name: str) -> Any:
@@ -91,6 +91,7 @@ class PositionAndContext(Family):
         parts = {"mean": mean.expand_as(h), "pos": pos.expand_as(h)}
         if "ctx" in self.names:
             start, stop = basis.window
+            # a prompt that ends before the window still gives one position
             window = slice(min(start, length - 1), max(min(stop, length), 1))
             ctx = cvec[:, window].mean(1, keepdim=True).expand_as(h)
             parts |= {"ctx": ctx, "resid": cvec - ctx}

@@ -14,9 +14,9 @@ has ``bias = sum_(g not in L) c M_g``, ``pos = sum_(g not in L) c P_g``, ``c = 1
 w_g)``, and cvec is the rest. So one contraction with 2 G + 1 parts, added up by the contexts' own
 groups, gives all of them.
 
-Contexts that the basis does not hold have no own group; their basis and they are two independent
-sources of error, and two jackknives: over the groups of the basis, and over contiguous blocks of
-contexts. So it is with contexts of the basis that lie in few of its groups.
+Contexts that the basis does not hold have no own group. Then basis and contexts are two independent
+sources of error, each with its jackknife: over the groups of the basis, and over contiguous blocks
+of contexts. The same holds for contexts of the basis that lie in few of its groups.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ BLOCKS = 8
 """Blocks of contexts, at least (twice as many at most), that are left out in turn: as many as a
 basis has groups by default."""
 UNEVEN = 2.0
-"""A group of the basis may hold up to this many times its share of a sweep's contexts, and must
-hold one over this, for one jackknife to serve both."""
+"""For one jackknife to serve both, each group of the basis must hold its share of the sweep's
+contexts within this factor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,8 @@ def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor,
     >>> without(torch.tensor([0.25, 0.75]), {0})[:2, :4].round(decimals=2).tolist()
     [[0.0, 1.3300000429153442, 0.0, 0.0], [0.0, 0.0, 0.0, 1.3300000429153442]]
     """
-    kept = torch.tensor([float(g not in left_out) for g in range(len(share))]).to(share)
-    weight = kept / (share * kept).sum()
+    used = torch.tensor([float(g not in left_out) for g in range(len(share))]).to(share)
+    weight = used / (share * used).sum()
     nothing = torch.zeros_like(weight)
     bias, pos = torch.cat([weight, nothing]), torch.cat([nothing, weight])
     both = torch.stack(
@@ -164,7 +164,7 @@ class LeaveOut:
         sums = sums.to("cpu")
         for i, group in enumerate(own.tolist()):
             at = self.done // self.block
-            if at == 2 * BLOCKS:
+            if at == 2 * BLOCKS:  # all blocks are full
                 self._merge_pairs()
                 at = BLOCKS
             key, one = (group, at), sums.select(i)
@@ -188,10 +188,10 @@ class LeaveOut:
 
     def _counted(self, axis: int) -> dict[int, int]:
         """Contexts by own group or by block."""
-        found: dict[int, int] = {}
+        contexts: dict[int, int] = {}
         for key, count in self.counts.items():
-            found[key[axis]] = found.get(key[axis], 0) + count
-        return found
+            contexts[key[axis]] = contexts.get(key[axis], 0) + count
+        return contexts
 
     @property
     def spread(self) -> bool:
@@ -241,17 +241,18 @@ class LeaveOut:
         held = torch.tensor([counted[b] for b in sorted(counted)])
         others = [] if together else sets_of(blocks(held))
         joined = {group: members for members in groups for group in members}
-        whole = self._shares(joined)
+        complete = self._shares(joined)
         fewest = min(len(groups), len(groups if together else others))
         if fewest < FEWEST_GROUPS or self.done < FEWEST:
-            blank = whole.new_full((*whole.shape[:2], 3, whole.shape[2]), torch.nan)
+            # two groups without shares, so that intervals come out as NaN
+            blank = complete.new_full((*complete.shape[:2], 3, complete.shape[2]), torch.nan)
             return Resampled(blank[0], blank[1], ((0.5, 0.5),))
         samples = [self._shares(joined, members, contexts=together) for members in groups]
         samples += [self._shares(joined, blocks=members) for members in others]
         sizes = [tuple(float(self.share[list(members)].sum()) for members in groups)]
         if others:
             sizes.append(tuple(float(held[list(b)].sum()) / self.done for b in others))
-        cs, gs = torch.stack([whole, *samples], dim=2)
+        cs, gs = torch.stack([complete, *samples], dim=2)
         return Resampled(cs, gs, tuple(sizes))
 
 
@@ -272,11 +273,11 @@ class GroupProjections:
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators and gains of all pairs of the parts for some contexts."""
         parts: list[Tensor] = []
-        for which, whole in (("q", layer.q), ("k", layer.k)):
+        for which, projected in (("q", layer.q), ("k", layer.k)):
             scale = layer.scale if which == "q" else 1.0
             side = Side.of(layer, which, normalized=self.normalized)
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
-            parts.append(group_parts(whole[rows] * scale, bias, pos, self.share))
+            parts.append(group_parts(projected[rows] * scale, bias, pos, self.share))
         options = {"bias": layer.bias, "drop": drop, "energy": False, "softcap": layer.softcap}
         return share_sums(parts[0], parts[1], layer.allowed, **options)

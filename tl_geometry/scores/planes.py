@@ -146,4 +146,4 @@ def describe_planes(planes: PlanesLike) -> str:
         return f"wavelengths over {planes.over:g} up to {planes.up_to:g}"
     if isinstance(planes, str | int):
         return str(planes)
-    return ", ".join(describe_planes(some) for some in planes)
+    return ", ".join(describe_planes(each) for each in planes)

@@ -39,13 +39,14 @@ from tl_geometry.scores.projection import Side
 from tl_geometry.scores.sums import share_sums
 
 DRAWS = 1_999
-"""Random directions: the smallest p-value is 1 / 2000, which 0.05 after correction for 270 heads
-needs of 3% of them."""
+"""Random directions: the smallest p-value is 1 / 2000, with which 3 of 270 heads are below 0.05
+after correction for all 270."""
 CHUNK = 256
 """Directions at a time, so that a table of groups for each stays small."""
 DEPENDENT = 0.1
-"""Groups whose order is as regular as in this share of random orders are not independent: topics of
-two groups each reject in 13% of the cases, and are let through in 2%."""
+"""Groups are not independent where at most this share of random orders has neighbours as alike as
+those of the corpus: topics of two groups each reject in 13% of the cases, and are let through in
+2%."""
 
 
 class Turned(NamedTuple):
@@ -122,16 +123,16 @@ def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> 
     weight = groups.share.to(layer.h).reshape(-1, 1, 1, 1)
     (q_bias, q_pos), (k_bias, k_pos) = (mean_parts(layer, groups, w) for w in "qk")
     mean, none = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
-    kept = torch.ones(q_bias.shape[2]).double()
+    reliability = torch.ones(q_bias.shape[2]).double()
     if layer.rotary:
         noise = ((q_bias - mean).square() * weight).sum((0, 1, 3)) / max(1, len(weight) - 1)
-        kept = (1 - noise / mean.square().sum((0, 1, 3)).clamp(min=1e-30)).clamp(min=0)
+        reliability = (1 - noise / mean.square().sum((0, 1, 3)).clamp(min=1e-30)).clamp(min=0)
         q_pos, k_pos = q_pos + q_bias, k_pos + k_bias
     query, key = torch.cat([mean, q_pos * weight]), torch.cat([none, k_pos * weight])
     # topics are constant along the window: only rotated means hold them
     moves = k_pos[:, drop:].flatten(1)
     p = independence(moves, groups.share, seed, ordered=layer.rotary)
-    return Turned(odd_products(query, key, layer.allowed, drop), kept.double().cpu(), p)
+    return Turned(odd_products(query, key, layer.allowed, drop), reliability.double().cpu(), p)
 
 
 class PositionNull:
@@ -176,14 +177,14 @@ class PositionNull:
     ) -> Float[Tensor, "head sample"]:
         """``sum X~ . S~`` of the position terms in every draw; ``known`` contexts are the basis's
         and turn with it."""
-        out, kept = [], self.turned.kept
+        out, reliability = [], self.turned.kept
         for c in draws.split(CHUNK):
             mean = (1 - c @ self.share) if self.rotary else torch.ones(len(c)).double()
-            first = mean * kept.unsqueeze(1)  # [head sample]
-            query = torch.cat([first.unsqueeze(-1), c.expand(len(kept), -1, -1)], -1)
+            first = mean * reliability.unsqueeze(1)  # [head sample]
+            query = torch.cat([first.unsqueeze(-1), c.expand(len(reliability), -1, -1)], -1)
             key = torch.cat([torch.full_like(c[:, :1], float(not self.rotary)), c], 1)
             moved = einsum(self.turned.odd, c - 1, "h a b g, s g -> h s a b")
-            table = pairs.unsqueeze(1) + known * kept.reshape(-1, 1, 1, 1) * moved
+            table = pairs.unsqueeze(1) + known * reliability.reshape(-1, 1, 1, 1) * moved
             out.append(einsum(query, table, key, "h s a, h s a b, s b -> h s"))
         return torch.cat(out, 1)
 
@@ -201,6 +202,7 @@ class PositionNull:
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
         few = min(sums.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
         unknown = torch.isnan(position[:, 0]) | few | (self.turned.independence <= DEPENDENT)
+        # a quantile takes no NaN: it comes back with 0 * null
         return {
             "cs_position_null": null.mean(1),
             "cs_position_null_95": null.nan_to_num().quantile(0.95, 1) + 0 * null[:, 0],

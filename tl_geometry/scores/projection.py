@@ -129,7 +129,7 @@ def split_layer(
     q, k = (
         rearrange(x.new_empty(size), "b h i part e -> part b i h e") for x in (layer.q, layer.k)
     )
-    for which, out, both, whole, scale in (
+    for which, out, both, total, scale in (
         ("q", q, mapped.q, layer.q, layer.scale),
         ("k", k, mapped.k, layer.k, 1.0),
     ):
@@ -137,17 +137,17 @@ def split_layer(
         side = side.select(rows, slice(start, None), slice(None))
         both = rearrange(both[:, :, start:], "part head position e -> part 1 position head e")
         side.bias_and_pos(both, scale=scale, out=out[:2])
-        torch.mul(whole[rows, start:], scale, out=out[2]).sub_(out[0]).sub_(out[1])
+        torch.mul(total[rows, start:], scale, out=out[2]).sub_(out[0]).sub_(out[1])
     return ProjectedParts(q, k)
 
 
 def split_heads(layer: LayerView, mapped: MappedBasis, heads: list[int]) -> ProjectedParts:
     """The parts of some heads of a whole batch, with gradients: new memory throughout."""
     projected: list[Tensor] = []
-    for which, both, whole in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
+    for which, both, total in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
         side = Side.of(layer, which, normalized=mapped.normalized)
         side = side.select(slice(None), slice(None), heads)
         both = rearrange(both[:, heads], "part head position e -> part 1 position head e")
         bias, pos = side.bias_and_pos(both)
-        projected.append(torch.stack([bias, pos, whole[:, :, heads] - bias - pos]))
+        projected.append(torch.stack([bias, pos, total[:, :, heads] - bias - pos]))
     return ProjectedParts(projected[0] * layer.scale, projected[1])

@@ -140,18 +140,18 @@ def relative_kernel(
     size = basis.length if length is None else length
     fits = 2 <= size <= view.n_ctx
     require(fits, "length", expected=f"2 to {view.n_ctx} positions", got=size)
-    found: dict[int, tuple[RotaryPlanes, Tensor]] = {}
+    kernels: dict[int, tuple[RotaryPlanes, Tensor]] = {}
 
     def on_layer(layer: LayerView) -> None:
-        found[layer.layer] = _kernel_of(layer.normalized(), basis)
+        kernels[layer.layer] = _kernel_of(layer.normalized(), basis)
 
     ids = torch.arange(size).remainder(view.d_vocab).unsqueeze(0)
     view.run_layers(ids, sorted({layer for layer, _ in chosen}), on_layer, verify=False)
-    planes = HeadPlanes.of([found[layer][0] for layer, _ in chosen], size)
+    planes = HeadPlanes.of([kernels[layer][0] for layer, _ in chosen], size)
     waves = torch.full((2, *planes.theta.shape), torch.nan, dtype=torch.float64)
     for row, (layer, head) in enumerate(chosen):
-        own = found[layer][1][:, head]
-        waves[:, row, : own.shape[1]] = own
+        coefficients = kernels[layer][1][:, head]
+        waves[:, row, : coefficients.shape[1]] = coefficients
     return RelativeKernel(
         provenance=view.provenance(
             corpus=basis.provenance.corpus,
@@ -191,11 +191,12 @@ def _kernel_of(
     q = (layer.q_map(mean) + layer.q_constant[:1])[0, :1].double()
     k = (layer.k_map(mean) + layer.k_constant[:1])[0, :1].double()
     nothing = torch.zeros(1, turn.cos.shape[-1]).to(q)
+    # turned by a quarter, q gives the sine coefficients
     quarter = rotate(q, nothing, torch.ones_like(nothing), turn.pairing)
     both = torch.stack([q * k, quarter * k])[:, 0] * layer.scale
     out = both.new_zeros(*both.shape[:2], len(planes.theta))
     summed = out.index_add_(-1, planes.plane.to(out.device), both).cpu()
-    summed[1, :, planes.theta == 0] = 0
+    summed[1, :, planes.theta == 0] = 0  # what is not rotated is a constant
     return planes, summed
 
 
@@ -239,6 +240,7 @@ def _matrix(split: ScoreSplit, term: tuple[str, str] | str | None) -> Tensor:
 
 
 def _kept(split: ScoreSplit, drop: int | None) -> tuple[int, Bool[Tensor, "head query key"]]:
+    """The first position that is not dropped, and the mask from there on."""
     start = (split.provenance.window or (0, 0))[0] if drop is None else drop
     length = split.allowed.shape[-1]
     require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
@@ -308,12 +310,12 @@ def offset_share(
     batch = split.q.shape[1]
     require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
     start, allowed = _kept(split, drop)
-    whole = _matrix(split, term)[..., start:, start:]
+    term_matrix = _matrix(split, term)[..., start:, start:]
     out = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
     for layer in dict.fromkeys(layer for layer, _ in split.heads):
         rows = [i for i, (at, _) in enumerate(split.heads) if at == layer]
         inside = allowed[rows[0]]
-        centred = row_center(whole[:, rows].double(), inside)
+        centred = row_center(term_matrix[:, rows].double(), inside)
         out[rows] = cross_validated(
             [offset_sums(part, inside) for part in centred.tensor_split(groups)]
         ).cpu()
@@ -322,14 +324,14 @@ def offset_share(
 
 def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
     """The share of :func:`offset_share` from the sums of each group of prompts."""
-    whole = reduce(OffsetSums.__add__, groups)
-    used = whole.counts > 0
-    explained = torch.zeros_like(whole.energy)
+    pooled = reduce(OffsetSums.__add__, groups)
+    used = pooled.counts > 0
+    explained = torch.zeros_like(pooled.energy)
     for group in groups:
-        gram = (whole.gram - group.gram)[used][:, used]
+        gram = (pooled.gram - group.gram)[used][:, used]
         # row means make the dummies dependent: what is smaller than 1e-10 is rounding
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
-        beta = (whole.sums - group.sums)[:, used] @ inverse
+        beta = (pooled.sums - group.sums)[:, used] @ inverse
         fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
         explained += 2 * (beta * group.sums[:, used]).sum(-1) - fitted
-    return explained / torch.where(whole.energy > 0, whole.energy, torch.nan)
+    return explained / torch.where(pooled.energy > 0, pooled.energy, torch.nan)

@@ -2,9 +2,9 @@
 on the offset alone, and whether it prefers equal tokens. Called for ``detail=`` of a sweep and by
 the profiles of relative position.
 
-All work on scores held as matrices (``[batch head query key]``), row-centred where they say so, and
-give sums that add up over contexts; :mod:`tl_geometry.scores.sums` has the shares, which need no
-matrices.
+All functions take scores as matrices (``[batch head query key]``), row-centred where they say so,
+and give sums that add up over contexts; :mod:`tl_geometry.scores.sums` has the shares, which need
+no matrices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pattern:
         """From this pattern to ``softmax(other)``."""
         masked = self._masked(other)
         masked -= masked.amax(-1, keepdim=True)
-        q = masked.softmax(-1)  # its largest is one over the sum
+        q = masked.softmax(-1)  # its largest is one over the sum, as the largest score is zero
         kl = (self.log_p - masked).mul_(self.p).sum(-1) - q.amax(-1).log()
         kl, tv = kl.clamp(min=0), q.sub_(self.p).abs_().sum(-1) / 2
         return Distance(
@@ -104,7 +104,7 @@ class Offsets(NamedTuple):
 
     @staticmethod
     def of(allowed: Bool[Tensor, "query key"]) -> Offsets:
-        """Count them."""
+        """Those of a mask."""
         queries, keys = allowed.shape
         rows, columns = (torch.arange(n, device=allowed.device) for n in (queries, keys))
         places = rows.unsqueeze(1) - columns + keys - 1
@@ -172,9 +172,9 @@ def contrast_sums(
     apart = allowed & ~torch.eye(*allowed.shape, dtype=torch.bool, device=allowed.device)
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     rows = []
-    for kind in (equal & apart, ~equal & apart):
-        chosen = torch.where(kind.unsqueeze(1), centred, 0)
-        count = kind.sum(dtype=torch.float64).expand(centred.shape[1])
+    for cells in (equal & apart, ~equal & apart):
+        chosen = torch.where(cells.unsqueeze(1), centred, 0)
+        count = cells.sum(dtype=torch.float64).expand(centred.shape[1])
         total = chosen.sum((0, 2, 3), dtype=torch.float64)
         rows.append(torch.stack([count, total, _squares(chosen)]))
     return ContrastSums(values=torch.stack(rows))

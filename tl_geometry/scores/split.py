@@ -6,7 +6,7 @@
 2. h is split into additive parts: the mean and the constants of norm and projection (``bias``),
    ``pos``, ``cvec``, or the caller's own.
 3. Each part is projected by itself to queries and keys, linearly because the scales are frozen;
-   nothing is got by subtraction.
+   no part is what the others leave over.
 4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms; with ALiBi they sum to the model's scores
    before any soft cap, which is checked against the model's own numbers, and refused otherwise.
 
@@ -95,7 +95,7 @@ class ScoreSplit(TermResult):
     are one plane of frequency zero).
 
     Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
-    ``"reference"`` has not (its terms do not sum to the scores).
+    ``"reference"`` lacks (its terms do not sum to the scores).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -286,9 +286,9 @@ def split_scores(
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
         parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants),
             ``("pos", "ctx", "resid")``, either with ``"mean"`` first to keep the mean apart from
-            the constants, or a mapping from names to tensors ``[batch position
-            d_model]`` (or ``[layer batch position
-            d_model]``, one for each block or each of ``layers``) that sum to the stream;
+            the constants, or a mapping from names to tensors ``[batch position d_model]`` (or
+            ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum
+            to the stream;
             ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
             (attention and MLP of a block as wholes), with ``"constants"`` for what is written
             whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares; or
@@ -372,8 +372,8 @@ def split_scores(
 
 
 def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
-    """Bytes of what a split may be asked for: all terms as matrices, of writers (at whose terms
-    nobody looks all at once) the factors."""
+    """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
+    many to be formed all at once, their queries and keys."""
     cells = len(rows) * heads * rows.tokens.shape[1]
     each = parts**2 * rows.tokens.shape[1]
     if by_writers:

@@ -1,5 +1,5 @@
 """Projects the parts of a layer's input to queries, keys and values, and checks that the terms add
-up to the model's scores. Behind ``split_scores``, ``split_values`` and ``explain_logit``."""
+up to the model's scores. Called by ``split_scores``, ``split_values`` and ``explain_logit``."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ class Splitter:
     def _project(
         self, layer: LayerView, which: str
     ) -> Float[Tensor, "part batch position head d_head"]:
-        """All parts by themselves, the constants with ``bias``; nothing is got by subtraction."""
+        """Each part projected by itself, the constants with ``bias``; no part is what the others
+        leave over."""
         side = Side.of(layer, which)
         parts = torch.stack(list(self.family.parts(layer).values()))
         if not self.family.positional:
@@ -202,8 +203,8 @@ def _sum_and_size(
     heads: Tensor | slice,
     queries: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
-    """Scores of all parts of some queries (after the scale) and of all keys, and the product of the
-    sums of their absolute values, which rounding grows with."""
+    """Scores of some queries (after the scale) with all keys, summed over all parts; and what
+    rounding grows with, the product of the sums of their absolute values."""
     q = q[:, :, queries]
     total, size = (
         einsum(a, b, "batch query head e, batch key head e -> batch head query key")

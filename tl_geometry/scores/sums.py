@@ -1,5 +1,5 @@
 """How much of a head's scores each term explains: covariance, gain and energy shares, exactly and
-without a term as a matrix. Behind ``split.shares()`` and every sweep.
+without a term as a matrix. Called by ``split.shares()`` and every sweep.
 
 A score is a sum of terms, ``S = sum_ab X_ab`` with ``X_ab[i, j] = q_a[i] . k_b[j]`` over the parts
 a of the query stream and b of the key stream (plus a bias such as ALiBi). Softmax ignores a

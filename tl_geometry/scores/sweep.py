@@ -7,8 +7,8 @@ a time, so that no term exists as a matrix:
 1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed
    input, from a normalised basis, are not), cvec is the rest of the model's own q and k;
 2. of one context of every batch, another row each time, the model's queries, keys, scores and
-   patterns are recomputed from the stream, and cvec is projected explicitly, because the
-   subtraction alone would add up whatever mean and pos were;
+   patterns are recomputed from the stream; of the first, cvec is also projected explicitly, because
+   parts of which one is the rest add up whatever mean and pos are;
 3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators, gains and energies.
 
 Head types come from repeated random tokens made for the model.
@@ -189,7 +189,7 @@ def sweep_heads(
     sums = _SweepSums(view, basis, chosen, source.length, wanted, memory_budget, seed)
     stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
     for batch in stream:
-        # a row without BOS decides, one with it does not
+        # a batch without BOS settles it; after one with BOS another may come without
         basis.check_model(view, None if stream.begins_with_bos else False)
         sums.batch = batch
         view.run_layers(batch, chosen, sums.on_layer, verify=False, **stream.sample(sums.verify))
@@ -223,13 +223,13 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
     apart = (x.norm(dim=-1) for x in (mean, pos, rest))
     larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
     cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
-    behind = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
-    for name, ours, explicit in (
+    layer_sizes = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
+    for name, subtracted, explicit in (
         ("q", parts.q, layer.project_q(cvec) * scale),
         ("k", parts.k, layer.project_k(cvec)),
     ):
-        size = max(float(ours.abs().sum(0).max()), behind[name])
-        error = float((ours[2] - explicit).abs().max())
+        size = max(float(subtracted.abs().sum(0).max()), layer_sizes[name])
+        error = float((subtracted[2] - explicit).abs().max())
         bound = reconstruction_bound(layer.roundoff, size)
         if error > bound:
             what, expected = f"cvec of {name} in layer {layer.layer}", "subtraction and projection"

@@ -1,4 +1,5 @@
-"""The table that a sweep returns: one row per head."""
+"""The table that :func:`tl_geometry.sweep_heads` returns, one row per head, and its selection and
+display."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ class SweepTable(ShareTable):
     ``types[name]`` and ``baselines[name]`` are the head-type scores (see
     :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
     score, ``type_errors`` their standard errors over twelve sequences (of as many ranges of ids in
-    a large vocabulary); ``details`` holds what
-    ``detail=`` asked for, one tensor per quantity, heads first.
+    a large vocabulary); ``details`` holds what ``detail=`` asked for, one tensor per quantity,
+    heads first.
     """
 
     types: dict[str, Float[Tensor, " head"]]
@@ -87,8 +88,8 @@ class SweepTable(ShareTable):
         """The table by columns."""
         layers, heads = zip(*self.heads, strict=True)
         out: dict[str, Any] = {"layer": layers, "head": heads}
-        for kind, best in (("group", self.by_group), ("term", self.by_term)):
-            out |= {c.format(kind): values for c, values in zip(LABEL, best, strict=True)}
+        for level, best in (("group", self.by_group), ("term", self.by_term)):
+            out |= {c.format(level): values for c, values in zip(LABEL, best, strict=True)}
         out["dropped_mass"] = self._mass()
         unknown = torch.full_like(self.sums.total, torch.nan)
         for name in self._types():

@@ -214,11 +214,11 @@ def _mixed(
     z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
     size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
     roundoff = pattern_roundoff(layer.pattern, layer.roundoff)
-    for name, ours, model, unit, bound in (
+    for name, summed, model, unit, bound in (
         ("v", values.sum(0), layer.v, layer.roundoff, values.abs().sum(0)),
         ("z", z.sum(0), layer.z, roundoff, size),
     ):
-        error = float((ours - model[:, :, heads]).abs().max())
+        error = float((summed - model[:, :, heads]).abs().max())
         checks.append((layer.layer, name, error, reconstruction_bound(unit, float(bound.max()))))
     require_reconstruction(checks, f"values of layer {layer.layer}")
     largest = layer.z[:, :, heads].abs().amax(-1)
