@@ -26,7 +26,7 @@ from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, st
 
 LEAST = FEWEST_GROUPS * BLOCK
 """Contexts below which no error is given: how contexts differ cannot be known from fewer than four
-blocks of them (errors of 10 and 16 contexts held 0.99 where 0.95 is meant)."""
+blocks of them (from 10 and 16 contexts, intervals meant to hold 0.95 held 0.99)."""
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a
 flag says so)."""
@@ -106,7 +106,7 @@ def contextual_report(
     for row, state in enumerate(basis.states):
         values = _over_subsets(basis, row, sets, z, chosen, r)
         values["split_half"] = halves[row : row + 1]
-        absent = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
+        null_values = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
         if z is not None:
             try:
                 compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
@@ -114,10 +114,10 @@ def contextual_report(
                 singular.append(state)
                 compact = _no_compactness(orders)
             values |= {n: v[:1] for n, v in compact.items()}
-            absent |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
+            null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
             similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
-        per_state.append((values, absent))
+        per_state.append((values, null_values))
     if singular:
         flags.append(
             f"within-document covariance singular at states {singular}: "
@@ -134,11 +134,11 @@ def _labels(
     basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
     """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
-    given, names = (
+    ids, names = (
         (basis.labels, basis.names) if labels is None else label_ids(labels, basis.contexts)
     )
-    known = given is not None and len(given.unique()) >= 2
-    return (given.long(), names) if known and given is not None else (None, ())
+    several = ids is not None and len(ids.unique()) >= 2
+    return (ids.long(), names) if several and ids is not None else (None, ())
 
 
 def _flags(
@@ -190,8 +190,8 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
 
 
 def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
-    """Measures of how the two bases lie towards each other; no overlap of more directions than
-    centred rows have."""
+    """Incoherence and overlap of the two bases; overlap is NaN where centred rows have fewer
+    directions than ``rank``."""
     i = contextual.incoherence(pos, ctx)
     overlap = i.avg.new_tensor(torch.nan)
     if 1 <= rank < min(len(pos), len(ctx)):
@@ -206,8 +206,8 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
 
 
 def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
-    """Overlap with the signs of whole coordinates of ctx drawn anew: it keeps what both share in
-    the size of coordinates, and loses how these go together."""
+    """Overlap with the signs of whole coordinates of ctx drawn anew: what both bases share in the
+    size of coordinates stays, how coordinates vary together is lost."""
     return torch.stack([_towards(pos, ctx * sign, rank)["overlap"] for sign in signs])
 
 
@@ -281,6 +281,8 @@ def _contextual_nulls(
     draws: int,
     seed: int,
 ) -> Nulls:
+    """Measures of one state by (measure, null): of each draw, or one number known without
+    drawing."""
     assert basis.context_means is not None
     pos, ctx = basis.pos[row], basis.context_means[row] - basis.mean[row]
     generator = torch.Generator().manual_seed(seed)
@@ -289,19 +291,19 @@ def _contextual_nulls(
     base = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
     random = {f"incoherence_{n}": getattr(base, n) for n in ("max", "avg", "rms")}
     random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
-    absent = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
+    null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
-        absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
+        null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
     if basis.samples is not None and len(basis.samples) >= FEWEST:
         exchanged = _exchanged(basis, row, draws, generator)
-        held = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
-        for n in ("avg", "rms"):  # a maximum depends on how many there are
-            absent[f"incoherence_{n}", "exchanged"] = getattr(held, n)
-    absent["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
+        of_noise = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
+        for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
+            null_values[f"incoherence_{n}", "exchanged"] = getattr(of_noise, n)
+    null_values["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
     if z is not None:
         similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
-        absent |= {
+        null_values |= {
             (n, "shuffled"): torch.stack([s[n] for s in similar])
             for n in ("intra", "intra_signed", "intra_reference")
         }
-    return absent
+    return null_values

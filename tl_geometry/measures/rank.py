@@ -74,7 +74,8 @@ def pseudo_noise(
 
 
 def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
-    """Psi(y) = y D'(y) / D(y) for each y of the batch, f [*batch rank]."""
+    """Psi(y) = y D'(y) / D(y) for each y of the batch, f [*batch rank], with D = phi times
+    other."""
     square, noise = y.square().unsqueeze(-1), f.square()
     phi = (y.unsqueeze(-1) / (square - noise)).mean(-1)
     slope = -((square + noise) / (square - noise).square()).mean(-1)
