@@ -58,7 +58,7 @@ def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
 
 
 class Bundle(NamedTuple):
-    """How the trajectories run: one number per trajectory, or one per step from a state to the
+    """What :func:`bundle` returns: one number per trajectory, or one per step from a state to the
     next."""
 
     straightness: Float[Tensor, " trajectory"]
