@@ -191,7 +191,7 @@ def weight_geometry(
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
-    wanted = rank or 20
+    wanted = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
     width = min(max(shown, wanted), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     positional = subspaces.Subspaces(
@@ -202,16 +202,16 @@ def weight_geometry(
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
         left, right = positional.at(layer), positional.at(layer + step) if step else None
-        both = left.rank if right is None else min(left.rank, right.rank)
+        pos_rank = left.rank if right is None else min(left.rank, right.rank)
         require(
-            both > 0,
+            pos_rank > 0,
             "basis",
             expected="positional vectors that differ",
             got=f"none at state {layer}",
             instead="a longer window",
         )
-        k = min(wanted, both)
-        used.append((k, both))
+        k = min(wanted, pos_rank)
+        used.append((k, pos_rank))
         numbers = _layer(factors, left, right, k=k)
         lowest = min(reliable[layer], reliable[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)

@@ -153,14 +153,14 @@ def noun_probe(
     chosen = checks.indices(wanted, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
     nouns = common_nouns() if nouns is None else nouns
-    given = (nouns,) if isinstance(nouns, str) else tuple(nouns)
-    encoded = {noun: view.encode(noun) for noun in given}
-    single = tuple(n for n in given if len(encoded[n]) == 1)
+    requested = (nouns,) if isinstance(nouns, str) else tuple(nouns)
+    encoded = {noun: view.encode(noun) for noun in requested}
+    single = tuple(n for n in requested if len(encoded[n]) == 1)
     require(
         len(single) > 0,
         "nouns",
         expected="at least one noun of a single token",
-        got=f"{len(given)} nouns of several",
+        got=f"{len(requested)} nouns, none of a single token",
         instead="nouns=[...]",
     )
     ids = torch.tensor([encoded[n][0] for n in single])
@@ -173,7 +173,7 @@ def noun_probe(
     return NounProbe(
         provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
         nouns=single,
-        skipped=tuple(n for n in given if n not in single),
+        skipped=tuple(n for n in requested if n not in single),
         layers=chosen,
         key_ids=keys,
         value_ids=values,

@@ -81,9 +81,8 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
 
     Canonical: the unembedding with the final norm's gain folded in, centred over d_model
     (LayerNorm) and over the vocabulary (a shift that no softmax sees), the same however the
-    model was loaded.
-    ``raw``: the unembedding's rows as they are. Where the output head is not trained there is
-    nothing to read, and the embedding takes its place.
+    model was loaded. ``raw``: the unembedding's rows as they are. Where the output head is not
+    trained there is nothing to read, and the embedding takes its place.
     """
     if not view.head_trained:
         return embeddings(view)
