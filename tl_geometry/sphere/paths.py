@@ -136,14 +136,14 @@ def token_paths(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     size = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
     shown, place, fitted_on = _projection(view, basis, method, seed)
-    words = output_rows(view)
-    parts = [_measured(view, part, words, place) for part in rows.tokens.split(size)]
+    token_directions = output_rows(view)
+    parts = [_measured(view, part, token_directions, place) for part in rows.tokens.split(size)]
     joined = {
         name: torch.cat([p[name] for p in parts], dim=2 if name in SPLIT else 0)
         for name in parts[0]
     }
-    apart = any(bool(p["radial"].isnan().all()) for p in parts)
-    flags = ["attention and MLP outputs do not add up to the states: no updates"] if apart else []
+    absent = any(bool(p["radial"].isnan().all()) for p in parts)
+    flags = ["attention and MLP outputs do not add up to the states: no updates"] if absent else []
     if not view.head_trained:
         flags.append("output head not trained: next tokens are sought in the embedding")
     texts = [tuple(html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
