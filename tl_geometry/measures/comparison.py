@@ -30,11 +30,12 @@ class BasisComparison(Result):
     ``provenance`` is that of ``a``.
 
     ``angle_mean`` and ``angle_max`` are principal angles in radians between the leading ``rank``
-    directions; ``overlap`` their mean squared cosine; ``procrustes`` the similarity of the two
-    curves after the best rotation and scale, 0 to 1; ``difference`` the relative distance
-    ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation; ``mean_cosine`` that of the two mean
-    vectors. ``overlap_floor``, ``procrustes_floor`` and ``difference_floor`` compare the halves of
-    each basis with each other (the noisier of the two).
+    directions; ``overlap`` their mean squared cosine, ``overlap_random`` that of random subspaces;
+    ``procrustes`` the similarity of the two curves after the best rotation and scale, 0 to 1;
+    ``difference`` the relative distance ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation;
+    ``mean_cosine`` the cosine of the two mean vectors. ``overlap_floor``, ``procrustes_floor`` and
+    ``difference_floor`` compare the halves of each basis with each other (the noisier of the two).
+    ``other`` says what ``b`` was made from.
     """
 
     pairs: tuple[Pair, ...]

@@ -57,24 +57,34 @@ def contextual_report(
     """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and
     Table 1).
 
-    Measures: incoherence of pos and ctx (``incoherence_max``, ``_avg``, ``_rms``, ``_signed``: the
-    paper defines the maximum and tabulates the average), ``overlap`` of their ``rank`` leading
-    directions (mean squared cosine of the principal angles; where pos or ctx of some state has
-    fewer, of that many in all states, and a flag; NaN for contexts too few to have them); with
-    documents (``labels``, or those of the basis) ``intra`` and ``inter`` (mean |cos| within and
-    between documents, self-pairs left out), ``intra_signed``, ``inter_signed``, ``intra_reference``
-    (self-pairs counted: the published number), ``compactness_cvec`` and ``compactness_raw``
-    (cluster compactness of the states without and with their positional part; ``norm``, ``space``
-    and ``ridge`` as in :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a
-    flag where the within-document covariance is singular or second moments are missing).
+    Measures:
 
-    Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
-    signs of their coordinates drawn at random, which keeps outlier coordinates; ``exchanged``
-    windows in which each position comes from another of the sampled contexts, whose context vectors
-    are the noise of averages (which lies where states vary most); ``shuffled`` the labels in random
-    order. Errors are delete-one jackknife errors over blocks of contexts, from 32
-    contexts on: windows of one document are not independent, so with few documents they speak of
-    these documents only.
+    - ``incoherence_max``, ``_avg``, ``_rms``, ``_signed`` of pos and ctx (the paper defines the
+      maximum and tabulates the average);
+    - ``overlap`` of their ``rank`` leading directions, the mean squared cosine of the principal
+      angles (where pos or ctx of some state has fewer, of that many in all states, with a flag; NaN
+      for contexts too few to have them).
+
+    With documents (``labels``, or those of the basis) also:
+
+    - ``intra`` and ``inter``, the mean |cos| within and between documents, self-pairs left out;
+      ``intra_signed`` and ``inter_signed``; ``intra_reference`` with self-pairs, as published;
+    - ``compactness_cvec`` and ``compactness_raw``, the cluster compactness of the states without
+      and with their positional part (``norm``, ``space`` and ``ridge`` as in
+      :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a flag where the
+      within-document covariance is singular or second moments are missing).
+
+    Nulls:
+
+    - ``random``: isotropic directions (analytic);
+    - ``flipped``: context vectors with random signs of their coordinates, which keeps outlier
+      coordinates;
+    - ``exchanged``: windows in which each position comes from another of the sampled contexts.
+      Their context vectors are the noise of averages, which lies where states vary most;
+    - ``shuffled``: the labels in random order.
+
+    Errors are delete-one jackknife errors over blocks of contexts, from 32 contexts on. Windows of
+    one document are not independent, so with few documents errors speak of these documents only.
 
     Raises ``GeometryError`` for a basis without context vectors or of one context, and for labels
     that do not fit its contexts.

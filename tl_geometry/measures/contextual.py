@@ -209,14 +209,14 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
     """One label for each row as the numbers 0, 1, ... of those that occur, in ascending order."""
-    ok = (
+    valid = (
         labels.dim() == 1
         and labels.shape[0] == rows.shape[-2]
         and not labels.is_floating_point()
         and bool((labels >= 0).all())
     )
     require(
-        ok,
+        valid,
         "labels",
         expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
         got=describe(labels),
@@ -304,14 +304,14 @@ def _compactness(
     require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
     factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
     if space != "full":
-        ok = (
+        valid = (
             isinstance(space, tuple)
             and len(space) == 2
             and space[0] == "pca"
             and 1 <= space[1] <= within.shape[-1]
         )
         require(
-            ok,
+            valid,
             "space",
             expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}',
             got=repr(space),
