@@ -40,8 +40,8 @@ def basis_angles(
     cosine = einsum(u, u, "rank s d, rank t d -> rank s t")
     flip = torch.where(cosine < 0, -1.0, 1.0)
     # half-angle form: exact at 0, where arccos loses half the digits
-    apart = u[:, :, None] - flip[..., None] * u[:, None]
-    angle = 2 * torch.asin((torch.linalg.vector_norm(apart, dim=-1) / 2).clamp(max=1))
+    chord = u[:, :, None] - flip[..., None] * u[:, None]
+    angle = 2 * torch.asin((torch.linalg.vector_norm(chord, dim=-1) / 2).clamp(max=1))
     return torch.rad2deg(angle)
 
 

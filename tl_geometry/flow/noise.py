@@ -87,7 +87,7 @@ def fit_noise_law(
     for a negative lambda); least squares on ln v. Times are layers, 1 for the output of the first
     block unless ``times`` says otherwise; pairs whose value is NaN are left out. The published
     "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; the paper
-    does not state the base, here it is e.
+    does not state the base, which is e here.
 
     >>> t = torch.arange(1.0, 6)
     >>> v = (torch.log(torch.tensor(0.64)) + 0.18 * t).expand(5, 5)
@@ -225,8 +225,8 @@ def _log_tails(z: Float[Tensor, "*batch"]) -> tuple[Tensor, Tensor]:
     tail = torch.special.erfc(z.abs() / math.sqrt(2)) / 2  # the smaller of the two
     if bool((tail == 0).any()):  # below the smallest double, where its logarithm needs a series
         return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
-    small, large, left = tail.log(), torch.log1p(-tail), z < 0
-    return torch.where(left, small, large), torch.where(left, large, small)
+    small, large, negative = tail.log(), torch.log1p(-tail), z < 0
+    return torch.where(negative, small, large), torch.where(negative, large, small)
 
 
 def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
@@ -303,8 +303,8 @@ def layer_anomalies(
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
     the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
     z-score compares it with the other targets. ``threshold`` is by default
-    :func:`familywise_threshold`. The last state is worth running twice, before and
-    after the final norm: libraries return it after the norm, which is a likely cause of the anomaly
+    :func:`familywise_threshold`. Run the last state twice, before and after the final norm:
+    libraries return it after the norm, which is a likely cause of the anomaly
     that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
     start, end, y = _pairs(values, times)

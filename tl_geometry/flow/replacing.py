@@ -126,8 +126,8 @@ class Measure:
         pairs = [pair]
         if map_type == "mean":  # the same from every start
             pairs = [p for p in self.pairs if p[1] == pair[1]]
-        for measured in pairs:
-            self.found.setdefault((place, map_type, measured), []).append(row.double().cpu())
+        for same in pairs:
+            self.found.setdefault((place, map_type, same), []).append(row.double().cpu())
 
     def finish(
         self, places: Sequence[str], map_types: Sequence[str]

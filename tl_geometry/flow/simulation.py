@@ -1,5 +1,5 @@
-"""Draws sample paths of the stochastic flow, for :meth:`LangevinModel.simulate`: from the exact law
-of its increments, or by Euler-Maruyama steps as published."""
+"""Draws sample paths of the stochastic flow, for :meth:`tl_geometry.flow.LangevinModel.simulate`:
+from the exact law of its increments, or by Euler-Maruyama steps as published."""
 
 from __future__ import annotations
 

@@ -196,10 +196,12 @@ def skip_map(
 
 def _near_chance(loss: tuple[float, float], d_vocab: int) -> list[str]:
     """The flag of a model whose loss is near that of a uniform guess, where this is so."""
-    own, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
-    if own <= LOST * chance:
+    lowest, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
+    if lowest <= LOST * chance:
         return []
-    return [f"the model's own loss, {own:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"]
+    return [
+        f"the model's own loss, {lowest:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"
+    ]
 
 
 def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:

@@ -62,10 +62,10 @@ class TruncationCurve(Result):
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
     "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is
-    the smallest K with a mean KL of at most that share of the baseline. ``held_out`` says that no
-    chunk measured is among those that the directions were fitted on, ``fitted`` how many those
-    were: where they are fewer than the dimensions, their span is small for that reason alone, and
-    no K is claimed.
+    the smallest K from which on the mean KL stays at most that share of the baseline. ``held_out``
+    says that no chunk measured is among those that the directions were fitted on, ``fitted`` how
+    many those were: where they are fewer than the dimensions, their span is small for that reason
+    alone, and no K is claimed.
     """
 
     K: tuple[int, ...]
@@ -164,10 +164,11 @@ def truncation_kl(
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
     rows = {s: ensemble.row(s) for s in states}
     limit = batch_size or output_batch(view, source.length, all_positions=False)
-    curves, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
+    curves, own_log_probs = _run(view, ids, aligned, grid, rows, positions, limit, progress)
     view.require_unchanged()
     kl, reverse, top1, top5 = curves
-    chunks = distances(own[1:], own[:-1]).kl  # of consecutive chunks: the baseline
+    # the baseline: consecutive chunks compared
+    chunks = distances(own_log_probs[1:], own_log_probs[:-1]).kl
     fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
     held_out = bool(fitted) and fitted.isdisjoint(tuple(row) for row in ids.tolist())
     few = too_few(len(ensemble), view.d_model, "directions")
@@ -293,8 +294,8 @@ def _run(
                 else:
                     changed = runs.log_probabilities(len(ks), hooks)
                 compared = torch.stack(list(distances(changed, plain.repeat(len(ks), 1))))
-                turn = "metric (k chunk) -> metric chunk k"
-                measured.append(rearrange(compared, turn, k=len(ks)).cpu())
+                pattern = "metric (k chunk) -> metric chunk k"
+                measured.append(rearrange(compared, pattern, k=len(ks)).cpu())
                 bar.update(len(ks) * len(tokens))
             parts.append(torch.cat(measured, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
