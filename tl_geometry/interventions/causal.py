@@ -57,7 +57,8 @@ class NecessitySufficiency(Effects):
     """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the
     controls: ``swap`` (mean over its draws), ``shrink``, and ``remove ...`` for each other term.
 
-    ``remove_p`` in the table is :meth:`removal_p` of the removal against the condition of its row.
+    ``loss_remove_p`` and ``induction_remove_p`` in the table are :meth:`removal_p` of the removal
+    against the condition of the row.
     ``swap_cosine`` is the mean cosine of the term and its swap: near one (a term of position hardly
     differs between prompts) the swap changes nothing. ``shrunk`` is the largest share by which a
     head's scores were shrunk (mean over prompts).

@@ -109,8 +109,7 @@ def edge_edits(
     keep: bool = False,
 ) -> list[Edit]:
     """One edit for each layer that has chosen heads: it takes ``writers`` (with ``keep`` all
-    others) out of their inputs from position ``drop`` on, and puts in those of the run
-    ``other``."""
+    others) out of their inputs from position ``drop`` on, and puts those of ``other`` in."""
     names = _names(writers)
     letters = {checks.choice(side, SIDES, "side")[0] for side in _names(sides)}
     edits: list[Edit] = []
@@ -187,8 +186,7 @@ def _live(
 
 
 def first_edited(drop: int | None, rows: TokenWindows) -> int:
-    """The first position whose input is edited: ``drop``, by default 1 after a BOS token, else
-    0."""
+    """The first position whose input is edited: ``drop``, by default 1 with a BOS token, else 0."""
     start, length = int(rows.has_bos) if drop is None else drop, rows.tokens.shape[1]
     fits = 0 <= start < length
     require(fits, "drop", expected=f"fewer than the {length} positions", got=start)

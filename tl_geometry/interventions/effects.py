@@ -226,8 +226,10 @@ def measured(
     :class:`Effects`."""
     length = rows.tokens.shape[1]
     require(length >= 2, "tokens", expected="prompts of at least 2 tokens", got=length)
-    every = torch.ones_like(rows.tokens, dtype=torch.bool)
-    losses, kls = measure_effects(view, rows.tokens, conditions, counted=every, progress=progress)
+    all_tokens = torch.ones_like(rows.tokens, dtype=torch.bool)
+    losses, kls = measure_effects(
+        view, rows.tokens, conditions, counted=all_tokens, progress=progress
+    )
     repeated, counted = repeated_for(view, basis, REPEATED, seed)
     induction_losses, _ = measure_effects(view, repeated, conditions, counted=counted)
     return {"losses": losses, "induction_losses": induction_losses, "kls": kls}

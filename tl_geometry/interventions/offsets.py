@@ -3,8 +3,8 @@ D (query position minus key position)? For :mod:`tl_geometry.interventions.surro
 
 With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m
 D) B_m`` over rotary planes m. The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares,
-:func:`tl_geometry.weights.fit_low_rank_diagonal`) is linear in W_D, so that it is the same sum of
-one L and one diagonal for each plane. No d_model x d_model matrix is formed:
+:func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`) is linear in W_D, so that it is
+the same sum of one L and one diagonal for each plane. No d_model x d_model matrix is formed:
 
     x_i V L_D V^T x_j = q(P x_i) . k(P x_j) - sum_e delta_D[e] (P x_i)_e (P x_j)_e,    P = V V^T
 
