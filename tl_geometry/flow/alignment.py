@@ -56,7 +56,7 @@ class AlignedBases:
 
     @cached_property
     def directions(self) -> tuple[Float[Tensor, "d_model rank"], ...]:
-        """``U`` of each state."""
+        """``U`` of each state, always the same tensors: maps from one state can be told by them."""
         return self.U.unbind(0)
 
     def flipped(self, sign: Float[Tensor, "state rank"]) -> AlignedBases:
@@ -160,7 +160,7 @@ def _right_overlaps(
 def align_directions(
     U: Float[Tensor, "state d_model rank"], method: str = "greedy"
 ) -> tuple[Int[Tensor, "state rank"], Float[Tensor, "state rank"]]:
-    """Order and signs that chain the columns of ``U`` from state to state:
+    """Order and signs that chain the columns of ``U`` from state to state. The aligned columns are
     ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
 
     ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest
@@ -195,11 +195,11 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
     if method == "hungarian":
         order = linear_sum_assignment(similarity, maximize=True)[1]
         return torch.from_numpy(np.ascontiguousarray(order))
-    left, rank = similarity.copy(), len(similarity)
+    unused, rank = similarity.copy(), len(similarity)
     order = np.empty(rank, dtype=np.int64)
     for i in range(rank):
-        order[i] = rank - 1 - int(np.argmax(left[i, ::-1]))
-        left[:, order[i]] = -1
+        order[i] = rank - 1 - int(np.argmax(unused[i, ::-1]))  # reversed: the later one on a tie
+        unused[:, order[i]] = -1
     return torch.from_numpy(order)
 
 

@@ -40,8 +40,8 @@ def basis_angles(
     cosine = einsum(u, u, "rank s d, rank t d -> rank s t")
     flip = torch.where(cosine < 0, -1.0, 1.0)
     # half-angle form: exact at 0, where arccos loses half the digits
-    apart = u[:, :, None] - flip[..., None] * u[:, None]
-    angle = 2 * torch.asin((torch.linalg.vector_norm(apart, dim=-1) / 2).clamp(max=1))
+    chord = u[:, :, None] - flip[..., None] * u[:, None]
+    angle = 2 * torch.asin((torch.linalg.vector_norm(chord, dim=-1) / 2).clamp(max=1))
     return torch.rad2deg(angle)
 
 
@@ -58,7 +58,7 @@ def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
 
 
 class Bundle(NamedTuple):
-    """How the trajectories run: one number per trajectory, or one per step from a state to the
+    """What :func:`bundle` returns: one number per trajectory, or one per step from a state to the
     next."""
 
     straightness: Float[Tensor, " trajectory"]

@@ -1,5 +1,6 @@
 """How does one token of many texts travel through the blocks? The ensemble of such trajectories,
-from which everything of the stochastic-flow view (Sarfati et al. 2025) is computed."""
+one for each chunk (a text of fixed length), from which everything of the stochastic-flow view
+(Sarfati et al. 2025) is computed."""
 
 from __future__ import annotations
 
@@ -154,7 +155,7 @@ class Trajectories(Result):
 
 
 def require_trajectories(value: object, what: str) -> None:
-    """Refuse any other record where an ensemble is wanted."""
+    """Refuse anything but :class:`Trajectories` where an ensemble is wanted."""
     ok = isinstance(value, Trajectories)
     require(
         ok,
@@ -216,7 +217,7 @@ def shared_rows(
 
 
 def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
-    """Refuse to call residuals held out whose chunks were fitted on."""
+    """Refuse held-out residuals on chunks that the maps were fitted on."""
     if train is None or train.tokens is None or test.tokens is None:
         return
     shared = int(shared_rows(test.tokens, train.tokens).sum())
@@ -289,7 +290,7 @@ def trajectories(
     chosen = state_indices(wanted, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, followed, chosen, batch_size, progress)
-    finite(X.sum(1), "states of the followed token")
+    finite(X.sum(1), "states of the followed token")  # a sum with a term not finite is not finite
     flags: list[str] = []
     if followed == 0:
         flags.append("first token followed")
@@ -346,10 +347,10 @@ def _follow(
     ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.length, view.device)):
-            into = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
-            hooks = {view.state_hooks[s]: _store(into, i, position) for i, s in enumerate(states)}
+            part = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
+            hooks = {view.state_hooks[s]: _store(part, i, position) for i, s in enumerate(states)}
             view.run(rows, hooks)
-            parts.append(into)
+            parts.append(part)
             ids.append(rows)
             bar.update(len(rows))
     return torch.cat(parts), torch.cat(ids)

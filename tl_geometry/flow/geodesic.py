@@ -1,4 +1,4 @@
-"""Where the rotations and stretches of a flow are between two states, for
+"""What are the rotation and the stretches of a flow between two states? Interpolation for
 :class:`tl_geometry.flow.LangevinModel`: R follows the geodesic ``U_k exp(a log(U_k^T U_{k+1}))``
 with a the share of the interval that has passed, and ``ln sigma_i`` a cubic spline, so that sigma
 stays positive."""
@@ -19,7 +19,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import rotation_exp, rotation_log
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
-"""Of the 16-point Gauss-Legendre rule on [-1, 1]."""
+"""Nodes and weights of the 16-point Gauss-Legendre rule on [-1, 1]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class GeodesicPath:
         return self.U[k] @ rotation_exp(a * self.logs[k])
 
     def turning(self, k: int) -> Float[Tensor, "rank rank"]:
-        """``R' R^T``, constant within an interval: ``U_k L U_k^T / length``."""
+        """``R' R^T``, constant within interval ``k``: ``U_k logs[k] U_k^T / length``."""
         return self.U[k] @ self.logs[k] @ self.U[k].mT / self.length(k)
 
     def integral(self, start: float, end: float, rate: float) -> Float[Tensor, " rank"]:

@@ -60,7 +60,7 @@ FLOOR = 1e-10
 exists."""
 LEAST_LINK = 1e-3
 """Cosine ``v_i(k).v_i(k+1)`` below which a regression on the state before says nothing about a
-direction; it may even be negative, and has no logarithm then."""
+direction; smaller ones, some of them negative and without a logarithm, are raised to it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,14 +200,15 @@ class LangevinModel(Result):
         steps = list(pairwise(self.times.tolist()))
 
         def misfit(rate: float) -> tuple[float, float]:
-            left = measured - torch.stack([self.path.integral(a, b, rate) for a, b in steps]).log()
-            return float((left - left.mean()).square().sum()), float(left.mean())
+            integrals = torch.stack([self.path.integral(a, b, rate) for a, b in steps])
+            gap = measured - integrals.log()  # ln(alpha lambda), were the law exact
+            return float((gap - gap.mean()).square().sum()), float(gap.mean())
 
         grid = np.linspace(-2, 2, 41)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g)[0] for g in grid]))]
         best: Any = minimize_scalar(
             lambda r: misfit(r)[0],
-            bounds=(near - 0.1, near + 0.1),
+            bounds=(near - 0.1, near + 0.1),  # one step of the grid either way
             method="bounded",
             options={"xatol": 1e-8},
         )
@@ -297,11 +298,11 @@ class LangevinModel(Result):
         coordinates = x if self.embed is None else x.double() @ self.embed
         rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
         generator = torch.Generator().manual_seed(seed)
-        run = (self.path, self.noise, rows, begin, wanted, generator)
+        arguments = (self.path, self.noise, rows, begin, wanted, generator)
         if method == "exact":
-            out = exact_paths(*run)
+            out = exact_paths(*arguments)
         else:
-            out = stepped_paths(*run, dt=dt or DT, stretch_share=self.stretch_share)
+            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
         out = out if self.embed is None else out @ self.embed.to(out).mT
         return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
 
@@ -317,6 +318,7 @@ class LangevinModel(Result):
         d = len(self.subspace)
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
         require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
+        # the first time may be the start itself
         rising = bool(wanted) and all(a < b for a, b in zip([begin - 1e-12, *wanted], wanted))
         require(rising, "times", expected=f"increasing times from {begin:g}", got=wanted)
         positive = samples >= 1 and (dt is None or dt > 0)

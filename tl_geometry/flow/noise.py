@@ -64,11 +64,12 @@ def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
 
 
 def _pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Start, end and value of every pair of states that is known."""
+    """Start time, end time and value of every pair of states whose value is finite."""
     times = _times(values, times)
     start, end = torch.triu_indices(len(values), len(values), 1)
-    ok = torch.isfinite(values[start, end])
-    return times[start[ok]], times[end[ok]], values[start[ok], end[ok]].double()
+    finite = torch.isfinite(values[start, end])
+    start, end = start[finite], end[finite]
+    return times[start], times[end], values[start, end].double()
 
 
 def fit_noise_law(
@@ -85,8 +86,8 @@ def fit_noise_law(
     the noise of their stochastic equation integrates to where nothing stretches (its absolute value
     for a negative lambda); least squares on ln v. Times are layers, 1 for the output of the first
     block unless ``times`` says otherwise; pairs whose value is NaN are left out. The published
-    "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; its base is
-    unstated, ours is natural.
+    "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; the paper
+    does not state the base, which is e here.
 
     >>> t = torch.arange(1.0, 6)
     >>> v = (torch.log(torch.tensor(0.64)) + 0.18 * t).expand(5, 5)
@@ -105,8 +106,8 @@ def fit_noise_law(
     )
 
     def misfit(rate: float) -> float:
-        left = y - _shape(law, rate, start, end)
-        return float((left - left.mean()).square().sum())
+        gap = y - _shape(law, rate, start, end)  # ln alpha, were the law exact
+        return float((gap - gap.mean()).square().sum())
 
     if law == "asymptotic":
         x = end - end.mean()
@@ -114,15 +115,16 @@ def fit_noise_law(
     else:
         grid = np.linspace(-3, 3, 241)  # the misfit may have several minima: start from the best
         near = grid[int(np.argmin([misfit(g) for g in grid]))]
+        # one step of the grid either way
         best: Any = minimize_scalar(
             misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10}
         )
         rate = float(best.x)
-    left = misfit(rate)
+    rss = misfit(rate)
     total = float((y - y.mean()).square().sum())
     log_alpha = float((y - _shape(law, rate, start, end)).mean())
-    r2 = 1 - left / total if total > 0 else math.nan
-    aic = n * math.log(left / n) + 6 if left > 0 else -math.inf
+    r2 = 1 - rss / total if total > 0 else math.nan
+    aic = n * math.log(rss / n) + 6 if rss > 0 else -math.inf
     return NoiseLaw(law, math.exp(log_alpha), rate, log_alpha, r2, aic, n)
 
 
@@ -171,16 +173,16 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     )
     x = residual.double() - residual.double().mean(0)
     variance = x.square().sum(0) / (n - 1)
-    ok = variance > 0
-    bad = int((~ok).sum())
-    x, variance = x[:, ok], variance[ok]
+    varies = variance > 0
+    constant = int((~varies).sum())
+    x, variance = x[:, varies], variance[varies]
     d = x.shape[1]
     require(d >= 2, "residuals", expected="at least 2 coordinates with variance", got=d)
     C = x.mT @ x / (n - 1)
     trace, square = C.diagonal().sum(), C.square().sum()
     sd = variance.sqrt()
     correlation = (C / (sd[:, None] * sd)).abs()
-    off = (correlation.sum() - d) / (d * (d - 1))
+    off_diagonal = (correlation.sum() - d) / (d * (d - 1))
     sphericity = float(d * square / trace.square())
     z = ((n - 1) * (sphericity - 1) - d - 1) / 2
     p = normality_p(x)
@@ -188,14 +190,14 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     return Isotropy(
         variance_cv=float(variance.std() / variance.mean()),
         variance_cv_chance=math.sqrt(2 / (n - 1)),
-        correlation=float(off),
+        correlation=float(off_diagonal),
         correlation_chance=math.sqrt(2 / (math.pi * n)),
         participation=1 / sphericity,
         participation_chance=1 / (1 + (d + 1) / (n - 1)),
         sphericity_p=float(ndtr(-z)),
         gaussian_rejected=float((corrected < fdr).double().mean()),
         gaussian_rejected_raw=float((p < fdr).double().mean()),
-        degenerate=bad,
+        degenerate=constant,
     )
 
 
@@ -223,8 +225,8 @@ def _log_tails(z: Float[Tensor, "*batch"]) -> tuple[Tensor, Tensor]:
     tail = torch.special.erfc(z.abs() / math.sqrt(2)) / 2  # the smaller of the two
     if bool((tail == 0).any()):  # below the smallest double, where its logarithm needs a series
         return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
-    small, large, left = tail.log(), torch.log1p(-tail), z < 0
-    return torch.where(left, small, large), torch.where(left, large, small)
+    small, large, negative = tail.log(), torch.log1p(-tail), z < 0
+    return torch.where(negative, small, large), torch.where(negative, large, small)
 
 
 def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, " d_model"]:
@@ -301,8 +303,8 @@ def layer_anomalies(
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
     the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
     z-score compares it with the other targets. ``threshold`` is by default
-    :func:`familywise_threshold`. The last state is worth running twice, before and
-    after the final norm: libraries return it after the norm, which is a likely cause of the anomaly
+    :func:`familywise_threshold`. Run the last state twice, before and after the final norm:
+    libraries return it after the norm, which is a likely cause of the anomaly
     that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
     """
     start, end, y = _pairs(values, times)

@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 Job = tuple[Pair, str]
 """A pair and the type of map."""
 Key = tuple[str, str, str]
-"""A place, a type of map and a metric."""
+"""A place (see :data:`tl_geometry.flow.skipping.PLACES`), a type of map and a metric."""
 
 
 def keep_at(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor]) -> Hook:
@@ -49,8 +49,9 @@ def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
 
 
 class Measure:
-    """What maps cost, added up chunk by chunk. ``jobs`` are measured, ``pairs`` are all that were
-    asked for, ``limit`` is the most rows of one forward pass; ``bar`` counts passes."""
+    """What maps cost, added up chunk by chunk. ``jobs`` are run, ``pairs`` are all that were asked
+    for (the constant map is run once for each end), ``limit`` is the most rows of one forward pass;
+    ``bar`` counts passes."""
 
     def __init__(
         self,
@@ -76,16 +77,18 @@ class Measure:
         plain = log_probabilities(
             view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, position=position
         )
-        own_log_probs = _from_second(plain, place)
-        own_loss = token_losses(own_log_probs, target)
-        self.loss.setdefault(place, []).append(own_loss.mean(1))
+        clean_log_probs = _from_second(plain, place)
+        clean_loss = token_losses(clean_log_probs, target)
+        self.loss.setdefault(place, []).append(clean_loss.mean(1))
         runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
         copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
         for start in range(0, len(self.jobs), copies):
+            # jobs with one end next to each other, so that its hook replaces one slice of rows
             group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
             changed = _from_second(self._run(group, tokens, place, maps, clean, runs), place)
             for job, part in zip(group, changed.split(len(tokens)), strict=True):
-                self._record(place, job, part, own_log_probs, token_losses(part, target) - own_loss)
+                increase = token_losses(part, target) - clean_loss
+                self._record(place, job, part, clean_log_probs, increase)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
@@ -120,11 +123,11 @@ class Measure:
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
         pair, map_type = job
-        alike = [pair]
+        pairs = [pair]
         if map_type == "mean":  # the same from every start
-            alike = [p for p in self.pairs if p[1] == pair[1]]
-        for one in alike:
-            self.found.setdefault((place, map_type, one), []).append(row.double().cpu())
+            pairs = [p for p in self.pairs if p[1] == pair[1]]
+        for same in pairs:
+            self.found.setdefault((place, map_type, same), []).append(row.double().cpu())
 
     def finish(
         self, places: Sequence[str], map_types: Sequence[str]
@@ -151,5 +154,6 @@ def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
 
 
 def _from_second(values: Tensor, place: str) -> Tensor:
-    """Values ``[batch position d_vocab]`` of the positions of a place."""
+    """Values ``[batch position d_vocab]`` at the positions of a place: the last, or all but the
+    first."""
     return values[:, None] if place == "pilot" else values[:, 1:]

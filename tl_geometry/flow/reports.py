@@ -151,16 +151,17 @@ def flow_report(
     empty = torch.full((n, n), torch.nan, dtype=torch.float64)
     tests = {name: empty.clone() for name in noise.Isotropy._fields}
 
-    def look(start: int, end: int, residual: Tensor) -> None:
+    def record_isotropy(start: int, end: int, residual: Tensor) -> None:
         for name, value in noise.isotropy_tests(residual, fdr=fdr)._asdict().items():
             tests[name][start, end] = value
 
-    inside, outside = residual_maps(train.X, flow), residual_maps(test.X, flow, collect=look)
+    in_sample = residual_maps(train.X, flow)
+    held_out = residual_maps(test.X, flow, collect=record_isotropy)
     tests["sphericity_q"] = adjusted_over_pairs(tests["sphericity_p"])
-    laws = _laws(inside.log_variance, ensemble.times)
-    anomalies = _anomalies(inside, ensemble.times, "")
+    laws = _laws(in_sample.log_variance, ensemble.times)
+    anomalies = _anomalies(in_sample, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = _after_norm(train, inside, align, signs)
+        normed = _after_norm(train, in_sample, align, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
     outliers = bases.outliers(ensemble.X)
     flags = [
@@ -173,8 +174,8 @@ def flow_report(
     flags += [f"{len(outliers)} norm outliers kept"] if outliers else []
     return FlowReport(
         states=ensemble.states,
-        in_sample=inside._asdict(),
-        held_out=outside._asdict(),
+        in_sample=in_sample._asdict(),
+        held_out=held_out._asdict(),
         baselines=held_out_errors(train.X, test.X, map_types),
         isotropy=tests,
         laws=laws,
@@ -280,20 +281,21 @@ def compare_ensembles(
     """
     require(len(ensembles) >= 1, "ensembles", expected="at least one", got="none")
     table: dict[str, list[float]] = {}
-    for one in ensembles.values():
-        bundle, maps = one.bundle(k=k), one.residuals(align=align)
+    for ensemble in ensembles.values():
+        bundle, maps = ensemble.bundle(k=k), ensemble.residuals(align=align)
+        directions = ensemble.aligned_bases(align="none")
         row = {
-            "trajectories": float(len(one)),
+            "trajectories": float(len(ensemble)),
             "straightness": float(bundle.straightness.nanmean()),
             "parallel": float(bundle.parallel.nanmean()),
             "neighbours": float(bundle.neighbours.mean()),
             "neighbours_chance": bundle.neighbours_chance,
-            "entropy_rank": float(bases.entropy_rank(one.aligned_bases(align="none").S).mean()),
+            "entropy_rank": float(bases.entropy_rank(directions.S).mean()),
             "relative_error": float(maps.relative_error.nanmean()),
             "abs_kurtosis": float(maps.abs_kurtosis.nanmean()),
             "mean_over_sd": float(maps.mean_over_sd.nanmean()),
         }
-        laws = _laws(maps.log_variance, one.times)
+        laws = _laws(maps.log_variance, ensemble.times)
         for law in noise.LAWS:
             _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}

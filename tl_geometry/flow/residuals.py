@@ -2,11 +2,11 @@
 its baselines, and statistics of what each leaves, for :func:`tl_geometry.flow_report` and
 :func:`tl_geometry.flow.skip_map`.
 
-Every map is ``x -> out + scale * (x - in) @ left @ right.T``: the flow (rotation and stretch
-between two aligned bases), the identity, the scaled identity, the mean shift, the best linear map,
-a ridge regression, the constant mean. In-sample the best linear map wins by construction (with
-fewer trajectories than coordinates it even leaves nothing), so that maps are to be compared on
-held-out trajectories.
+Every map is ``x -> output + scale * ((x - input) @ left * stretch) @ right.T``: the flow (rotation
+and stretch between two aligned bases), the identity, the scaled identity, the mean shift, the best
+linear map, a ridge regression, the constant mean. In-sample the best linear map wins by
+construction (with fewer trajectories than coordinates it even leaves nothing), so that maps are to
+be compared on held-out trajectories.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LayerMap:
         return moved if self.left is None else moved @ self.left.to(x)
 
     def reads_as(self, other: LayerMap) -> bool:
-        """Whether both have the same :meth:`coordinates` of every state."""
+        """Whether both surely have the same :meth:`coordinates` of every state."""
         return self.left is other.left and torch.equal(self.input, other.input)
 
     def unfold(self, c: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch d_model"]:
@@ -227,6 +227,7 @@ class MapsFrom:
         dropped = int((inverse == 0).sum())
         if map_type == "linear":
             return replace(plain, left=V, stretch=inverse, right=y.mT @ U, dropped=dropped)
+        # "flow": rotation and stretch
         _, S_after, V_after = svd(y)
         V_after = V_after * torch.where((V * V_after).sum(0) < 0, -1.0, 1.0)
         return replace(plain, left=V, stretch=S_after * inverse, right=V_after, dropped=dropped)
@@ -323,10 +324,11 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     second = centered.square().mean(0)
     # a constant coordinate keeps a few roundings of its mean, which are no variance
     rounding = 64 * torch.finfo(torch.float64).eps * x.abs().amax(0)
-    ok = second.sqrt() > rounding
-    if not bool(ok.any()):
+    varies = second.sqrt() > rounding
+    if not bool(varies.any()):
         return ResidualStatistics(*[float("nan")] * 6, degenerate=x.shape[1])
-    mean, second, fourth = mean[ok], second[ok], centered.square().square().mean(0)[ok]
+    fourth = centered.square().square().mean(0)[varies]
+    mean, second = mean[varies], second[varies]
     variance = second * n / (n - 1)
     excess = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * (fourth / second.square() - 3) + 6)
     return ResidualStatistics(
@@ -336,7 +338,7 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
         mean_over_variance=float((mean / variance).abs().mean()),
         log10_mean_variance=float(variance.mean().log10()),
         mean_abs_kurtosis_minus_3=float((excess + 3).abs().mean() - 3),
-        degenerate=int((~ok).sum()),
+        degenerate=int((~varies).sum()),
     )
 
 

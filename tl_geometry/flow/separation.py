@@ -20,6 +20,7 @@ from tl_geometry.flow.ensemble import Trajectories, too_few
 from tl_geometry.flow.residuals import MAPS, MapsFrom, flow_map
 
 CLASSIFIERS = ("svm", "perceptron")
+"""Classifiers of :func:`separability`."""
 
 
 class Accuracy(NamedTuple):
@@ -80,9 +81,9 @@ def separability(
     scores: dict[bool, list[float]] = {False: [], True: []}
     tested = 0
     for r in range(repeats):
-        held = _held(len(a), len(b), paired, test_share, generator).numpy()
-        mean, sd = x[~held].mean(0), x[~held].std(0)
-        z = (x - mean) / (sd + (sd == 0))
+        is_test = _held(len(a), len(b), paired, test_share, generator).numpy()
+        mean, sd = x[~is_test].mean(0), x[~is_test].std(0)
+        z = (x - mean) / (sd + (sd == 0))  # a constant coordinate stays constant
         for shuffled in (False, True):
             labels = y[torch.randperm(len(y), generator=generator).numpy()] if shuffled else y
             learner: Any = (
@@ -90,9 +91,9 @@ def separability(
                 if classifier == "perceptron"
                 else LinearSVC(random_state=seed + r, dual="auto", max_iter=20_000, C=0.01)
             )
-            learner.fit(z[~held], labels[~held])
-            scores[shuffled].append(float((learner.predict(z[held]) == labels[held]).mean()))
-        tested = int(held.sum())
+            learner.fit(z[~is_test], labels[~is_test])
+            scores[shuffled].append(float((learner.predict(z[is_test]) == labels[is_test]).mean()))
+        tested = int(is_test.sum())
     values = torch.tensor(scores[False], dtype=torch.float64)
     reach = resampled_t_reach(values, test_share)
     p, shuffled = float(values.mean()), float(torch.tensor(scores[True]).mean())
@@ -112,15 +113,15 @@ def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> fl
 
 
 def _held(n: int, m: int, paired: bool, share: float, generator: torch.Generator) -> Tensor:
-    """Which rows of both classes, n and m of them, are tested on."""
+    """Which of the n rows of one class and the m rows of the other are held out for the test."""
 
-    def drawn(rows: int) -> Tensor:
-        held = torch.zeros(rows, dtype=torch.bool)
-        held[torch.randperm(rows, generator=generator)[: max(1, round(share * rows))]] = True
-        return held
+    def draw(rows: int) -> Tensor:
+        is_test = torch.zeros(rows, dtype=torch.bool)
+        is_test[torch.randperm(rows, generator=generator)[: max(1, round(share * rows))]] = True
+        return is_test
 
-    first = drawn(n)
-    return torch.cat([first, first if paired else drawn(m)])
+    first = draw(n)
+    return torch.cat([first, first if paired else draw(m)])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -177,8 +178,8 @@ def true_against_extrapolated(
             true, moved, paired=True, classifier=classifier, seed=seed, **options
         )
     require(bool(rows), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    wide = map_type not in ("identity", "mean", "shift", "scaled")
-    few = too_few(len(train), train.X.shape[-1], "maps") if wide else ()
+    fits_matrix = map_type not in ("identity", "mean", "shift", "scaled")
+    few = too_few(len(train), train.X.shape[-1], "maps") if fits_matrix else ()
     return _table(rows, classifier, ensemble.provenance.flagged(*few))
 
 

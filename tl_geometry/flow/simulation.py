@@ -1,5 +1,5 @@
-"""Draws sample paths of the stochastic flow, for :meth:`LangevinModel.simulate`: from the exact law
-of its increments, or by Euler-Maruyama steps as published."""
+"""Draws sample paths of the stochastic flow, for :meth:`tl_geometry.flow.LangevinModel.simulate`:
+from the exact law of its increments, or by Euler-Maruyama steps as published."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def stepped_paths(
         while now < t:
             k, _ = path.locate(now)
             end = min(float(path.times[k + 1]), t)
-            # 1e-9: an interval that is a multiple of dt to rounding takes no step more
+            # 1e-9: an interval that is a multiple of dt up to rounding takes no extra step
             steps = max(1, math.ceil((end - now) / dt - 1e-9))
             x = _interval(path, noise, x, k, now, end, steps, generator, stretch_share)
             now = end

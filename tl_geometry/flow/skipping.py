@@ -82,12 +82,12 @@ class SkipMap(Result):
         """Rows of the table."""
         out: list[tuple[object, ...]] = []
         for place in self.places:
-            own = self.loss[PLACES.index(place)]
+            own_loss = self.loss[PLACES.index(place)]
             for map_type in self.map_types:
                 tables = [self.table(map_type, m, place=place) for m in METRICS]
                 for a, b in self.pairs():
                     numbers = [float(t[a, b]) for t in tables]
-                    out.append((place, map_type, a, b, b - a, *numbers, own))
+                    out.append((place, map_type, a, b, b - a, *numbers, own_loss))
         return out
 
 
@@ -168,11 +168,11 @@ def skip_map(
             maps[place] = {job: m.single() for job, m in fits.items()} if single else fits
             flags += too_few(len(X), view.d_model, f"maps at place {place}") if estimated else ()
         bar.set_postfix_str("measuring")
-        work = Measure(view, jobs, chosen, limit, bar)
+        measure = Measure(view, jobs, chosen, limit, bar)
         for part in held_out.split(PART):
             for place in places:
-                work.add(part, place, maps[place])
-    values, loss = work.finish(places, map_types)
+                measure.add(part, place, maps[place])
+    values, loss = measure.finish(places, map_types)
     flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(
         corpus=source.corpus,
@@ -195,11 +195,13 @@ def skip_map(
 
 
 def _near_chance(loss: tuple[float, float], d_vocab: int) -> list[str]:
-    """The flag of a model that does not know the text, where this is so."""
-    own, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
-    if own <= LOST * chance:
+    """The flag of a model whose loss is near that of a uniform guess, where this is so."""
+    lowest, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
+    if lowest <= LOST * chance:
         return []
-    return [f"the model's own loss, {own:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"]
+    return [
+        f"the model's own loss, {lowest:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"
+    ]
 
 
 def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -266,15 +268,15 @@ def _chunks(
 def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     """Pairs of states, the shortest skips first."""
     n = view.n_layers
-    every = [(a, b) for a in range(n) for b in range(a + 1, n + 1)]
+    all_pairs = [(a, b) for a in range(n) for b in range(a + 1, n + 1)]
     if isinstance(pairs, str):
         require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
-        chosen = every
+        chosen = all_pairs
     else:
-        few = [(a, b) for a, b in every if b - a in SKIPS]
-        chosen = few if pairs is None else sorted(set(pairs))
-    ok = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
-    require(ok, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
+        default = [(a, b) for a, b in all_pairs if b - a in SKIPS]
+        chosen = default if pairs is None else sorted(set(pairs))
+    valid = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
+    require(valid, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 

@@ -36,8 +36,8 @@ from tl_geometry.models.output_head import distances
 from tl_geometry.models.reader import as_view
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
-"""Published numbers of directions; those that the aligned bases do not have are left out, all of
-them are added."""
+"""Published numbers of directions; those above the rank of the aligned bases are left out, the
+rank itself is added."""
 CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
 """Columns of the table of a :class:`TruncationCurve` with a value for each K."""
 SHARED = (
@@ -62,10 +62,10 @@ class TruncationCurve(Result):
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
     "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is
-    the smallest K with a mean KL of at most that share of the baseline. ``held_out`` says that no
-    chunk measured is among those that the directions were fitted on, ``fitted`` how many those
-    were: where they are fewer than the dimensions, their span is small for that reason alone, and
-    no K is claimed.
+    the smallest K from which on the mean KL stays at most that share of the baseline. ``held_out``
+    says that no chunk measured is among those that the directions were fitted on, ``fitted`` how
+    many those were: where they are fewer than the dimensions, their span is small for that reason
+    alone, and no K is claimed.
     """
 
     K: tuple[int, ...]
@@ -148,8 +148,8 @@ def truncation_kl(
     choice(positions, ("pilot", "all"), "positions")
     _check_ensemble(view, ensemble, where)
     aligned = ensemble.aligned_bases(align="none", centered=centered)
-    every = (*(k for k in GRID if k < aligned.rank), aligned.rank)
-    grid = every if K is None else tuple(sorted(set(K)))
+    default = (*(k for k in GRID if k < aligned.rank), aligned.rank)
+    grid = default if K is None else tuple(sorted(set(K)))
     require(
         grid[0] >= 1 and grid[-1] <= aligned.rank,
         "K",
@@ -164,9 +164,11 @@ def truncation_kl(
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
     rows = {s: ensemble.row(s) for s in states}
     limit = batch_size or output_batch(view, source.length, all_positions=False)
-    found, own = _run(view, ids, aligned, grid, rows, positions, limit, progress)
+    curves, own_log_probs = _run(view, ids, aligned, grid, rows, positions, limit, progress)
     view.require_unchanged()
-    (kl, reverse, top1, top5), chunks = found, distances(own[1:], own[:-1]).kl
+    kl, reverse, top1, top5 = curves
+    # the baseline: consecutive chunks compared
+    chunks = distances(own_log_probs[1:], own_log_probs[:-1]).kl
     fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
     held_out = bool(fitted) and fitted.isdisjoint(tuple(row) for row in ids.tolist())
     few = too_few(len(ensemble), view.d_model, "directions")
@@ -292,8 +294,8 @@ def _run(
                 else:
                     changed = runs.log_probabilities(len(ks), hooks)
                 compared = torch.stack(list(distances(changed, plain.repeat(len(ks), 1))))
-                turn = "metric (k chunk) -> metric chunk k"
-                measured.append(rearrange(compared, turn, k=len(ks)).cpu())
+                pattern = "metric (k chunk) -> metric chunk k"
+                measured.append(rearrange(compared, pattern, k=len(ks)).cpu())
                 bar.update(len(ks) * len(tokens))
             parts.append(torch.cat(measured, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
@@ -301,7 +303,7 @@ def _run(
 
 
 def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str) -> Hook:
-    """A hook that leaves of a state its part in some directions: row i those ``kept[i]``."""
+    """A hook that projects a state: row i on the directions where ``kept_directions[i]`` is 1."""
 
     def hook(h: Tensor) -> Tensor:
         x = h if positions == "all" else h[:, -1:]

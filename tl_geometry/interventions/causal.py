@@ -1,7 +1,7 @@
-"""Tests whether the term that explains a head's scores does the work.
+"""Does the term that explains a head's scores do the work? :func:`necessity_sufficiency` gives the
+loss with the term removed and kept alone, beside the removal of other terms, a swap with other
+prompts, and a shrinking of the scores.
 
-:func:`necessity_sufficiency` gives the loss with the term removed and kept alone, beside the
-removal of other terms, a swap with other prompts, and a shrinking of the scores.
 :func:`dominant_only` says what is left of a model whose heads keep only their dominant terms.
 """
 
@@ -57,7 +57,8 @@ class NecessitySufficiency(Effects):
     """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the
     controls: ``swap`` (mean over its draws), ``shrink``, and ``remove ...`` for each other term.
 
-    ``remove_p`` in the table is :meth:`removal_p` of the removal against the condition of its row.
+    ``loss_remove_p`` and ``induction_remove_p`` in the table are :meth:`removal_p` of the removal
+    against the condition of the row.
     ``swap_cosine`` is the mean cosine of the term and its swap: near one (a term of position hardly
     differs between prompts) the swap changes nothing. ``shrunk`` is the largest share by which a
     head's scores were shrunk (mean over prompts).
@@ -143,11 +144,11 @@ def necessity_sufficiency(
 
     The term is necessary where its removal costs more than each control: ``swap``, the same term of
     another prompt in its place (mean of ``draws``), which tells nothing for a term that hardly
-    differs between prompts; ``shrink``, all scores smaller so that the same covariance with them
-    goes; and the removal of every other term. It is sufficient where keeping only it (with the
-    bias terms) costs little, against the bias terms alone. Effects are paired over prompts, with
-    intervals and p-values from 10 prompts on. All chosen heads are edited at once, in the running
-    forward pass (:mod:`tl_geometry.interventions.terms`).
+    differs between prompts; ``shrink``, all scores made smaller, so that as much of their
+    covariance goes as with the term; and the removal of every other term. It is sufficient where
+    keeping only it (with the bias terms) costs little, against the bias terms alone. Effects are
+    paired over prompts, with intervals and p-values from 10 prompts on. All chosen heads are edited
+    at once, in the running forward pass (:mod:`tl_geometry.interventions.terms`).
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
@@ -233,8 +234,8 @@ def _effects(
 def _mean_over_draws(
     effects: Mapping[str, Tensor], changes: Mapping[str, Sequence[Change]]
 ) -> dict[str, Any]:
-    """Names of the conditions, and their effects: the draws of a change become one row, their
-    mean."""
+    """Fields of :class:`Effects`: the names of the conditions, and a row for each, the mean over
+    the draws of its change."""
     sizes = [1, *(len(draws) for draws in changes.values())]
     means = {
         name: torch.stack([draws.mean(0) for draws in values.split(sizes)])
@@ -254,8 +255,8 @@ def _flags(result: NecessitySufficiency) -> list[str]:
     if result.shrunk > 1:
         flags.append(f"shrink turns the sign of scores (share {result.shrunk:.2f} above 1)")
     if math.isnan(result.sufficiency["loss"]):
-        inside = set(result.term) <= set(BIAS_TERMS)
-        why = "the term is one of the bias terms" if inside else "nothing is lost without it"
+        is_bias = set(result.term) <= set(BIAS_TERMS)
+        why = "the term is one of the bias terms" if is_bias else "nothing is lost without it"
         flags.append(f"no sufficiency: {why}")
     if result.losses.shape[1] < FEWEST:
         flags.append(f"fewer than {FEWEST} prompts: no intervals of the loss")
@@ -298,7 +299,7 @@ def dominant_only(
         "uniform attention": [uniform()],
     }
     effects = _effects(view, basis, rows, table.heads, changes, seed, progress)
-    first = 3  # draws come after clean, dominant term and dominant group
+    first = 3  # the draws of "random term" follow clean, dominant term and dominant group
     return Dominance(
         provenance=view.provenance(rows, window=basis.window, seed=seed),
         **_mean_over_draws(effects, changes),
@@ -308,18 +309,18 @@ def dominant_only(
 
 def _require_all_heads(view: ModelView, table: SweepTable) -> None:
     """Refuse a sweep of another model, or of some heads."""
-    again, mark = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
+    instead, fingerprint = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
     require(
-        mark in (None, view.fingerprint),
+        fingerprint in (None, view.fingerprint),
         "table",
         expected=f"a sweep of {view.name} ({view.fingerprint})",
-        got=f"a sweep of {table.provenance.model} ({mark})",
-        instead=again,
+        got=f"a sweep of {table.provenance.model} ({fingerprint})",
+        instead=instead,
     )
-    everything = checks.heads(None, view.n_layers, view.n_heads)
-    missing = [head for head in everything if head not in table.heads]
+    all_heads = checks.heads(None, view.n_layers, view.n_heads)
+    missing = [head for head in all_heads if head not in table.heads]
     got = f"none for {missing[:4]}"
-    require(not missing, "table", expected="a row for every head", got=got, instead=again)
+    require(not missing, "table", expected="a row for every head", got=got, instead=instead)
 
 
 def _largest(table: SweepTable, shares: Tensor, names: Sequence[str]) -> Change:

@@ -1,7 +1,5 @@
-"""Tests whether an edge is needed, and whether it is enough.
-
-:func:`edge_necessity` compares the loss of each prompt in the clean run with that under these
-edits:
+"""Does a model need an edge, from a writer to what some heads read, and is that edge enough?
+:func:`edge_necessity` compares the loss of each prompt in the clean run with that under edits.
 
 remove      the writer taken out of some heads' inputs
 swap        another prompt's writer in its place
@@ -108,8 +106,8 @@ def edge_necessity(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=4)
-    >>> found = tlg.interventions.edge_necessity(model, windows, "L0H0", "L1H0", controls=1)
-    >>> found.conditions[:5], found.losses.shape
+    >>> effect = tlg.interventions.edge_necessity(model, windows, "L0H0", "L1H0", controls=1)
+    >>> effect.conditions[:5], effect.losses.shape
     (('clean', 'remove', 'swap', 'keep', 'shrink'), torch.Size([6, 4]))
     """
     view = as_view(model)
@@ -121,7 +119,7 @@ def edge_necessity(
     layers, start = by_layer(chosen), first_edited(drop, rows)
     shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
-    keep = _counted(counted, rows.tokens).to(view.device)
+    is_counted = _counted(counted, rows.tokens).to(view.device)
     size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
     order = derangement(len(rows), seed)
     losses: list[Tensor] = []
@@ -137,8 +135,9 @@ def edge_necessity(
             **{name: edge_edits(run, name, chosen, side, drop=start) for name in others},
         }
         by_token = torch.stack([_losses(view, run.tokens, edit) for edit in edits.values()])
-        losses.append(by_token.mul(keep[at]).sum(-1) / keep[at].sum(-1))
-    known = [_share(shares, name).nanmean() for name in (*[writer] * 4, *others)]
+        losses.append(by_token.mul(is_counted[at]).sum(-1) / is_counted[at].sum(-1))
+    # remove, swap, keep and shrink are about the writer; clean is about none
+    mean_shares = [_share(shares, name).nanmean() for name in (*[writer] * 4, *others)]
     return EdgeNecessity(
         provenance=view.provenance(rows, seed=seed),
         writer=writer,
@@ -146,7 +145,7 @@ def edge_necessity(
         side=side,
         conditions=(CLEAN, REMOVE, SWAP, KEEP, SHRINK, *others),
         losses=torch.cat(losses, 1).cpu(),
-        share=torch.stack([torch.tensor(torch.nan).to(known[0]), *known]),
+        share=torch.stack([torch.tensor(torch.nan).to(mean_shares[0]), *mean_shares]),
         drop=start,
     )
 
@@ -155,12 +154,12 @@ def _counted(
     counted: Bool[Tensor, "..."] | None, tokens: Int[Tensor, "batch position"]
 ) -> Bool[Tensor, "batch token"]:
     """Which tokens after the first count."""
-    keep = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
-    fits = keep.dtype == torch.bool and keep.shape[-1] == tokens.shape[1]
-    require(fits, "counted", expected="bool [batch position]", got=describe(keep))
-    keep = keep.expand(tokens.shape)[:, 1:]
-    require(bool(keep.any(1).all()), "counted", expected="tokens of every prompt", got="none")
-    return keep
+    mask = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
+    fits = mask.dtype == torch.bool and mask.shape[-1] == tokens.shape[1]
+    require(fits, "counted", expected="bool [batch position]", got=describe(mask))
+    mask = mask.expand(tokens.shape)[:, 1:]
+    require(bool(mask.any(1).all()), "counted", expected="tokens of every prompt", got="none")
+    return mask
 
 
 def _losses(
@@ -173,10 +172,10 @@ def _losses(
 
 def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[Edit]:
     """``(1 - a)`` of each head's scores or values, a its share."""
-    left = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
+    factors = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
 
     def edit(at: int, chosen: tuple[int, ...]) -> Edit:
-        factor = torch.tensor([left[at, head] for head in chosen])
+        factor = torch.tensor([factors[at, head] for head in chosen])
         if side == "value":
             values = lambda _, v: v * factor.to(v)[:, None]  # noqa: E731
             return Edit(at, chosen, lambda _, scores: scores, values=values)
@@ -188,7 +187,8 @@ def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[E
 def _shares(
     view: ModelView, tokens: Tensor, heads: Heads, side: str, drop: int
 ) -> dict[str, Float[Tensor, " head"]]:
-    """Covariance share of each writer before all of some heads in each of them, on one side."""
+    """Covariance share of each writer in each of the heads, on one side; only of writers that come
+    before all of these heads."""
     if side == "value":
         table = composition(view, tokens, heads=heads, draws=1, drop=drop, progress=False)
         cs = table.cs[:, SIDES.index(side)]
@@ -197,20 +197,20 @@ def _shares(
         table = sweep_writers(view, tokens, layers=layers, drop=drop, progress=False)
         cs = table.cs[[table.heads.index(head) for head in heads], SIDES.index(side)]
     first = min(layer for layer, _ in heads)
-    every = zip(table.parts, table.wrote, cs.mT, strict=True)
-    return {part: x for part, at, x in every if at < first and part not in ("bias", "alibi")}
+    writers = zip(table.parts, table.wrote, cs.mT, strict=True)
+    return {part: x for part, at, x in writers if at < first and part not in ("bias", "alibi")}
 
 
 def _share(shares: Mapping[str, Tensor], name: str) -> Float[Tensor, " head"]:
-    """Share of one writer, or of the attention of a block."""
-    heads = name.replace("attn", "L") + "H"
-    return torch.stack([x for n, x in shares.items() if n == name or n.startswith(heads)]).sum(0)
+    """Share of one writer; that of the attention of a block ("attn0") is the sum over its heads."""
+    prefix = name.replace("attn", "L") + "H"
+    return torch.stack([x for n, x in shares.items() if n == name or n.startswith(prefix)]).sum(0)
 
 
 def _controls(
     controls: Sequence[str] | int, shares: Mapping[str, Tensor], writer: str
 ) -> tuple[str, ...]:
-    """Other writers: those named, or the largest."""
+    """Other writers: those named, or the ``controls`` of largest absolute share."""
     if not isinstance(controls, int):
         return tuple(controls)
     ranked = sorted(shares, key=lambda name: -abs(float(shares[name].nanmean())))

@@ -2,13 +2,13 @@
 patching of the edge from a writer to the query, key or value input of a head.
 
 The writer's output and the reader's norm scale (QK-norm's too) are those of the clean run on the
-same tokens; everything after the reader is live. With w the clean output of the writer and h the
-running stream,
+same tokens; everything after the reader is live. With w the clean output of the writer, h the
+running stream and A, s_clean and gain the centring, clean scale and gain of the norm,
 
     remove      k' = ((h - w) A / s_clean gain) W_K + constants       (query and value alike)
     swap        k' = ((h - w + w') A / s_clean gain) W_K + constants,  w' of another prompt
 
-so that an edge takes exactly that writer's terms out of the scores, the terms that
+so that removing an edge takes exactly that writer's terms out of the scores, the terms that
 :func:`tl_geometry.composition` measures.
 """
 
@@ -45,7 +45,7 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
 
 Names = str | Sequence[str]
-"""One writer or side, or several that are edited together."""
+"""The name of a writer (or of a side), or several that are edited together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +80,9 @@ def clean_run(
     """Run the model once and keep what edges from ``writers`` to heads of ``layers`` need."""
     edited = sorted(set(layers))
     for layer in edited:
-        known = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
+        earlier = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
         for name in writers:
-            checks.choice(name, tuple(dict.fromkeys(known)), f"writer before block {layer}")
+            checks.choice(name, tuple(dict.fromkeys(earlier)), f"writer before block {layer}")
     readers: dict[int, CleanReader] = {}
 
     def take(layer: LayerView, written: Written) -> None:
@@ -108,8 +108,8 @@ def edge_edits(
     drop: int = 0,
     keep: bool = False,
 ) -> list[Edit]:
-    """One edit for each layer that has chosen heads: ``writers`` (with ``keep`` all others) out of
-    their inputs from position ``drop`` on, and those of ``other`` in, where it is given."""
+    """One edit for each layer that has chosen heads: it takes ``writers`` (with ``keep`` all
+    others) out of their inputs from position ``drop`` on, and puts those of ``other`` in."""
     names = _names(writers)
     letters = {checks.choice(side, SIDES, "side")[0] for side in _names(sides)}
     edits: list[Edit] = []
@@ -186,7 +186,7 @@ def _live(
 
 
 def first_edited(drop: int | None, rows: TokenWindows) -> int:
-    """The first position whose input an edge's removal changes: that where its shares begin."""
+    """The first position whose input is edited: ``drop``, by default 1 with a BOS token, else 0."""
     start, length = int(rows.has_bos) if drop is None else drop, rows.tokens.shape[1]
     fits = 0 <= start < length
     require(fits, "drop", expected=f"fewer than the {length} positions", got=start)

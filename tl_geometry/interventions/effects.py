@@ -1,4 +1,4 @@
-"""What edits of a live model do to its output, prompt by prompt: losses, divergences, and paired
+"""What do edits of a live model do to its output, prompt by prompt? Losses, divergences, and paired
 intervals and p-values of them. :mod:`~tl_geometry.interventions.causal` and
 :mod:`~tl_geometry.interventions.edge_effects` measure with it."""
 
@@ -101,8 +101,8 @@ class Effects(Conditions):
 
     def by_prompt(self, measure: str = "loss") -> Float[Tensor, "condition sample"]:
         """``"loss"``, ``"induction_loss"`` or ``"kl"`` of every condition and prompt."""
-        of = {"loss": self.losses, "induction_loss": self.induction_losses, "kl": self.kls}
-        return of[checks.choice(measure, MEASURES, "measure")]
+        tensors = {"loss": self.losses, "induction_loss": self.induction_losses, "kl": self.kls}
+        return tensors[checks.choice(measure, MEASURES, "measure")]
 
     @property
     def induction_loss(self) -> Float[Tensor, " condition"]:
@@ -121,7 +121,7 @@ class Effects(Conditions):
 
     def survival(self, kept: str, nothing: str = "bias terms only", measure: str = "loss") -> float:
         """Share of a loss that survives: ``(L_nothing - L_kept) / (L_nothing - L_clean)``; NaN
-        where nothing is lost without it."""
+        where the condition ``nothing`` does not raise the loss."""
         clean, keep, none = (self.of(c)[measure] for c in ("clean", kept, nothing))
         return (none - keep) / (none - clean) if none > clean else math.nan
 
@@ -206,8 +206,8 @@ def repeated_for(
     )
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
     periods = (longest - torch.arange(batch) % max(1, longest // 2)).unsqueeze(1)
-    column = torch.arange(2 * longest).expand(batch, -1)
-    tokens, counted = base.gather(1, column % periods), column > periods
+    position = torch.arange(2 * longest).expand(batch, -1)
+    tokens, counted = base.gather(1, position % periods), position > periods
     if bos:
         tokens = torch.cat([torch.full((batch, 1), view.bos_id or 0), tokens], dim=1)
         counted = torch.cat([torch.zeros(batch, 1, dtype=torch.bool), counted], dim=1)
@@ -226,8 +226,10 @@ def measured(
     :class:`Effects`."""
     length = rows.tokens.shape[1]
     require(length >= 2, "tokens", expected="prompts of at least 2 tokens", got=length)
-    every = torch.ones_like(rows.tokens, dtype=torch.bool)
-    losses, kls = measure_effects(view, rows.tokens, conditions, counted=every, progress=progress)
+    all_tokens = torch.ones_like(rows.tokens, dtype=torch.bool)
+    losses, kls = measure_effects(
+        view, rows.tokens, conditions, counted=all_tokens, progress=progress
+    )
     repeated, counted = repeated_for(view, basis, REPEATED, seed)
     induction_losses, _ = measure_effects(view, repeated, conditions, counted=counted)
     return {"losses": losses, "induction_losses": induction_losses, "kls": kls}

@@ -1,5 +1,5 @@
-"""Edits of chosen heads in a live model: what edits of terms, planes, edges and surrogates
-share."""
+"""How is an edit of chosen heads in a live model made? What edits of terms, planes, edges and
+surrogates share."""
 
 from __future__ import annotations
 

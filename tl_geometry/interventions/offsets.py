@@ -1,10 +1,10 @@
-"""Parts of W_QK in rotary models, where it is another matrix at every offset D of query minus key.
-:mod:`tl_geometry.interventions.surrogates` puts them in its place.
+"""Which part of W_QK takes its place in a rotary model, where it is another matrix at every offset
+D (query position minus key position)? For :mod:`tl_geometry.interventions.surrogates`.
 
 With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m
 D) B_m`` over rotary planes m. The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares,
-:func:`tl_geometry.weights.fit_low_rank_diagonal`) is linear in W_D, so that it is the same sum of
-one L and one diagonal for each plane. No d_model x d_model matrix is formed:
+:func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`) is linear in W_D, so that it is
+the same sum of one L and one diagonal for each plane. No d_model x d_model matrix is formed:
 
     x_i V L_D V^T x_j = q(P x_i) . k(P x_j) - sum_e delta_D[e] (P x_i)_e (P x_j)_e,    P = V V^T
 
@@ -92,8 +92,8 @@ class OffsetReplacement:
 
 def _offsets(seen: LayerView) -> list[int]:
     """Offsets of query minus key at which some cell is allowed."""
-    columns = torch.arange(seen.allowed.shape[-1], device=seen.allowed.device)
-    return (columns[:, None] - columns)[seen.allowed].unique().tolist()
+    positions = torch.arange(seen.allowed.shape[-1], device=seen.allowed.device)
+    return (positions[:, None] - positions)[seen.allowed].unique().tolist()
 
 
 def _add_diagonal(out: Tensor, x: Tensor, low: Tensor | None, delta: Tensor, offset: int) -> None:
@@ -112,8 +112,8 @@ def offset_diagonals(
     *,
     ahead: bool = False,
 ) -> Float[Tensor, "position head d_model"]:
-    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ...; ``diag(W_D)``
-    itself without directions.
+    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ...; for ``V=None``
+    ``diag(W_D)`` itself.
 
     At offset D the query stands at position D and the key at 0, or the other way round with
     ``ahead``.

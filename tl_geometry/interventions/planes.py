@@ -8,8 +8,8 @@ With S the scores of a head and ``X = sum_{m in planes} X^(m)`` what the chosen 
     swap        S - X + X', X' that of another prompt of the batch, at the same positions
 
 The control of removing or keeping planes is to do the same with as many others, drawn at random for
-each head; that of swapping tells what in these planes is of this prompt. No basis is needed: the
-planes are those of the running queries and keys.
+each head. Swapping shows how much of what these planes carry is specific to the prompt. No basis
+is needed: the planes are those of the running queries and keys.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PlaneEdit = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def part_on_planes(
     layer: LayerView, heads: Sequence[int], coordinates: Bool[Tensor, "head d_head"]
 ) -> Float[Tensor, "batch head query key"]:
-    """What some coordinates of some heads carry of their scores."""
+    """The part of the heads' scores that comes from the chosen coordinates of queries and keys."""
     q, k = layer.q[:, :, heads] * coordinates.to(layer.q), layer.k[:, :, heads]
     return layer.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
 
@@ -58,9 +58,9 @@ def chosen_planes(
     rotary = rotary_planes(layer)
     of_heads = HeadPlanes.of([rotary] * len(heads), layer.h.shape[1])
     chosen = of_heads.chosen(planes)
-    nothing = not isinstance(planes, str | int) and len(planes) == 0
+    none_asked = not isinstance(planes, str | int) and len(planes) == 0
     require(
-        nothing or bool(chosen.any()),
+        none_asked or bool(chosen.any()),
         "planes",
         expected="planes that the heads have",
         got=f"none of {describe_planes(planes)} in layer {layer.layer}, whose wavelengths are "
@@ -92,14 +92,15 @@ def random_planes(
     >>> int(drawn.sum()), bool((drawn == chosen).all()), bool(drawn[-1])
     (2, False, False)
     """
-    turned, count = (theta.abs() > 0).nonzero().flatten(), int(chosen.sum())
-    fits = count < len(turned) and not bool((chosen & ~(theta.abs() > 0)).any())
-    expected = f"fewer than all {len(turned)} rotated planes, and no other, for a control"
+    rotated, count = (theta.abs() > 0).nonzero().flatten(), int(chosen.sum())
+    fits = count < len(rotated) and not bool((chosen & ~(theta.abs() > 0)).any())
+    expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
     require(fits, "planes", expected=expected, got=f"{count} planes")
+    # another seed for each layer and head, below 1009 of both
     generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
     while True:
         drawn = torch.zeros_like(chosen)
-        drawn[turned[torch.randperm(len(turned), generator=generator)[:count]]] = True
+        drawn[rotated[torch.randperm(len(rotated), generator=generator)[:count]]] = True
         if count == 0 or not torch.equal(drawn, chosen):
             return drawn
 

@@ -116,8 +116,8 @@ def part_of(
 def random_directions(
     V: Float[Tensor, "d_model rank"], centered: bool, seed: int
 ) -> Float[Tensor, "d_model rank"]:
-    """As many orthonormal directions as ``V`` has, uniformly random (orthogonal to the ones for a
-    LayerNorm)."""
+    """As many orthonormal directions as ``V`` has, uniformly random; for a LayerNorm (``centered``)
+    each sums to zero."""
     draw = torch.randn(
         V.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(V)
@@ -151,10 +151,10 @@ def replacements(
     new: dict[int, Replacement | OffsetReplacement] = {}
     for layer, chosen in layers.items():
         pos, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
-        directions, _, known = bilinear.leading_directions(
+        directions, _, pos_rank = bilinear.leading_directions(
             pos, min(DIRECTIONS, view.d_model), centered=centered
         )
-        k = min(rank or RANK, known)
+        k = min(rank or RANK, pos_rank)
         require(
             k > 0,
             "basis",
@@ -174,8 +174,8 @@ def replacements(
 
 
 def offset_parts(view: ModelView) -> tuple[str, ...]:
-    """The parts of :data:`PARTS` but the whole that a model's W_QK has: in a rotary model those
-    with a meaning at every offset.
+    """The parts of :data:`PARTS`, ``"whole"`` left out, that a model's W_QK has: in a rotary model
+    those with a meaning at every offset.
 
     >>> import tl_geometry as tlg
     >>> offset_parts(tlg.view(tlg.zoo.embedded()))[:2]

@@ -9,8 +9,8 @@ away. With S the scores of a head and X the term:
     keep        X + the terms with bias on either side
     mean        S - X + (mean of X over the batch at each cell)
     swap        S - X + X', X' the term of another prompt at the same positions
-    shrink      (1 - a) S, a the covariance share of X over the kept cells of the prompt: as much
-                covariance with S is taken away, evenly
+    shrink      (1 - a) S, a the covariance share of X over the kept cells of the prompt: takes as
+                much covariance with S away as removing X does, but evenly
 
 Compare what is kept with the bias terms alone, ``keep_term(model, basis, (), heads)``.
 """
@@ -64,20 +64,20 @@ def terms_of(term: Term) -> tuple[str, ...]:
     >>> terms_of("content"), terms_of([("pos", "pos"), "cvec-pos"])
     (('cvec-cvec',), ('pos-pos', 'cvec-pos'))
     """
-    known = term_names(PARTS, alibi=True)
-    pair = (
+    all_names = term_names(PARTS, alibi=True)
+    is_pair = (
         isinstance(term, tuple)
         and len(term) == 2
         and all(isinstance(t, str) and t in (*PARTS, ALIBI) for t in term)
     )
-    items: Sequence[Any] = [term] if isinstance(term, str) or pair else list(term)
+    items: Sequence[Any] = [term] if isinstance(term, str) or is_pair else list(term)
     names: list[str] = []
     for item in items:
         name = "-".join(item) if isinstance(item, tuple) else item
         if name in GROUPS:
-            names += [n for n in known if group_of(n) == name]
+            names += [n for n in all_names if group_of(n) == name]
         else:
-            names.append(checks.choice(name, [*known, *GROUPS], "term"))
+            names.append(checks.choice(name, [*all_names, *GROUPS], "term"))
     return tuple(dict.fromkeys(names))
 
 
@@ -98,8 +98,8 @@ class RunningScores:
     def terms(self, names: Sequence[Sequence[str]]) -> Float[Tensor, "batch head query key"]:
         """The sum of the terms named for each head.
 
-        It is one product, ``sum_ab w_ab q_a . k_b`` with w = 1 for a named term: weights are moved
-        to the key side. ALiBi is added where it is named.
+        It is ``sum_ab w_ab q_a . k_b`` with w = 1 for a named term and 0 for others, as one
+        product: the weights are applied to the keys first. ALiBi is added where it is named.
         """
         table = [[float(name in chosen) for name in term_names(PARTS)] for chosen in names]
         weight = torch.tensor(table).view(-1, len(PARTS), len(PARTS))
@@ -260,7 +260,7 @@ def remove_term(
     ``None``), ``S - X``.
 
     ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one
-    whose heads attend by S - X: X is the term of the stream as it leaves everybody's hooks (a
+    whose heads attend by S - X: X is the term of the stream as the user's hooks leave it (a
     patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
     ones, and gradients pass. ``with ... as edit`` gives an
     :class:`~tl_geometry.models.live_edits.OpenEdit`, whose ``unedited`` names the points that

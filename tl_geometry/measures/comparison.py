@@ -1,6 +1,6 @@
-"""Do two positional bases agree? They may be of two checkpoints, corpora, states or foldings, or of
-a model and its untrained control. How far each agrees with itself over halves of its contexts is
-the floor."""
+"""Do two positional bases agree? They may be of two checkpoints, corpora or states, of a model
+loaded in two ways, or of a model and its untrained control. The floor is how far each basis agrees
+with itself over halves of its contexts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class BasisComparison(Result):
     ``provenance`` is that of ``a``.
 
     ``angle_mean`` and ``angle_max`` are principal angles in radians between the leading ``rank``
-    directions; ``overlap`` their mean squared cosine; ``procrustes`` the similarity of the two
-    curves after the best rotation and scale, 0 to 1; ``difference`` the relative distance
-    ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation; ``mean_cosine`` that of the two mean
-    vectors. ``overlap_floor``, ``procrustes_floor`` and ``difference_floor`` compare the halves of
-    each basis with each other (the noisier of the two).
+    directions; ``overlap`` their mean squared cosine, ``overlap_random`` that of random subspaces;
+    ``procrustes`` the similarity of the two curves after the best rotation and scale, 0 to 1;
+    ``difference`` the relative distance ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation;
+    ``mean_cosine`` the cosine of the two mean vectors. ``overlap_floor``, ``procrustes_floor`` and
+    ``difference_floor`` compare the halves of each basis with each other (the noisier of the two).
+    ``other`` says what ``b`` was made from.
     """
 
     pairs: tuple[Pair, ...]
@@ -70,9 +71,9 @@ def procrustes_similarity(a: linalg.SVD, b: linalg.SVD) -> Float[Tensor, "*batch
     1 for rotated and scaled copies, also of different d_model; invariant to rotation of either
     side. 0 where one is zero.
     """
-    small = einsum(a.S, a.U, b.U, b.S, "... i, ... row i, ... row j, ... j -> ... i j")
+    cross = einsum(a.S, a.U, b.U, b.S, "... i, ... row i, ... row j, ... j -> ... i j")
     size = torch.linalg.vector_norm(a.S, dim=-1) * torch.linalg.vector_norm(b.S, dim=-1)
-    return torch.where(size > 0, torch.linalg.svdvals(small).sum(-1) / size, 0.0)
+    return torch.where(size > 0, torch.linalg.svdvals(cross).sum(-1) / size, 0.0)
 
 
 def compare_bases(
@@ -123,11 +124,11 @@ def compare_bases(
         same_space = d_model == b.mean.shape[1]
         mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else NAN
         random = torch.tensor(r / d_model, dtype=torch.float64)
-        own_halves = [
+        halves_of_row = [
             (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
         ]
-        chance = {"overlap_random": random, "mean_cosine": mean}
-        rows.append(_agreement(*parts, r) | _floors(own_halves, r) | chance)
+        others = {"overlap_random": random, "mean_cosine": mean}
+        rows.append(_agreement(*parts, r) | _floors(halves_of_row, r) | others)
         used_ranks.append(r)
     return BasisComparison(
         provenance=a.provenance.flagged(*a.flags()),
@@ -182,7 +183,7 @@ def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Ten
 
 
 def _rank(s: Tensor, shape: tuple[int, int]) -> int:
-    """The ScreeNOT rank, at least 1."""
+    """The ScreeNOT rank, at least 1, with its usual bound of 20 where the basis is large enough."""
     k = ranks.usable_k(20, min(shape))
     return max(1, int(ranks.screenot(s, shape, k=k).rank)) if k >= 1 else 1
 
@@ -196,11 +197,11 @@ def _agreement(a: linalg.SVD, b: linalg.SVD, r: int) -> dict[str, Tensor]:
     angles = linalg.principal_angles(a.V[:, :r], b.V[:, :r])
     rows = [p.U * p.S @ p.V.mT for p in (a, b)]
     size = torch.linalg.vector_norm(a.S) * torch.linalg.vector_norm(b.S)
-    apart = torch.linalg.vector_norm(rows[0] - rows[1])
+    distance = torch.linalg.vector_norm(rows[0] - rows[1])
     return {
         "angle_mean": angles.mean(),
         "angle_max": angles.max(),
         "overlap": angles.cos().square().mean(),
         "procrustes": similar,
-        "difference": torch.where(size > 0, apart / size.sqrt(), torch.nan),
+        "difference": torch.where(size > 0, distance / size.sqrt(), torch.nan),
     }

@@ -26,7 +26,7 @@ from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, st
 
 LEAST = FEWEST_GROUPS * BLOCK
 """Contexts below which no error is given: how contexts differ cannot be known from fewer than four
-blocks of them (errors of 10 and 16 contexts held 0.99 where 0.95 is meant)."""
+blocks of them (from 10 and 16 contexts, intervals meant to hold 0.95 held 0.99)."""
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a
 flag says so)."""
@@ -57,24 +57,34 @@ def contextual_report(
     """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and
     Table 1).
 
-    Measures: incoherence of pos and ctx (``incoherence_max``, ``_avg``, ``_rms``, ``_signed``: the
-    paper defines the maximum and tabulates the average), ``overlap`` of their ``rank`` leading
-    directions (mean squared cosine of the principal angles; where pos or ctx of some state has
-    fewer, of that many in all states, and a flag; NaN for contexts too few to have them); with
-    documents (``labels``, or those of the basis) ``intra`` and ``inter`` (mean |cos| within and
-    between documents, self-pairs left out), ``intra_signed``, ``inter_signed``, ``intra_reference``
-    (self-pairs counted: the published number), ``compactness_cvec`` and ``compactness_raw``
-    (cluster compactness of the states without and with their positional part; ``norm``, ``space``
-    and ``ridge`` as in :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a
-    flag where the within-document covariance is singular or second moments are missing).
+    Measures:
 
-    Nulls: ``random`` isotropic directions (analytic); ``flipped`` the context vectors with the
-    signs of their coordinates drawn at random, which keeps outlier coordinates; ``exchanged``
-    windows in which each position comes from another of the sampled contexts, whose context vectors
-    are the noise of averages (which lies where states vary most); ``shuffled`` the labels in random
-    order. Errors are delete-one jackknife errors over blocks of contexts, from 32
-    contexts on: windows of one document are not independent, so with few documents they speak of
-    these documents only.
+    - ``incoherence_max``, ``_avg``, ``_rms``, ``_signed`` of pos and ctx (the paper defines the
+      maximum and tabulates the average);
+    - ``overlap`` of their ``rank`` leading directions, the mean squared cosine of the principal
+      angles (where pos or ctx of some state has fewer, of that many in all states, with a flag; NaN
+      for contexts too few to have them).
+
+    With documents (``labels``, or those of the basis) also:
+
+    - ``intra`` and ``inter``, the mean |cos| within and between documents, self-pairs left out;
+      ``intra_signed`` and ``inter_signed``; ``intra_reference`` with self-pairs, as published;
+    - ``compactness_cvec`` and ``compactness_raw``, the cluster compactness of the states without
+      and with their positional part (``norm``, ``space`` and ``ridge`` as in
+      :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a flag where the
+      within-document covariance is singular or second moments are missing).
+
+    Nulls:
+
+    - ``random``: isotropic directions (analytic);
+    - ``flipped``: context vectors with random signs of their coordinates, which keeps outlier
+      coordinates;
+    - ``exchanged``: windows in which each position comes from another of the sampled contexts.
+      Their context vectors are the noise of averages, which lies where states vary most;
+    - ``shuffled``: the labels in random order.
+
+    Errors are delete-one jackknife errors over blocks of contexts, from 32 contexts on. Windows of
+    one document are not independent, so with few documents errors speak of these documents only.
 
     Raises ``GeometryError`` for a basis without context vectors or of one context, and for labels
     that do not fit its contexts.
@@ -106,7 +116,7 @@ def contextual_report(
     for row, state in enumerate(basis.states):
         values = _over_subsets(basis, row, sets, z, chosen, r)
         values["split_half"] = halves[row : row + 1]
-        absent = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
+        null_values = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
         if z is not None:
             try:
                 compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
@@ -114,10 +124,10 @@ def contextual_report(
                 singular.append(state)
                 compact = _no_compactness(orders)
             values |= {n: v[:1] for n, v in compact.items()}
-            absent |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
+            null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
             similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
-        per_state.append((values, absent))
+        per_state.append((values, null_values))
     if singular:
         flags.append(
             f"within-document covariance singular at states {singular}: "
@@ -134,11 +144,11 @@ def _labels(
     basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
     """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
-    given, names = (
+    ids, names = (
         (basis.labels, basis.names) if labels is None else label_ids(labels, basis.contexts)
     )
-    known = given is not None and len(given.unique()) >= 2
-    return (given.long(), names) if known and given is not None else (None, ())
+    several = ids is not None and len(ids.unique()) >= 2
+    return (ids.long(), names) if several and ids is not None else (None, ())
 
 
 def _flags(
@@ -190,8 +200,8 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
 
 
 def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
-    """Measures of how the two bases lie towards each other; no overlap of more directions than
-    centred rows have."""
+    """Incoherence and overlap of the two bases; overlap is NaN where centred rows have fewer
+    directions than ``rank``."""
     i = contextual.incoherence(pos, ctx)
     overlap = i.avg.new_tensor(torch.nan)
     if 1 <= rank < min(len(pos), len(ctx)):
@@ -206,8 +216,8 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
 
 
 def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
-    """Overlap with the signs of whole coordinates of ctx drawn anew: it keeps what both share in
-    the size of coordinates, and loses how these go together."""
+    """Overlap with the signs of whole coordinates of ctx drawn anew: what both bases share in the
+    size of coordinates stays, how coordinates vary together is lost."""
     return torch.stack([_towards(pos, ctx * sign, rank)["overlap"] for sign in signs])
 
 
@@ -281,6 +291,8 @@ def _contextual_nulls(
     draws: int,
     seed: int,
 ) -> Nulls:
+    """Measures of one state by (measure, null): of each draw, or one number known without
+    drawing."""
     assert basis.context_means is not None
     pos, ctx = basis.pos[row], basis.context_means[row] - basis.mean[row]
     generator = torch.Generator().manual_seed(seed)
@@ -289,19 +301,19 @@ def _contextual_nulls(
     base = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
     random = {f"incoherence_{n}": getattr(base, n) for n in ("max", "avg", "rms")}
     random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
-    absent = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
+    null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
-        absent[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
+        null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
     if basis.samples is not None and len(basis.samples) >= FEWEST:
         exchanged = _exchanged(basis, row, draws, generator)
-        held = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
-        for n in ("avg", "rms"):  # a maximum depends on how many there are
-            absent[f"incoherence_{n}", "exchanged"] = getattr(held, n)
-    absent["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
+        of_noise = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
+        for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
+            null_values[f"incoherence_{n}", "exchanged"] = getattr(of_noise, n)
+    null_values["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
     if z is not None:
         similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
-        absent |= {
+        null_values |= {
             (n, "shuffled"): torch.stack([s[n] for s in similar])
             for n in ("intra", "intra_signed", "intra_reference")
         }
-    return absent
+    return null_values

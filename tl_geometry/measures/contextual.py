@@ -35,7 +35,7 @@ class SingularError(GeometryError):
 
 class CosineBaseline(NamedTuple):
     """Cosines of independent isotropic directions in d dimensions: mean |cos|, root mean square,
-    level reached by one pair in N."""
+    and the level that one pair in N exceeds on average."""
 
     avg: float
     rms: float
@@ -80,8 +80,8 @@ def incoherence(
     ``0 <= |signed| <= avg <= rms <= max <= 1``. An ambiguity of the source: section 4 of Song &
     Zhong 2023 defines incoherence as the *maximum*, the caption of Table 1 says *average*, and the
     tabulated values (0.04 to 0.3) are only compatible with averages. The theorem on kernel
-    factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN when no pair has two
-    directions.
+    factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN where every pair has
+    a zero row.
 
     >>> i = incoherence(torch.eye(2)[:1], torch.tensor([[3.0, 4.0], [0.0, -1.0]]))
     >>> [round(float(x), 3) for x in i[:4]]
@@ -120,8 +120,8 @@ def subspace_overlap(
     """Principal angles between the spans of the ``rank`` leading directions of pos and of ctx.
 
     The overlap is the mean of cos^2 over the angles, between 0 (orthogonal) and 1 (equal); random
-    subspaces of d dimensions have ``rank / d``. NaN where pos or ctx has fewer directions than
-    that, to rounding: centred rows have one less than there are.
+    subspaces of d dimensions have ``rank / d``. NaN where pos or ctx has numerically fewer
+    directions than ``rank``: n centred rows have at most n - 1.
 
     >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
     >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
@@ -197,8 +197,8 @@ def cluster_similarity(
         totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
     same = torch.eye(member.shape[1], dtype=torch.bool, device=rows.device)
     intra, inter = (
-        _ratio((totals * where).sum((-2, -1)), (pairs * where).sum((-2, -1)))
-        for where in (same, ~same)
+        _ratio((totals * cells).sum((-2, -1)), (pairs * cells).sum((-2, -1)))
+        for cells in (same, ~same)
     )
     return ClusterSimilarity(intra, inter, _ratio(totals, pairs))
 
@@ -209,14 +209,14 @@ def _ratio(a: Tensor, b: Tensor) -> Tensor:
 
 def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
     """One label for each row as the numbers 0, 1, ... of those that occur, in ascending order."""
-    ok = (
+    valid = (
         labels.dim() == 1
         and labels.shape[0] == rows.shape[-2]
         and not labels.is_floating_point()
         and bool((labels >= 0).all())
     )
     require(
-        ok,
+        valid,
         "labels",
         expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
         got=describe(labels),
@@ -304,14 +304,14 @@ def _compactness(
     require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
     factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
     if space != "full":
-        ok = (
+        valid = (
             isinstance(space, tuple)
             and len(space) == 2
             and space[0] == "pca"
             and 1 <= space[1] <= within.shape[-1]
         )
         require(
-            ok,
+            valid,
             "space",
             expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}',
             got=repr(space),
@@ -329,7 +329,7 @@ def _compactness(
     root, info = torch.linalg.cholesky_ex(correlation)
     singular = bool((info > 0).any())
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
-    if not singular and not bool((pivots > accuracy * size).all()):  # perhaps: look closely
+    if not singular and not bool((pivots > accuracy * size).all()):  # small pivots only hint at it
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
     if singular or (ridge is None and n - clusters < size):
         points = f"N - K >= {size} points in general position"

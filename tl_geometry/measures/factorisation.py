@@ -86,7 +86,7 @@ def structured_gaps(
     """The gap r of ``W = V L V^T + diag(delta)`` of every head, over random pairs of states.
 
     Bases are the unit rows of ``cvec`` (c) and ``pos`` (t), zero rows left out; each query and each
-    key is a random row of either basis. No d_model x d_model matrix is formed: directions are
+    key is a random c plus a random t. No d_model x d_model matrix is formed: directions are
     projected on V once for all heads.
 
     >>> e = torch.eye(4).double()
@@ -165,7 +165,7 @@ def kernel_gaps(
     geometry = weight_geometry(
         view, basis, "QK", layers=layers, rank=rank, draws=0, shown=rank or 20, seed=seed
     )
-    width, per_layer = geometry.L.shape[-1], view.n_heads
+    width, n_heads = geometry.L.shape[-1], view.n_heads
     per_head: list[dict[str, Tensor]] = []
     for i, layer in enumerate(geometry.layers):
         row, norm = basis.index(layer), view.attention_norm(layer).norm_type
@@ -175,7 +175,7 @@ def kernel_gaps(
         generator = torch.Generator().manual_seed(seed)
         random = torch.randn(pos.shape, generator=generator, dtype=torch.float64)
         V = bilinear.leading_directions(basis.pos[row], width, centered=norm == "LN")[0]
-        heads = slice(i * per_layer, (i + 1) * per_layer)
+        heads = slice(i * n_heads, (i + 1) * n_heads)
         gaps, null = (
             structured_gaps(
                 p, cvec, V, geometry.L[heads], geometry.delta[heads], pairs=pairs, seed=seed
@@ -188,8 +188,8 @@ def kernel_gaps(
             "relative_random": null.relative,
             "gap_max": gaps.r_max,
             "explained": geometry.r2_joint[heads],
-            "incoherence_max": incoherent.max.expand(per_layer),
-            "incoherence_avg": incoherent.avg.expand(per_layer),
+            "incoherence_max": incoherent.max.expand(n_heads),
+            "incoherence_avg": incoherent.avg.expand(n_heads),
         }
         per_head.append(numbers)
     return KernelGaps(

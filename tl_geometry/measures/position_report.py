@@ -34,7 +34,7 @@ class PositionalReport(StateMeasures):
 
 
 def _joined(parts: Sequence[Values]) -> Values:
-    """Measures of several batches of bases, one after another."""
+    """Measures of several batches of bases, joined."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -104,9 +104,9 @@ def _raw_sizes(
     pos: Float[Tensor, "sample position d_model"],
     mean: Float[Tensor, "sample d_model"],
 ) -> Float[Tensor, " sample"]:
-    """The raw size of :func:`_sizes` for bases of parts of the contexts: along the whole corpus's
-    leading direction v, ``|P v|^2 + T (mean . v)^2`` is each basis's own, and what v has of the
-    variance within positions, which group sums do not hold, the whole's."""
+    """The raw size of :func:`_sizes` for subsets of the contexts, along the leading direction v of
+    the whole corpus: ``|P v|^2 + T (mean . v)^2`` is that of each subset, the variance within
+    positions along v that of the whole corpus, since group sums do not hold it."""
     centre = basis.mean[row]
     second = basis.second_moment(basis.states[row]) / basis.contexts
     raw = second + pos.shape[1] * torch.outer(centre, centre)
@@ -145,9 +145,10 @@ def positional_report(
     no position effect but all its sampling noise (this noise is correlated, so its rank is not 0: a
     rank near it says nothing); ``isotropic`` Gaussian rows of the same energy. An untrained model
     is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times
-    faster). Nulls of the relative norms keep the denominators of the whole corpus; the
-    errors of ``relative_norm_reference`` move its own with the mean, and measures that nothing
-    stored can bound (:data:`tl_geometry.measures.state_measures.UNBOUNDED`) have none.
+    faster). Nulls of the relative norms keep the denominators of the whole corpus; for the
+    errors of ``relative_norm_reference`` its denominator follows the mean of each subset. Measures
+    whose error nothing stored can bound (:data:`tl_geometry.measures.state_measures.UNBOUNDED`)
+    have none.
 
     Raises ``GeometryError`` for a basis of one context.
 
@@ -188,20 +189,21 @@ def positional_report(
         parts = linalg.svd(pos)
         axes = parts.V if parts.V.shape[1] > 1 else torch.nn.functional.pad(parts.V, (0, 1))
         measure = _Measure(axes, (positions, d_model), used, strategy, sizes, frequencies)
-        others = window_means(basis, row, sets.member[1:].double())
-        means = others.mean(1)
-        others = others - means.unsqueeze(1)
-        whole = measure(pos[None], parts.S[None])
-        rest = measure.each(others) if len(others) else {n: v[:0] for n, v in whole.items()}
-        if len(others) and basis.has_second_moments:
-            moved = sizes[1] / _raw_sizes(basis, row, others, means)
-            rest["relative_norm_reference"] = rest["relative_norm_reference"] * moved
-        values = {n: torch.cat([whole[n], rest[n]]) for n in whole}
+        position_means = window_means(basis, row, sets.member[1:].double())
+        centres = position_means.mean(1)
+        subset_pos = position_means - centres.unsqueeze(1)
+        full = measure(pos[None], parts.S[None])
+        empty = {n: v[:0] for n, v in full.items()}
+        subset = measure.each(subset_pos) if len(position_means) else empty
+        if len(position_means) and basis.has_second_moments:
+            ratio = sizes[1] / _raw_sizes(basis, row, subset_pos, centres)
+            subset["relative_norm_reference"] = subset["relative_norm_reference"] * ratio
+        values = {n: torch.cat([full[n], subset[n]]) for n in full}
         values["fracture_at"] = values["fracture_at"] + basis.window[0]
-        absent = (
+        null_values = (
             _positional_nulls(basis, row, orders, isotropic, signs, measure) if isotropic else {}
         )
-        per_state.append((values | {"split_half": halves[row : row + 1]}, absent))
+        per_state.append((values | {"split_half": halves[row : row + 1]}, null_values))
         cosines = positional.normalized_gram(pos)
         blocks.append(positional.fourier(cosines)[:frequencies, :frequencies])
     fields = state_fields(basis, sets, per_state, flags=flags, draws=draws)

@@ -78,8 +78,9 @@ def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
     square, noise = y.square().unsqueeze(-1), f.square()
     phi = (y.unsqueeze(-1) / (square - noise)).mean(-1)
     slope = -((square + noise) / (square - noise).square()).mean(-1)
-    other = ratio * phi + (1 - ratio) / y
-    return y * (slope * other + phi * (ratio * slope - (1 - ratio) / y.square())) / (phi * other)
+    factor = ratio * phi + (1 - ratio) / y  # D = phi * factor
+    factor_slope = ratio * slope - (1 - ratio) / y.square()
+    return y * (slope * factor + phi * factor_slope) / (phi * factor)
 
 
 def screenot(

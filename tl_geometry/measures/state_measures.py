@@ -25,11 +25,11 @@ known without drawing."""
 
 
 UNBOUNDED = ("rank", "explained", "explained_energy", "relative_norm", "fracture_at", "winding")
-"""Measures without an error. Ranks, and what follows from them, jump: a basis without one block
-often has the very value of the whole, or quite another (``+- t`` errors held 0.21 to 0.53 of
-simulated ranks, 0.01 to 0.05 of windings). What the states of one block have of the centred norm
-is not stored: with the norm of the whole, or moved with position and context alone, errors held
-0.71 to 0.86 in the first states of a real model."""
+"""Measures without an error. Ranks, and what follows from them, jump: without one block a basis
+often has the very value of the whole corpus, or quite another (intervals of ``+- t`` errors held
+0.21 to 0.53 of simulated ranks, 0.01 to 0.05 of windings). The centred norm of the states of one
+block is not stored: intervals with the norm of the whole corpus, or with one that moves with
+position and context alone, held 0.71 to 0.86 in the first states of a real model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -92,7 +92,7 @@ def state_fields(
     ``least`` contexts on."""
     names = list(per_state[0][0])
     table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
-    # a place has no mean over subsets
+    # fracture_at is a position, whose mean over subsets says nothing
     varied = [n for n in names if len(table[n]) > 1 and n != "fracture_at"]
     curve: Values = {}
     if sets.levels:
@@ -107,15 +107,17 @@ def state_fields(
     if errors and basis.contexts < least:
         errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}
         flags = (*flags, f"fewer than {least} contexts: no errors")
-    absent = {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]}
+    null_values = {n: torch.stack([nulls[n] for _, nulls in per_state]) for n in per_state[0][1]}
     return {
         "provenance": basis.provenance.flagged(*flags, *basis.flags()),
         "states": basis.states,
         "values": {n: table[n][0] for n in names},
         "errors": errors,
-        "nulls": {n: x if x.dim() == 1 else x.mean(1) for n, x in absent.items()},
-        # halves of the corpus vary as the corpus does: that is in the errors
-        "spreads": {n: x.std(1) for n, x in absent.items() if x.dim() == 2 and n[1] != "noise"},
+        "nulls": {n: x if x.dim() == 1 else x.mean(1) for n, x in null_values.items()},
+        # no spread of "noise": halves of the corpus vary as the corpus does, which errors state
+        "spreads": {
+            n: x.std(1) for n, x in null_values.items() if x.dim() == 2 and n[1] != "noise"
+        },
         "curve": curve,
         "blocks": sets.blocks,
         "draws": draws,

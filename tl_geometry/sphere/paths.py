@@ -44,9 +44,10 @@ class TokenPaths(Result):
     angle from first to last, ``tortuosity`` their ratio. ``radial``, ``tangential`` and
     ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is added to
     (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle``
-    and ``rank`` say how far each state points from the next token's unembedding row (1 is the
-    nearest of all; NaN and 0 for the last token, which has no next). ``coordinates`` are on three
-    axes fitted on ``fitted_on``, which hold ``shown`` of the variance of what they were fitted on.
+    is that between each state and the next token's unembedding row, ``rank`` that token's rank
+    among all by angle (1: the nearest; NaN and 0 for the last token, which has no next).
+    ``coordinates`` are on three axes that were fitted on ``fitted_on`` and hold the share ``shown``
+    of its variance.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -135,14 +136,14 @@ def token_paths(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     size = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
     shown, place, fitted_on = _projection(view, basis, method, seed)
-    words = output_rows(view)
-    parts = [_measured(view, part, words, place) for part in rows.tokens.split(size)]
+    token_directions = output_rows(view)
+    parts = [_measured(view, part, token_directions, place) for part in rows.tokens.split(size)]
     joined = {
         name: torch.cat([p[name] for p in parts], dim=2 if name in SPLIT else 0)
         for name in parts[0]
     }
-    apart = any(bool(p["radial"].isnan().all()) for p in parts)
-    flags = ["attention and MLP outputs do not add up to the states: no updates"] if apart else []
+    absent = any(bool(p["radial"].isnan().all()) for p in parts)
+    flags = ["attention and MLP outputs do not add up to the states: no updates"] if absent else []
     if not view.head_trained:
         flags.append("output head not trained: next tokens are sought in the embedding")
     texts = [tuple(html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
@@ -199,8 +200,8 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
     )
     last = torch.arange(tokens.shape[1], device=states.device) == tokens.shape[1] - 1
     last = rearrange(last, "position -> position 1")
-    nothing = torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()
-    split = [nothing] * 3 if updates is None else updates
+    unknown = torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()
+    split = [unknown] * 3 if updates is None else updates
     measured = {
         "angle": torch.where(last, torch.nan, near.angle),
         "rank": torch.where(last, 0, near.rank),
@@ -211,8 +212,8 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
 
 
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
-    """States ``[batch position state d_model]`` in float64 and the split updates of attention and
-    MLP, if they add up."""
+    """States ``[batch position state d_model]`` in float64, and the updates of attention and MLP
+    split as in :data:`SPLIT` (``None`` where they do not add up to the states)."""
     wanted = (*view.state_hooks, *view.attention_hooks)
     try:
         activations = view.activations(tokens, (*wanted, *view.mlp_hooks))
@@ -230,15 +231,15 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
         projection.update_split(h[:, :, :-1], attention, view.norm),
         projection.update_split(h[:, :, :-1] + attention, mlp, view.norm),
     ]
-    turn = "update batch position layer -> update layer batch position"
-    return h, [rearrange(torch.stack(pair), turn) for pair in zip(*parts, strict=True)]
+    pattern = "update batch position layer -> update layer batch position"
+    return h, [rearrange(torch.stack(pair), pattern) for pair in zip(*parts, strict=True)]
 
 
 def _projection(
     view: ModelView, basis: PositionContext | None, method: str, seed: int
 ) -> tuple[float, Place, str]:
-    """The share of the fitted rows' variance on three axes (NaN for UMAP), coordinates of states on
-    the unit sphere, what was fitted."""
+    """The share of the fitted rows' variance on three axes (NaN for UMAP), a function that places
+    states on them, and what the axes were fitted on."""
     if basis is None:
         rows, name = embeddings(view), "token embeddings"
     else:

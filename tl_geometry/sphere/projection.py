@@ -76,9 +76,9 @@ def norm_geometry(
     y = gain * z + bias
     radius = torch.linalg.vector_norm(z, dim=-1)
     deficit = size**0.5 * torch.where(scale > 0, size * eps / (scale * (scale + length)), 1.0)
-    back = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
-    ellipsoid = (back.square().sum(-1) - radius.square()).abs() / size
-    plane = back.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
+    recovered = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
+    ellipsoid = (recovered.square().sum(-1) - radius.square()).abs() / size
+    plane = recovered.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
     return NormGeometry(
         z=z,
         y=y,
@@ -203,7 +203,8 @@ def token_approach(
 
 
 class Projection(NamedTuple):
-    """A centre, orthonormal axes as columns, and the share of the variance along each axis."""
+    """Principal axes: their centre, the axes as orthonormal columns, and the share of the variance
+    along each."""
 
     mean: Float[Tensor, " d_model"]
     axes: Float[Tensor, "d_model rank"]
@@ -246,7 +247,7 @@ def umap_coordinates(
     seed: int = 0,
 ) -> Tensor:
     """Coordinates of ``points`` in a UMAP fitted on the first 10,000 rows of ``fit``, with the
-    published settings (15 neighbours, 0.1).
+    published settings (15 neighbours, minimum distance 0.1).
 
     UMAP distorts distances and depends on its version: :func:`principal_projection` is the
     deterministic choice. Needs the optional package umap-learn.

@@ -67,8 +67,8 @@ class Factors:
     @cached_property
     def trace_of_square(self) -> Float[Tensor, "*batch head"]:
         """``tr(W W) = tr((right^T left)^2)``."""
-        small = self.right.mT @ self.left
-        return (small * small.mT).sum((-2, -1))
+        product = self.right.mT @ self.left
+        return (product * product.mT).sum((-2, -1))
 
     @cached_property
     def off_diagonal_energy(self) -> Float[Tensor, "*batch head"]:
@@ -87,8 +87,8 @@ def fold(
     raw: bool = False,
     center_output: bool | None = None,
 ) -> Factors:
-    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, in the form that
-    every loading of a model agrees on.
+    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer; the default form is
+    canonical: the same however TransformerLens processed the weights at loading.
 
     Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, and ``W_O`` centred over its output, A the
     centring over d_model of a LayerNorm (identity for RMSNorm and for no norm). ``raw`` leaves the
@@ -108,8 +108,8 @@ def fold(
         written = weights.W_O.to(torch.float64, copy=True)
         if not raw and (layer_norm if center_output is None else center_output):
             written.sub_(written.mean(-1, keepdim=True))
-        turned = rearrange(written, "head d_head d_model -> head d_model d_head")
-        return Factors(read(weights.W_V), turned)
+        right = rearrange(written, "head d_head d_model -> head d_model d_head")
+        return Factors(read(weights.W_V), right)
     left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
     return Factors(left, read(weights.W_K))
 
@@ -160,6 +160,7 @@ def complete(
     without being formed.
     """
     reflectors, tau = torch.geqrf(basis)
+    # R of orthonormal columns is diag(+-1): undo its signs, so that Q starts with ``basis`` itself
     sign = torch.where(reflectors.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(basis.dtype)
     sign = torch.nn.functional.pad(sign, (0, basis.shape[-2] - sign.shape[-1]), value=1.0)
     return torch.ormqr(reflectors, tau, sign.unsqueeze(-1) * vectors.to(basis))
@@ -196,10 +197,10 @@ def structure(
     heads at once.
 
     ``left`` and ``right`` hold orthonormal columns, strongest direction first; the first ``k`` are
-    the subspace, all of them the shown ``block = V^T W_o V``. ``threshold = sqrt(2 ln d^2) std``
-    with the population standard deviation over all d^2 rotated entries, and ``above_threshold``
-    counts entries of the first k x k above it. ``concentration`` is
-    ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
+    the subspace, all of them give ``block = V^T W_o V``. ``threshold = sqrt(2 ln d^2) std``, std
+    the population standard deviation of all d^2 rotated entries, is about the largest of d^2
+    Gaussian ones; ``above_threshold`` counts entries of the first k x k above it in size.
+    ``concentration`` is ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
@@ -217,7 +218,7 @@ def structure(
     )
     total = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
-    # the last column is the sum of the whole rotation's columns
+    # a last column, the sum of all columns of Q, gives the sum of all d^2 entries without Q
     wide_left = torch.cat([left, complete(left, ones)], dim=-1)
     wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
     product = project(wide_left, factors.left) @ project(wide_right, factors.right).mT
@@ -254,8 +255,8 @@ def haar_null(
 
     ``alpha + beta (tr(WW) + (tr W)^2) / |W|^2`` with ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and
     ``beta = k(d-k) / (d(d-1)(d+2))``; ``off_diagonal`` uses W without its diagonal. With
-    ``one_basis=False`` the two sides are independent random subspaces: ``(k / d)^2``. That alone
-    can be wrong by a large factor for a matrix with a large trace.
+    ``one_basis=False`` the two sides are independent random subspaces: ``(k / d)^2``, which
+    for one basis is wrong by a large factor where the trace is large.
 
     >>> eye = torch.eye(50)[None]
     >>> round(float(haar_null(Factors(eye, eye), 5, off_diagonal=False)), 6)

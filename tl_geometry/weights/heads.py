@@ -63,16 +63,16 @@ class WeightGeometry(Result):
     :func:`weight_geometry`).
 
     ``k`` is the dimension of the subspace in each layer and ``ranks`` the numerical rank of the
-    positional basis it was cut from. ``block`` is ``V^T W_o V`` over the shown directions (a k x k
-    block first), ``diagonal`` is diag(W). ``null`` is the exact expectation of ``concentration``
-    for a uniformly random subspace; ``noise_null`` and ``noise_high`` are its mean and maximum in
-    subspaces found in the same way with positions destroyed
-    (:mod:`tl_geometry.weights.subspaces`), and ``p`` says how rarely any head of the table is as
-    far above its mean, there and in random subspaces, the larger of the two (NaN below 10 contexts
-    or 4 groups; at least 1 / 20). ``reliability`` is the split-half
-    cosine of the positional vectors, the lower of the two states for W_OV: below 0.5 the subspace
-    is mostly noise. ``L`` and ``delta`` are the joint least squares fit, ``r2_*`` shares of
-    ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
+    positional basis that it belongs to. ``block`` is ``V^T W_o V`` over the shown directions, of
+    which the first k span the subspace; W_o is W without ``diagonal``, its diagonal. ``null`` is
+    the exact expectation of ``concentration`` for a uniformly random subspace; ``noise_null`` and
+    ``noise_high`` are its mean and maximum in subspaces found in the same way with positions
+    destroyed (:mod:`tl_geometry.weights.subspaces`), and ``p`` is the p-value corrected for the
+    choice among heads (:func:`tl_geometry.weights.subspaces.familywise_p`), the larger of those
+    against them and against random subspaces (NaN below 10 contexts or 4 groups; at least 1 / 20).
+    ``reliability`` is the split-half cosine of the positional vectors, the lower of the two states
+    for W_OV: below 0.5 the subspace is mostly noise. ``L`` and ``delta`` are the joint least
+    squares fit, ``r2_*`` shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
     """
 
     matrix: str
@@ -191,7 +191,7 @@ def weight_geometry(
     )
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
-    wanted = rank or 20
+    wanted = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
     width = min(max(shown, wanted), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     positional = subspaces.Subspaces(
@@ -202,16 +202,16 @@ def weight_geometry(
     used: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
         left, right = positional.at(layer), positional.at(layer + step) if step else None
-        both = left.rank if right is None else min(left.rank, right.rank)
+        pos_rank = left.rank if right is None else min(left.rank, right.rank)
         require(
-            both > 0,
+            pos_rank > 0,
             "basis",
             expected="positional vectors that differ",
             got=f"none at state {layer}",
             instead="a longer window",
         )
-        k = min(wanted, both)
-        used.append((k, both))
+        k = min(wanted, pos_rank)
+        used.append((k, pos_rank))
         numbers = _layer(factors, left, right, k=k)
         lowest = min(reliable[layer], reliable[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
@@ -239,7 +239,8 @@ def weight_geometry(
 def _against(
     nulls: subspaces.Draws, values: Float[Tensor, " head"]
 ) -> dict[str, Float[Tensor, " head"]]:
-    """What heads have with positions destroyed, and how rarely a null reaches ``values``."""
+    """Mean and maximum of the draws with positions destroyed, and the p-value of ``values``: the
+    larger of those against both nulls."""
     unknown = torch.full_like(values, torch.nan)
     drawn = len(nulls.noise) > 0
     p = [subspaces.familywise_p(values, draws) for draws in nulls]
@@ -303,8 +304,8 @@ class TokenReadout(Result):
     ``left`` is the query side of W_QK or what W_OV reads, ``right`` the key side or what it writes;
     ``*_ids [row k]`` and ``*_scores`` are the tokens with the largest dot products,
     ``*_opposite_*`` those with the smallest. ``values`` are all singular values per head,
-    ``coverage`` their cumulative share, ``needed`` how many exceed 99% of it; ``degenerate``
-    directions are not unique.
+    ``coverage`` their cumulative share, ``needed`` how many directions it takes to exceed 99%;
+    ``degenerate`` directions are not unique.
     """
 
     matrix: str
@@ -372,8 +373,8 @@ def token_readout(
 
     Both sides of W_QK and the left of W_OV are read in the embeddings as the block's norm sees
     them, the right of W_OV in the unembedding. Canonical weights and rows by default (gains folded
-    into the weights, so that all loadings agree); ``raw`` takes raw weights against the affine
-    norm's output and the unembedding's own rows, as published.
+    into the weights, so that no way of loading the model changes the result); ``raw`` takes raw
+    weights against the affine norm's output and the unembedding's own rows, as published.
 
     Args:
         matrix: ``"QK"`` or ``"OV"``.
@@ -397,15 +398,15 @@ def token_readout(
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if matrix == "OV" else None
     parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
-    reads_of, reads = None, rows
+    reads_norm, reads = None, rows
     read_layers = sorted({layer for layer, _ in pairs})
     for layer, factors in factors_of(view, read_layers, matrix, raw=raw, offsets=tuple(offsets)):
         chosen = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
-        plain = (norm.norm_type, norm.eps)
-        if raw or reads_of != plain:  # without its affine part the norm is the same in every layer
-            reads_of, reads = plain, normalized_rows(rows, norm, affine=raw)
+        layer_norm = (norm.norm_type, norm.eps)
+        if raw or reads_norm != layer_norm:  # without gain and bias, layers mostly share one norm
+            reads_norm, reads = layer_norm, normalized_rows(rows, norm, affine=raw)
         reading = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )

@@ -67,15 +67,16 @@ def fit_low_rank_diagonal(
     delta, singular = solve_diagonal(left, right_basis, target.mT)
     delta = delta.mT
     L = full - rotate_diagonal(left, delta, right_basis)
-    size = L.square().sum((-2, -1))
-    residual = total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - size
+    block_energy = L.square().sum((-2, -1))
+    # |W - D|^2 - |L|^2, as V_left L V_right^T is the projection of W - D
+    residual = total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
 
     def share(value: Tensor) -> Tensor:
         return torch.where(total > 0, value / total, torch.nan)
 
     symmetric = torch.full_like(total, torch.nan)
     if L.shape[-1] == L.shape[-2]:
-        symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / size
+        symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / block_energy
     return LowRankDiagonal(
         L=L,
         delta=delta,

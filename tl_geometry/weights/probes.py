@@ -51,7 +51,7 @@ def common_nouns() -> tuple[str, ...]:
 
 
 class _Output(NamedTuple):
-    """The output head: the final norm, unembedding rows with the bias as a last coordinate."""
+    """The output head: the final norm, and unembedding rows with the bias as a last coordinate."""
 
     norm: NormWeights
     rows: Float[Tensor, "d_vocab column"]
@@ -74,7 +74,7 @@ class _Output(NamedTuple):
 
 
 def _plain_norm(view: ModelView, norm_type: str | None, eps: float) -> NormWeights:
-    """A norm without gain and bias; none at all for ``None``."""
+    """A norm without gain and bias; ``None`` stands for no norm."""
     gain, bias = torch.ones(view.d_model), torch.zeros(view.d_model)
     return NormWeights(norm_type=norm_type, gain=gain, bias=bias, eps=eps)
 
@@ -135,7 +135,7 @@ def noun_probe(
     ``final_norm(E[noun] + u + b_O)`` with ``u = (x W_V + b_V) W_O``. Nouns are encoded without a
     leading space and kept if they are one token. ``biases=False`` leaves b_Q out of the keys, as
     published (b_K never matters: it is constant along a row). By default the first, middle and last
-    block; lengths ``|u|`` are those of centred vectors in LayerNorm models, so that loadings agree
+    block; lengths ``|u|`` are those of centred vectors in LayerNorm models, however W_O was loaded
     (where value biases were folded into b_O, single heads lack theirs).
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
@@ -153,14 +153,14 @@ def noun_probe(
     chosen = checks.indices(wanted, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
     nouns = common_nouns() if nouns is None else nouns
-    given = (nouns,) if isinstance(nouns, str) else tuple(nouns)
-    encoded = {noun: view.encode(noun) for noun in given}
-    single = tuple(n for n in given if len(encoded[n]) == 1)
+    requested = (nouns,) if isinstance(nouns, str) else tuple(nouns)
+    encoded = {noun: view.encode(noun) for noun in requested}
+    single = tuple(n for n in requested if len(encoded[n]) == 1)
     require(
         len(single) > 0,
         "nouns",
         expected="at least one noun of a single token",
-        got=f"{len(given)} nouns of several",
+        got=f"{len(requested)} nouns, none of a single token",
         instead="nouns=[...]",
     )
     ids = torch.tensor([encoded[n][0] for n in single])
@@ -173,7 +173,7 @@ def noun_probe(
     return NounProbe(
         provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
         nouns=single,
-        skipped=tuple(n for n in given if n not in single),
+        skipped=tuple(n for n in requested if n not in single),
         layers=chosen,
         key_ids=keys,
         value_ids=values,
@@ -189,8 +189,8 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     write straight into it."""
     for layer in layers:
         facts = view.layer_facts(layer)
-        shown = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
-        got = "a norm after attention" if facts.qk_norm is None else shown
+        qk_norm = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
+        got = "a norm after attention" if facts.qk_norm is None else qk_norm
         require(
             facts.qk_norm is None and not facts.norm_after,
             what,
@@ -210,8 +210,8 @@ def _probe_layer(
     x = reads[ids]
     q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e")
     q = q + w.b_Q[:, None] if biases else q
-    wanted = einsum(q, w.W_K, "head row e, head d_model e -> head row d_model")
-    keys = readout.extremes(wanted, reads, k).top_ids
+    key_directions = einsum(q, w.W_K, "head row e, head d_model e -> head row d_model")
+    keys = readout.extremes(key_directions, reads, k).top_ids
     v = einsum(x, w.W_V, "row d_model, head d_model e -> head row e") + w.b_V[:, None]
     u = remove_mean(einsum(v, w.W_O, "head row e, head e d_model -> head row d_model"), view.norm)
     start = rows[ids] + w.b_O
@@ -267,7 +267,8 @@ def bias_readout(
     ``key`` reads ``W_K b_Q``: tokens attended to whatever the query. ``query`` reads ``W_Q b_K``,
     which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``, added whatever is
     attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that
-    loadings agree on query and key; processing may have moved b_V into b_O.
+    query and key do not depend on how the model was loaded; ``value`` may: weight processing can
+    have moved b_V into b_O.
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
     writes: no bias is then a direction.
@@ -326,8 +327,8 @@ class EmbeddingDistances(Result):
     """Distances between embedding rows and their normalised selves, for four matrices (see
     :func:`embedding_distance_table`).
 
-    ``identity`` is ``sqrt(d) - mean_norm``: what the first L2 mean must be near wherever cosines
-    are near 1.
+    ``identity`` is ``sqrt(d) - mean_norm``: normalised rows have length sqrt(d), so the first L2
+    mean must be near it wherever cosines are near 1.
     """
 
     matrices: tuple[str, ...]

@@ -66,17 +66,18 @@ def extremes(
 
 
 def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids and scores of :func:`extremes`: a running top-k of the scores and of their negatives."""
     best: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(tokens), VOCABULARY_CHUNK):
         scores = rows @ tokens[start : start + VOCABULARY_CHUNK].mT
         ids = torch.arange(start, start + scores.shape[-1], device=scores.device).expand_as(scores)
         for end, sign in enumerate((1, -1)):
-            found, where = _best(sign * scores, ids, k)
+            top, top_ids = _best(sign * scores, ids, k)
             if start == 0:
-                best.append((found, where))
+                best.append((top, top_ids))
                 continue
-            before, there = best[end]
-            best[end] = _best(torch.cat([before, found], -1), torch.cat([there, where], -1), k)
+            before, before_ids = best[end]
+            best[end] = _best(torch.cat([before, top], -1), torch.cat([before_ids, top_ids], -1), k)
     (high, high_ids), (low, low_ids) = best
     return high_ids, high, low_ids, -low
 
@@ -125,8 +126,8 @@ def near_degenerate(
 
 
 class Reading(NamedTuple):
-    """Tokens at both ends of the first singular directions of every head; ``left`` reads or
-    queries, ``right`` is the key or the output.
+    """Tokens at both ends of the first singular directions of every head; ``left`` is the query
+    side or what is read, ``right`` the key side or what is written.
 
     ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to:
     ``left diag(values) right^T`` is unchanged.
@@ -140,6 +141,7 @@ class Reading(NamedTuple):
 
 
 def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
+    """The same ends, exchanged where the vector was reversed."""
     turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
     return Extremes(
         *(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(ends, turned, strict=True))

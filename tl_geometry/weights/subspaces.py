@@ -6,13 +6,15 @@ The leading directions of T averages of states are never arbitrary: they are tho
 vary most, along any slowly varying text, whether or not position has an effect. So "this head reads
 position" is compared with the leading directions of the difference of two random halves of the
 corpus: what all contexts have in common at a position cancels, and the noise of an average stays
-(:func:`tl_geometry.decomposition.delete_group.noise_weights`). Random combinations of states are
-too weak: they held 0.80% of W_QK of SmolLM2's L7H7, windows of source code rolled by random offsets
-1.89%, the true positions 1.34%. Groups that are only shifted against each other keep the directions
-of a strong effect, and so find none.
+(:func:`tl_geometry.decomposition.delete_group.noise_weights`).
 
-A second null, uniformly random subspaces, stands for the chance that real positional directions lie
-well in some head.
+Two other nulls fail. Random combinations of states are too weak: in SmolLM2's L7H7 they held 0.80%
+of W_QK and the true positions 1.34%, but windows of source code rolled by random offsets, where
+position means nothing, 1.89%. Groups that are only shifted against each other keep the directions
+of a strong effect, and so hide it.
+
+The second null in use, uniformly random subspaces, stands for the chance that real positional
+directions lie well in some head.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ DRAWS = 19
 
 
 class Draws(NamedTuple):
-    """Subspaces (or what heads hold in them) of every draw of both nulls."""
+    """Subspaces of every draw of both nulls, or the share of a head that lies in each."""
 
     noise: Float[Tensor, "sample ..."]
     random: Float[Tensor, "sample ..."]
@@ -115,7 +117,7 @@ def drawn_concentration(
     zero)."""
     total = factors.off_diagonal_energy
 
-    def held(left: Tensor, right: Tensor) -> Tensor:
+    def concentrations(left: Tensor, right: Tensor) -> Tensor:
         blocks = [
             bilinear.rotated_block(factors, v[:, :k], u[:, :k]).square().sum((-2, -1))
             for v, u in zip(left, right, strict=True)
@@ -123,26 +125,28 @@ def drawn_concentration(
         energy = torch.stack(blocks) if blocks else total.new_zeros(0, len(total))
         return torch.where(total > 0, energy / total, torch.nan)
 
-    return Draws(*(held(*pair) for pair in zip(left.draws, (right or left).draws, strict=True)))
+    return Draws(
+        *(concentrations(*pair) for pair in zip(left.draws, (right or left).draws, strict=True))
+    )
 
 
 def familywise_p(
     values: Float[Tensor, " head"], draws: Float[Tensor, "sample head"]
 ) -> Float[Tensor, " head"]:
-    """p-value of each head, corrected for the choice among all of them: the share of draws (and of
-    the data) in which *some* head is as far above its own mean over the others.
+    """p-value of each head, corrected for the choice among all of them: the share of draws, the
+    data being one of them, in which *some* head is as far above its own mean over the other draws.
 
-    Westfall and Young's maximum of ratios ``x_i / mean_(j != i) x_j`` over heads, in which the data
-    are one draw among the others; NaN without draws.
+    Westfall and Young's maximum over heads, of the ratios ``x_i / mean_(j != i) x_j`` with i and j
+    draws; NaN without draws.
 
     >>> familywise_p(torch.tensor([2.0, 1.0]), torch.ones(19, 2)).tolist()
     [0.05000000074505806, 1.0]
     """
     if not len(draws):
         return torch.full_like(values, torch.nan)
-    every = torch.cat([values[None], draws])
-    others = (every.sum(0) - every) / len(draws)
-    ratio = torch.nan_to_num(every / others, nan=-torch.inf)
+    with_data = torch.cat([values[None], draws])
+    mean_of_others = (with_data.sum(0) - with_data) / len(draws)
+    ratio = torch.nan_to_num(with_data / mean_of_others, nan=-torch.inf)
     above = (ratio[1:].amax(1, keepdim=True) >= ratio[0]).sum(0)
     p = (1 + above).to(values) / (1 + len(draws))
     return torch.where(values.isnan(), torch.nan, p)

@@ -1,5 +1,5 @@
 """Which vector is a token to a head that reads it, and to the output that reads what a head writes?
-And what are the factors of a layer's heads? The ground of all readouts of weights."""
+And what are the factors of a layer's heads? All readouts of weights start here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
     Models with learned positions: the embedding rows. Others: their state 0 itself, which depends
     on the token alone there and so includes an embedding norm (BLOOM) or an embedding scale
     (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are
-    ``centered`` over d_model, as it makes them and as all loadings agree.
+    ``centered`` over d_model, as it makes them; some ways of loading a model do so too.
     """
     rows = view.embed().float()
     if view.position in ("rotary", "alibi"):
@@ -71,8 +71,8 @@ def normalized_rows(
     """Rows through a norm, with or without its gain and bias, float32, in chunks."""
     if norm.norm_type is None:
         return rows
-    through = norm.apply if affine else norm.normalize
-    return torch.cat([through(p.double()).float() for p in rows.split(VOCABULARY_CHUNK)])
+    normalize = norm.apply if affine else norm.normalize
+    return torch.cat([normalize(p.double()).float() for p in rows.split(VOCABULARY_CHUNK)])
 
 
 def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab d_model"]:
@@ -80,9 +80,9 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     final norm's scale.
 
     Canonical: the unembedding with the final norm's gain folded in, centred over d_model
-    (LayerNorm) and over the vocabulary (which no softmax sees), so that all loadings agree.
-    ``raw``: the unembedding's rows as they are. Where the output head is not trained there is
-    nothing to read, and the embedding takes its place.
+    (LayerNorm) and over the vocabulary (a shift that no softmax sees), the same however the
+    model was loaded. ``raw``: the unembedding's rows as they are. Where the output head is not
+    trained there is nothing to read, and the embedding takes its place.
     """
     if not view.head_trained:
         return embeddings(view)
@@ -157,8 +157,8 @@ def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tenso
         parts = rearrange(rows, "row d_model -> row 1 1 d_model").expand(-1, 1, seen.h.shape[1], -1)
         left.append(seen.q_map(parts)[:, 0, list(offsets)].double().mean(1))
         right.append(seen.k_map(parts)[:, 0, 0].double())
-    turn = "d_model head d_head -> head d_model d_head"
-    sides = [rearrange(torch.cat(rows), turn).contiguous() for rows in (left, right)]
+    pattern = "d_model head d_head -> head d_model d_head"
+    sides = [rearrange(torch.cat(rows), pattern).contiguous() for rows in (left, right)]
     return sides[0], sides[1]
 
 
