@@ -7,6 +7,7 @@ from .edge_effects import edge_necessity as edge_necessity
 from .edges import remove_edge as remove_edge
 from .edges import swap_edge as swap_edge
 from .effects import Effects as Effects
+from .knockouts import remove_heads as remove_heads
 from .planes import keep_planes as keep_planes
 from .planes import remove_planes as remove_planes
 from .planes import swap_planes as swap_planes

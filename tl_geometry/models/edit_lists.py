@@ -34,6 +34,7 @@ from tl_geometry.models.live_edits import (
     edited,
     edited_scores,
     score_edits,
+    stream_hooks,
 )
 from tl_geometry.models.model_view import ModelView
 
@@ -85,9 +86,8 @@ class EditHooks(HookList):
                 hook = self._add(name, call, begin if name == layer.names[0] else None)
                 if place == "last":
                     self.readers.append((name, hook))
-        for edit in edits:
-            if isinstance(edit, StreamEdit):
-                self._add(edit.name, edit.counting(self.record).call, self._begin_edit)
+        for i, (name, call, _) in enumerate(stream_hooks(edits, self.record)):
+            self._add(name, call, None if i else self._begin_edit)
 
     def _add(self, name: str, call: Hook, begin: Callable[[], None] | None) -> ListedHook:
         hook = ListedHook(self, call, begin)

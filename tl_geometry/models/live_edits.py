@@ -100,12 +100,14 @@ class StreamEdit:
     name: str
     change: Hook
 
-    def counting(self, record: OpenEdit) -> PlacedHook:
-        """The hook of the edit, which counts its passes."""
+    def hook(self, record: OpenEdit, counts: bool) -> PlacedHook:
+        """The hook of the edit; the first of several edits ``counts`` the passes."""
 
         def hook(h: Tensor) -> Tensor | None:
-            record.count()
-            return self.change(h)
+            changed = self.change(h)
+            if counts:
+                record.count()
+            return changed
 
         return PlacedHook(self.name, hook, "first")
 
@@ -162,7 +164,7 @@ def edited_scores(view: ModelView, edits: Sequence[Edit | StreamEdit]) -> Iterat
     layers = [LiveLayer(view, edit, arguments, record) for edit in scored]
     record.unedited = tuple(name for layer in layers for name in layer.unedited())
     hooks = [hook for layer in layers for hook in layer.hooks()]
-    hooks += [edit.counting(record) for edit in edits if isinstance(edit, StreamEdit)]
+    hooks += stream_hooks(edits, record)
     with ExitStack() as stack:
         stack.enter_context(claimed(view, record.heads))
         if scored:
@@ -176,6 +178,12 @@ def edited_scores(view: ModelView, edits: Sequence[Edit | StreamEdit]) -> Iterat
 def score_edits(edits: Sequence[Edit | StreamEdit]) -> list[Edit]:
     """The edits among these that change scores."""
     return [edit for edit in edits if isinstance(edit, Edit)]
+
+
+def stream_hooks(edits: Sequence[Edit | StreamEdit], record: OpenEdit) -> list[PlacedHook]:
+    """The hooks of the edits of the stream."""
+    changes = [edit for edit in edits if isinstance(edit, StreamEdit)]
+    return [edit.hook(record, counts=edit is changes[0]) for edit in changes]
 
 
 def edited(edits: Sequence[Edit | StreamEdit]) -> tuple[tuple[int, int], ...]:
