@@ -1,6 +1,6 @@
-"""The command line: parse, check, call one public function, save; nothing else.
+"""The command line: each command parses, checks, calls one public function and saves.
 
-Arguments are checked before torch is imported, so that a mistyped one costs no more than starting
+Arguments are checked before torch is imported, so that a typing error costs no more than starting
 Python.
 """
 
@@ -75,13 +75,15 @@ def analyse(
     ending.goes_on_from(out / run_files.CHECKPOINT, out / BASIS, out / PARTS)
     from tl_geometry.report.build import build
 
-    words = ["tl-geometry", *sys.argv[1:]]
-    summary = build(request, out, resume=resume, force=force, progress=not quiet, command=words)
+    command_line = ["tl-geometry", *sys.argv[1:]]
+    summary = build(
+        request, out, resume=resume, force=force, progress=not quiet, command=command_line
+    )
     say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
     if summary["failed"]:
         errors = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-        told = f"not everything could be computed ({errors}); the tracebacks are in the report"
-        typer.echo(f"tl-geometry: {told}", err=True)
+        message = f"not everything could be computed ({errors}); the tracebacks are in the report"
+        typer.echo(f"tl-geometry: {message}", err=True)
         raise typer.Exit(1)
 
 
@@ -129,12 +131,12 @@ def fit(
     from tl_geometry.decomposition.from_model import decompose
     from tl_geometry.decomposition.processes import launched
 
-    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first one
-    busy = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
-    with busy, launched(inputs.device) as (group, device, first):
+    writes = os.environ.get("RANK", "0") == "0"  # torchrun numbers processes; the first one writes
+    writing = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
+    with writing, launched(inputs.device) as (group, device, first):
         model = inputs.load(device=device)
         tokens = inputs.tokens(model)
-        if first and not resume:  # allowed by --force
+        if first and not resume:  # a checkpoint that is here was given up by --force
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
             model,
