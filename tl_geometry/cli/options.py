@@ -48,8 +48,8 @@ EXAMPLES = {
 SPELLED = {"model_class": "--class", "bos": "--bos/--no-bos"}
 """Fields whose option has another name."""
 LISTS = {"corpus": list[Path] | None, "sections": str | None}
-"""Fields that are tuples, and what the command line gives for them: a list from a repeated option, or
-names separated by commas."""
+"""Fields that are tuples, and what the command line gives for them: a list from a repeated option,
+or names separated by commas."""
 
 
 def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
@@ -76,8 +76,8 @@ def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
 def takes(
     record: type[Inputs], *names: str, **fixed: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for a command whose first parameter is a record: the fields of the record (all, or
-    those of ``names``) become options, except ``fixed`` ones, which take the value given here.
+    """A decorator for a command whose first parameter is a record: the fields of the record (all,
+    or those of ``names``) become options, except ``fixed`` ones, which take the value given here.
     Fields that are neither keep their default."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
