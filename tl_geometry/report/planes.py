@@ -1,4 +1,4 @@
-"""Which frequencies carry the scores of a rotary model: the part of the section on heads."""
+"""Which frequencies carry the scores of a rotary model? A part of the section on heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
 PROMPTS, SPLIT = 16, 4.0
-"""Windows of the offset profile, and forward passes that a split of one costs."""
+"""Most windows of the offset profile, and what the split of one costs, in forward passes."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
