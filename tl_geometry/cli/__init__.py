@@ -110,7 +110,7 @@ def fit(
     out: Annotated[Path, typer.Option(help="File to write the basis to.")] = Path(
         "basis.safetensors"
     ),
-    batch_size: Annotated[int | None, typer.Option(help="Windows of one forward pass.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows in one forward pass.")] = None,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -167,10 +167,10 @@ def check(inputs: Inputs) -> None:
 @takes(Inputs, *MODEL)
 def readout(
     inputs: Inputs,
-    layer: Annotated[int, typer.Option(help="Block of the head, counted from 0.")] = 0,
-    head: Annotated[int, typer.Option(help="The head in that block, counted from 0.")] = 0,
+    layer: Annotated[int, typer.Option(help="Layer of the head, counted from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="The head in that layer, counted from 0.")] = 0,
     matrix: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
-    k: Annotated[int, typer.Option(help="Tokens of each direction.")] = 5,
+    k: Annotated[int, typer.Option(help="Tokens shown for each direction.")] = 5,
     out: Table = None,
     force: Force = False,
 ) -> None:
@@ -200,7 +200,7 @@ def reproduce(
         list[Path] | None,
         typer.Option(
             help="Document for the similarities of song-zhong's Table 1 (four were used); "
-            "repeat it."
+            "may be repeated."
         ),
     ] = None,
     row: Annotated[
@@ -250,21 +250,23 @@ def experiment(
     ] = "cpu",
     out: Out = Path("tl-geometry-experiment"),
     seeds: Annotated[
-        list[int] | None, typer.Option(help="A run for each; repeat it. Default: 0.")
+        list[int] | None, typer.Option(help="Seed of a run; may be repeated. Default: 0.")
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file to train on; repeat it. Default: standard library."),
+        typer.Option(help="Text file to train on; may be repeated. Default: standard library."),
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of the scale, such as context=512; repeat it."),
+        typer.Option(
+            "--set", help="A changed setting of the scale, such as context=512; may be repeated."
+        ),
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train small models on other formats and measure their geometry on the way; a stopped run goes
-    on in its folder."""
+    """Train small models on other formats and measure their geometry during training; a stopped run
+    resumes in its folder."""
     choice(name, EXPERIMENTS, "experiment")
     choice(scale, SCALES, "--scale")
     for seed in seeds or ():

@@ -23,16 +23,12 @@ Table = Annotated[Path | None, typer.Option(help="CSV file to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="Go on with what a stopped run of the same settings has finished."
-    ),
+    typer.Option("--resume", help="Keep what a stopped run of the same settings has finished."),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="Overwrite files that no earlier run of this command wrote.")
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 EXAMPLES = {
     "report": "tl-geometry report gpt2 --corpus book.txt --budget full --out report",
     "heads": "tl-geometry heads smollm2 --corpus book.txt --planes --out heads",

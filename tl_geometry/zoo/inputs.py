@@ -46,19 +46,19 @@ class Inputs:
 
     model: Annotated[
         str | None,
-        "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: "
+        "A name that TransformerLens knows, a Hugging Face directory, smollm2 or minilm; default: "
         "the embedded model.",
     ] = None
     corpus: Annotated[
         tuple[Path, ...],
-        "Text file, one document each; repeat it. Default: held-out standard library.",
+        "Text file, a document each; may be repeated. Default: held-out standard library.",
     ] = ()
     encoding: Annotated[str, "Encoding of the text files."] = "utf-8"
     field: Annotated[
-        str | None, "Read this field of each line of .jsonl files, a document each, as text."
+        str | None, "Field of .jsonl files that holds the text: each line is a document."
     ] = None
     pack: Annotated[
-        bool, "Join documents with a blank line, so that short ones fill windows too."
+        bool, "Join documents with a blank line between them, so that short ones are used too."
     ] = False
     contexts: Annotated[
         int | None,
@@ -70,7 +70,7 @@ class Inputs:
         "512).",
     ] = None
     bos: Annotated[
-        bool | None, "Begin windows with BOS (default: where the tokenizer has one)."
+        bool | None, "Begin windows with the BOS token (default: if the tokenizer has one)."
     ] = None
     device: Annotated[str, "cpu, cuda, cuda:1, mps."] = "cpu"
     dtype: Annotated[str, "float32, float64, bfloat16 or float16."] = "float32"
