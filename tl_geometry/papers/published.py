@@ -175,8 +175,8 @@ def song_zhong(
 
 def require_row(row: str | None, what: str) -> None:
     """Refuse a row that no published table has."""
-    known = printed_rows()
-    require(row is None or row in known, what, expected=f"one of {', '.join(known)}", got=repr(row))
+    rows = printed_rows()
+    require(row is None or row in rows, what, expected=f"one of {', '.join(rows)}", got=repr(row))
 
 
 def loaded(model: ModelLike | str | Path | None) -> Any:

@@ -90,9 +90,9 @@ class View:
             form, data = "png", self.bytes("png")
         wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
         source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
-        held = f'src="{source}" style="{wide};background:white"'
-        kept = ' class="kept"' if self._sequential() else ""
-        image = f'<img alt="{html.escape(self.title)}"{kept} {held}>'
+        attributes = f'src="{source}" style="{wide};background:white"'
+        css_class = ' class="kept"' if self._sequential() else ""
+        image = f'<img alt="{html.escape(self.title)}"{css_class} {attributes}>'
         return framed(image, self.title, self.caption, self.null, self.source)
 
     def _sequential(self) -> bool:

@@ -104,8 +104,8 @@ class PageView:
         title, page = html.escape(self.title), html.escape(page)
         place = "position:absolute;top:0;left:0" if png else "display:block"
         lazy = ' loading="lazy"' if shared else ""
-        held = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
-        frame = f'<iframe title="{title}" {held}></iframe>'
+        attributes = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
+        frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
             fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
             image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'

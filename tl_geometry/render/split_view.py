@@ -159,12 +159,12 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
         fail("panels", expected="'terms', or names of terms", got=got)
     if panels in ("groups", "terms"):
         return groups if panels == "groups" else terms
-    known = {**groups, **terms}
+    members = {**groups, **terms}
     wanted = [panels] if isinstance(panels, str) else list(panels)
-    unknown = [p for p in wanted if p not in known]
-    expected = f"'groups', 'terms' or some of {', '.join(known)}"
+    unknown = [p for p in wanted if p not in members]
+    expected = f"'groups', 'terms' or some of {', '.join(members)}"
     require(wanted and not unknown, "panels", expected=expected, got=unknown or "none")
-    return {p: known[p] for p in wanted}
+    return {p: members[p] for p in wanted}
 
 
 def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
@@ -229,8 +229,8 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
 def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> list[str]:
     length = split.q.shape[2]
     if tokens is None:
-        known = split.str_tokens if context == 0 else ()
-        tokens = known or [str(i) for i in range(length)]
+        str_tokens = split.str_tokens if context == 0 else ()
+        tokens = str_tokens or [str(i) for i in range(length)]
     expected, instead = f"{length} texts", "tokens=model.to_str_tokens(...)"
     require(len(tokens) == length, "tokens", expected=expected, got=len(tokens), instead=instead)
     return [str(t) for t in tokens]

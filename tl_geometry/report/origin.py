@@ -82,9 +82,9 @@ def number(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e6:
-        kept = float(f"{value:.3g}")
-        places = 0 if not kept else max(0, 2 - math.floor(math.log10(abs(kept))))
-        return f"{kept:,.{places}f}".replace("-", "−")
+        rounded = float(f"{value:.3g}")
+        places = 0 if not rounded else max(0, 2 - math.floor(math.log10(abs(rounded))))
+        return f"{rounded:,.{places}f}".replace("-", "−")
     return f"{value:.2e}".replace("-", "−")
 
 

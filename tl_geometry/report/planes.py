@@ -64,5 +64,5 @@ def _counted(bands: BandTable) -> str:
 def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
-    there = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
-    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in there)
+    listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
+    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)
