@@ -96,11 +96,8 @@ class Setup:
     def changed(self: S, changes: Mapping[str, str]) -> S:
         """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
         pair of numbers."""
-        fields = {f.name for f in dataclasses.fields(self)} - {"scale"}
-        unknown, expected = (
-            sorted(set(changes) - fields),
-            f"names among {', '.join(sorted(fields))}",
-        )
+        names = {f.name for f in dataclasses.fields(self)} - {"scale"}
+        unknown, expected = sorted(set(changes) - names), f"names among {', '.join(sorted(names))}"
         require(not unknown, "--set", expected=expected, got=", ".join(unknown))
         values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
         return dataclasses.replace(self, **values)

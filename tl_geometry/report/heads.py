@@ -208,7 +208,8 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws first, then fewer windows; the repeated tokens go through every condition too
+    # fewer draws first, then fewer windows. Beside the draws there are five conditions (clean,
+    # dominant term, dominant group, bias terms, uniform attention); repeated tokens run through all
     draws, each = DRAWS, EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
     while draws > FEWEST_DRAWS and (5 + draws) * each * (KEPT + REPEATS) > work.left:
         draws -= 1
