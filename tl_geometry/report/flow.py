@@ -83,8 +83,8 @@ def section(draft: Draft, analysis: Analysis) -> None:
     if count // 2 < view.d_model:
         draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
-            "span a subspace by necessity, so that few directions sufficing says nothing about the "
-            "model."
+            "always lie in a subspace, so it says nothing about the model that few directions are "
+            "enough."
         )
     ensemble = None
     with draft.part(what):
