@@ -186,8 +186,7 @@ def train(
             group["lr"] = settings.rate(step)
         tokens, targets = (x.to(device) for x in batch_at(step))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            # no two runs of different seeds share one, up to 1,000,003 steps
-            torch.manual_seed(settings.seed * 1_000_003 + step)
+            torch.manual_seed(settings.seed * 1_000_003 + step)  # runs share no seed
             loss = sequence_loss(model(tokens).logits, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
