@@ -1,6 +1,6 @@
-"""The command line: parse, check, call one public function, save; nothing else.
+"""The command line: each command parses, checks, calls one public function and saves.
 
-Arguments are checked before torch is imported, so that a mistyped one costs no more than starting
+Arguments are checked before torch is imported, so that a typing error costs no more than starting
 Python.
 """
 
@@ -75,13 +75,15 @@ def analyse(
     ending.goes_on_from(out / run_files.CHECKPOINT, out / BASIS, out / PARTS)
     from tl_geometry.report.build import build
 
-    words = ["tl-geometry", *sys.argv[1:]]
-    summary = build(request, out, resume=resume, force=force, progress=not quiet, command=words)
+    command_line = ["tl-geometry", *sys.argv[1:]]
+    summary = build(
+        request, out, resume=resume, force=force, progress=not quiet, command=command_line
+    )
     say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
     if summary["failed"]:
         errors = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-        told = f"not everything could be computed ({errors}); the tracebacks are in the report"
-        typer.echo(f"tl-geometry: {told}", err=True)
+        message = f"not everything could be computed ({errors}); the tracebacks are in the report"
+        typer.echo(f"tl-geometry: {message}", err=True)
         raise typer.Exit(1)
 
 
@@ -108,7 +110,7 @@ def fit(
     out: Annotated[Path, typer.Option(help="File to write the basis to.")] = Path(
         "basis.safetensors"
     ),
-    batch_size: Annotated[int | None, typer.Option(help="Windows of one forward pass.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Windows in one forward pass.")] = None,
     resume: Resume = False,
     force: Force = False,
     as_json: Json = False,
@@ -129,12 +131,12 @@ def fit(
     from tl_geometry.decomposition.from_model import decompose
     from tl_geometry.decomposition.processes import launched
 
-    writes = os.environ.get("RANK", "0") == "0"  # of several processes the first one
-    busy = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
-    with busy, launched(inputs.device) as (group, device, first):
+    writes = os.environ.get("RANK", "0") == "0"  # torchrun numbers processes; the first one writes
+    writing = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
+    with writing, launched(inputs.device) as (group, device, first):
         model = inputs.load(device=device)
         tokens = inputs.tokens(model)
-        if first and not resume:  # allowed by --force
+        if first and not resume:  # a checkpoint that is here was given up by --force
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
             model,
@@ -165,10 +167,10 @@ def check(inputs: Inputs) -> None:
 @takes(Inputs, *MODEL)
 def readout(
     inputs: Inputs,
-    layer: Annotated[int, typer.Option(help="Block of the head, counted from 0.")] = 0,
-    head: Annotated[int, typer.Option(help="The head in that block, counted from 0.")] = 0,
+    layer: Annotated[int, typer.Option(help="Layer of the head, counted from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="The head in that layer, counted from 0.")] = 0,
     matrix: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
-    k: Annotated[int, typer.Option(help="Tokens of each direction.")] = 5,
+    k: Annotated[int, typer.Option(help="Tokens shown for each direction.")] = 5,
     out: Table = None,
     force: Force = False,
 ) -> None:
@@ -198,7 +200,7 @@ def reproduce(
         list[Path] | None,
         typer.Option(
             help="Document for the similarities of song-zhong's Table 1 (four were used); "
-            "repeat it."
+            "may be repeated."
         ),
     ] = None,
     row: Annotated[
@@ -248,21 +250,23 @@ def experiment(
     ] = "cpu",
     out: Out = Path("tl-geometry-experiment"),
     seeds: Annotated[
-        list[int] | None, typer.Option(help="A run for each; repeat it. Default: 0.")
+        list[int] | None, typer.Option(help="Seed of a run; may be repeated. Default: 0.")
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file to train on; repeat it. Default: standard library."),
+        typer.Option(help="Text file to train on; may be repeated. Default: standard library."),
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of the scale, such as context=512; repeat it."),
+        typer.Option(
+            "--set", help="A changed setting of the scale, such as context=512; may be repeated."
+        ),
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train small models on other formats and measure their geometry on the way; a stopped run goes
-    on in its folder."""
+    """Train small models on other formats and measure their geometry during training; a stopped run
+    resumes in its folder."""
     choice(name, EXPERIMENTS, "experiment")
     choice(scale, SCALES, "--scale")
     for seed in seeds or ():

@@ -1,4 +1,5 @@
-"""Places to write to, checked before anything heavy is imported, and names of sections."""
+"""Check that a command can write where it is asked to, before anything heavy is imported; and tell
+an error of the file system from a bug."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ PLACES = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR),
     *(errno.ENOTDIR, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG),
 }
-"""Errors of a file system, which a user can mend: one line. Other errors are bugs, and keep their
-traceback."""
+"""Errors of a file system, which a user can correct: they are told in one line. Other errors are
+bugs, and keep their traceback."""
 LONGEST_NAME = 180
-"""Bytes of a file name: file systems take 255, and a file that is being written has a longer
-name."""
+"""Most bytes of a file name: file systems take 255, and a file has a longer name while it is being
+written."""
 
 
 def folder(path: Path) -> None:
-    """Make the folder to write to, or say why not; nothing is left behind by trying."""
+    """Make the folder to write to, or say why not; the trial leaves no file behind."""
     _check_length(path)
-    there = next((part for part in (path, *path.parents) if part.exists()), path)
-    got, instead = f"the file {printable(str(there))}", "another --out"
-    is_folder = there.is_dir() or not there.exists()
+    existing = next((part for part in (path, *path.parents) if part.exists()), path)
+    got, instead = f"the file {printable(str(existing))}", "another --out"
+    is_folder = existing.is_dir() or not existing.exists()
     require(is_folder, "--out", expected="a folder", got=got, instead=instead)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -66,5 +67,5 @@ def file_trouble(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in PLACES:
         return f"{error.strerror}: {error.filename or 'a file'}"
     text = str(error)
-    known = any(os.strerror(number) in text for number in PLACES)
-    return text if known and type(error).__name__ == "SafetensorError" else None
+    of_file_system = any(os.strerror(number) in text for number in PLACES)
+    return text if of_file_system and type(error).__name__ == "SafetensorError" else None

@@ -1,5 +1,5 @@
-"""How a command ends: its exit code, and the line that says why. Called by ``main`` of the command
-line."""
+"""How a command ends: its exit code, and the line on standard error that says why. ``main`` of the
+command line runs every command through :func:`run`."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from tl_geometry.base.run_files import RECORD
 from tl_geometry.cli.arguments import file_trouble
 
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What typer raises for a command line that it cannot parse (its own copy of click's exception, or
-click's)."""
+"""What typer raises for a command line that it cannot parse: click's exception, or typer's own copy
+of it, by version."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard, as shells give it: 128 and the number
 of the signal."""
 _partial: list[Path] = []
-"""Where the running command puts what a stopped run goes on from."""
+"""Files and folders of the running command from which a stopped run can resume."""
 _again: list[str] = []
-"""How to go on with it."""
+"""How to resume: an option, or the same command."""
 _signal: list[int] = []
-"""The signal that stopped this run, if it was another than the keyboard's."""
+"""The signal that stopped this run, unless it was an interrupt from the keyboard."""
 
 
 def goes_on_from(*places: Path, how: str = "--resume") -> None:
-    """Say where a command puts what a stopped run goes on from (files and folders), and how."""
+    """Register the files and folders from which a stopped run of this command resumes, and how."""
     _partial[:], _again[:] = places, [how]
 
 
 def _stopped(started: float) -> str:
-    """What is said of a stopped run: where the parts that it has finished are, if there are any."""
+    """The message of a stopped run: where its finished parts are, if there are any."""
     finished = [p for p in _partial if any(f.stat().st_mtime >= started for f in _files(p))]
     if not finished:
         return "stopped; this run had finished nothing yet"
@@ -63,7 +63,8 @@ def _terminable() -> Iterator[None]:
         _signal.append(number)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # no handlers there
+    # only the main thread may set a handler
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, stop)
@@ -74,8 +75,8 @@ def _terminable() -> Iterator[None]:
 
 
 def run(app: Callable[..., Any]) -> None:
-    """Run the command line. An error that the user can mend is one line on standard error and exit
-    code 2; stopped is 130, terminated 143."""
+    """Run the command line. An error that the user can correct gives one line on standard error and
+    exit code 2; a run stopped from the keyboard exits with 130, a terminated one with 143."""
     started = time.time()
     goes_on_from()
     _signal.clear()

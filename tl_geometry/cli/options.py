@@ -1,9 +1,9 @@
-"""Options of the command line: those that are fields of a record
-(:class:`~tl_geometry.zoo.inputs.Inputs`, :class:`~tl_geometry.report.contents.Request`), and those
-that several commands share.
+"""Options of the command line: those that several commands share, and those made from the fields of
+a record (:class:`~tl_geometry.zoo.inputs.Inputs`,
+:class:`~tl_geometry.report.contents.Request`).
 
-An option that belongs to a record is declared there, once: the field's name, type and default are
-the option's, its annotation is the help.
+A record declares its options once: name, type and default of a field are those of the option, its
+annotation is the help.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ Table = Annotated[Path | None, typer.Option(help="CSV file to write.")]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 Resume = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="Go on with what a stopped run of the same settings has finished."
-    ),
+    typer.Option("--resume", help="Keep what a stopped run of the same settings has finished."),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="Overwrite files that no earlier run of this command wrote.")
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", help="No progress and no remarks; results and errors only.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
 EXAMPLES = {
     "report": "tl-geometry report gpt2 --corpus book.txt --budget full --out report",
     "heads": "tl-geometry heads smollm2 --corpus book.txt --planes --out heads",
@@ -46,10 +42,10 @@ EXAMPLES = {
 }
 """One for each command, shown below its help."""
 SPELLED = {"model_class": "--class", "bos": "--bos/--no-bos"}
-"""Fields whose option is not spelled as they are."""
+"""Fields whose option has another name."""
 LISTS = {"corpus": list[Path] | None, "sections": str | None}
-"""What the command line gives for a field that is a tuple: an option that may be repeated, or names
-separated by commas."""
+"""Fields that are tuples, and what the command line gives for them: a list from a repeated option,
+or names separated by commas."""
 
 
 def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
@@ -76,8 +72,9 @@ def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
 def takes(
     record: type[Inputs], *names: str, **fixed: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for a command whose first parameter is a record: its fields (all, or those of
-    ``names``) become options; ``fixed`` ones have their value from here, others their default."""
+    """A decorator for a command whose first parameter is a record: the fields of the record (all,
+    or those of ``names``) become options, except ``fixed`` ones, which take the value given here.
+    Fields that are neither keep their default."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = [f.name for f in dataclasses.fields(record) if not names or f.name in names]
@@ -95,7 +92,7 @@ def takes(
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [parameter(record, name) for name in chosen]
         parameters += [p.replace(kind=keyword) for p in others]
-        # typer makes the options from it
+        # typer reads the signature to make the options
         vars(run)["__signature__"] = signature.replace(parameters=parameters)
         return run
 

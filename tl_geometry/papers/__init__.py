@@ -1,5 +1,5 @@
-"""What restates publications and nothing else needs: published settings and tables with our numbers
-beside them, and small models trained on other formats of data."""
+"""Published results run again: settings and tables of three works with our numbers beside them, and
+small models trained on other formats of data. No other analysis needs this package."""
 
 from __future__ import annotations
 

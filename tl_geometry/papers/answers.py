@@ -1,4 +1,4 @@
-"""Answers of a model to additions, digit by digit, and how many are right: what
+"""How many additions does a model answer correctly, as a whole and digit by digit?
 :mod:`tl_geometry.papers.arithmetic` asks at each measured step."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
     with torch.inference_mode():
         for k in range(max(wanted)):
             seen = tokens[:, : min(positions, int(starts.max()) + k)]
-            # rows that are finished write past their sum, which is cut below
+            # finished rows go on writing behind their sum; the answers are cut to its length below
             at = (starts + k - 1).clamp(max=seen.shape[1] - 1)
             tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
     return [
@@ -51,8 +51,8 @@ def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: 
 
 
 def guess(lines: Sequence[Problem]) -> Score:
-    """The score of one who knows the lengths and nothing else: always the likeliest digit at each
-    place of a sum of that length.
+    """The score of answers that use the length of the sum alone: at each place the most frequent
+    digit there among sums of that length.
 
     >>> sums = ("1", "2", "3"), ("2", "1", "3"), ("1", "1", "2"), ("10", "10", "20")
     >>> guess([Problem(*parts) for parts in sums])

@@ -1,17 +1,18 @@
-"""Addition with and without carry: geometry of position beside length generalisation (Song & Zhong
-2023, section 5.2, appendix E).
+"""Does a model that learns addition generalise to other lengths, and does the geometry of position
+say so? (Song & Zhong 2023, section 5.2, appendix E.) Run by
+:func:`tl_geometry.papers.experiment`.
 
 1. A model learns lines ``a+b=`` and the reversed sum, with a loss on the sum only, for numbers of
    ``low`` to ``high`` digits.
-2. It is asked for sums in the trained lengths and in shorter ones, greedily and all digits at once
-   (exact match). The published evaluator always used the carry model and problems of the trained
-   lengths, and compared a tensor with a string.
+2. It answers sums of the trained lengths and of shorter ones, greedily; an answer counts where all
+   digits are right (exact match). The published evaluator always used the carry model and problems
+   of the trained lengths, and compared a tensor with a string.
 3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines
    of one length at a time: only there does a position mean the same in every context.
 
 ``+`` and ``=`` stand at fixed positions of such lines, so a basis breaks there by the tokens alone.
-``fracture_digits`` leaves the steps from and to them out; the measures of ``wpe``, the model's
-table of position vectors, hold no token at all.
+``fracture_digits`` leaves out the steps from and to them; the measures of ``wpe``, the model's
+table of position vectors, depend on no token at all.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 
 
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
-    """Problems of the trained lengths, and of shorter ones; other seeds than those of training."""
+    """Problems of the trained lengths and of shorter ones, from seeds of their own."""
     inside = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
     return inside, problems(task, setup.problems, low=1, high=setup.low - 1, seed=90_002)
 
@@ -116,7 +117,8 @@ def table_measures(table: Float[Tensor, "position d_model"], frequencies: int) -
 def _geometry(
     setup: AdditionSetup, model: nn.Module, task: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows per length and state, and rows per length and head."""
+    """Measures of position on aligned lines: a row per length and state, and one per length and
+    head."""
     bridge, states, heads = bridge_of(model, task), [], []
     for length in sorted({setup.low - 1, setup.low, setup.high} - {0}):
         tokens = aligned_tokens(task, setup.contexts, length, seed=7)
@@ -139,7 +141,8 @@ def _geometry(
 def _measure(
     setup: AdditionSetup, model: nn.Module, task: str, positions: int
 ) -> list[dict[str, Any]]:
-    """Scores and geometry as rows marked by ``row_of``: ``"state"`` or ``"head"``."""
+    """Scores and geometry as rows; ``row_of`` says what a row is about, a ``"state"`` or a
+    ``"head"``."""
     scores: dict[str, float] = {}
     for where, lines in zip(("in", "out"), asked_problems(setup, task), strict=True):
         scores[f"exact_{where}"], scores[f"digits_{where}"] = score(model, lines, positions)
@@ -298,7 +301,7 @@ def findings(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]
 ) -> list[Finding]:
     """Final accuracies beside the published ones, and what geometry says about the failure."""
-    found: list[Finding] = []
+    claims: list[Finding] = []
     for task in dict.fromkeys(r["task"] for r in steps):
         last = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
         inside, outside, digits = (
@@ -310,7 +313,7 @@ def findings(
             name: [r["changes"] for r in predicted if (r["task"], r["measure"]) == (task, name)]
             for name in PREDICTORS
         }
-        found += [
+        claims += [
             Finding(
                 claim=f"{task}: exact match, {setup.low} to {setup.high} digits",
                 expected=f"published {published_in:.0%}{'; at least 90%' if goal else ''}",
@@ -337,4 +340,4 @@ def findings(
                 found="; ".join(f"{r['wpe_roughness']:.2f}" for r in last),
             ),
         ]
-    return found
+    return claims

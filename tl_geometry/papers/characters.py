@@ -1,9 +1,9 @@
-"""NanoGPT: a character-level model, its row of Tables 1 and 2 beside the published one (Song &
-Zhong 2023).
+"""NanoGPT: the positional rank and relative norm of a character-level model, beside the published
+rows (Song & Zhong 2023, Tables 1 and 2). Run by :func:`tl_geometry.papers.experiment`.
 
-Trained on a text that the user names (the published one is Shakespeare) and measured on its
-held-out tenth (Table 1) and on another text (Table 2: "robustness", where the published row repeats
-that of Table 1). Mean and population deviation are over the states.
+The model is trained on a text that the user names (the published one is Shakespeare) and measured
+on its held-out tenth (Table 1) and on another text (Table 2: "robustness", where the published row
+repeats that of Table 1). Mean and population deviation are over the states.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ PUBLISHED_ROWS = {
     "own text": ("table_1", "NanoGPT Shakespeare"),
     "other text": ("table_2", "NanoGPT Wiki"),
 }
+"""Text that is measured -> its published table and row."""
 SUMMARY = {
     "rank": "rank",
     "relative_norm_reference": "relative_norm",
     "relative_norm": "relative_norm",
 }
-"""Measures, and the published ones they stand beside; the published code's relative norm is the
-reference form."""
+"""Measure -> the published one beside it; the relative norm of the published code is the reference
+form."""
 
 SETUPS = setups(Setup, "nanogpt")
 """Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
@@ -115,14 +116,14 @@ def nanogpt(
     alphabet = "".join(sorted(set(text)))
     stream = character_ids(text, alphabet)
     cut = int(0.9 * len(stream))
-    second = character_ids(
+    other_stream = character_ids(
         "\n".join(corpus.held_out_documents().texts if other is None else other), alphabet
     )
     require(len(alphabet) > 1, "text", expected="two characters or more", got=len(alphabet))
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {}
     training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
-    sources = {"own text": stream[cut:], "other text": second}
+    sources = {"own text": stream[cut:], "other text": other_stream}
     for seed in seeds:
         windows = {
             label: held_out_windows(ids, setup.context, setup.contexts, seed)
@@ -146,7 +147,7 @@ def _train(
     training: dict[str, Any],
 ) -> Training:
     def batch_at(step: int) -> Batch:
-        place = seed * 10_000_019 + step
+        place = seed * 10_000_019 + step  # each step of each seed draws other windows
         return shifted(text_windows(stream, setup.context + 1, setup.batch, place))
 
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Why training format matters: small transformers trained here, their geometry beside what they
-learn (Song & Zhong 2023, section 5).
+"""How does the format of training text shape the geometry of position? Small transformers are
+trained, and measured beside what they learn (Song & Zhong 2023, section 5).
 
 ``randomisation`` trains on text that is partly random, ``addition`` on sums, ``nanogpt`` on
-characters. Each trains from scratch with the one trainer (:mod:`tl_geometry.zoo.trainer`), measures
-on the way, and gives an :class:`~tl_geometry.papers.Outcome` with its findings beside what was
+characters. Each trains from scratch (:mod:`tl_geometry.zoo.trainer`), measures during training, and
+gives an :class:`~tl_geometry.papers.Outcome` with its findings beside what was
 expected or published. Three scales: ``"smoke"`` (seconds, says nothing), ``"cpu"`` (minutes),
 ``"paper"`` (published settings).
 """
@@ -47,10 +47,9 @@ def experiment(
     calls.
 
     ``changes`` are settings that differ from those of the scale, such as ``"context=512"``;
-    ``texts`` are files to train on (addition makes its own lines). A folder that holds another
-    experiment, a report, or files of somebody else (``force``: these are overwritten), or that
-    another run is writing to, is refused.
-    """
+    ``texts`` are files to train on (addition makes its own lines). A folder is refused that holds
+    another experiment, a report, or files that no run of tl_geometry wrote (these are overwritten
+    with ``force``), or that another run is writing to."""
     module = MODULES[choice(name, EXPERIMENTS, "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
     if texts and name == "addition":

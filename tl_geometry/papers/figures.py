@@ -1,5 +1,5 @@
-"""Views of the training-format experiments: grids over training and inference formats, curves over
-training."""
+"""Figures of the experiments on training formats: grids over training and inference formats, curves
+over training, scores of heads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _by_format(
 def _image(
     axis: Axes, values: Tensor, limit: float, labels: Sequence[str] = (), title: str = ""
 ) -> Any:
-    """Signed values between ``-limit`` and ``limit``, rows and columns named by ``labels``."""
+    """A matrix of signed values as an image with colours from ``-limit`` to ``limit``; ``labels``
+    name rows and columns."""
     axis.set_title(title, fontsize=8)
     for ticks in (axis.set_xticks, axis.set_yticks):
         if labels:
@@ -99,7 +100,7 @@ def format_planes(
     Args:
         bases: by training and inference format.
         state: which state.
-        half: points from this position on are crosses.
+        half: first position that is drawn as a cross.
         start: position of the first row of a basis.
         source: what it was computed from.
 
@@ -267,8 +268,8 @@ def score_panels(
     """The four terms, their sum and the pattern of a few heads on the first context (Song & Zhong
     2023, Fig. 6 d, e and 51 to 56).
 
-    Each term is centred over the keys that a query may see (a constant per row does nothing), and a
-    head's terms share one colour scale.
+    Each term is centred over the keys that a query may see (a constant in a row does not change the
+    softmax), and a head's terms share one colour scale.
 
     Args:
         split: of the parts ``pos`` and ``cvec``.

@@ -1,5 +1,5 @@
-"""Training formats of Song & Zhong 2023, section 5: partly random text, and addition written as a
-string.
+"""Training data of the experiments of Song & Zhong 2023, section 5: partly random text, and
+additions written as strings.
 
 Everything here is text and integers: no model. A batch is inputs and targets ``[batch position]``,
 targets shifted by one, :data:`~tl_geometry.zoo.trainer.IGNORE` where there is none.
@@ -21,9 +21,9 @@ from tl_geometry.zoo.trainer import IGNORE, Batch
 FORMATS = ("baseline", "partial", "full")
 """Corpus text; text whose second half is random tokens; random tokens only."""
 ALPHABET = "\n+0123456789="
-"""The 13 characters of an addition, sorted; their places are their ids."""
+"""The 13 characters of an addition, sorted; the place of a character is its id."""
 TASKS = ("carry", "no-carry")
-"""Additions in any digits, and those in which no place carries."""
+"""Additions of any digits, and additions in which no place carries."""
 
 
 def randomise(
@@ -44,8 +44,8 @@ def randomise(
 
 
 def shifted(rows: Int[Tensor, "batch token"]) -> Batch:
-    """Inputs (all positions but the last), targets (all but the first): a random token is its own
-    target, too.
+    """Inputs (all positions but the last), targets (all but the first); random tokens are targets
+    too.
 
     >>> [x.tolist() for x in shifted(torch.tensor([[5, 6, 7]]))]
     [[[5, 6]], [[6, 7]]]
@@ -90,10 +90,10 @@ def longest(high: int) -> int:
 
 
 def carry_problem(source: random.Random, low: int, high: int) -> Problem:
-    """Lengths uniform on low..high, operands uniform on 10^(length - 1)..10^length - 1, so that
-    none begins with zero.
+    """An addition of any digits: lengths uniform on low..high, operands uniform on
+    10^(length - 1)..10^length - 1, so that none begins with zero.
 
-    Operands, not lengths, are drawn again until the sum has low to high digits, too.
+    Operands, not lengths, are drawn again until the sum too has low to high digits.
     """
     lengths = [source.randint(low, high) for _ in range(2)]
     while True:
@@ -103,11 +103,12 @@ def carry_problem(source: random.Random, low: int, high: int) -> Problem:
 
 
 def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
-    """Digits of a uniform on 0..9, those of b below them uniform on 0..9 - a_i, leading ones of b
-    uniform: no place carries.
+    """An addition in which no place carries: the digits a_i of the shorter number are uniform on
+    0..9, those of the longer one below them uniform on 0..9 - a_i, its leading ones uniform on
+    0..9.
 
-    Lengths n1 uniform on low..high and n2 on n1..high; a and b change places with probability one
-    half. Leading zeros occur.
+    The shorter length n1 is uniform on low..high, the longer one on n1..high; the operands change
+    places with probability one half. Leading zeros occur.
     """
     short = source.randint(low, high)
     long = source.randint(short, high)

@@ -1,5 +1,6 @@
-"""Published numbers of Sarfati et al. 2025 (Lines of Thought, arXiv:2410.01545) as data, and ours
-beside them (:func:`~tl_geometry.papers.sarfati`).
+"""Our numbers beside the published ones of Sarfati et al. 2025 (Lines of Thought,
+arXiv:2410.01545): :func:`~tl_geometry.papers.sarfati` measures them, :data:`PUBLISHED` holds
+theirs.
 
 The corpus of the paper is Walden (H. D. Thoreau; 647,409 bytes, about 3,000 chunks of 50 GPT-2
 tokens), which is not shipped: pass its text. GPT-2-medium's states were exported before the final
@@ -42,6 +43,7 @@ class Published(NamedTuple):
 
 
 V1, REPLY, NOTES = "arXiv version 1", "authors' reply to reviewers", "third-party notes"
+"""Where published numbers were read."""
 SEPARABLE = 'says "separable at all layers", read here as 1.0; no number is printed'
 PERCEPTRON_ROW = "perceptron accuracy against gibberish, lowest layer"
 REVIEWER = "a reviewer reads 0.7"
@@ -98,7 +100,8 @@ class LinesOfThought(Result):
     """Our numbers in the order of ``quantities``, beside the published range of ``model`` (NaN
     where none is published).
 
-    Verdicts: "agrees" (within the tolerance of the range), "differs", "not published".
+    Verdicts: "agrees" (within the tolerance of the range), "differs", "not published", "not
+    measured".
     """
 
     model: str
@@ -149,10 +152,9 @@ def sarfati(
     over all pairs of layers. Truncation projects the last state before the final norm, whichever
     side of it the other numbers take theirs from. The seven chunks that the paper removes for
     Llama-2-7b are left out. The separability from gibberish is measured on 14,000 trajectories of
-    10 tokens as published, or its note says on how many (``n`` at most where it is given).
-    ``separate`` needs scikit-learn. ``prepend_bos``
-    departs from the paper, for models that know no text without BOS.
-    """
+    10 tokens as published; on fewer (a short text, or ``n``) its note says so. ``separate`` asks
+    for the rows of separability, which need scikit-learn. ``prepend_bos`` departs from the paper,
+    for models that know no text without BOS."""
     view = as_view(model)
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
@@ -180,7 +182,7 @@ def sarfati(
 
 
 def _without_outliers(chunks: TokenWindows, name: str) -> tuple[TokenWindows, list[str]]:
-    """The chunks without those that the paper removes, and a flag that says so."""
+    """The chunks without those that the paper removes, and flags that say so."""
     if name != "Llama-2-7b":
         return chunks, []
     outliers = [i - 1 for i in LLAMA_OUTLIERS if i <= len(chunks)]

@@ -1,5 +1,5 @@
-"""What an experiment gives: tables, figures, findings beside what was expected, and the folder they
-are written to."""
+"""What an experiment returns and writes: tables, figures, findings beside what was expected; and
+the measures that the three experiments share."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ MEASURES = (
     "fracture",
     "fracture_at",
 )
-"""Measures of a positional basis that every experiment records; ``split_half`` says how much of
-them is sampling noise."""
+"""Measures of a positional basis that every experiment records; ``split_half``, recorded
+beside them, says how much of them is sampling noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One claim: what was expected, what was found, and whether that is it (``None``: reported, not
-    judged)."""
+    """One claim: what was expected, what was found, and whether the claim holds (``None``:
+    reported, not judged)."""
 
     claim: str
     expected: str
@@ -115,9 +115,9 @@ class Outcome:
         text = page.document(self.title, parts, [SOURCES["song2023"]])
         files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
         record = check_folder(out, self.name, files, force=force)
-        own = OwnFiles(out, record.get("files", {}), force=force)
+        run_files = OwnFiles(out, record.get("files", {}), force=force)
         for name, save in files.items():
-            own.write(name, save, partial(self._record, out, own, command))
+            run_files.write(name, save, partial(self._record, out, run_files, command))
         return out / PAGE
 
     def _record(self, out: Path, own: OwnFiles, command: Sequence[str]) -> None:
@@ -163,12 +163,11 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
 def jump(
     pos: Float[Tensor, "state position d_model"],
 ) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
-    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t after which it
-    comes.
+    """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t at which it starts.
 
     The fracture score compares directions. A smooth curve about its mean passes near the origin,
-    often in the middle, and turns fast there without any break; the length of the step does not see
-    that.
+    often in the middle, and turns fast there without any break; the length of a step does not
+    depend on that.
 
     >>> from tl_geometry.measures.positional import fracture_score
     >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()

@@ -1,5 +1,5 @@
-"""Whether geometry says beforehand what a model fails at: rank correlations of measures and scores
-over the steps of a run (:mod:`tl_geometry.papers.arithmetic`)."""
+"""Does geometry predict what a model will fail at? Rank correlations of measures with scores over
+the steps of a run, for :mod:`tl_geometry.papers.arithmetic`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank correlation of each measure with :data:`SCORE` over the measured steps of each run, and
     of its change with the score's change.
 
-    Both rise or fall with the step in most runs, which alone makes a correlation: the one of
+    In most runs both have a trend over the steps, which alone makes a correlation; that of the
     changes is free of a common trend. The untrained model (step 0) is left out: it knows no sums of
     any length.
     """
@@ -69,7 +69,7 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Spearman's rho; NaN where either does not vary or fewer than three points are there."""
+    """Spearman's rho; NaN for fewer than three points, or where either does not vary."""
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
     correlation: Any = spearmanr(x.numpy(), y.numpy())

@@ -1,9 +1,8 @@
 """The settings behind Tables 1 to 5 of Song & Zhong 2023, with a switch for each deviation of the
 published code from the paper. :func:`~tl_geometry.papers.song_zhong` runs them.
 
-The published numbers were made by code that differs from the text in ways that change them. Every
-switch is off in the mathematics (:meth:`Settings.exact`) and on where the published run had it
-(:func:`settings_for`).
+These deviations change the published numbers. A switch is on where the published run had it
+(:func:`settings_for`); with every switch off (:meth:`Settings.exact`) the paper's formulas remain.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FAMILIES = {
     "llama-2-7b": "Llama-2",
     "llama-2-7b-hf": "Llama-2",
 }
-"""Models of the published tables, by the last part of their name."""
+"""Last part of a model's name -> its name in the published tables."""
 SWITCHES = {
     "uint16": "token ids modulo 65,536",
     "causal": "causal mask",
@@ -47,7 +46,9 @@ SWITCHES = {
 class Settings:
     """What was run. Sizes: ``contexts`` windows of ``length`` tokens, position 0 left out,
     ``fresh`` further windows for the denominator of the relative norm, ``topic_windows`` windows of
-    ``topic_length`` tokens from each topic document, 13 states.
+    ``topic_length`` tokens from each topic document, 13 ``states``. The
+    corpus gives its first ``train_share``; ``k`` and ``strategy`` are those of ScreeNOT, which
+    estimates the rank.
 
     Switches, each a difference between the published code and the paper or the model:
 
@@ -90,7 +91,7 @@ class Settings:
 
 
 def family_of(view: ModelView) -> str | None:
-    """The model of the published tables that this is, by name, or ``None``."""
+    """The name that the published tables give this model, or ``None``."""
     return FAMILIES.get(view.name.rstrip("/").rsplit("/", 1)[-1].lower())
 
 
@@ -104,7 +105,7 @@ def settings_for(view: ModelView) -> Settings:
 
 
 def wrap_uint16(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Token ids as 16-bit storage returns them: modulo 65,536.
+    """Token ids as they come back from 16-bit storage: modulo 65,536.
 
     >>> wrap_uint16(torch.tensor([5, 65_536, 250_879])).tolist()
     [5, 0, 54271]
@@ -162,8 +163,10 @@ def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Ten
     """One array of ids, without BOS: texts joined by newlines and tokenised whole, as published, or
     ids as they are."""
     if isinstance(corpus, Tensor):
-        ok = corpus.dim() == 1 and not corpus.is_floating_point()
-        require(ok, "corpus", expected="text, or integer ids [position]", got=describe(corpus))
+        ids_given = corpus.dim() == 1 and not corpus.is_floating_point()
+        require(
+            ids_given, "corpus", expected="text, or integer ids [position]", got=describe(corpus)
+        )
         return corpus.long()
     text = corpus if isinstance(corpus, str) else "\n".join(corpus)
     return torch.tensor(view.encode(text), dtype=torch.int64)

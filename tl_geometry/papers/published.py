@@ -1,4 +1,5 @@
-"""Our numbers beside the published ones: Tables 1 to 5 of Song & Zhong 2023."""
+"""Our numbers beside the published ones of Song & Zhong 2023, Tables 1 to 5. ``tl-geometry
+reproduce song-zhong`` and notebooks call :func:`song_zhong`."""
 
 from __future__ import annotations
 
@@ -42,9 +43,11 @@ BY_STATE = {
     "stable_rank": "table_4_stable_rank",
     "relative_norm": "table_5_relative_norm",
 }
+"""Measure -> the published table that has it for every state."""
 DATA = Path(__file__).with_name("published.json")
 """Tables 1 to 5 as printed, read by :func:`published_tables`."""
 SUMMARY = ("rank", "relative_norm", "inter", "intra", "incoherence")
+"""Measures of Table 1."""
 DOUBTS = {
     ("BERT OWT", "rank"): "Table 3 averages to 12.46(2.76)",
     ("BERT Wiki", "rank"): "Table 3 averages to 12.54(2.71)",
@@ -57,7 +60,8 @@ for _row in ("Llama-2 OWT", "Llama-2 Wiki", "Llama-2 GitHub"):
     DOUBTS[_row, "intra"] = "all windows of a document were the same text"
 for _row in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki"):
     DOUBTS[_row, "inter"] = DOUBTS[_row, "intra"] = "the published notebook has other values"
-"""Published cells that the published sources themselves contradict, or that mean nothing."""
+"""(row, measure) -> why the published cell is in doubt: the published sources contradict it, or it
+means nothing."""
 
 
 @functools.cache
@@ -88,9 +92,8 @@ class Reproduction(Result):
     """Ours beside published, a row per cell: table, cell, ours, published, tolerance, verdict.
 
     Verdicts: "agrees" or "differs" (by more than the tolerance), "another model" where the row
-    shown is not of this model, "doubtful: ..." where the published sources contradict the cell, "no
-    published row".
-    """
+    shown is not of this model, "doubtful: ..." where the published sources contradict the cell,
+    "not judged" for a deviation over states, "no published row"."""
 
     cells: tuple[tuple[Any, ...], ...]
     row: str | None
@@ -130,8 +133,8 @@ def song_zhong(
         corpus: text, texts (joined by newlines), or ids [position]; ``None`` for the held-out
             standard library.
         topics: a few documents for similarities and incoherence (4 in the paper), as texts or ids;
-            ``None`` leaves them out, but with the embedded corpus the four longest modules are
-            taken.
+            ``None`` leaves them out, or takes the four longest modules where ``corpus`` too is
+            ``None``.
         row: the published row to compare with, such as ``"GPT-2 OWT"`` (corpora OWT, Wiki, GitHub).
             Without it every verdict is "no published row".
         settings: by default those of the published run of this model
@@ -172,8 +175,8 @@ def song_zhong(
 
 def require_row(row: str | None, what: str) -> None:
     """Refuse a row that no published table has."""
-    known = printed_rows()
-    require(row is None or row in known, what, expected=f"one of {', '.join(known)}", got=repr(row))
+    rows = printed_rows()
+    require(row is None or row in rows, what, expected=f"one of {', '.join(rows)}", got=repr(row))
 
 
 def loaded(model: ModelLike | str | Path | None) -> Any:
@@ -191,7 +194,7 @@ def _measure(
     used: Settings,
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], Any]:
-    """Every measure [state] of the protocol."""
+    """Every measure ``[state]`` of the protocol, and the provenance of the basis."""
     windows, fresh = draw(corpus_ids(view, corpus), used, "corpus")
     states = chosen_states(view.n_layers, used.states)
     small: dict[str, Any] = {"states": states, "window": (1, used.length), "seed": used.seed}
@@ -252,6 +255,7 @@ def _cells(
         ):
             near = tolerance(measure, printed)
             judged = verdict(value, printed, near, same)
+            # "table_3_rank" -> "table 3"
             yield table[:7].replace("_", " "), f"state {state}", value, printed, near, judged
 
 

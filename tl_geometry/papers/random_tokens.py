@@ -1,16 +1,16 @@
-"""Token randomisation: where training text is random, the geometry of position is destroyed (Song &
-Zhong 2023, section 5.1).
+"""Does training on random tokens destroy the geometry of position, and only where they are random?
+(Song & Zhong 2023, section 5.1.) Run by :func:`tl_geometry.papers.experiment`.
 
 1. Three models are trained on text, on text whose second half is random tokens, and on random
    tokens.
 2. Each is measured on all three formats: a 3 x 3 grid of positional bases per state.
-3. The break (the largest step between neighbours) is expected where the random half begins, and few
-   low frequencies where it lies.
+3. The break (the largest step between neighbours) is expected where the random half begins, and a
+   small share of low frequencies inside it.
 
-The target of the last position of text is random already, so that what the model has to do changes
-one position before the tokens do.
+The target of the last text position is random already, so the model's task changes one position
+before the tokens do.
 
-Measures of one half are those of that half alone: its own positions, less their mean, without the
+Measures of one half are taken on that half alone: its own positions, less their mean, without the
 position before the middle. Otherwise the jump of the mean between the halves, which is common to
 all positions of the second, would make random positions look alike and therefore smooth.
 """
@@ -109,7 +109,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts from the first on, as many as have that many characters together; the last is cut."""
+    """The first texts, up to ``characters`` characters in all; the last one is cut."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)
@@ -120,7 +120,7 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
 def text_windows(
     stream: Int[Tensor, " token"], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
-    """``n`` windows at random places of a token stream (for training: drawn with replacement)."""
+    """``n`` windows for training, at random places of a token stream, with replacement."""
     require(
         len(stream) > length,
         "text",
@@ -159,8 +159,8 @@ def halves(
 
     >>> noise = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     >>> smooth = torch.linspace(-1, 1, 16)[:, None] * torch.ones(3)
-    >>> found = halves(torch.cat([smooth, 9 + noise])[None], 16, 2)
-    >>> bool(found["roughness_first"] < 0.2), bool(found["roughness_second"] > 1)
+    >>> measures = halves(torch.cat([smooth, 9 + noise])[None], 16, 2)
+    >>> bool(measures["roughness_first"] < 0.2), bool(measures["roughness_second"] > 1)
     (True, True)
     """
     measures: dict[str, Tensor] = {}
@@ -228,8 +228,8 @@ def randomisation(
     torch.Size([3, 23, 32])
     """
     setup = chosen(scale, SETUPS)
-    some = any(state <= setup.layers for state in setup.shown)
-    require(some, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
+    drawable = any(state <= setup.layers for state in setup.shown)
+    require(drawable, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
     stream, other, d_vocab, label = token_stream(setup, texts, name)
     training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
     rows: list[dict[str, Any]] = []
@@ -259,6 +259,7 @@ def _train(
     half = setup.context // 2
 
     def batch_at(step: int) -> Batch:
+        # each step of each run draws other windows
         place = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
         text = text_windows(stream, setup.context + 1, setup.batch, place)
         return shifted(randomise(text, trained, d_vocab, half=half, seed=place))
@@ -331,26 +332,26 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
         return [final.column(measure, **where, seed=seed)[: setup.layers] for seed in seeds]
 
     text = values("low_frequency", "baseline", "baseline")
-    found = [
+    claims = [
         _low_frequency(text, values("low_frequency", "full", measured), measured, where, part)
         for measured in ("full", "baseline")
         for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None)))
     ]
     for measure, name in (("fracture_at", "largest turn"), ("jump_at", "longest step")):
-        found += _places(values, measure, f"first position after the {name}", half)
+        claims += _places(values, measure, f"first position after the {name}", half)
     for measure, digits in MEASURES_OF_HALVES.items():
         text, partial = (
             _shown(values(measure, form, form), digits) for form in ("baseline", "partial")
         )
         name = measure.replace("_", " ")
-        found.append(
+        claims.append(
             Finding(
                 claim=f"{name}, half-random text against text (each measured on its own format)",
                 expected="the second half breaks, the first does not",
                 found=f"text {text}; half-random {partial}",
             )
         )
-    return found
+    return claims
 
 
 def _places(

@@ -1,4 +1,4 @@
-"""Runs a published work by its name, and puts our numbers beside the published ones: what
+"""Run a published work by its name, and put our numbers beside the published ones: what
 ``tl-geometry reproduce`` calls."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def reproduce(
     """Run the published settings of a work by its name, ``"song-zhong"``, ``"lines-of-thought"`` or
     ``"traveling-words"`` (which reads weights alone): what the command line calls.
 
-    ``contexts`` windows (chunks) in place of the published number; ``topics``: documents (four in
-    the paper) for the similarities and incoherence of Song & Zhong's Table 1.
+    ``contexts`` is the number of windows (chunks) in place of the published one; ``topics`` are
+    documents (four in the paper) for similarities and incoherence in Song & Zhong's Table 1.
     """
     choice(work, WORKS, "work")
     texts = read_texts(corpus, encoding)[0] if corpus else None
@@ -52,8 +52,8 @@ def reproduce(
     require(row is None, "--row", expected=f"none with {work}", got=repr(row))
     require(documents is None, "--topics", expected=f"none with {work}", got=f"{topics}")
     if work == "traveling-words":
-        given = corpus or contexts
-        require(not given, "--corpus, --contexts", expected=f"none with {work}", got=f"{given}")
+        unused = corpus or contexts
+        require(not unused, "--corpus, --contexts", expected=f"none with {work}", got=f"{unused}")
         return molina(loaded(model))
     text = "\n".join(texts if texts is not None else held_out_documents().texts)
     separate = find_spec("sklearn") is not None  # the separability rows need the ml extra

@@ -1,5 +1,5 @@
-"""Settings of an experiment at a scale, and the model and the training that follow from them: what
-the three experiments share before there are results."""
+"""Settings of an experiment at a scale, and the model and the training that follow from them. The
+three experiments share it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Setup:
     settings.
 
     The model is a GPT-2 of Hugging Face without biases (held at zero) unless ``bias``, dropout
-    everywhere. ``measure_at`` are the numbers of steps after which geometry is measured,
-    ``contexts`` the windows that it is measured on, ``frequencies`` how many cosines count as low.
+    everywhere. Geometry is measured before training and ``measurements`` times during it
+    (:meth:`measure_at`), on ``contexts`` windows; ``frequencies`` is how many cosines count as low.
     """
 
     scale: str
@@ -63,8 +63,8 @@ class Setup:
         )
 
     def measure_at(self) -> tuple[int, ...]:
-        """Steps done when geometry is measured: 0, then about evenly in the square root of the
-        step, so that the start is seen.
+        """Steps after which geometry is measured: 0, then about evenly in the square root of the
+        step, so that more of them fall early.
 
         >>> size = {"layers": 1, "heads": 1, "d_model": 8, "context": 8, "batch": 1}
         >>> Setup(scale="x", steps=100, warmup=1, measurements=4, **size).measure_at()
@@ -96,8 +96,8 @@ class Setup:
     def changed(self: S, changes: Mapping[str, str]) -> S:
         """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
         pair of numbers."""
-        known = {f.name for f in dataclasses.fields(self)} - {"scale"}
-        unknown, expected = sorted(set(changes) - known), f"names among {', '.join(sorted(known))}"
+        names = {f.name for f in dataclasses.fields(self)} - {"scale"}
+        unknown, expected = sorted(set(changes) - names), f"names among {', '.join(sorted(names))}"
         require(not unknown, "--set", expected=expected, got=", ".join(unknown))
         values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
         return dataclasses.replace(self, **values)
@@ -118,14 +118,14 @@ def setups(cls: type[S], experiment: str) -> dict[str, S]:
 
 
 def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
-    """The setup of a scale by its name, or one's own as it is."""
+    """The setup of a scale by its name; a setup is returned as it is."""
     if isinstance(scale, type(setups["paper"])):
         return scale
     return setups[choice(str(scale), SCALES, "scale")]
 
 
 def _read(name: str, text: str, old: Any) -> Any:
-    """A value of the type of ``old``."""
+    """The text of a setting as a value of the type of ``old``."""
     if isinstance(old, bool):
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)
         return text == "true"
@@ -188,11 +188,11 @@ def run_training(
     """
     model = setup.model(d_vocab, seed).to(device)
     folder = None if out is None else Path(out) / name
-    wanted = setup.measure_at()
+    measured_at = setup.measure_at()
     records: list[dict[str, Any]] = []
 
     def take(done: int) -> None:
-        if done in wanted and not any(r["step"] == done for r in records):
+        if done in measured_at and not any(r["step"] == done for r in records):
             records.extend({"step": done, **row} for row in measure(done, model))
             if folder is not None:
                 weights = dict(model.named_parameters())

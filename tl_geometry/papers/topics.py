@@ -68,8 +68,8 @@ def topic_bases(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> TopicBases:
-    """Positional and context bases as published: pos and mean from the means of the large corpus
-    over positions 1 to L - 1 only, ``ctx_c`` the mean of topic window c over the same ones minus
+    """Positional and context bases as published: mean and pos come from the large corpus at
+    positions 1 to L - 1 only; ``ctx_c`` is the mean of topic window c over these positions less
     that mean (so the ctx of the topics need not sum to zero)."""
     require_basis(basis)
     length = topics.tokens.shape[1]
@@ -82,7 +82,7 @@ def topic_bases(
     )
     means = basis.mean[:, None] + basis.pos_seen[:, 1:length]
     centre = means.mean(1)
-    few = decompose(
+    topic_basis = decompose(
         view,
         topics,
         states=basis.states,
@@ -93,6 +93,8 @@ def topic_bases(
         batch_size=batch_size,
         progress=progress,
     )
-    assert few.context_means is not None
+    assert topic_basis.context_means is not None
     assert topics.labels is not None
-    return TopicBases(means - centre[:, None], few.context_means - centre[:, None], topics.labels)
+    return TopicBases(
+        means - centre[:, None], topic_basis.context_means - centre[:, None], topics.labels
+    )

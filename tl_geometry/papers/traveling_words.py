@@ -1,8 +1,8 @@
 """The readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) for a model: what biases prefer,
 the tokens of the leading directions of heads, and the noun probe.
 
-The sources at hand print no table of values for them, so that there is nothing to agree with:
-settings are the published ones, numbers are ours. The published examples are GPT-2's, and rows
+The sources at hand print no table of values for them, so there is nothing to compare with: settings
+are the published ones, numbers are ours. The published examples are GPT-2's, and rows
 about them say so for any other model.
 """
 
@@ -29,7 +29,8 @@ COLUMNS = {
     "head OV": ("direction {feature}", "reads", "writes", "value"),
     "noun": ("{noun}", "keys", "values", "norm"),
 }
-"""Of each readout: what a row is about, and the columns of its tokens, others and size."""
+"""Readout -> what a row is about, and the columns of its table for ``tokens``, ``others`` and
+``size``."""
 NEEDS = "needs GPT-2's weights: the published examples are its own"
 
 
@@ -61,7 +62,7 @@ def molina(
     Published: 20 directions, k = 5, blocks 0, 5 and 11 of GPT-2 small, biases left out of the keys
     of the probe. For another model than GPT-2 the verdict of every row says that the published
     examples need its weights; for GPT-2 it says that no published value is at hand. A readout that
-    the model has not (QK-norm, a norm after attention) is a row that says why.
+    the model does not allow (QK-norm, a norm after attention) is a row that says why.
 
     >>> import tl_geometry as tlg
     >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)

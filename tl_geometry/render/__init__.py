@@ -3,8 +3,8 @@ and saves itself as HTML, PNG, SVG or PDF.
 
 ``split``, ``heads``, ``logit_page``, ``bands_page``, ``bundle_3d`` and ``sphere_3d`` are
 interactive pages (self-contained, offline, in a sandboxed frame), with an image for paper; the
-others are matplotlib figures, which draw into ``ax=`` where they draw one axes.
-:mod:`tl_geometry.render.circuitsvis` has circuitsvis's map of attention heads.
+others are matplotlib figures, and take ``ax=`` where they consist of one axes.
+:mod:`tl_geometry.render.circuitsvis` draws attention heads as circuitsvis does.
 """
 
 from __future__ import annotations

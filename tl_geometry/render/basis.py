@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WORDS = {"pos": "position", "ctx": "context", "resid": "residual"}
-"""What the parts are called in legends."""
+"""Part -> its name in legends."""
 
 
 def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | None = None) -> View:
@@ -95,7 +95,7 @@ def _draw_part(plot: Any, states: Sequence[int], values: Tensor, part: str) -> N
 
 
 def _change(table: Anova, part: str, name: str) -> str:
-    """How a share changes from the first to the last state, in words."""
+    """How a share changes from the first to the last state, for a title."""
     first, last = (float(table.shares[part][i]) for i in (0, -1))
     if math.isnan(first) or math.isnan(last):
         return f"{name} not told apart"
@@ -126,7 +126,7 @@ def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
         "resid": (table.resid / tokens).sqrt(),
     }
     for part, values in norms.items():
-        # A norm of zero has no place on a logarithmic axis.
+        # a logarithmic axis has no place for a norm of zero
         _draw_part(axis.semilogy, basis.states, values.clamp(min=1e-12), part)
     axis.set(xlabel="state", xticks=whole_ticks(basis.states), ylabel="norm (units of the stream)")
     legend_beside(axis)
@@ -153,7 +153,7 @@ def spirals(
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
-        states: which, by default at most seven at even distances.
+        states: which, by default at most five at even distances.
         control: the basis of the untrained control, on its own directions in a second row.
 
     >>> import tl_geometry as tlg
@@ -196,12 +196,12 @@ def _draw_curve(axis: Axes, state: int, basis: PositionContext) -> Any:
     pos = basis.pos[basis.index(state)]
     directions = linalg.svd(pos)
     points = pos @ directions.V[:, :2]
-    outside = _fit_axes(axis, points)
-    # A stream of one dimension has one direction: it stands on both axes.
+    outliers = _fit_axes(axis, points)
+    # a stream of one dimension has one direction, which then stands on both axes
     drawn = draw_path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
     share = energy[:2].sum() / energy.sum().clamp(min=1e-300)
-    off = f", {outside} off" if outside else ""
+    off = f", {outliers} off" if outliers else ""
     axis.set_title(f"state {state}: {float(share):.0%}{off}", fontsize=8)
     no_ticks(axis)
     return drawn
@@ -231,7 +231,7 @@ def gram(
     Args:
         basis: from :func:`tl_geometry.decompose`; without context vectors only positions are shown.
         state: which state.
-        contexts: at most so many context vectors, at even distances.
+        contexts: the most context vectors that are shown, at even distances.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -246,8 +246,8 @@ def gram(
         order = torch.arange(basis.contexts)
         if basis.labels is not None:
             order = torch.argsort(basis.labels, stable=True)
-        picked = torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()
-        vectors["contexts"] = basis.ctx[row, order[picked]]
+        evenly = torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()
+        vectors["contexts"] = basis.ctx[row, order[evenly]]
     rows, _ = linalg.normalize_rows(torch.cat([*vectors.values()]))
     figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))
     image = draw_matrix(axis, rows @ rows.T, -1.0, 1.0)
@@ -283,7 +283,7 @@ def token_norms(
 ) -> View:
     """Norm of every token of some contexts by its position, the largest ones named.
 
-    Where a few tokens stand far above the others, sums of squares are about them.
+    Where a few tokens stand far above the others, sums of squares describe mostly them.
 
     Args:
         norms: of the tokens of some contexts.
@@ -332,8 +332,8 @@ def token_norms(
 def _name_largest(
     axis: Axes, marked: Sequence[tuple[int, float, str]], least: float, middle: float
 ) -> None:
-    """Names of at most eight of the marked tokens above ``least``, on the side of their point that
-    faces the ``middle`` of the window."""
+    """Write the names of at most eight marked tokens above ``least``, each on the side of its point
+    that faces the ``middle`` of the window."""
     largest: dict[tuple[int, str], float] = {}
     for position, norm, token in marked:
         largest.setdefault((position, token), norm)

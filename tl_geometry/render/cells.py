@@ -1,5 +1,5 @@
-"""Matrices of scores in few bytes, for the page of a split: block maxima, quantisation, packing of
-the allowed cells, deflate."""
+"""Put matrices of scores into few bytes, for the page of a split: block maxima, quantisation,
+packing of the allowed cells, deflate. A panel is the matrix of one head and one term."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 EXACT = 64
-"""Up to so many tokens values are float16, beyond that int8."""
+"""Most tokens for which values are float16; for more they are int8."""
 LEVELS = (127, 90, 63, 45, 31)
-"""Steps from zero to the largest value of a plane, in int8: the first that fits the size."""
+"""Steps from zero to the largest value of a panel, in int8. The page takes the first that fits its
+size; each is about 0.7 of the one before."""
 
 
 def block_maxima(
     values: Float[Tensor, "head query key"], allowed: Bool[Tensor, "head query key"], block: int
 ) -> Float[Tensor, "head ..."]:
-    """Of each ``block x block`` cells the allowed one that is largest in absolute value, with its
-    sign; NaN if one is, or none is allowed.
+    """The allowed value of largest size in each block of ``block x block`` cells, with its sign;
+    NaN if the block has an allowed NaN, or no allowed cell.
 
     >>> x = torch.tensor([[[1.0, 0.0, 9.0], [-3.0, 2.0, 9.0], [0.5, 0.0, -4.0]]])
     >>> block_maxima(x, torch.ones(1, 3, 3).tril().bool(), 2)
@@ -38,7 +39,7 @@ def block_maxima(
 
 
 def _blocks(cells: Tensor, block: int, outside: float = 0.0) -> Tensor:
-    """The cells of each block, in the last axis; what is beyond the edge is ``outside``."""
+    """The cells of each block in the last axis; cells beyond the edge are ``outside``."""
     pad = (0, -cells.shape[-1] % block, 0, -cells.shape[-2] % block)
     padded = torch.nn.functional.pad(cells, pad, value=outside)
     return rearrange(padded, "... (q a) (k b) -> ... q k (a b)", a=block, b=block)
@@ -50,8 +51,8 @@ def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Ten
 
 
 class Payload(NamedTuple):
-    """Planes as the page reads them, and how far what it reads may be from what was given (times
-    the largest value of the plane)."""
+    """Panels as the page reads them: ``half_step`` is the largest rounding error, in units of a
+    panel's largest value, ``exact`` says that values are float16."""
 
     fields: dict[str, Any]
     half_step: float
@@ -63,35 +64,36 @@ def pack(
     allowed: Bool[Tensor, "head query key"],
     levels: int,
 ) -> Payload:
-    """Quantise the allowed cells of each plane by its own largest absolute value and compress them.
+    """Quantise the allowed cells of each panel by its own largest absolute value and compress them.
 
     ``levels`` steps from zero to that value in int8, -128 for NaN; float16 of ``value / largest``
-    up to :data:`EXACT` tokens. The mask of each head is kept once (heads that share one share it),
-    planes hold its cells row by row.
+    up to :data:`EXACT` tokens. Each distinct mask of allowed cells is stored once; panels hold the
+    cells that the mask of their head allows, row by row.
     """
-    planes = values.double().cpu()
+    panels = values.double().cpu()
     masks, which = torch.unique(allowed.cpu().flatten(1), dim=0, return_inverse=True)
-    known = torch.where(torch.isfinite(planes) & allowed.cpu()[:, None], planes, 0.0)
-    largest = known.abs().flatten(2).amax(-1)
-    unit = planes / torch.where(largest > 0, largest, 1.0)[..., None, None]
+    finite = torch.where(torch.isfinite(panels) & allowed.cpu()[:, None], panels, 0.0)
+    largest = finite.abs().flatten(2).amax(-1)
+    unit = panels / torch.where(largest > 0, largest, 1.0)[..., None, None]
     unit = torch.where(torch.isfinite(unit), unit, torch.nan)
-    exact = planes.shape[-1] <= EXACT
+    exact = panels.shape[-1] <= EXACT
     if exact:
         coded = unit.numpy().astype(np.float16)
     else:
         coded = torch.nan_to_num((unit * levels).round(), nan=-128.0).to(torch.int8).numpy()
-    kept = [
+    by_head = [
         head[:, mask].reshape(-1) for head, mask in zip(coded, allowed.cpu().numpy(), strict=True)
     ]
-    cells = np.concatenate(kept)
+    cells = np.concatenate(by_head)
     fields = {
-        "size": planes.shape[-1],
+        "size": panels.shape[-1],
         "levels": None if exact else levels,
         "largest": largest.tolist(),
         "masks": compressed(np.packbits(masks.numpy(), axis=1, bitorder="little").tobytes()),
         "mask": which.tolist(),
         "cells": compressed(cells.tobytes()),
     }
+    # float16 has steps of 2**-11 between 0.5 and 1
     return Payload(fields, 2.0**-12 if exact else 0.5 / levels, exact)
 
 

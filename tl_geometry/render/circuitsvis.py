@@ -1,5 +1,5 @@
-"""circuitsvis's maps of attention heads, hardened, for notebooks that know them; and the page of a
-logit opened where an induction head copies.
+"""Attention heads as circuitsvis draws them, for notebooks that know these maps, but safe with any
+token text; and the page of a logit opened where an induction head copies.
 
 circuitsvis draws the maps; everything around them is made here, because its own pages run script
 that token text holds, drop tokens that look like tags, ask the network on every display, and delete
@@ -57,14 +57,14 @@ def attention_heads(
     limit: float | None = None,
     title: str = "Attention heads",
 ) -> PageView:
-    """Heat maps of several heads, one of them enlarged: hover to see another, click to hold it
+    """Heat maps of several heads, one of them enlarged: hover to enlarge another, click to keep it
     (circuitsvis ``attention_heads``). Keys after the query are hidden where all of them are 0 or
     -inf.
 
     Args:
         attention: any values per head, query and key, or a split, whose heads are all shown.
         tokens: their texts (a split knows those of its first prompt).
-        names: what the heads are called; a split knows it.
+        names: names of the heads (a split knows them).
         term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are
             row-centred, as softmax sees them.
         context: of a split: which prompt.
@@ -86,8 +86,8 @@ def attention_heads(
         tokens = tokens or (attention.str_tokens if context == 0 else ())
     else:
         got, instead = describe(attention), "attention[batch]"
-        known = attention.dim() == 3
-        require(known, "attention", expected="[head query key]", got=got, instead=instead)
+        three_axes = attention.dim() == 3
+        require(three_axes, "attention", expected="[head query key]", got=got, instead=instead)
         what, values = "values", attention.detach().cpu().double()
         names = names or [f"Head {i}" for i in range(len(values))]
     expected = f"{len(values)} names, one per head"
@@ -97,16 +97,16 @@ def attention_heads(
 
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
     causal = bool(((values[:, later] == 0) | (values[:, later] == -torch.inf)).all())
-    shown = checks.finite(values.tril() if causal else values, "attention")
-    top = limit or (1.0 if what == "pattern" else float(shown.abs().max()) or 1.0)
-    beyond = int((shown.abs() > top * (1 + 1e-9)).sum())
+    visible = checks.finite(values.tril() if causal else values, "attention")
+    top = limit or (1.0 if what == "pattern" else float(visible.abs().max()) or 1.0)
+    beyond = int((visible.abs() > top * (1 + 1e-9)).sum())
     caption = (
         f"{what[0].upper()}{what[1:]} by query (row) and key (column), {len(texts)} tokens; full "
         f"colour at {top:.3g}, one scale for all heads"
         f"{f', {beyond} values beyond it' if beyond else ''}."
     )
     props = {
-        "attention": [[[rounded(v, 4) for v in row] for row in head] for head in shown.tolist()],
+        "attention": [[[rounded(v, 4) for v in row] for row in head] for head in visible.tolist()],
         "attentionHeadNames": list(names),
         "tokens": texts,
         "minValue": -top,
@@ -119,12 +119,12 @@ def attention_heads(
     hidden = later if causal else torch.zeros_like(later)
     return PageView(
         "circuitsvis",
-        {"props": props, "limit": top, "signed": bool((shown < 0).any()), "library": packed},
+        {"props": props, "limit": top, "signed": bool((visible < 0).any()), "library": packed},
         title=title,
         caption=caption,
         width=800,
         height=720 + 98 * math.ceil(len(values) / 6),
-        image=functools.partial(_image, shown, hidden, names, texts, top, title, caption),
+        image=functools.partial(_image, visible, hidden, names, texts, top, title, caption),
         starts=script,
     )
 
@@ -145,8 +145,8 @@ def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
     draws."""
     instead = "tokens=model.to_str_tokens(...)"
     expected = f"texts of the tokens, for {tuple(values.shape[1:])} queries and keys"
-    square, got = values.shape[1:] == (len(texts), len(texts)), f"{len(texts)} tokens"
-    require(square, "tokens", expected=expected, got=got, instead=instead)
+    matches, got = values.shape[1:] == (len(texts), len(texts)), f"{len(texts)} tokens"
+    require(matches, "tokens", expected=expected, got=got, instead=instead)
     what = f"cells of {len(values)} heads x {len(texts)} x {len(texts)} tokens"
     size, instead = values.numel(), "fewer heads= or tokens, or render.split"
     require(size <= CELLS, what, expected=f"at most {CELLS}", got=size, instead=instead)
@@ -161,7 +161,7 @@ def _image(
     title: str,
     caption: str,
 ) -> View:
-    """The heads as images, for paper and for where no script runs."""
+    """The heads as images, for paper and where no script runs."""
     single = len(values) == 1
     side = 4.4 if single else 2.3
     columns = min(4, len(values))
@@ -201,9 +201,8 @@ def induction(
 
     Args:
         found: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
-        head: the head that is meant and shown alone, by default the one that copies most, among the
-            others.
-        query: the position, by default where it does.
+        head: the head to look for, which is then shown alone; by default any head.
+        query: the position, by default the one where a head copies most.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -214,6 +213,7 @@ def induction(
     'L1H3'
     """
     each = [e for e in explanations(found) if query in (None, e.position)]
+    # any pair of numbers passes here: a head that is not shown is refused by logit_page
     wanted = None if head is None else checks.heads(head, 10**6, 10**6)[0]
     copied = [
         (float(e.heads[h][followers(e)].sum()), e.position, h)

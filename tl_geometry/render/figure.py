@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
-"""Colour maps that stay readable for colour-blind readers and in print: the diverging one is red
-where it is positive."""
+"""Colour maps that colour-blind readers can read, in print too; the diverging one is red where it
+is positive."""
 POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
 """The two signs as single colours: those of the diverging map."""
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
@@ -39,9 +39,9 @@ PARTS = {
 WIDTH = 7.2
 """Inches of a figure as wide as the text of a page."""
 HEAVY = 150_000
-"""Bytes of a drawing from which its pixels weigh less."""
+"""Bytes of an SVG above which the HTML holds a PNG instead, which then weighs less."""
 LONGEST = 80
-"""Characters of a label or title."""
+"""Most characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -52,6 +52,7 @@ SETTINGS: dict[Any, Any] = {
     "figure.facecolor": "white",
     "legend.frameon": False,
 }
+"""matplotlib's settings for every figure; text stays text in SVG, and fonts are embedded in PDF."""
 
 
 class View:
@@ -76,6 +77,7 @@ class View:
         import matplotlib
 
         buffer = io.BytesIO()
+        # no date and a fixed salt of ids: the same figure gives the same bytes
         stamp: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
         with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
             self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
@@ -88,14 +90,14 @@ class View:
             form, data = "png", self.bytes("png")
         wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
         source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
-        held = f'src="{source}" style="{wide};background:white"'
-        kept = ' class="kept"' if self._sequential() else ""
-        image = f'<img alt="{html.escape(self.title)}"{kept} {held}>'
+        attributes = f'src="{source}" style="{wide};background:white"'
+        css_class = ' class="kept"' if self._sequential() else ""
+        image = f'<img alt="{html.escape(self.title)}"{css_class} {attributes}>'
         return framed(image, self.title, self.caption, self.null, self.source)
 
     def _sequential(self) -> bool:
-        """Whether it holds a map of colours that mean nothing when they are inverted, as dark pages
-        do with lines and signed maps."""
+        """Whether the figure has a sequential colour map, which would be misread inverted. Dark
+        pages invert all other figures."""
         drawn = (d for a in self.figure.axes for d in (*a.images, *a.collections))
         return any(d.get_array() is not None and d.get_cmap().name == SEQUENTIAL for d in drawn)
 
@@ -123,10 +125,9 @@ class View:
 
 
 def framed(image: str, title: str, caption: str, null: str = "", source: str = "") -> str:
-    """An image (HTML) with its title and how to read it above, and what it was made from folded
-    below."""
-    said = " ".join(filter(None, (caption, null)))
-    head = f'<b>{html.escape(title)}</b><span class="how">{html.escape(said)}</span>'
+    """An image (HTML) with its title and how to read it above, and its source folded below."""
+    how = " ".join(filter(None, (caption, null)))
+    head = f'<b>{html.escape(title)}</b><span class="how">{html.escape(how)}</span>'
     top = f'<figcaption style="margin:0 0 .5em">{head.replace("</b>", "</b> ")}</figcaption>'
     body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
     return f'<figure style="margin-left:0;margin-right:0">{top}{body}{folded(source)}</figure>'
@@ -189,14 +190,14 @@ def panels(
 
 
 def draw_matrix(axis: Axes, values: Tensor, low: float, high: float, **options: Any) -> Any:
-    """A matrix as an image, one square a cell; signed colours where ``low`` is negative."""
+    """A matrix as an image, a square for each cell; the diverging map where ``low`` is negative."""
     scale = {"cmap": DIVERGING if low < 0 else SEQUENTIAL, "vmin": low, "vmax": high}
     return axis.imshow(values.numpy(), **{**scale, "interpolation": "nearest", **options})
 
 
 def draw_path(axis: Any, points: Tensor, numbers: Sequence[int], size: float) -> Any:
-    """A path through points of two or three dimensions: a thin line and a point for each, coloured
-    by its number."""
+    """A path through points of two or three dimensions: a thin line, and points coloured by their
+    numbers."""
     axis.plot(*points.T, color="#8888", lw=0.7, zorder=1)
     depth = {"depthshade": False} if points.shape[1] == 3 else {"zorder": 2}
     return axis.scatter(*points.T, c=numbers, cmap=SEQUENTIAL, s=size, **depth)
@@ -258,8 +259,8 @@ def require_3d(axis: object) -> None:
 
 def check_limit(limit: float | None) -> None:
     """Refuse an end of a colour scale that is no positive number; ``None`` is the default."""
-    known = limit is None or (math.isfinite(limit) and limit > 0)
-    require(known, "limit", expected="a positive number", got=limit)
+    positive = limit is None or (math.isfinite(limit) and limit > 0)
+    require(positive, "limit", expected="a positive number", got=limit)
 
 
 def head_names(heads: Sequence[tuple[int, int]]) -> str:
@@ -282,8 +283,8 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
 
 
 def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
-    """A colour for each of the values, with a colour bar where a legend would not fit; call the
-    result with a value."""
+    """A colour bar in place of a legend of many values; returns the function from a value to its
+    colour."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -295,8 +296,8 @@ def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any
 
 
 def drawable(text: str, longest: int = LONGEST) -> str:
-    r"""Text as labels can hold it: of some length, no mathematics, and what the font does not have
-    as ``\uXXXX``.
+    r"""Text as a label can hold it: cut at ``longest`` characters, ``$`` escaped (it would begin a
+    formula), characters that the font lacks as ``\uXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))
     a\$b\u1f9e0
@@ -305,5 +306,5 @@ def drawable(text: str, longest: int = LONGEST) -> str:
 
     text = text if len(text) <= longest else f"{text[: longest - 1]}…"
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
-    known = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
-    return known.replace("$", r"\$")
+    written = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
+    return written.replace("$", r"\$")

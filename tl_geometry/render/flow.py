@@ -1,6 +1,6 @@
-"""Figures of how states move from layer to layer: the bundle of paths, spectra, the directions that
-the output needs, what rotation and stretch leave, its growth as noise. The report, the gallery and
-a notebook draw them."""
+"""Figures of how states move from layer to layer: the bundle of paths, its spectra, how many
+directions the output needs, what a map by rotation and stretch leaves, whether that residual grows
+as noise does. The report, the gallery and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUNDLE = "Do tokens travel through the layers as a bundle?"
 BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
 """Title and null of the bundle, drawn flat or in space."""
 RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
-"""Measures of what a map leaves, a panel each."""
+"""Measures of the residual of a map, a panel each."""
 MOST_PATHS = 100
 """Trajectories that a bundle shows; more hide each other."""
 
@@ -57,9 +57,9 @@ def coordinates(
     paths = ensemble.X[rows]
     if axes is not None:
         d = paths.shape[2]
-        known = len(axes) == 3 and all(0 <= a < d for a in axes)
+        valid = len(axes) == 3 and all(0 <= a < d for a in axes)
         expected = f"3 coordinates from 0 to {d - 1}"
-        require(known, "axes", expected=expected, got=tuple(axes))
+        require(valid, "axes", expected=expected, got=tuple(axes))
         return paths[:, :, list(axes)].double(), [f"coordinate {a}" for a in axes]
     state = ensemble.states[-1]
     U = top_directions(ensemble.aligned_bases(align="none"), ensemble.row(state), 3)
@@ -89,7 +89,7 @@ def bundle_figure(
 
 
 def bundle_caption(drawn: int, count: int) -> str:
-    """How the bundle is read."""
+    """How the bundle is read, for its caption."""
     return (
         f"Each line is the path of one token through the states, {drawn} of {count} trajectories; "
         "colour is the state."
@@ -101,8 +101,8 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
 
 
 def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
-    """Singular values of every state against rank, log-log; rank 1 (the mean) is left out (Sarfati
-    et al. 2025, Fig. 2b).
+    """Singular values of every state against rank (2 to 512), log-log; rank 1, the mean, is left
+    out (Sarfati et al. 2025, Fig. 2b).
 
     Args:
         ensemble: from :func:`tl_geometry.trajectories`.
@@ -286,11 +286,11 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
     whole_numbers(axis.xaxis)
     fits = [(name, report.law(name)) for name in report.laws]
-    said = [f"{n}: alpha {f.alpha:.3g}, lambda {f.rate:.3g}, R² {f.r2:.2f}" for n, f in fits]
+    parameters = [f"{n}: alpha {f.alpha:.3g}, lambda {f.rate:.3g}, R² {f.r2:.2f}" for n, f in fits]
     caption = (
         "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by "
         f"t; lines are two laws of noise fitted to them, the {report.train} trajectories that the "
-        f"maps were fitted on ({'; '.join(said)})."
+        f"maps were fitted on ({'; '.join(parameters)})."
     )
     return View(
         figure,

@@ -1,4 +1,4 @@
-"""A map of layers and heads of any number of a table with one row per head: the interactive page,
+"""A map of layers and heads for any column of a table with one row per head: the interactive page,
 its image, and the colours of such a map. The report and notebooks draw it."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIRST = ("cs_position", "lift")
-"""Columns shown at first, the first that a table has."""
+"""Columns to show first: the first of these that the table has."""
 NULL = "Nulls are numbers of their own: position destroyed, uniform attention, random subspaces."
 PARTS = {"cs_": "share of ", "gs_": "gain of ", "es_": "energy of "}
-"""Beginnings of columns, in words."""
+"""Beginning of a column's name -> what it means."""
 READ = 24
-"""Numbers of a head that a page shows open; the others are folded."""
+"""Numbers of a head that a page shows at once; the others are folded."""
 NUMBERED = 160
 """Cells of a map up to which each has its number written in it."""
 
@@ -39,9 +39,9 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
             such as weight geometry.
-        value: column shown at first, by default the share of position. Shares run from -1 to 1,
-            head types from 0 to 1, other columns to their largest absolute value. NaN is hatched,
-            heads that the table does not have are blank.
+        value: column shown at first, by default the share of position. Covariance and gain shares
+            run from -1 to 1, energy shares and head types from 0 to 1, other columns to their
+            largest absolute value. NaN is hatched, heads that the table lacks are blank.
         title: of the page.
 
     >>> import tl_geometry as tlg
@@ -120,7 +120,7 @@ def head_grid(sweep: Result, value: str | None = None) -> View:
 
 
 def in_words(column: str) -> str:
-    """A column for people.
+    """The name of a column in words.
 
     >>> in_words("cs_pos-pos"), in_words("dropped_mass")
     ('share of pos-pos', 'dropped mass')
@@ -156,8 +156,8 @@ def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tenso
 
 
 def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
-    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for others and head
-    types, else to the largest |value|.
+    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for energy shares
+    and head types, else up to the largest |value|.
 
     >>> values = torch.tensor([0.5, 2.0])
     >>> scale("kl_pos-pos", values), scale("cs_pos-pos", values), scale("induction", values)

@@ -1,12 +1,12 @@
-"""The page of a logit: what wrote it, over the text itself. Arcs run from the chosen token to what
-heads read there; below stands, head by head, what was written towards the target and the terms of
-the score behind it. Notebooks and the gallery show it.
+"""The page of a logit: what wrote it, over the text itself. Arcs run from the chosen token to the
+sources that heads read there; below follow, head by head, what it wrote towards the target and the
+terms of the score that made it look there. Notebooks and the gallery show it.
 
 1. One or several :class:`~tl_geometry.circuits.logits.LogitExplanation` of one prompt, a position
    each.
-2. The (head, source) pairs of each go to cards, a head each; terms are summed to the groups of
+2. Each head has a card with its (head, source) pairs; terms are summed to the groups of
    ``render.split`` (of writers: by the writer of the key), and listed one by one.
-3. What is in no pair stands in the last card, so that the page adds up to the model's logit.
+3. The last card holds the rest, so that the page adds up to the model's logit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9
-"""Heads that have a card; writers that a list names at first, and on demand."""
+"""Heads that have a card; writers that a list names at first, and when opened."""
 SAID = {
     "bias": "constants (bias)",
     "pos": "position (pos)",
@@ -86,15 +86,15 @@ def logit_page(
     wanted = None
     if head is not None:
         names = dict.fromkeys(pair[:2] for pair in each[first].pairs)
-        wanted = checks.heads(head, 10**6, 10**6)[0]
+        wanted = checks.heads(head, 10**6, 10**6)[0]  # any pair of numbers; refused below
         expected = f"one of {', '.join(map(head_name, names))}"
         require(wanted in names, "head", expected=expected, got=head_name(wanted))
     queries = [_query(e, wanted) for e in each]
     text = text_data(texts_of(each[0]))
-    marks = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
+    sizes = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
     data = {
         **text,
-        "limit": max(map(abs, marks)) or 1.0,
+        "limit": max(map(abs, sizes)) or 1.0,
         "longest": [_longest(queries, "score"), _longest(queries, "value")],
         "details": _details(each[0]),
         "queries": queries,
@@ -127,22 +127,27 @@ def explanations(
     if not each or not all(isinstance(e, LogitExplanation) for e in each):
         got = "none" if not each else type(each[0]).__name__
         fail("found", expected="explanations of logits", got=got, instead=instead)
-    one = [(e.str_tokens, e.heads.shape, e.parts, e.provenance.token_hash) for e in each]
-    what, got = "explanations of one prompt, by the same parts", f"{len(set(one))} kinds"
-    require(len(set(one)) == 1, "found", expected=what, got=got)
-    at = [e.position for e in each]
-    require(len(set(at)) == len(at), "found", expected="one explanation a position", got=at)
+    prompts = [(e.str_tokens, e.heads.shape, e.parts, e.provenance.token_hash) for e in each]
+    expected, got = "explanations of one prompt, by the same parts", f"{len(set(prompts))} kinds"
+    require(len(set(prompts)) == 1, "found", expected=expected, got=got)
+    positions = [e.position for e in each]
+    require(
+        len(set(positions)) == len(positions),
+        "found",
+        expected="one explanation a position",
+        got=positions,
+    )
     return each
 
 
 def followers(found: LogitExplanation) -> list[int]:
-    """Positions behind earlier copies of the explained token: what an induction head reads."""
+    """Positions just after earlier copies of the explained token: what an induction head reads."""
     texts, at = texts_of(found), found.position
     return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
 
 
 def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str, Any]:
-    """What the page shows of one explanation: heads of the largest pairs, ``wanted`` before."""
+    """What the page shows of one explanation: heads of the largest pairs, ``wanted`` first."""
     at, texts = found.position, texts_of(found)
     order = dict.fromkeys(pair[:2] for pair in found.pairs)
     heads = sorted(order, key=lambda h: h != wanted)[:HEADS]
@@ -171,23 +176,25 @@ def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str,
 
 
 def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
-    """One (head, source): what was written, and the score behind it, in few words and in many."""
+    """One (head, source): what was written, and the score behind it, as a short and a long list."""
     terms: dict[tuple[str, str], float] = dict(
         zip(term_pairs(found.parts), found.pair_terms[p].flatten().tolist(), strict=True)
     )
     biased = bool(found.pair_alibi.any())
     terms |= {(ALIBI, ALIBI): float(found.pair_alibi[p])} if biased else {}
     groups = groups_of(list(terms))
-    every = [(label(f"{a}-{b}", found.bias_label), v) for (a, b), v in terms.items()]
+    by_term = [(label(f"{a}-{b}", found.bias_label), v) for (a, b), v in terms.items()]
     values = list(zip(found.parts, found.pair_values[p].tolist(), strict=True))
     if groups:
-        few = [(name, _short(sum(terms[t] for t in members))) for name, members in groups.items()]
-        score = [few, _listed(every, len(every), "")]
+        by_group = [
+            (name, _short(sum(terms[t] for t in members))) for name, members in groups.items()
+        ]
+        score = [by_group, _listed(by_term, len(by_term), "")]
         value = [[(SAID.get(part, part), _short(v)) for part, v in values]] * 2
     else:
         keys = [(b, sum(v for (_, k), v in terms.items() if k == b)) for b in found.parts]
         keys += [(ALIBI, terms[ALIBI, ALIBI])] if biased else []
-        score = [_listed(keys, FEW, "writers"), _listed(every, MANY, "terms")]
+        score = [_listed(keys, FEW, "writers"), _listed(by_term, MANY, "terms")]
         value = [_listed(values, most, "writers") for most in (FEW, MANY)]
     return {
         "source": found.pairs[p][2],
@@ -207,15 +214,15 @@ def _details(found: LogitExplanation) -> list[str]:
 
 
 def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
-    """The largest, with the sum of the others as the last."""
+    """The largest ``most`` by size, and the sum of the others as the last."""
     order = sorted(bars, key=lambda bar: -abs(bar[1]))
     shown, others = order[:most], order[most:]
-    if len(others) == 1:
+    if len(others) == 1:  # its own name takes no more room than "1 smaller"
         shown, others = order, []
-    found = [(name, _short(value)) for name, value in shown]
+    listed = [(name, _short(value)) for name, value in shown]
     if others:
-        found.append((f"{len(others)} smaller {what}", _short(sum(v for _, v in others))))
-    return found
+        listed.append((f"{len(others)} smaller {what}", _short(sum(v for _, v in others))))
+    return listed
 
 
 def _caption(found: LogitExplanation) -> str:

@@ -73,7 +73,7 @@ UNITS = {
 }
 """Units of measures; the others are shares."""
 NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
-"""Measures whose key says too little."""
+"""Labels of measures whose key says too little."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -90,7 +90,7 @@ CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec"
 CONTEXTS = 10
 """Sampled contexts whose tokens stand in the plane of position, as in the paper's figure."""
 NAMED = 24
-"""Characters of a document's name, its last ones, that stand on an axis."""
+"""Characters of a document's name on an axis: its last ones."""
 
 
 def _rows(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
@@ -214,7 +214,8 @@ def planes(basis: PositionContext, *, states: Sequence[int] | None = None) -> Vi
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.7))
     for axis, row in zip(axes, rows, strict=True):
         pos = basis.pos[row]
-        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))  # of one direction a second is zero
+        # a stream of one dimension has one direction: a zero one is added
+        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))
         if basis.samples is not None:
             h = basis.samples[:CONTEXTS, row, slice(*basis.window)].double()
             cloud = positional.pca_view((h - basis.mean[row] - pos).flatten(0, 1), V)

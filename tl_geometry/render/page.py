@@ -26,13 +26,13 @@ from tl_geometry.base.errors import fail
 from tl_geometry.render.figure import View, drawable, folded
 
 FALLBACK = 300_000
-"""Most bytes of the image in a notebook."""
+"""Most bytes of the image that a notebook or a report holds beside a page."""
 DARK = (
     'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
     'body[data-theme="dark"]{--tlg-dark:1px}'
 )
-"""Dark pages as notebooks have them (JupyterLab, VS Code, Colab, furo). A frame cannot see the page
-around it; one pixel more tells it."""
+"""How a frame, which cannot see the page around it, learns that this page is dark (JupyterLab, VS
+Code, Colab, furo): the frame becomes one pixel higher, and its script looks for that pixel."""
 
 
 class PageView:
@@ -40,9 +40,8 @@ class PageView:
     or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as what holds it, ``width`` at
     most.
 
-    ``script`` names the one of ``assets/`` that draws ``data``; ``starts`` is the text of a library
-    that it may start.
-    """
+    ``script`` names the file in ``assets/`` that draws ``data``; ``starts`` is the text of a
+    library that this script may start."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class PageView:
     def html(self, png: str = "", *, shared: bool = False) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side.
 
-        ``png`` (base64) lies below the frame, and is seen where no frame is let in: in notebooks
+        ``png`` (base64) lies below the frame, and is seen where frames are forbidden: in notebooks
         that are not trusted, on code hosts, in e-mail. ``shared`` leaves the :attr:`library` to the
         page around it, which sends it on request.
         """
@@ -105,19 +104,19 @@ class PageView:
         title, page = html.escape(self.title), html.escape(page)
         place = "position:absolute;top:0;left:0" if png else "display:block"
         lazy = ' loading="lazy"' if shared else ""
-        held = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
-        frame = f'<iframe title="{title}" {held}></iframe>'
+        attributes = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
+        frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
             fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
             image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
-            room = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
-            frame = f'<div style="{room}">{image}{frame}</div>'
+            holder = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
+            frame = f'<div style="{holder}">{image}{frame}</div>'
         around = f'<div style="overflow-x:auto">{frame}</div>'
         return f"<style>{DARK}</style>{around}{folded(self.source)}"
 
     def png(self) -> str:
-        """The image as base64, with its title: it stands where no page is let in. Nothing where
-        there is none."""
+        """The image with its title as base64, for where frames are forbidden; empty without an
+        image."""
         if self.image is None:
             return ""
         view = self.image()
@@ -190,8 +189,8 @@ def _shown(value: Any) -> Any:
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
-    """A number as a page holds it: of so many significant digits, nothing where it is not
-    finite.
+    """A number as a page holds it: rounded to ``digits`` significant digits, ``None`` where it is
+    not finite.
 
     >>> rounded(1 / 3), rounded(float("nan"))
     (0.33333, None)
@@ -210,7 +209,7 @@ def text_data(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def text_lines(text: Mapping[str, Any], width: int, padding: int) -> int:
-    """Lines that the tokens of :func:`text_data` take on a page of some pixels across, with
+    """Lines that the tokens of :func:`text_data` take on a page ``width`` pixels wide, with
     ``padding`` pixels beside each."""
     lines, used = 1, 0.0
     for token, ends in zip(text["tokens"], text["breaks"], strict=True):
@@ -228,12 +227,13 @@ def small_png(view: View, limit: int) -> bytes:
         return raw
     from PIL import Image
 
-    whole = Image.open(io.BytesIO(raw)).convert("RGB")
+    picture = Image.open(io.BytesIO(raw)).convert("RGB")
+    # first guess: bytes grow with the square of the scale, and 128 colours take a quarter
     scale = min(1.0, (4 * limit / len(raw)) ** 0.5)
     while True:
-        size = (round(whole.width * scale), round(whole.height * scale))
+        size = (round(picture.width * scale), round(picture.height * scale))
         buffer = io.BytesIO()
-        small = whole.resize(size, Image.Resampling.BOX).quantize(
+        small = picture.resize(size, Image.Resampling.BOX).quantize(
             128, method=Image.Quantize.FASTOCTREE
         )
         small.save(buffer, format="png")

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BANDS = {"near": "#96304e", "middle": "#b3b536", "far": "#8573d6", PASS: "#6e6e6e"}
-"""One colour for each band in every figure, of different greys, none of them a part's."""
+"""One colour for each band in every figure: they differ in grey too, and none is that of a part."""
 GROUPS = {"position": PARTS["pos"], "content": PARTS["cvec"], "mixed": "#56b4e9"}
 """Colours of groups of terms."""
 CARRIED = "The band of wavelengths that carries each head"
-"""Title of the atlas."""
+"""Title of the map of heads by band."""
 REACH = 32
-"""Offsets that a profile shows."""
+"""A profile shows offsets below this."""
 ABOUT = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}
-"""What a share is of."""
+"""Share -> what it is a share of."""
 NULL = "The planes of a head share all of its score: no null is drawn."
 
 
@@ -53,6 +53,7 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
         share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes).
+        ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -150,6 +151,7 @@ def bands_page(
             name: {"bands": _rows(total), "planes": _stacked(planes, name)}
             for name, total in totals.items()
         },
+        # NaN marks planes that a head lacks, and is unequal to itself
         "waves": [[_short(w) for w in row if w == w] for row in planes.wavelength.tolist()],
         "marks": [NEAR, planes.length],
         "profile": None if profile is None else _profile(planes, profile),
@@ -193,13 +195,13 @@ def _colour(group: str) -> str:
 
 
 def _stacked(planes: PlaneTable, share: str) -> list[list[list[int]]]:
-    """Shares of the planes of each head by group of terms, in parts of 10,000: a table of many
-    planes takes a third of the bytes."""
+    """Shares of the planes of each head by group of terms, as whole parts of 10,000, which take a
+    third of the bytes in a table of many planes."""
     shares = torch.nan_to_num(planes.cs if share == "cs" else planes.gs).double()
     member = torch.stack(list(_groups(planes).values()), -1).to(shares)
     parts = (1e4 * shares @ member).round().int()
-    there = ~planes.wavelength.isnan()
-    return [head[rows].tolist() for head, rows in zip(parts, there, strict=True)]
+    existing = ~planes.wavelength.isnan()
+    return [head[rows].tolist() for head, rows in zip(parts, existing, strict=True)]
 
 
 def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def head_planes(
     heads: Sequence[Head] | Head | None = None,
 ) -> View:
     """A row for each head: the share of each plane by its wavelength, position and content stacked,
-    and beside it the mean score at each offset with its band of error.
+    and beside it the mean score at each offset with its interval.
 
     Args:
         planes: from a split's or a sweep's shares, ``.planes()``.
@@ -242,9 +244,9 @@ def head_planes(
     >>> head_planes(split.shares().planes(), tlg.scores.offset_profile(split)).title
     'Which wavelengths carry L1H0'
     """
-    both = planes.heads if profile is None else profile.heads
-    chosen = both if heads is None else checks.heads(heads, 10**6, 10**6)
-    missing = [h for h in chosen if h not in planes.heads or h not in both]
+    available = planes.heads if profile is None else profile.heads
+    chosen = available if heads is None else checks.heads(heads, 10**6, 10**6)  # refused below
+    missing = [h for h in chosen if h not in planes.heads or h not in available]
     require(not missing, "heads", expected="heads of the table and the profile", got=missing)
     require(len(chosen) <= 12, "heads", expected="at most 12 to draw", got=len(chosen))
     columns = 1 if profile is None else 2
@@ -289,15 +291,16 @@ def _in_words(length: int) -> dict[str, str]:
 def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int]) -> None:
     """Bars of one head's planes, stacked by group of terms where terms have groups."""
     waves = planes.wavelength[at]
-    there = ~waves.isnan()
-    turned = there & ~waves.isinf()
-    last = float(waves[turned].max()) if bool(turned.any()) else 1.0
-    centre = torch.where(waves.isinf(), 4 * last, waves)[there].log10()
+    existing = ~waves.isnan()
+    rotated = existing & ~waves.isinf()
+    last = float(waves[rotated].max()) if bool(rotated.any()) else 1.0
+    # what is not rotated stands beyond the longest wavelength
+    centre = torch.where(waves.isinf(), 4 * last, waves)[existing].log10()
     width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
-    hatches = ["//" if w else "" for w in waves[there].isinf().tolist()]
+    hatches = ["//" if w else "" for w in waves[existing].isinf().tolist()]
     up, down = (torch.zeros(len(centre), dtype=torch.float64) for _ in range(2))
     for name, member in _groups(planes).items():
-        share = torch.nan_to_num(planes.cs[at][there][:, member].sum(-1).double())
+        share = torch.nan_to_num(planes.cs[at][existing][:, member].sum(-1).double())
         bottom = torch.where(share >= 0, up, down)
         look = {"color": _colour(name), "label": name, "hatch": hatches}
         axis.bar(centre.numpy(), share.numpy(), width, bottom.numpy(), **look)
@@ -313,7 +316,7 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
 
 
 def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
-    """The profile of one head, with its band."""
+    """The mean score of one head at each offset, with its interval."""
     shown = profile.offsets.abs() < REACH
     x, mean = profile.offsets[shown].numpy(), profile.mean[at][shown].numpy()
     low, high = profile.low[at][shown].numpy(), profile.high[at][shown].numpy()

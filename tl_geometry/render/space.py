@@ -96,7 +96,7 @@ class SpaceView(PageView):
 
 
 def installed() -> bool:
-    """Whether plotly is there."""
+    """Whether plotly is installed."""
     return importlib.util.find_spec("plotly") is not None
 
 
@@ -110,7 +110,7 @@ def bundle_3d(
         ensemble: from :func:`tl_geometry.trajectories`.
         axes: three Cartesian coordinates in place of the first three singular directions of the
             last state.
-        limit: at most so many trajectories, taken at random with a fixed seed.
+        limit: the most trajectories shown, taken at random with a fixed seed.
 
     Raises ``GeometryError`` without plotly, and for coordinates that the states do not have.
 
@@ -235,7 +235,7 @@ def _until(t: int, count: int, label: str, marked: bool) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """Text that stays as it is under the mouse, where plotly reads tags and formulas in dollars.
+    """Text for the label under the mouse, where plotly would read tags, and formulas in dollars.
 
     >>> _escaped("<b>$")
     '&#60;b&#62;&#36;'
@@ -244,8 +244,8 @@ def _escaped(text: str) -> str:
 
 
 def _drawn(text: str) -> str:
-    r"""Text that stays as it is inside the scene, where plotly reads tags but no entities: a hair
-    space after what would begin one.
+    r"""Text for inside the scene, where plotly would read tags but knows no entities: a hair space
+    follows each character that would begin one.
 
     >>> _drawn("<b>") == "<\u200ab>"
     True
@@ -255,8 +255,8 @@ def _drawn(text: str) -> str:
 
 def _graph_objects() -> Any:
     if not installed():
-        said = 'views in three dimensions need plotly: pip install "tl-geometry[plotly]"'
-        raise GeometryError(said)
+        message = 'views in three dimensions need plotly: pip install "tl-geometry[plotly]"'
+        raise GeometryError(message)
     import plotly.graph_objects as go
 
     return go

@@ -1,10 +1,11 @@
-"""The page of a split: the signed terms of attention scores, their total and the pattern of some
-heads, linked, on one symmetric scale. README, the guide, notebooks and the report show it.
+"""The page of a split: the signed terms of some heads' attention scores, their total and the
+pattern, as linked panels on one symmetric scale. README, the guide, notebooks and the report show
+it.
 
 1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one
    by one, or summed to four groups.
-2. Beyond ``max_cells`` tokens a side, block maxima; then quantisation
-   (:mod:`tl_geometry.render.cells`), coarser where the page would be too large.
+2. Panels of more than ``max_cells`` tokens become block maxima; values are quantised
+   (:mod:`tl_geometry.render.cells`), more coarsely where the page would be too large.
 3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
 """
 
@@ -49,9 +50,9 @@ GROUPS = ("position", "position-content", "content-position", "content")
 """Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
 query side, on both."""
 SIZES = (2_000_000, 4_000_000)
-"""Bytes of the page: of up to four panels, of more."""
+"""Most bytes of a page of up to four panels, and of more."""
 LEAST = 708
-"""Pixels of the page across, at least; with them it fits a page of text."""
+"""Least width of the page in pixels; it still fits a page of text."""
 ROWS, LABELLED = 12, 24
 """Heads that the image shows, and labels on each of its axes."""
 BEYOND = ("#ffb000", "#00b4a0")
@@ -72,8 +73,8 @@ def split(
     max_bytes: int | None = None,
     title: str | None = None,
 ) -> PageView:
-    """The signed terms of one or several heads, their total and the pattern, with linked reading,
-    on one symmetric scale.
+    """The signed terms of one or several heads, their total and the pattern, as linked panels on
+    one symmetric scale.
 
     Move over a cell to read query token, key token, every panel, the total and the pattern there;
     click a query, or a token of the text, to colour its sources in the text by any panel; choose
@@ -94,7 +95,7 @@ def split(
             than twice the 99th percentile. What lies beyond it is marked. The pattern has its own
             scale from 0 to 1.
         query: the query chosen at first, by default the last.
-        max_cells: more tokens are shown as block maxima (of the absolute value, with its sign).
+        max_cells: panels of more tokens show block maxima (of the absolute value, with its sign).
         max_bytes: size of the page (2 MB for up to four panels, else 4 MB), kept by coarser steps,
             then by larger blocks.
         title: of the page, by default the names of the heads.
@@ -119,20 +120,20 @@ def split(
         instead = "split_scores(model, tokens, basis)"
         fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
     rows = checks.head_rows(heads, split.heads, "split_scores(..., heads=...)")
-    one = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
-    chosen = panels_of(one, panels)
+    shown = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
+    chosen = panels_of(shown, panels)
     texts = _texts(split, tokens, context)
     most = max_bytes or SIZES[len(chosen) > 4]
-    name = title or f"Split of the scores of {head_names(one.heads)}"
+    name = title or f"Split of the scores of {head_names(shown.heads)}"
     for block in _blocks(len(texts), max_cells):
-        drawn = draw_panels(one, chosen, block, centered)
+        drawn = draw_panels(shown, chosen, block, centered)
         for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(drawn.values, drawn.allowed, levels)
             size = len(packed.fields["cells"])
-            if size > 1.6 * most:  # the coarsest steps save a third
+            if size > 1.6 * most:  # the coarsest steps save only a third
                 break
             if size <= most:
-                page = _page(one, chosen, drawn, packed, texts, limit, query, centered, name)
+                page = _page(shown, chosen, drawn, packed, texts, limit, query, centered, name)
                 if len(page.html()) <= most:
                     return page
     room = f"room for {len(rows)} heads x {len(chosen) + 2} panels"
@@ -158,12 +159,12 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
         fail("panels", expected="'terms', or names of terms", got=got)
     if panels in ("groups", "terms"):
         return groups if panels == "groups" else terms
-    known = {**groups, **terms}
+    members = {**groups, **terms}
     wanted = [panels] if isinstance(panels, str) else list(panels)
-    unknown = [p for p in wanted if p not in known]
-    expected = f"'groups', 'terms' or some of {', '.join(known)}"
+    unknown = [p for p in wanted if p not in members]
+    expected = f"'groups', 'terms' or some of {', '.join(members)}"
     require(wanted and not unknown, "panels", expected=expected, got=unknown or "none")
-    return {p: known[p] for p in wanted}
+    return {p: members[p] for p in wanted}
 
 
 def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
@@ -184,7 +185,7 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
 
 
 class Drawn(NamedTuple):
-    """What is shown: panels, then total and pattern, by block of tokens."""
+    """The values shown: the panels, then total and pattern, by block of tokens."""
 
     values: Float[Tensor, "head term query key"]
     allowed: Bool[Tensor, "head query key"]
@@ -228,8 +229,8 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
 def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> list[str]:
     length = split.q.shape[2]
     if tokens is None:
-        known = split.str_tokens if context == 0 else ()
-        tokens = known or [str(i) for i in range(length)]
+        str_tokens = split.str_tokens if context == 0 else ()
+        tokens = str_tokens or [str(i) for i in range(length)]
     expected, instead = f"{length} texts", "tokens=model.to_str_tokens(...)"
     require(len(tokens) == length, "tokens", expected=expected, got=len(tokens), instead=instead)
     return [str(t) for t in tokens]
@@ -289,7 +290,7 @@ def _page(
 
 
 def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
-    """The values of some panels where a key is allowed, in a row."""
+    """The values of some panels where a key is allowed, as one vector."""
     return values[drawn.allowed[:, None].expand_as(values)]
 
 

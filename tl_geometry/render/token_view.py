@@ -71,8 +71,8 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
     from matplotlib.patches import Rectangle
 
     choice(part, ("value", *table.parts), "part")
-    every = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
-    values = every[:-1].tolist()  # the last row is that of the constants
+    contributions = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
+    values = contributions[:-1].tolist()  # the last row is that of the constants
     placed = lay_out(table.tokens[:-1])
     limit = max(map(abs, values)) or 1.0
     lines = placed[-1].line + 1
@@ -90,7 +90,7 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
     axis.set(xlim=(0, LINE), ylim=(lines - 0.3, -0.5))
     axis.axis("off")
     figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)
-    constants, total = float(every[-1]), float(every.sum())
+    constants, total = float(contributions[-1]), float(contributions.sum())
     sums = f"The tokens and the constants ({constants:+.3g}) sum to {total:.4g}"
     return View(
         figure,

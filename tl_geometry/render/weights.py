@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = 60
-"""Entries of the diagonal and directions of the basis that a panel shows."""
+"""Most entries of the diagonal, and directions of the basis, that a panel shows."""
 CONTROLS = ("random", "bias", "uniform")
 """Words in the names of conditions that are controls."""
 SPHERE = "Where do tokens travel on the sphere of the norm?"
@@ -115,7 +115,8 @@ def weight_blocks(
 def _pictures(
     geometry: WeightGeometry, rows: Sequence[int], size: int
 ) -> Float[Tensor, "head row column 3"]:
-    """Colour images: white paper, blue for the block, red for the diagonal."""
+    """Colour images: blue for the block and red for the diagonal on white; square roots, so that
+    small entries are seen too."""
     block = geometry.block[rows, :size, :size].abs()
     block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
@@ -216,7 +217,7 @@ def sphere_paths(
 
 
 def sphere_caption(paths: TokenPaths) -> str:
-    """How the paths are read, and on what axes."""
+    """How the paths are read, and on what axes, for a caption."""
     held = "" if math.isnan(paths.shown) else f", which hold {paths.shown:.0%} of their variance"
     return (
         "Each line is the path of one token over the unit sphere, from the embedding to its last "

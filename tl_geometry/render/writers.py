@@ -1,6 +1,6 @@
-"""Figures of who wrote what heads read: the strongest edges between writers and heads, and one
-logit with the sources and scores behind it. A notebook draws the first, the page of a logit has the
-second as its image."""
+"""Figures of who wrote what heads read: the strongest edges from writers to heads, and one logit
+with the sources and scores behind it. A notebook draws the first; the second is the image of the
+page of a logit."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tl_geometry.render.figure import (
 from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40
-"""(head, source) pairs, and names of tokens, that the image of a logit shows."""
+"""Most (head, source) pairs, and names of tokens, that the image of a logit shows."""
 TOKEN = 16
 """Characters of a token beside an axis: longer ones leave no room for the bars."""
 COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
 """One colour for each side that a writer is read on."""
 TERMS = 2
-"""Terms of a score that stand beside its bar."""
+"""Terms of a score named beside its bar."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
 
 def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) -> View:
-    """The ``n`` strongest edges from writers to heads, layers down, width by absolute share; dashed
-    where the share is negative.
+    """The ``n`` strongest edges from writers to heads, layers from top to bottom; a line is as wide
+    as its share is large, dashed where the share is negative.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -51,7 +51,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
     wrote = dict(zip(found.parts, zip(found.wrote, found.writer_heads, strict=True), strict=True))
     wrote |= {f"L{layer}H{head}": (layer, head) for layer, head in found.heads}
     width = 1 + max(head for _, head in wrote.values())
-    beside = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
+    embeddings = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
     drawn = [wrote[name] for edge in edges for name in edge[:2]]
     blocks = sorted({layer for layer, _ in drawn})  # rows are the blocks that have an edge
     figure, axis = one_axes(None, (WIDTH, 0.45 * len(blocks) + 1.5))
@@ -60,7 +60,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         layer, head = wrote[name]
         row = float(blocks.index(layer))
         if layer < 0:
-            return float(beside.index(name)), row
+            return float(embeddings.index(name)), row
         return (float(width), row + 0.35) if head < 0 else (float(head), row)
 
     for writer, reader, side, value in reversed(edges):

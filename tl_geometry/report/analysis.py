@@ -1,12 +1,11 @@
-"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
-results and ``run.json``.
+"""Make the sections of a report and write each as soon as it is finished; called by
+:mod:`tl_geometry.report.build`.
 
 A section is a function ``section(draft, analysis)`` in a module of this package, named in
-:data:`SECTIONS` in reading order, with a title in :data:`TITLES` and a share of the budget in
-``SHARES`` (:mod:`tl_geometry.report.work`). It adds paragraphs, figures, tables and findings to the
-:class:`Draft`; what it cannot do is a card that says why. It is written as soon as it is
-finished.
-"""
+:data:`~tl_geometry.report.contents.SECTIONS` in reading order, with a title in :data:`TITLES` and a
+share of the budget in ``SHARES`` (:mod:`tl_geometry.report.work`). It adds paragraphs, figures,
+tables and findings to the :class:`~tl_geometry.report.section.Draft`; what it cannot compute
+becomes a card that says why."""
 
 from __future__ import annotations
 
@@ -45,11 +44,11 @@ EMBEDDED = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """What sections are made from: the model, the tokens, the basis, and how much there is to be
+    """What sections are made from: the model, the tokens, the basis, and how much is to be
     computed.
 
     ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    are remarks on what the budget made smaller; ``planes`` asks for the table of every
+    says what was reduced to keep the budget; ``planes`` asks for the table of every
     rotary plane.
     """
 
@@ -78,7 +77,7 @@ def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
 
 
 def make(analysis: Analysis, name: str) -> Section:
-    """One section; what cannot be had is a card that says why."""
+    """One section; what cannot be computed becomes a card that says why."""
     draft = Draft(TITLES[name])
     analysis.clock.begin(name, draft.title)
     analysis.work.begin(name)
@@ -116,10 +115,10 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
-    found = {"python": platform.python_version(), "platform": sys.platform}
+    by_name = {"python": platform.python_version(), "platform": sys.platform}
     for name in names:
         try:
-            found[name] = version(name)
+            by_name[name] = version(name)
         except PackageNotFoundError:  # an uninstalled checkout has no metadata
-            found[name] = "unknown"
-    return found
+            by_name[name] = "unknown"
+    return by_name

@@ -16,9 +16,9 @@ from tl_geometry.report.section import Draft
 from tl_geometry.zoo.inputs import Inputs
 
 NULL_CONTEXTS = 256
-"""Windows of the null and of the untrained control."""
+"""Most windows of the null and of the untrained control."""
 SMALL: dict[str, Any] = {"second_moments": False, "keep": 0, "progress": False}
-"""What the null and the control do without."""
+"""What the null and the control leave out: second moments, kept states, a progress bar."""
 
 
 def spliced(analysis: Analysis, count: int) -> PositionContext:
@@ -78,7 +78,7 @@ def _variance(
 ) -> Cells:
     """The shares of position, context and residual; returns their cells."""
     table = basis.anova(null=null)
-    untaught = None if control is None else control.anova()
+    untrained_table = None if control is None else control.anova()
     row, cell = basis.index(middle), Cells("anova", table)
     debiased = "pos_corrected" if table.intervals else "pos_debiased"
     draft.say(
@@ -101,11 +101,11 @@ def _variance(
         for part, key in (("position", "pos"), ("context", "ctx"))
     ]
     title = f"Shares of variance from the first to the last state: {', '.join(changes)}"
-    draft.draw(views.variance_shares(table, control=untaught), "variance", title=title)
+    draft.draw(views.variance_shares(table, control=untrained_table), "variance", title=title)
     draft.table("anova", table, "Analysis of variance of each state")
-    if untaught is not None:
-        draft.table("anova_untrained", untaught, "The same of the untrained control")
-    draft.find(findings.position_share(table, control=untaught))
+    if untrained_table is not None:
+        draft.table("anova_untrained", untrained_table, "The same of the untrained control")
+    draft.find(findings.position_share(table, control=untrained_table))
     draft.find(findings.context_share(table))
     return short
 
@@ -113,10 +113,11 @@ def _variance(
 def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
-    """The null and the control, as far as the budget allows."""
+    """The bases of the null and of the untrained control, each ``None`` where there is none."""
     each = 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
     most = min(NULL_CONTEXTS, len(analysis.windows))
     least, null, control = min(16, most), None, None
+    # the control runs on as many windows and costs as much
     what, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
     count = draft.fit(analysis.work, what, each, most, least, share=share)
     if count:

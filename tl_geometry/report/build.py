@@ -27,8 +27,8 @@ CONTEXTS = 1024
 """Windows where the user does not say; intervals shrink only with the square root of their
 number."""
 ENOUGH, SHORTEST, LEAST = 256, 128, 32
-"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit the share of the
-decomposition; LEAST of them are taken in any case."""
+"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit into the share of
+the budget that the decomposition has; LEAST of them are taken in any case."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts whose
 states are kept."""
@@ -37,8 +37,8 @@ GROUPS = 8
 
 
 def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
-    """Everything that the numbers depend on, but for the tokens: what a run to be gone on with must
-    share."""
+    """Everything that the numbers depend on except the tokens: a run can be resumed only where
+    these are the same."""
     options = dataclasses.asdict(request)
     for name in ("corpus", "sections", "model", "planes"):
         del options[name]
@@ -53,14 +53,14 @@ def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
 def choose_sizes(
     request: Request, view: ModelView, texts: Texts, work: Work
 ) -> tuple[TokenWindows, tuple[str, ...]]:
-    """Windows that the decomposition can take within its share of the budget, and what was made
-    smaller for it: the same for the same model, texts and budget."""
+    """The windows that fit into the decomposition's share of the budget, and what was reduced for
+    it: the same for the same model, texts and budget."""
     usual = length = request.length or min(view.n_ctx, LENGTH)
-    token = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
+    token_seconds = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
         sums = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
-        enough = work.room(token * length, len(windows)) >= min(ENOUGH, len(windows))
+        enough = work.room(token_seconds * length, len(windows)) >= min(ENOUGH, len(windows))
         if enough and sums <= SUMS:
             break
         length //= 2
@@ -70,7 +70,7 @@ def choose_sizes(
     if length < usual:
         smaller.append(f"windows of {length} tokens in place of {usual} ({limit})")
     count = len(windows)
-    fit = max(min(LEAST, count), work.room(token * length, count))
+    fit = max(min(LEAST, count), work.room(token_seconds * length, count))
     if request.contexts is None and fit < count:
         smaller.append(f"{fit} of {count} windows ({limit})")
         windows = request.windows(view, texts, length, most=fit)
@@ -78,7 +78,8 @@ def choose_sizes(
 
 
 def kept_samples(view: ModelView, length: int) -> int:
-    """Contexts whose states are kept whole: 32, or as many as take a quarter of a GiB."""
+    """Contexts whose states are kept whole: 32, or as many as take a quarter of a GiB, but at least
+    4."""
     return max(4, min(32, SAMPLED // (4 * len(view.state_hooks) * length * view.d_model)))
 
 

@@ -1,5 +1,5 @@
 """One line of progress while a report is computed: which stage of how many, what it does, and the
-time since the start. How long the rest takes is not known well enough to be said."""
+time since the start. The time that is left is not known well enough to be shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 CLEAR = "\r\x1b[K"
-"""Takes the line of a terminal away."""
+"""Characters that clear the line of a terminal."""
 
 
 class Clock:
@@ -38,7 +38,7 @@ class Clock:
         return self.now() - self.started
 
     def say(self, text: str) -> None:
-        """Show what is being done: one line, rewritten on a terminal; elsewhere a line for each
+        """Show what is being done: on a terminal one line, rewritten; elsewhere a line for each
         stage."""
         terminal = sys.stderr.isatty()
         if not terminal and self.last == self.stage:
@@ -66,14 +66,14 @@ class Clock:
 
 
 def span(seconds: float) -> str:
-    """A length of time for people.
+    """A length of time in words.
 
     >>> span(3.2), span(75.0), span(3700.0)
     ('3 s', '1 min 15 s', '1 h 1 min')
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{max(whole, 1)} s"
-    if whole < 3600:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{max(rounded, 1)} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min" + (f" {rounded % 60} s" if rounded % 60 else "")
+    return f"{rounded // 3600} h {rounded % 3600 // 60} min"

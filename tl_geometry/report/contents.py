@@ -1,5 +1,5 @@
-"""What a report consists of and what it is asked for: sections, the files that they write, budgets,
-options. Imports nothing heavy: the command line checks its arguments with it."""
+"""What a report consists of and what can be asked of it: sections, the files that they write,
+budgets, options. The command line checks its arguments here, so nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ TABLES = {
 }
 """Section -> the tables that it may write, each to a CSV and a safetensors file."""
 PARTS, BASIS = "sections", "basis.safetensors"
+"""Folder of the finished sections, and file of the basis."""
 BUDGETS = {"quick": 120.0, "default": 540.0, "full": math.inf}
-"""Words of ``--budget``, and seconds that a report may take at the prices of
+"""Word of ``--budget`` -> seconds that a report may cost at the prices of
 :mod:`tl_geometry.report.work`."""
 
 

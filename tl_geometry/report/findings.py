@@ -1,11 +1,11 @@
-"""What a report found: sentences with a number, its interval and its null, made from the tables
-alone. Sections call these functions and pass the answers to the head of the page.
+"""What a report found, in sentences: each has a number, its interval and its null, all from the
+report's tables. Sections call these functions; the page opens with their answers.
 
-Each function answers one question from one table: it takes the head, state or layer where the
-number is largest, and words the answer by whether the interval excludes the null. The interval is
-widened by Bonferroni's rule for the choice among so many, with Student's quantiles, because most
-rest on few groups of contexts. Where it does not, the sentence says "no evidence that". ``None``
-where a table has no answer (no interval, no such score).
+Each function answers one question from one table. It takes the head, state or layer where the
+number is largest. Where the interval does not exclude the null, the sentence says "no evidence
+that". The interval is widened by Bonferroni's rule for the choice among so many, and has Student's
+quantiles, because most rest on few groups of contexts. The answer is ``None`` where the table does
+not hold what it needs (no interval, no such score).
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def excludes(
     spread: float = 0.0,
     draws: int = 0,
 ) -> bool:
-    """Whether Student's 95% interval of ``samples`` samples (or groups of a jackknife) excludes a
-    null, widened for a choice among so many, and by what one more of the ``draws`` draws of a null
-    may differ from their mean, if they have a ``spread``.
+    """Whether the interval ``low`` to ``high`` (Student's, 95%, of ``samples`` samples or jackknife
+    groups) excludes a null. It is widened for the choice of the largest ``among`` so many and,
+    where the ``draws`` of the null have a ``spread``, by how far one more draw may lie from their
+    mean.
 
     >>> bounds = 0.5, 0.3, 0.7, 0.2
     >>> excludes(*bounds, samples=8), excludes(*bounds, samples=8, among=100)
@@ -123,7 +124,7 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
 
 
 def context_share(table: Anova) -> Finding | None:
-    """Whether a whole window shares more than spliced ones do."""
+    """Whether a window has more context in common than spliced windows have."""
     if "ctx_null" not in table.intervals:
         return None
     (shares, lows, _), null = table.intervals["ctx"].T, table.intervals["ctx_null"]
@@ -167,14 +168,14 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         return None
     candidates = names if rotary else names[:1]
     columns = [table.groups.index(name) for name in candidates]
-    known = torch.where(shares.low.isfinite(), shares.value, torch.nan)[:, columns]
-    if not bool(known.isfinite().any()):
+    estimates = torch.where(shares.low.isfinite(), shares.value, torch.nan)[:, columns]
+    if not bool(estimates.isfinite().any()):
         return None
-    # a head whose covariance and gain name different groups is no evidence: the others go first
+    # where covariance and gain name different groups a head is no evidence: others are tried first
     firsts = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
-    same = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in firsts])
-    agreeing = torch.where(same.to(known.device), known, torch.nan)
-    ranked = agreeing if bool(agreeing.isfinite().any()) else known
+    agrees = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in firsts])
+    agreeing = torch.where(agrees.to(estimates.device), estimates, torch.nan)
+    ranked = agreeing if bool(agreeing.isfinite().any()) else estimates
     at, which = divmod(_largest(ranked.flatten()), len(columns))
     group, column, cell = candidates[which], columns[which], Cells("heads", table, rounded=True)
     value, low, high = (float(x[at, column]) for x in (shares.value, shares.low, shares.high))
@@ -187,8 +188,8 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         null = float(table.details[source][at])
     else:
         return None
-    clear = excludes(value, low, high, null, samples=groups, among=known.numel())
-    clear &= bool(same[at, which])
+    clear = excludes(value, low, high, null, samples=groups, among=estimates.numel())
+    clear &= bool(agrees[at, which])
     head, shown = head_name(table.heads[at]), cell(at, f"cs_{group}_corrected", percent=True)
     word = "relative position" if rotary and group == "position" else group
     counts = " and ".join(f"{table.by_group.labels.count(g)} by {g}" for g in names)
@@ -310,8 +311,8 @@ def incoherence(report: ContextualReport) -> Finding | None:
 def _furthest(
     report: StateMeasures, name: str, gap: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[int, bool, dict[str, float]] | None:
-    """The state where a measure is furthest from its nulls (``gap`` of the values and the nulls),
-    whether it is beyond all of them and position reliable, and the nulls there; ``None`` where the
+    """The state where a measure is furthest from its nulls, by ``gap(values, nulls)``; whether it
+    is beyond all of them there and position is reliable; and the nulls there. ``None`` where the
     table has no error or no null."""
     means = {null: values for (measure, null), values in report.nulls.items() if measure == name}
     if name not in report.errors or not means:
@@ -325,7 +326,8 @@ def _furthest(
     spreads = {
         null: float(v[at]) for (measure, null), v in report.spreads.items() if measure == name
     }
-    # an exact mean too varies with the draw, but for that of sampling noise
+    # random directions have an exact mean and so no spread, yet one draw would differ from it;
+    # the spread of sampling noise is in the error already
     spreads.setdefault("random", max(spreads.values(), default=0.0))
     beyond = all(
         excludes(

@@ -1,5 +1,5 @@
-"""Section: token trajectories as a stochastic flow: bundles, spectra, maps between states with
-baselines, noise laws, skipped layers."""
+"""Section: token trajectories as a stochastic flow: the bundle and its spectra, maps between states
+with baselines, noise laws, truncated states, skipped layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
-"""Tokens of a chunk, chunks followed, the fewest that say anything, and chunks that the
-output-based measures use."""
+"""Tokens of a chunk; most chunks that are followed, and fewest; most chunks for the measures of the
+output."""
 NOISE = (
     "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by t; "
     "lines are two laws of noise fitted to them. Their rates stand in the table of the nulls."
 )
 SHALLOW = 12
-"""Blocks up to which every pair of states is tried; skips of 1, 2 and 4 of a deeper model."""
+"""Blocks up to which every pair of states is tried; in deeper models, skips of 1, 2 and 4
+blocks."""
 MAP_TYPES = ("flow", "ridge", "identity", "mean")
 """Maps that stand in for skipped blocks."""
 
@@ -38,7 +39,7 @@ def _length(analysis: Analysis) -> int:
 
 
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
-    """Maps between all pairs of states, in-sample, held out, and for each baseline."""
+    """Seconds of maps between all pairs of states, in-sample, held out, and for each baseline."""
     d, pairs = analysis.view.d_model, analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
     return 2 + 4 * analysis.costs.svd * pairs * chunks * d * min(chunks, d)
 
@@ -49,8 +50,8 @@ def _truncation_cost(analysis: Analysis) -> float:
 
 
 def _skip_cost(analysis: Analysis, chunks: int) -> float:
-    """The passes that maps are fitted on and that all of them share, the fitting, and the last
-    token's way from each map to the output on half of the chunks (measured)."""
+    """Seconds of the passes that all maps are fitted on, of the fitting, and of the last token's
+    way from each map to the output on half of the chunks (measured)."""
     view, costs = analysis.view, analysis.costs
     d, n, states = view.d_model, view.n_layers, min(view.n_layers + 1, 31)
     fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
@@ -75,15 +76,15 @@ def section(draft: Draft, analysis: Analysis) -> None:
     count = draft.fit(analysis.work, what, each, most, FEWEST, share=0.6)
     if not count:
         return
-    few = analysis.pick(count)
-    chunks = dataclasses.replace(few, tokens=few.tokens[:, :length], str_tokens=())
+    picked = analysis.pick(count)
+    chunks = dataclasses.replace(picked, tokens=picked.tokens[:, :length], str_tokens=())
     if count < most:
         draft.say(f"{count} chunks in place of {most}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
-            "span a subspace by necessity, so that few directions sufficing says nothing about the "
-            "model."
+            "always lie in a subspace, so it says nothing about the model that few directions are "
+            "enough."
         )
     ensemble = None
     with draft.part(what):

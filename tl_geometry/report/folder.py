@@ -1,5 +1,5 @@
-"""The folder of a report: sections, tables and the page on the disk at every moment, and the record
-that a stopped run goes on from.
+"""The folder of a report, complete at every moment: sections, tables, the page, and the record from
+which a stopped run resumes. Used by :mod:`tl_geometry.report.build`.
 
 ``run.json`` holds, besides command, versions and provenance, ``files`` with their hashes
 (:mod:`tl_geometry.base.run_files`) and a ``manifest``: for each finished section its title, tables,
@@ -48,8 +48,8 @@ def _put(path: Path, text: str) -> None:
 
 
 def write_csv(table: Result, path: Path) -> None:
-    """A table as CSV: empty where there is no number, half characters written out (a DataFrame
-    cannot hold them)."""
+    """A table as CSV: empty where there is no number, lone surrogates written as escapes (a
+    DataFrame cannot hold them)."""
     missing = lambda v: v is None or (isinstance(v, float) and math.isnan(v))  # noqa: E731
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
@@ -58,9 +58,10 @@ def write_csv(table: Result, path: Path) -> None:
 
 
 class Folder:
-    """A report on the disk; with ``resume`` what is there already, if it was made under the same
-    settings. Nothing is overwritten or deleted that no run of tl_geometry has written (``force``:
-    overwritten all the same); listed files that were changed since are ``kept``, by name."""
+    """A report on the disk; with ``resume`` it begins with the sections that are there, if they
+    were made under the same settings. Files that no run of tl_geometry has written are neither
+    deleted nor (without ``force``) overwritten; ``kept`` names those of an earlier run that were
+    changed since."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class Folder:
         self._record(finished=False)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """From here on sections are made under these settings; finished ones of the same settings
-        are taken over."""
+        """Set the settings under which sections are made, and take over finished sections of the
+        same settings."""
         self.settings = digest(settings)
         for name, entry in self.known.items():
             same = entry.get("settings") == self.settings and not entry.get("failed")
@@ -159,7 +160,7 @@ class Folder:
         (self.out / CHECKPOINT).unlink(missing_ok=True)
 
     def finished(self) -> list[str]:
-        """Sections there are, in reading order."""
+        """Names of the finished sections, in reading order."""
         return [name for name in self.names if name in self.parts]
 
     def write(self, finished: bool = False) -> None:
@@ -209,7 +210,8 @@ class Folder:
         )
 
     def finish(self, seconds: float) -> dict[str, Any]:
-        """The record as finished, and with the tables for who wants to print them."""
+        """Write the record as finished; return it with the tables, for a caller that prints
+        them."""
         self.summary["seconds"] = round(seconds, 1)
         self.write(finished=True)
         tables = [self.parts[name]["tables"] for name in self.finished()]

@@ -28,14 +28,14 @@ COLUMNS = (
 )
 """Columns of the sweep that stand on the page; all are in its file."""
 PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
-"""Windows of the sweep, tokens that the example repeats, windows and control draws of the causal
-question (fewer say nothing of what another draw would cost)."""
+"""Most windows of the sweep; tokens that the example repeats; most windows and draws of a random
+term for the causal question, and fewest draws (fewer do not say what another draw would cost)."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
-"""Forward passes that a sweep and an edited forward pass cost, and windows that repeated tokens are
-worth (all measured)."""
+"""What a sweep and an edited forward pass cost, in forward passes, and what the repeated tokens
+cost, in windows (all measured)."""
 INTERVALS = 75.0
-"""What the intervals of a sweep cost besides, for each head, query and key, in units of
-``Costs.svd`` (measured); the null of position is made of their sums."""
+"""What the intervals of a sweep cost in addition, for each head, query and key, in units of
+``Costs.svd`` (measured). The null of position is made of their sums."""
 
 
 def _sweep_cost(analysis: Analysis) -> float:
@@ -91,7 +91,7 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     most = min(PROMPTS, len(analysis.windows))
     count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), most, share=0.55))
     analysis.clock.say(f"a sweep over all heads of {count} windows")
-    # position is not in the stream of a shortformer, which has no null of it
+    # a shortformer has no position in its stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
         analysis.model,
@@ -188,8 +188,8 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
 
 def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
-    """The split of the strongest previous-token and induction heads on a piece of the first window
-    written twice."""
+    """The split of the strongest previous-token and induction heads on a piece of the first window,
+    written twice; ``None`` where the piece is too short."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
     period = min(PERIOD, (analysis.basis.pos_seen.shape[1] - start) // 2, len(window) - start)
     types = [name for name in ("previous", "induction") if name in table.types]
@@ -208,7 +208,8 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws, then fewer windows; REPEATS: repeated tokens go through every condition too
+    # fewer draws first, then fewer windows. Beside the draws there are five conditions (clean,
+    # dominant term, dominant group, bias terms, uniform attention); repeated tokens run through all
     draws, each = DRAWS, EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
     while draws > FEWEST_DRAWS and (5 + draws) * each * (KEPT + REPEATS) > work.left:
         draws -= 1

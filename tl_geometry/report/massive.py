@@ -1,5 +1,5 @@
-"""Massive tokens: a few tokens whose norm dwarfs the others', and with it every sum of squares. A
-sentence, a picture and a table in the section on position and context."""
+"""Do a few massive tokens, whose norm dwarfs that of all others, dominate every sum of squares? The
+sentence, the picture and the table about it in the section on position and context."""
 
 from __future__ import annotations
 

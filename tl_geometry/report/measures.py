@@ -18,9 +18,9 @@ MEASURED = (
 )
 """Columns of the table of position that stand on the page."""
 FEWEST = 8
-"""Positions that measures of a positional basis need."""
+"""Fewest positions for measures of a positional basis."""
 DECOMPOSITIONS = 84
-"""Singular value decompositions of the basis that errors, curves and nulls of a state cost
+"""What errors, curves and nulls of one state cost, in singular value decompositions of its basis
 (measured)."""
 
 

@@ -1,9 +1,8 @@
-"""Where the numbers of a report's sentences come from: each is read from a cell of a table that the
-report writes, has the digits that its error allows, and carries the cell's place to the page
-(``data-source="anova.csv:2:pos"``: file, row from 0 under the heading, column). The ends of an
-interval that a table holds as a standard error are ``positional.csv:1:rank:low:8``: value less
-Student's t of 8 samples times ``rank_se``.
-"""
+"""Where the numbers in a report's sentences come from: each is read from a cell of a table that the
+report writes, has the digits that its error allows, and names that cell on the page
+(``data-source="anova.csv:2:pos"``: file, row from 0 under the heading, column). Where a table holds
+a standard error in place of an interval, the ends of the interval are
+``positional.csv:1:rank:low:8``: value less Student's t of 8 samples times ``rank_se``."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Result
 
 OPEN, BETWEEN, CLOSE = "\ue000", "\ue001", "\ue002"
-"""Characters for private use that stand around a place and its number until the page is written:
-sentences stay plain text, which is escaped as a whole."""
+"""Private-use characters around a cell's place and its number. Until the page is written, sentences
+stay plain text, which is then escaped as a whole."""
 MARKED = re.compile(f"{OPEN}([\\w.:-]+){BETWEEN}([^{OPEN}{BETWEEN}{CLOSE}]*){CLOSE}")
 ATTRIBUTE = re.compile('alt="[^"]*"')
 
 
 class Cells:
-    """The cells of the table that is written to ``name.csv``, as numbers of sentences, with the
+    """The cells of the table that is written to ``name.csv``, as text for sentences, with the
     digits that their errors allow or (``rounded``) three."""
 
     def __init__(self, name: str, table: Result, *, rounded: bool = False) -> None:
@@ -31,7 +30,7 @@ class Cells:
         self.place = {column: i for i, column in enumerate(table.columns())}
 
     def __call__(self, row: int, column: str, *, percent: bool = False) -> str:
-        """A number and its place; with ``percent`` a share as such."""
+        """A number with its place; with ``percent`` a share is written as a percentage."""
         factor = 100.0 if percent else 1.0
         value = factor * self._value(row, column)
         error = math.nan if self.rounded else factor * self._error(row, column)
@@ -61,15 +60,15 @@ class Cells:
         return float(value) if isinstance(value, int | float) else math.nan
 
     def _error(self, row: int, column: str) -> float:
-        """The standard error, or half of half an interval, where the table has one."""
+        """The standard error, or a quarter of the 95% interval; NaN where the table has neither."""
         low, high = (self._value(row, f"{column}_{end}") for end in ("low", "high"))
         error = self._value(row, f"{column}_se")
         return error if math.isfinite(error) else (high - low) / 4
 
 
 def number(value: object) -> str:
-    """A cell for people: three significant digits, a true minus, groups of thousands, a dash where
-    there is nothing.
+    """A cell as readers see it: three significant digits, a true minus, groups of thousands, a dash
+    where there is nothing.
 
     >>> [number(v) for v in (0.123456, -3, 12345.6, 1e-7, True, None, float("nan"), "a_b")]
     ['0.123', '−3', '12,300', '1.00e−07', 'yes', '–', '–', 'a_b']
@@ -83,9 +82,9 @@ def number(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e6:
-        kept = float(f"{value:.3g}")
-        places = 0 if not kept else max(0, 2 - math.floor(math.log10(abs(kept))))
-        return f"{kept:,.{places}f}".replace("-", "−")
+        rounded = float(f"{value:.3g}")
+        places = 0 if not rounded else max(0, 2 - math.floor(math.log10(abs(rounded))))
+        return f"{rounded:,.{places}f}".replace("-", "−")
     return f"{value:.2e}".replace("-", "−")
 
 
@@ -114,8 +113,8 @@ def around(value: float, error: float, samples: int) -> tuple[float, float]:
 
 
 def linked(escaped: str) -> str:
-    r"""Escaped text (or HTML that was made from such) with its numbers in elements that name their
-    cells; in attributes the numbers alone.
+    r"""Escaped text (or HTML made from it) with each number in an element that names its cell; in
+    attributes the numbers alone.
 
     >>> linked("a \ue000t.csv:0:x\ue0013.2\ue002 b")
     'a <span data-source="t.csv:0:x">3.2</span> b'

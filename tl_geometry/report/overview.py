@@ -21,7 +21,7 @@ LIMITS = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Facts(Result):
-    """A table of what was analysed."""
+    """What was analysed: a row per property."""
 
     facts: tuple[tuple[str, str], ...]
 

@@ -1,5 +1,5 @@
-"""The page that a report is written on: one self-contained HTML document that opens with what was
-found, readable in light and dark, on paper and where no script runs.
+"""The page of a report or an experiment: one self-contained HTML document that opens with its
+findings, readable in light and dark, on paper and where no script runs.
 
 The page's own script searches tables and hands a library to the sandboxed frames of figures that
 ask for it; its content policy names the hash of every script that may run, its own and theirs, and
@@ -20,7 +20,7 @@ LEDE = (
     "number of a table, where its measure has them."
 )
 SHOWN, EACH = 5, 2
-"""Findings at the head of a report, and the most of one section while others have some."""
+"""Most findings at the head of a report, and most of one section while others have some left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def document(
 def chosen(found: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
     """The findings of a page's head and the others, from ``(section, finding)`` in reading order:
     those that exclude their null first, at most :data:`EACH` of a section while others have
-    some."""
+    some left."""
     ranked = sorted(found, key=lambda item: not item[1].clear)
     head: list[tuple[str, Finding]] = []
     for most in (EACH, SHOWN):

@@ -1,4 +1,4 @@
-"""Which frequencies carry the scores of a rotary model: the part of the section on heads."""
+"""Which frequencies carry the scores of a rotary model? A part of the section on heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
 PROMPTS, SPLIT = 16, 4.0
-"""Windows of the offset profile, and forward passes that a split of one costs."""
+"""Most windows of the offset profile, and what the split of one costs, in forward passes."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -64,5 +64,5 @@ def _counted(bands: BandTable) -> str:
 def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
-    there = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
-    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in there)
+    listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
+    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)

@@ -1,5 +1,5 @@
 """A section of a report: text, figures, tables, and cards that say what was refused, left out or
-failed."""
+failed. Modules of sections fill a :class:`Draft`."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """In the place of something that is not there: what, why, and for an unexpected error where it
-    came from. ``status`` is ``"refused"``, ``"left out"`` or ``"failed"``."""
+    """Stands where something is missing: what, why, and the traceback of an unexpected error.
+    ``status`` is ``"refused"``, ``"left out"`` or ``"failed"``."""
 
     status: str
     what: str
@@ -124,8 +124,8 @@ class Section:
 
 
 class Draft:
-    """A section in the making. What goes wrong in a :meth:`part` is a card in its place, and the
-    rest of the section stays.
+    """A section in the making. A :meth:`part` that goes wrong becomes a card, and the rest of the
+    section stays.
 
     >>> draft = Draft("Weights")
     >>> with draft.part("surrogates"):
@@ -200,8 +200,8 @@ class Draft:
     def fit(
         self, work: Work, what: str, each: float, most: int, least: int = 1, *, share: float = 1.0
     ) -> int:
-        """How many items of ``each`` seconds are worked on: what :meth:`Work.take` gives, and a
-        card in place of ``what`` where not even ``least`` fit."""
+        """How many items of ``each`` seconds fit the budget (:meth:`Work.take`); where not even
+        ``least`` fit, 0, and a card in place of ``what``."""
         count = work.take(each, most, least, share=share)
         if not count:
             self.too_long(what, least * each)

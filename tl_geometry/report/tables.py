@@ -12,7 +12,8 @@ from tl_geometry.report.origin import by_error, number
 from tl_geometry.report.templates import anchor, fill
 
 SHORT, WIDE, LONGEST = 14, 12, 600
-"""Rows and columns of a table that stands open, and the most rows on a page."""
+"""Most rows of a table that is shown open; most columns of one that is not turned on its side; most
+rows on a page."""
 SEARCHED = 15
 """Rows from which a table can be searched."""
 NATS = (
@@ -49,13 +50,13 @@ NAMES = {
     "top1": "same likeliest token",
     "top5": "likeliest five in common",
 }
-"""Columns whose key says too little."""
+"""Headings of columns whose key says too little."""
 UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
-"""Units of columns that tables measure differently."""
+"""Units of columns that depend on the table."""
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:
-    """Columns and rows with bounds and standard errors written beside their number: ``x_low`` and
+    """Columns and rows, with bounds and standard errors written beside their number: ``x_low`` and
     ``x_high``, or ``x_se``, stand in the cell of ``x``."""
     columns, ends = table.columns(), ("_low", "_high", "_se")
     place = {name: i for i, name in enumerate(columns)}
@@ -102,7 +103,7 @@ def heading(table: Result, column: str) -> tuple[str, str]:
 def upright(
     columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> tuple[list[str], list[list[object]]]:
-    """A table of many columns and few rows on its side, a measure per line.
+    """A table of many columns and few rows turned on its side, a measure per line.
 
     >>> upright(["state", *"abcdefghijklm"], [[0, *range(13)]])[1][0]
     ['a', 0]
@@ -140,5 +141,5 @@ def shown(
 
 
 def _numeric(value: object) -> bool:
-    """Whether a text begins with a number: one with its bounds."""
+    """Whether a text is a number with its bounds or its error."""
     return str(value).lstrip("−")[:1].isdigit() and ("[" in str(value) or "±" in str(value))

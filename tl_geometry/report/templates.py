@@ -1,4 +1,4 @@
-"""The HTML of a report: templates in ``assets``, filled by jinja2. Whatever is put into them is
+"""The HTML of a report: templates in ``assets``, filled by jinja2. Every value put into them is
 escaped, and control characters are made visible; ``|numbers`` also gives numbers the place of their
 cell (:mod:`tl_geometry.report.origin`), and ``|safe`` marks what is HTML already."""
 
@@ -34,7 +34,7 @@ def _environment() -> Environment:
         loader=PackageLoader("tl_geometry.report", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
-        # escaped and trusted HTML is a subclass of str, and stays
+        # HTML that is escaped or trusted already is a subclass of str, and is left as it is
         finalize=lambda value: html.visible(value) if type(value) is str else value,
     )
     environment.filters |= {"anchor": anchor, "numbers": lambda text: linked(html.escape(text))}

@@ -17,7 +17,7 @@ from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
-"""Windows that surrogates of W_QK are tried on, and tokens whose paths are followed."""
+"""Most windows for the surrogates of W_QK, and tokens whose paths are followed."""
 COLUMNS = (
     *("layer", "head", "k", "rank", "concentration", "null", "lift", "noise_null"),
     *("noise_high", "excess", "p", "reliability", "r2_low_rank", "r2_diagonal", "null_r2"),
@@ -25,24 +25,24 @@ COLUMNS = (
 )
 """Columns of the tables of weights that stand on the page."""
 DEEP = 12
-"""Layers above which only every third path is drawn: they would hide each other."""
+"""Layers above which only every third path is drawn, because they would hide each other."""
 PASSES = 30.0
-"""Forward passes with output that the surrogates of one window cost, all parts and controls
-together (measured)."""
+"""What the surrogates of one window cost, all parts and controls together, in forward passes with
+output (measured)."""
 OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
 """What a rotary model's parts cost at each offset, for each head and coordinate (in units of
 ``Costs.svd``, measured), and the lengths that windows are cut to for it."""
 
 
 def _geometry_cost(analysis: Analysis) -> float:
-    """Singular value decompositions of all heads, and their readouts."""
+    """Seconds of the singular value decompositions and readouts of all heads."""
     view, d = analysis.view, analysis.view.d_model
     return analysis.costs.svd * view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
 
 
 def _offset_cost(analysis: Analysis, length: int) -> float:
-    """What the parts of W_QK cost once, whatever the number of windows: in a rotary model there is
-    one at every offset."""
+    """Seconds that the parts of W_QK cost once, whatever the number of windows: a rotary model has
+    one W_QK at every offset."""
     view = analysis.view
     if view.position != "rotary":
         return 0.0
@@ -74,23 +74,23 @@ def section(draft: Draft, analysis: Analysis) -> None:
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
         analysis.clock.say("what heads write, in tokens")
-        read = token_readout(analysis.model, matrix="OV")
+        readout = token_readout(analysis.model, matrix="OV")
         draft.say(
             "A head writes along the singular directions of its W_OV. The fewer of them hold most "
             "of it, the simpler is what it writes; the table says which tokens each direction "
             "reads and writes."
         )
-        draft.draw(views.coverage_curves(read), "coverage")
-        draft.table("readout_ov", read, "What heads read and write, in tokens")
+        draft.draw(views.coverage_curves(readout), "coverage")
+        draft.table("readout_ov", readout, "What heads read and write, in tokens")
     with draft.part("paths on the sphere"):
         paths = token_paths(analysis.model, analysis.windows.tokens[:1, :TOKENS])
-        some = range(0, paths.tokens.shape[1], 3) if view.n_layers > DEEP else None
+        positions = range(0, paths.tokens.shape[1], 3) if view.n_layers > DEEP else None
         draw = space.sphere_3d if space.installed() else views.sphere_paths
         draft.say(
             "A norm layer puts every state on a sphere. From layer to layer each token of this "
             "text moves along a path on it, towards what it will be read as."
         )
-        draft.draw(draw(paths, positions=some), "sphere")
+        draft.draw(draw(paths, positions=positions), "sphere")
         draft.table("paths", paths, "Steps of each token on the sphere")
     with draft.part("surrogates of W_QK in the live model"):
         _surrogates(draft, analysis)
@@ -142,7 +142,7 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     work.spend(once)
     count = max(least, work.take(each, most))
     analysis.clock.say(f"{what}, {count} windows of {length} tokens")
-    rows = analysis.pick(count).tokens[:, :length]  # those of the other edits of the model
+    rows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
     effect = surrogate_effect(analysis.model, rows, analysis.basis)
     smaller = ", to keep the budget" if (count, length) != (most, full) else ""
     draft.say(

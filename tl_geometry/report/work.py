@@ -3,7 +3,7 @@ one command gives the same numbers on every machine, however busy.
 
 Sizes are chosen by a price list, the seconds that forward passes and linear algebra took on two
 cores (measured once). Each stage spends its share of the budget at these prices. What it really
-takes is another matter: the budget is no deadline.
+takes may differ: the budget is no deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tl_geometry.report.contents import BUDGETS
 
 WEIGHT = 1.6e-11
-"""Seconds that one weight costs one token: 1.9 ms for a token of SmolLM2-135M on two cores."""
+"""Seconds that one weight costs for one token: 1.9 ms for a token of SmolLM2-135M on two cores."""
 SHARES = {
     "decompose": 26.0,
     "overview": 1.0,
@@ -35,8 +35,8 @@ NARROW = 512
 """Width below which threads cost more than they give: on two busy cores the first report (128 wide)
 took 234 s on two threads and 65 s on one."""
 PATIENCE = 2.0
-"""The smallest useful size is still run where it takes at most so many times what is left of its
-stage."""
+"""The smallest useful size is still run where it costs at most this many times what its stage has
+left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Costs:
 
 @contextmanager
 def threads_for(d_model: int) -> Iterator[None]:
-    """A block that runs on one thread where the model is narrow, by its width alone. A number that
-    the user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays."""
+    """A context manager: one thread where the model is narrow, decided by its width alone. A number
+    that the user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays."""
     before = torch.get_num_threads()
     chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     if d_model < NARROW and not chosen:
@@ -73,7 +73,7 @@ def threads_for(d_model: int) -> Iterator[None]:
 
 
 class Work:
-    """A budget in stages: what is taken for one thing is not there for the next of that stage.
+    """A budget in stages: each thing computed takes from what its stage has left.
 
     >>> work = Work("quick")
     >>> work.begin("decompose")
@@ -86,7 +86,7 @@ class Work:
 
     @property
     def about(self) -> str:
-        """What the word of the budget means."""
+        """What the word of ``--budget`` means."""
         if math.isinf(self.seconds):
             return "--budget full: nothing is made smaller"
         return f"--budget {self.budget}: sizes for {self.seconds / 60:.0f} min on two cores"

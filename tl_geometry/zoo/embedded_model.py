@@ -1,5 +1,5 @@
-"""The embedded model, its tokenizer, card and untrained control, and windows of its held-out
-corpus."""
+"""Load the embedded model, its tokenizer, card and untrained control, and windows of its held-out
+corpus; load any model by the name that a command takes."""
 
 from __future__ import annotations
 

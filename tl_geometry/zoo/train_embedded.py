@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 SEED = 0
 VOCABULARY, CONTEXT, BOS = 2048, 128, 0
 SYMBOL_STEPS, REPEAT_STEPS = 400, 700
+"""Steps before which random tokens are of 64 symbols, and before which there are only repeats."""
 SETTINGS = TrainSettings(
     steps=3600,
     learning_rate=2.5e-3,
@@ -75,8 +76,8 @@ INITIAL: dict[str, Any] = {
 
 
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
-    """The model before training: the ordinary GPT-2 initialisation (standard deviation 0.06) under
-    ``seed``."""
+    """The model before training, initialised under ``seed`` as GPT-2 is, but with a standard
+    deviation of 0.06."""
     return new_gpt2(seed, **SHAPE, **INITIAL)
 
 
@@ -224,7 +225,7 @@ def model_card(
         ),
         "model_sha256": hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest(),
         "steps": len(losses),
-        "tokens_seen": len(losses) * 4096,
+        "tokens_seen": len(losses) * 4096,  # 64 rows of 64 tokens, or 32 of 128
         "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
         "held_out_loss": natural_loss(model, held_out),
         "untrained_loss": natural_loss(new_model(), held_out[:40_000]),

@@ -1,4 +1,5 @@
-"""The one trainer: AdamW, warm-up and cosine, gradient clipping, checkpoints that resume exactly.
+"""Train a GPT-2: AdamW, warm-up and cosine, gradient clipping, checkpoints that resume exactly. The
+embedded model and the experiments of :mod:`tl_geometry.papers` are trained with it.
 
 A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator,
 so that an interrupted run that resumes from a checkpoint gives the same weights as one that was
@@ -115,15 +116,15 @@ def _save(
 def _load(
     path: Path, settings: TrainSettings, model: nn.Module, optimizer: torch.optim.AdamW
 ) -> tuple[list[float], list[Any]]:
-    """Losses and records of a checkpoint, whose state is put into model and optimizer; one of other
-    settings or another model is refused."""
+    """Put the state of a checkpoint into model and optimizer; return its losses and records. A
+    checkpoint of other settings or another model is refused."""
     header, tensors = read_file(path, SCHEMA)
-    now = json.loads(json.dumps(dataclasses.asdict(settings)))
-    differs = [k for k in now if header["settings"].get(k) != now[k]]
+    current = json.loads(json.dumps(dataclasses.asdict(settings)))
+    differs = [k for k in current if header["settings"].get(k) != current[k]]
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    known = {k: v.shape for k, v in model.named_parameters()}
+    shapes = {k: v.shape for k, v in model.named_parameters()}
     require(
-        not differs and {k: v.shape for k, v in weights.items()} == known,
+        not differs and {k: v.shape for k, v in weights.items()} == shapes,
         str(path),
         expected="a checkpoint of this run",
         got=f"other {', '.join(differs) or 'parameters of another model'}",
@@ -185,7 +186,7 @@ def train(
             group["lr"] = settings.rate(step)
         tokens, targets = (x.to(device) for x in batch_at(step))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(settings.seed * 1_000_003 + step)
+            torch.manual_seed(settings.seed * 1_000_003 + step)  # runs share no seed
             loss = sequence_loss(model(tokens).logits, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
