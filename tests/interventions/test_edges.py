@@ -16,6 +16,7 @@ from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, toke
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import paired_interval, sign_flip_p
 from tl_geometry.interventions import edge_necessity, remove_edge, swap_edge
+from tl_geometry.interventions.edge_effects import _controls
 from tl_geometry.models import from_hf, view
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.writers import run_written
@@ -193,6 +194,14 @@ def test_necessity_is_paired_over_prompts() -> None:
     assert few.change("remove").low.isnan()
     with pytest.raises(GeometryError, match="counted"):
         edge_necessity(model, prompts, "L0H0", heads, counted=second[:5])
+
+
+def test_controls_of_a_block_are_none_of_its_heads() -> None:
+    shares = {"L0H1": torch.tensor([0.9]), "L1H0": torch.tensor([0.3]), "mlp0": torch.tensor([0.1])}
+    assert _controls(2, shares, "attn0") == ("L1H0", "mlp0")
+    assert _controls(2, shares, "L1H0") == ("L0H1", "mlp0")
+    assert _controls(1, shares, "attn1") == ("L0H1",)
+    assert _controls(1, {"L1H10": torch.ones(1)}, "L1H1") == ("L1H10",)
 
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])

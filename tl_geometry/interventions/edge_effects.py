@@ -210,8 +210,11 @@ def _share(shares: Mapping[str, Tensor], name: str) -> Float[Tensor, " head"]:
 def _controls(
     controls: Sequence[str] | int, shares: Mapping[str, Tensor], writer: str
 ) -> tuple[str, ...]:
-    """Other writers: those named, or the ``controls`` of largest absolute share."""
+    """Other writers: those named, or the ``controls`` of largest absolute share. The heads of a
+    block are parts of its attention, and no controls of it."""
     if not isinstance(controls, int):
         return tuple(controls)
     ranked = sorted(shares, key=lambda name: -abs(float(shares[name].nanmean())))
-    return tuple(name for name in ranked if name not in (writer, "constants"))[:controls]
+    own_heads = (f"L{writer.removeprefix('attn')}H",) if writer.startswith("attn") else ()
+    others = [n for n in ranked if n not in (writer, "constants") and not n.startswith(own_heads)]
+    return tuple(others[:controls])
