@@ -40,7 +40,7 @@ def knock(world: World, function: Any, parameter: str, value: Any, **options: An
     known = {"model": world.model, "view": tlg.view(world.model), "tokens": world.windows[:1]}
     known |= {"heads": "L1H0", "term": "pos-pos", "state": 1, "states": [1], "position": 3}
     known |= {"target": 5, "basis": world.basis, "a": world.basis, "b": world.basis}
-    known |= {"topics": world.windows, "part": "pos"}
+    known |= {"topics": world.windows, "part": "pos", "prompt": world.windows[:1]}
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: known[p.name] for p in parameters if p.default is p.empty}
     made = function(**given | options | {parameter: value})

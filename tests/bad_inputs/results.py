@@ -175,6 +175,27 @@ SPLITS = [
         lambda w: tlg.explain_logit(w.model, w.ids[:1], 3, [1, 2, 3]),
         "target",
     ),
+    Call("a graph of two prompts", lambda w: tlg.trace_logit(w.model, w.ids, 5), "one prompt"),
+    Call(
+        "a graph beyond the prompt",
+        lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, position=99),
+        "position",
+    ),
+    Call(
+        "a graph that keeps nothing",
+        lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, keep=0.0),
+        "a share above 0",
+    ),
+    Call(
+        "a graph of two readings",
+        lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, against=6, log_probability=True),
+        "one of them",
+    ),
+    Call(
+        "a mean of no prompts",
+        lambda w: tlg.interventions.remove_heads(w.model, "L0H0"),
+        "prompts to take the mean over",
+    ),
     Call("an edge", lambda w: run_edge(w, "L0H0", w.ids[:2])),
     Call("an edge from a later head", lambda w: run_edge(w, "L2H0", w.ids[:2]), "L2H0"),
     Call(
