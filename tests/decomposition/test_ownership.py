@@ -25,6 +25,7 @@ from tl_geometry.decomposition import stream_pass, variance
 from tl_geometry.interventions import (
     effects,
     remove_edge,
+    remove_heads,
     remove_planes,
     remove_term,
     surrogate,
@@ -163,6 +164,7 @@ def test_the_law_sees_a_result_that_holds_on_to_an_argument(windows: Tokens) -> 
 Edits = Callable[[Any, Tensor, Tensor, list[Any], tlg.PositionContext], Any]
 EDITS: dict[str, Edits] = {
     "remove_term": lambda m, t, o, heads, b: remove_term(m, b, "cvec-cvec", heads),
+    "remove_heads": lambda m, t, o, heads, b: remove_heads(m, heads, reference=o),
     "surrogate": lambda m, t, o, heads, b: surrogate(m, b, heads, "none"),
     "remove_edge": lambda m, t, o, heads, b: remove_edge(m, t, "embed", heads),
     "swap_edge": lambda m, t, o, heads, b: swap_edge(m, t, "embed", heads, other=o),

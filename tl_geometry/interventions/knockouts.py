@@ -9,7 +9,6 @@ reference prompts at the same position, or those of another prompt of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,14 +23,10 @@ from tl_geometry.interventions.head_edits import HeadsLike, by_layer, from_anoth
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live_edits import StreamEdit
+from tl_geometry.models.live_edits import OutputEdit, StreamEdit, edit_of_outputs
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.write_spec import by_head
-
-Replacement = Callable[[Float[Tensor, "batch position head d_head"]], Tensor]
-"""Receives the mixed values of the chosen heads of a layer and returns those to go on with."""
 
 
 def remove_heads(
@@ -68,7 +63,7 @@ def remove_heads(
     view = as_view(model)
     chosen = by_layer(checks.heads(heads, view.n_layers, view.n_heads))
     given, instead = reference is not None, 'reference=prompts, or by="zero" or by="prompt"'
-    what, expected = 'remove_heads(..., by="mean")', "prompts to take the mean over"
+    what, expected = f'remove_heads(..., by="{by}")', "prompts to take the mean over"
     require(given or by != "mean", what, expected=expected, got="none", instead=instead)
     rows = None if reference is None else token_rows(view, reference, prepend_bos=prepend_bos)
 
@@ -76,12 +71,12 @@ def remove_heads(
         now = as_view(model)
         if by == "mean" and rows is not None:
             means = mean_outputs(now, rows.tokens, chosen)
-            new: dict[int, Replacement] = {l: partial(_mean, mean=m) for l, m in means.items()}
+            new: dict[int, OutputEdit] = {l: partial(_mean, mean=m) for l, m in means.items()}
         elif by == "zero":
             new = dict.fromkeys(chosen, torch.zeros_like)
         else:
             new = dict.fromkeys(chosen, partial(from_another_prompt, seed=seed, what=what))
-        return now, [_edit(now, layer, chosen[layer], new[layer]) for layer in chosen]
+        return now, [edit_of_outputs(now, at, chosen[at], new[at]) for at in chosen]
 
     return LiveEdit(prepare)
 
@@ -104,19 +99,10 @@ def mean_outputs(
 
 
 def _mean(
-    z: Float[Tensor, "batch position head d_head"], mean: Float[Tensor, "seen head d_head"]
+    z: Float[Tensor, "batch query head d_head"], mean: Float[Tensor, "position head d_head"]
 ) -> Tensor:
     length, seen = z.shape[1], len(mean)
     instead = "reference= prompts at least as long"
     expected = f"prompts of at most {seen} tokens, as in the reference"
     require(length <= seen, "remove_heads", expected=expected, got=length, instead=instead)
     return mean[:length].to(z).expand_as(z)
-
-
-def _edit(view: ModelView, layer: int, heads: tuple[int, ...], new: Replacement) -> StreamEdit:
-    def change(value: Tensor) -> Tensor:
-        z = by_head(value, view.n_heads).clone()
-        z[:, :, list(heads)] = new(z[:, :, list(heads)])
-        return z.reshape(value.shape)
-
-    return StreamEdit(f"blocks.{layer}.attn.hook_z", change)

@@ -67,6 +67,8 @@ ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 to use."""
 ValueEdit = Callable[[LayerView, Float[Tensor, "batch key head d_head"]], Tensor]
 """Receives a layer and the values of the edited heads and returns the values to use."""
+OutputEdit = Callable[[Float[Tensor, "batch position head d_head"]], Tensor]
+"""Receives the mixed values of the edited heads and returns those to use."""
 LISTED_HOOKS = (
     "hooks on the stream and v, or hooks on scores, pattern and z that come after those of the edit"
 )
@@ -110,6 +112,19 @@ class StreamEdit:
             return changed
 
         return PlacedHook(self.name, hook, "first")
+
+
+def edit_of_outputs(
+    view: ModelView, layer: int, heads: Sequence[int], new: OutputEdit
+) -> StreamEdit:
+    """Other mixed values for some heads of a layer, whatever they attend to."""
+
+    def change(value: Tensor) -> Tensor:
+        z = by_head(value, view.n_heads).clone()
+        z[:, :, list(heads)] = new(z[:, :, list(heads)])
+        return z.reshape(value.shape)
+
+    return StreamEdit(f"blocks.{layer}.attn.hook_z", change)
 
 
 @dataclass(eq=False)
