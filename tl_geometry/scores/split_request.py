@@ -13,7 +13,7 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import LayerHook, ModelView
 from tl_geometry.models.writers import Written, run_written
@@ -36,6 +36,7 @@ def check_request(
     budget."""
     length = rows.tokens.shape[1]
     if basis is not None:
+        require_basis(basis)
         basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
         expected = f"at most {basis.length} positions, as the basis has seen"
         instead = "decompose(model, longer windows)"
