@@ -57,7 +57,12 @@ def test_a_run_stopped_while_loading_promises_nothing(
     before = signal.getsignal(signal.SIGTERM)
     stop = lambda *_, **__: os.kill(os.getpid(), number)
     monkeypatch.setattr(Inputs, "load", stop)
-    assert run(["check"], monkeypatch) == code
+    # shells start what runs in their background with interrupts ignored
+    shell_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run(["check"], monkeypatch) == code
+    finally:
+        signal.signal(signal.SIGINT, shell_handler)
     said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
     assert capsys.readouterr().err == said
     assert signal.getsignal(signal.SIGTERM) is before
