@@ -48,6 +48,7 @@ AXES: dict[str, str] = {
     "writer": "what wrote the stream: embeddings, heads, MLPs, constants",
     "node": "nodes of a graph: writers at positions, the logit, the constants",
     "edge": "edges of a graph",
+    "level": "sizes of a circuit, as shares of all edges",
     "weight": "weightings of cells: row-centred scores (cs), attention above uniform (gs)",
     "symbol": "characters of a small alphabet",
     "vocab": "token ids of a model that is trained here",

@@ -31,6 +31,12 @@ SOURCES = {
     "arXiv:2410.01545",
     "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, "
     "arXiv:2309.07315",
+    "syed2023": "Syed et al. 2023, Attribution Patching Outperforms Automated Circuit Discovery, "
+    "arXiv:2310.10348",
+    "hanna2024": "Hanna et al. 2024, Have Faith in Faithfulness: Going Beyond Circuit Overlap When "
+    "Finding Model Mechanisms, arXiv:2403.17806",
+    "mueller2025": "Mueller et al. 2025, MIB: A Mechanistic Interpretability Benchmark, "
+    "arXiv:2504.13151",
 }
 """The works that results cite, by key."""
 

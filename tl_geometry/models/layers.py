@@ -114,10 +114,13 @@ class Layers:
         dtype = torch.promote_types(self.dtype, torch.float32)
         return replace(norm, gain=norm.gain.to(dtype), bias=norm.bias.to(dtype))
 
+    def key_heads(self, layer: int) -> int:
+        """How many heads of keys and values a layer has."""
+        return self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
+
     def describe(self, layer: int) -> dict[str, object]:
         """How a layer makes its scores, in words."""
         spec, weights = self.spec(layer), self.parameters.weights(layer)
-        key_heads = self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
         qk = "none"
         if spec.qk_norm is not None:
             over = "all heads" if spec.qk_norm.flat else "each head"
@@ -127,7 +130,7 @@ class Layers:
         dtype = str(self.dtype).removeprefix("torch.")
         return {
             "norm before attention": spec.norm.norm_type or "none",
-            "key and value heads": f"{key_heads} for {len(weights.W_Q)} query heads",
+            "key and value heads": f"{self.key_heads(layer)} for {len(weights.W_Q)} query heads",
             "QK-norm": qk,
             "rotation": pairs[spec.rotation],
             "score scale": f"{spec.scale:.6g}",

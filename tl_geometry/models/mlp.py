@@ -154,7 +154,7 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
             f"MLP of block {layer} of {view.name}",
             expected="two or three matrices with an activation between them",
             got=type(part(block.mlp, "original_component") or block.mlp).__name__,
-            instead='mlp="leaf", which takes MLPs as inputs of the graph',
+            instead='trace_logit(..., mlp="leaf"), which takes MLPs as inputs of its graph',
             error=UnsupportedModelError,
         )
     return best

@@ -226,6 +226,11 @@ class ModelView:
         """What one attention layer does to its input, found once and verified."""
         return self._layers.spec(layer)
 
+    def key_heads(self, layer: int) -> int:
+        """How many heads of keys and values one layer has: fewer than query heads where groups of
+        these share them."""
+        return self._layers.key_heads(layer)
+
     def describe_layer(self, layer: int) -> dict[str, object]:
         """The same in words, for a reader."""
         return self._layers.describe(layer)

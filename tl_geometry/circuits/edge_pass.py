@@ -1,0 +1,232 @@
+"""One forward pass in which every reader has an input of its own: the queries of a head, the keys
+and values of a group of heads, the MLP, the output. Edge scores take gradients at these inputs,
+pruned runs change them.
+
+The pass is made of the model's own specifications (norms, projections, QK-norm, rotation, caps,
+sinks, MLPs), everything live. A block adds to the stream
+
+    head h:  N_a(z_h W_O^h + b_O / H)
+    MLP:     N_b(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out)
+
+with z_h the values of head h mixed by its pattern. N_a is the norm behind attention, where there is
+one: its scale is that of all heads together, and its bias, like b_O, is shared out evenly, so that
+the writes sum to what the block adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.base.errors import ReconstructionError, fail
+from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
+from tl_geometry.models.attention_spec import AttentionSpec, scores_of
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.mlp import MLPSpec, mlp_spec
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.write_spec import writing_of
+from tl_geometry.scores.values import trained_head
+
+Reads = Float[Tensor, "batch position row d_model"]
+"""Inputs of some readers (rows)."""
+Writes = Float[Tensor, "writer batch position d_model"]
+"""What some writers added to the stream."""
+
+
+class SharedStream:
+    """The ordinary stream: everyone reads all that was written. It keeps the ``writes``, and the
+    ``reads`` of every reader, at which gradients can be taken."""
+
+    def __init__(self, first: Float[Tensor, "batch position d_model"]) -> None:
+        self.total = first
+        self.writes: list[Writes] = [first.unsqueeze(0)]
+        self.reads: list[Reads] = []
+
+    def read(self, readers: slice) -> Reads:
+        """The stream, once for each reader."""
+        reads = self.total.unsqueeze(2).expand(-1, -1, readers.stop - readers.start, -1)
+        self.reads.append(reads)
+        return reads
+
+    def add(self, writes: Writes) -> None:
+        """Add to what everyone reads."""
+        self.total = self.total + writes.sum(0)
+        self.writes.append(writes)
+
+    def all_writes(self) -> Writes:
+        """The writes of every writer."""
+        return torch.cat(self.writes).detach()
+
+
+class PrunedStream:
+    """A stream of which each reader gets the counterfactual's, plus (running - counterfactual) of
+    the writers that are kept for it."""
+
+    def __init__(
+        self,
+        first: Float[Tensor, "batch position d_model"],
+        counterfactual: Writes,
+        kept: Bool[Tensor, "row writer"],
+    ) -> None:
+        self.counterfactual, self.kept = counterfactual, kept.to(first)
+        self.total = torch.zeros_like(first)
+        self.differences = torch.empty_like(counterfactual)
+        self.written = 0
+        self.add(first.unsqueeze(0))
+
+    def read(self, readers: slice) -> Reads:
+        """What each reader gets."""
+        kept, differences = self.kept[readers, : self.written], self.differences[: self.written]
+        return self.total.unsqueeze(2) + einsum(kept, differences, "r w, w b i d -> b i r d")
+
+    def add(self, writes: Writes) -> None:
+        """Take the counterfactual's writes in, and how far the running ones are from them."""
+        there = slice(self.written, self.written + len(writes))
+        self.differences[there] = writes - self.counterfactual[there]
+        self.total = self.total + self.counterfactual[there].sum(0)
+        self.written = there.stop
+
+
+Stream = SharedStream | PrunedStream
+"""Says what each reader gets, and takes what is written."""
+
+
+@dataclass(frozen=True, eq=False)
+class LiveBlock:
+    """One block with everything live. ``view`` gives mask, bias and rotation for the length of the
+    prompts; ``after`` is the norm behind attention."""
+
+    spec: AttentionSpec
+    view: LayerView
+    after: NormWeights | None
+    mlp: MLPSpec | None
+
+    def run(self, stream: Stream, readers: LayerReaders) -> None:
+        """Read, and write, as the block does."""
+        attention = self.heads(stream.read(readers.attention), readers)
+        # a parallel block reads for its MLP what it reads for its heads
+        parallel = self.mlp is not None and self.mlp.parallel
+        reads = stream.read(readers.mlp) if parallel else None
+        stream.add(attention)
+        if self.mlp is not None:
+            reads = stream.read(readers.mlp) if reads is None else reads
+            stream.add(self.mlp.apply(reads[:, :, 0]).unsqueeze(0))
+
+    def heads(self, reads: Reads, readers: LayerReaders) -> Writes:
+        """What each head writes."""
+        first = readers.query.start
+        parts = (slice(s.start - first, s.stop - first) for s in readers[:3])
+        q, k, v = (
+            self.entering(reads[:, :, part], which)
+            for part, which in zip(parts, "qkv", strict=True)
+        )
+        scores = scores_of(q, k, self.spec.scale)
+        if self.view.bias is not None:
+            scores = scores + self.view.bias
+        z = einsum(self.view.pattern_of(scores), v, "b h i j, b j h e -> b h i e")
+        weights = self.spec.weights
+        assert weights is not None  # they are absent only between forward passes
+        writes = einsum(z, weights.W_O, "b h i e, h e d -> h b i d") + weights.b_O / len(
+            weights.W_O
+        )
+        if self.after is None or self.after.norm_type is None:
+            return writes
+        scale = self.after.scale(writes.sum(0)).unsqueeze(-1)
+        bias = self.after.bias / len(writes)
+        return self.after.centre(writes) / scale * self.after.gain + bias
+
+    def entering(self, reads: Reads, which: str) -> Float[Tensor, "batch position head d_head"]:
+        """Queries, keys or values of all heads as they enter scores and mixing, each from the input
+        of its own reader."""
+        spec, n_heads = self.spec, len(self.spec.matrix("q"))
+        size = n_heads // reads.shape[2]  # heads that share this reader
+        x = spec.norm.centre(reads) * spec.norm.gain / spec.norm.scale(reads).unsqueeze(-1)
+        x = einsum(x, spec.matrix(which)[::size], "b i r d, r d e -> b i r e")
+        x = (x + spec.constant(which)[..., ::size, :]).repeat_interleave(size, 2)
+        if which != "v" and spec.qk_norm is not None:
+            x = x / spec.qk_norm.scale(x).unsqueeze(-1)
+        turn = None if self.view.turn is None else (self.view.turn.cos, self.view.turn.sin)
+        return spec.head_map(x, which, turn)
+
+
+@dataclass(frozen=True, eq=False)
+class EdgePass:
+    """The passes of one model over prompts of one length."""
+
+    view: ModelView
+    layout: EdgeLayout
+    blocks: tuple[LiveBlock, ...]
+    head: OutputHead
+    roundoff: float
+
+    @classmethod
+    def of(cls, view: ModelView, layout: EdgeLayout, tokens: Tensor) -> EdgePass:
+        """Read the model once, over the first of the prompts ``tokens [batch position]``; its
+        attention is verified there."""
+        layers: list[LayerView] = []
+        view.run_layers(
+            tokens[:1],
+            range(view.n_layers),
+            lambda layer: layers.append(replace(layer, pattern=None, scores=None, z=None)),
+        )
+        writing = writing_of(view).blocks
+        blocks = (
+            LiveBlock(
+                spec=view._layers._local(l, layer.h),
+                view=layer,
+                after=writing[l].after_attention,
+                mlp=mlp_spec(view, l),
+            )
+            for l, layer in enumerate(layers)
+        )
+        roundoff = max(layer.roundoff for layer in layers)
+        return cls(view, layout, tuple(blocks), trained_head(view), roundoff)
+
+    def first(self, tokens: Tensor) -> Float[Tensor, "batch position d_model"]:
+        """The first state of prompts: what the embedding writes."""
+        hook = self.view.state_hooks[0]
+        return self.view.activations(tokens, [hook], stop_at=0)[hook].to(self.blocks[0].view.h)
+
+    def run(
+        self, stream: Stream, positions: slice = slice(None)
+    ) -> Float[Tensor, "batch position d_vocab"]:
+        """One pass: logits at some positions."""
+        for block, readers in zip(self.blocks, self.layout.layer_readers(), strict=True):
+            block.run(stream, readers)
+        end = len(self.layout.readers)
+        return self.head.logits(stream.read(slice(end - 1, end))[:, positions, 0])
+
+    def verified(
+        self, tokens: Tensor, positions: slice
+    ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
+        """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
+        model's own: every block may add the rounding of :func:`reconstruction_bound`, relative to
+        the sums of absolute values behind the logits (once for all blocks in half precision).
+
+        Raises ``ReconstructionError`` where they differ, as under hooks that change the model.
+        """
+        stream = SharedStream(self.first(tokens))
+        logits = self.run(stream, positions)
+        model_logits = self.view.logits(tokens)[:, positions].to(logits)
+        normed = self.head.norm.apply(stream.total[:, positions])
+        size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
+        size += float(self.head.b_U.abs().max())
+        blocks = len(self.blocks) if self.roundoff <= 2**-24 else 1
+        bound = blocks * reconstruction_bound(self.roundoff, size)
+        error = float((logits - model_logits).abs().max())
+        if not error <= bound:
+            fail(
+                f"logits of {self.view.name}",
+                expected=f"those of a pass by blocks, within {bound:.1e}",
+                got=f"differences of {error:.1e}",
+                instead="the model without hooks that change it; check_model(model) says more",
+                error=ReconstructionError,
+            )
+        return stream, logits
