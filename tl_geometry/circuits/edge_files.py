@@ -1,4 +1,4 @@
-"""How do other tools get our edges, and we theirs?
+"""Edge lists that other tools write and read.
 
 Edge lists are the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025,
 arXiv:2504.13151)::

@@ -30,7 +30,7 @@ from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.scores.values import trained_head
 
@@ -171,11 +171,13 @@ class EdgePass:
         """Read the model once, over the first of the prompts ``tokens [batch position]``; its
         attention is verified there."""
         layers: list[LayerView] = []
-        view.run_layers(
-            tokens[:1],
-            range(view.n_layers),
-            lambda layer: layers.append(replace(layer, pattern=None, scores=None, z=None)),
-        )
+        roundoffs: list[float] = []
+
+        def on_layer(layer: LayerView) -> None:
+            roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
+            layers.append(replace(layer, pattern=None, scores=None, z=None))
+
+        view.run_layers(tokens[:1], range(view.n_layers), on_layer)
         writing = writing_of(view).blocks
         blocks = (
             LiveBlock(
@@ -186,8 +188,7 @@ class EdgePass:
             )
             for l, layer in enumerate(layers)
         )
-        roundoff = max(layer.roundoff for layer in layers)
-        return cls(view, layout, tuple(blocks), trained_head(view), roundoff)
+        return cls(view, layout, tuple(blocks), trained_head(view), max(roundoffs))
 
     def first(self, tokens: Tensor) -> Float[Tensor, "batch position d_model"]:
         """The first state of prompts: what the embedding writes."""

@@ -41,8 +41,8 @@ class PairBatch(NamedTuple):
 class PromptPairs:
     """Token ids of prompts and counterfactuals, pair by pair."""
 
-    clean: tuple[Int[Tensor, " position"], ...]
-    counterfactual: tuple[Int[Tensor, " position"], ...]
+    clean: tuple[Int[Tensor, "..."], ...]
+    counterfactual: tuple[Int[Tensor, "..."], ...]
 
     @classmethod
     def of(
