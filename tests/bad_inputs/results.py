@@ -293,6 +293,12 @@ VIEWS = [
     ),
     Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|heads"),  # pyright: ignore[reportArgumentType]
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
+    Call("a split as a graph", lambda w: tlg.render.graph_page(w.split), "a graph of trace_logit"),  # pyright: ignore[reportArgumentType]
+    Call(
+        "a node that is not there",
+        lambda w: tlg.render.graph_page(tlg.trace_logit(w.model, w.ids[:1], 5), node=10**6),
+        "node: expected",
+    ),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),
     Call("a readout of nothing", lambda w: tlg.token_readout(w.model, matrix="VO"), "OV"),
     Call(

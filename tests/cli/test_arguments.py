@@ -115,6 +115,20 @@ WRONG: list[tuple[list[str], str]] = [
     (["readout", "--weights", "VO"], "--weights: expected one of 'QK', 'OV', got 'VO'"),
     (["readout", "--k", "0"], "--k: expected 1 or more"),
     (["readout", "--out", "text.txt/x.csv"], "--out: expected a folder, got the file text.txt"),
+    (["trace", "a b"], "Missing option '--target'"),
+    (["trace", "gpt2", "a", "b", "--target", "c"], "PROMPT: expected a prompt, or a model and a"),
+    (["trace", "", "--target", "c"], "PROMPT: expected a text, got none"),
+    (["trace", "folder", "a", "--target", "c"], "model: expected a Hugging Face directory"),
+    (["trace", "a", "--target", "c", "--keep", "0"], "--keep: expected a share above 0, at most 1"),
+    (["trace", "a", "--target", "c", "--keep", "nan"], "--keep: expected a share above 0"),
+    (["trace", "a", "--target", "c", "--mlp", "melted"], "--mlp: expected one of 'frozen', 'leaf'"),
+    (["trace", "a", "--target", "c", "--basis", "text.txt"], "--basis: expected a file of tl-geom"),
+    (["trace", "a", "--target", "c", "--basis", "absent"], "--basis: expected a file of tl-geomet"),
+    (["trace", "a", "--target", "c", "--dtype", "float8"], "--dtype: expected one of 'float32'"),
+    (
+        ["trace", "a", "--target", "c", "--out", "experiment"],
+        "--out: expected a folder of its own, got experiment with results of nanogpt",
+    ),
     (
         ["reproduce", "nothing"],
         "work: expected one of 'song-zhong', 'lines-of-thought', 'traveling-words', got 'nothing'",
@@ -238,6 +252,7 @@ def test_every_option_says_what_it_is() -> None:
         "fit",
         "check",
         "readout",
+        "trace",
         "reproduce",
         "experiment",
     } == set(group.commands)

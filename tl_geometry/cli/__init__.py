@@ -21,7 +21,7 @@ from tl_geometry import __version__
 from tl_geometry.base import run_files
 from tl_geometry.base.errors import check_seed, choice, require
 from tl_geometry.base.printable import printable_lines
-from tl_geometry.cli import arguments, ending
+from tl_geometry.cli import arguments, ending, trace_folder
 from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes
 from tl_geometry.corpus.text_files import read_texts
 from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES, WORKS
@@ -185,6 +185,79 @@ def readout(
     table = token_readout(inputs.load(), matrix=matrix, heads=[(layer, head)], k=k)
     save_table(table, out)
     typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
+
+
+@add("trace")
+@takes(Inputs, "bos", "model_class", "processed", "dtype", "device")
+def trace(
+    inputs: Inputs,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] PROMPT", help="The prompt, after the model (the embedded one)."
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="Token whose logit is traced, as text.")],
+    against: Annotated[
+        str | None, typer.Option(help="Token whose logit is subtracted from it.")
+    ] = None,
+    position: Annotated[int, typer.Option(help="Where the logit is read; -1 is the last.")] = -1,
+    keep: Annotated[
+        float, typer.Option(help="Share of all that is written that the nodes carry.")
+    ] = 0.8,
+    mlp: Annotated[
+        str, typer.Option(help="frozen (followed back) or leaf (taken as inputs).")
+    ] = "frozen",
+    basis: Annotated[
+        Path | None,
+        typer.Option(help="File of tl-geometry fit: leaves by position and content."),
+    ] = None,
+    out: Out = Path("tl-geometry-trace"),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
+    where they looked. Writes a page, tables, and the JSON that Neuronpedia reads."""
+    expected, got = "a prompt, or a model and a prompt", f"{len(words)} texts"
+    require(len(words) <= 2, "PROMPT", expected=expected, got=got, instead="quotation marks")
+    require(words[-1], "PROMPT", expected="a text", got="none")
+    inputs = dataclasses.replace(inputs, model=words[0] if len(words) == 2 else None)
+    require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
+    choice(mlp, ("frozen", "leaf"), "--mlp")
+    if basis is not None:
+        known = run_files.schema(basis).startswith("tl_geometry/PositionContext/")
+        got = printable_lines(str(basis))
+        require(known, "--basis", expected="a file of tl-geometry fit", got=got)
+    arguments.folder(out)
+    run_files.check_folder(out, trace_folder.OWNER, trace_folder.FILES, force=force)
+    from tl_geometry.circuits.trace import trace_logit
+    from tl_geometry.decomposition.position_context import PositionContext
+    from tl_geometry.models.reader import as_view
+
+    with run_files.lock(out / run_files.LOCK):
+        model = as_view(inputs.load())
+        options: dict[str, Any] = {
+            "against": against,
+            "position": position,
+            "keep": keep,
+            "mlp": mlp,
+        }
+        graph = trace_logit(
+            model,
+            words[-1],
+            target,
+            basis=None if basis is None else PositionContext.load(basis),
+            prepend_bos=model.bos_id is not None if inputs.bos is None else inputs.bos,
+            **options,
+        )
+        settings = {"prompt": words[-1], "target": target, **options, "basis": basis}
+        command = ["tl-geometry", *sys.argv[1:]]
+        record = trace_folder.save_graph(
+            graph, out, settings=settings, command=command, force=force
+        )
+    page = out / trace_folder.PAGE
+    found = f"T = {graph.value:.4f}, {record['nodes']} nodes, {record['edges']} edges"
+    say({"folder": str(out), **record}, as_json, f"{page}: {found}")
 
 
 @add("reproduce")

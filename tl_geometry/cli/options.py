@@ -37,6 +37,7 @@ EXAMPLES = {
     "fit": "tl-geometry fit gpt2 --corpus tokens.npy --out basis.safetensors --resume",
     "check": "tl-geometry check gpt2 --class hooked",
     "readout": "tl-geometry readout gpt2 --layer 5 --head 1 --weights OV --k 10",
+    "trace": "tl-geometry trace smollm2 'Paris is in' --target ' France' --against ' Italy'",
     "reproduce": "tl-geometry reproduce lines-of-thought --model gpt2 --corpus walden.txt",
     "experiment": "tl-geometry experiment addition --scale smoke --out addition",
 }

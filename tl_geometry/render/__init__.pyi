@@ -8,6 +8,7 @@ from .flow import noise_figure as noise_figure
 from .flow import residual_figure as residual_figure
 from .flow import spectra_figure as spectra_figure
 from .flow import truncation_figure as truncation_figure
+from .graph_view import graph_page as graph_page
 from .head_view import heads as heads
 from .logit_view import logit_page as logit_page
 from .measures import fourier as fourier

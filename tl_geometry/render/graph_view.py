@@ -1,0 +1,275 @@
+"""The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
+looked where they looked. Notebooks, the gallery and ``tl-geometry trace`` show it.
+
+1. A :class:`~tl_geometry.circuits.LogitGraph`: tokens along x, blocks from the embeddings below to
+   the logit above, a mark for each writer at its position, a line for each value edge.
+2. A node appears where the slider reaches its share: the share of all that is written (or of all
+   that is moved) which larger writers carry already. So the page begins with few nodes, those that
+   ``trace_logit(..., keep=share)`` would keep.
+3. The chosen node is explained below: edges into it and out of it, and for a head the attention it
+   paid and who wrote its query and its keys. Every list has what it leaves out as its last line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks, html
+from tl_geometry.base.errors import require
+from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, LogitGraph
+from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
+from tl_geometry.render.page import PageView, rounded
+
+START, MOST, LISTED = 40, 400, 12
+"""Nodes that the page begins with and holds at most, and edges of a type into each that it holds:
+with them a page has some hundred kilobytes, whatever the prompt and the model."""
+SOURCES = 6
+"""Positions that the attention of a head names."""
+WIDTH, HEIGHT = 1080, 1180
+"""Pixels of the page across, and down; what is taller scrolls."""
+LONGEST = 24
+"""Characters of a token: longer ones are cut."""
+
+
+def graph_page(graph: LogitGraph, *, node: int = 0) -> PageView:
+    """A logit's graph to look at: tokens along x, blocks upwards, marks for what writes at each
+    position, lines for value edges, red for the logit and blue against it.
+
+    A disc is as large as what the node writes towards the logit, its ring as wide as what it does
+    by the attention that it moves. A slider says how much is shown. A click (or the arrow keys)
+    chooses a node: its edges, and for a head the attention that it paid and who wrote its query and
+    its keys. All lists sum to the node's number.
+
+    Args:
+        graph: of :func:`tl_geometry.trace_logit`.
+        node: the node chosen at first, of ``graph.node(name, position)``; the logit by default.
+
+    The page holds the 400 largest nodes and of each the 12 largest edges of a type, and says what
+    it leaves out.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=1)
+    >>> graph = tlg.trace_logit(model, windows, int(windows.tokens[0, 15]), position=14)
+    >>> graph_page(graph).title  # .save("graph.html") writes the page
+    'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
+    """
+    expected, got = "a graph of trace_logit", type(graph).__name__
+    require(isinstance(graph, LogitGraph), "graph", expected=expected, got=got)
+    checks.index(node, len(graph.names), "node")
+    reached = reach(graph)
+    order = reached.argsort(stable=True)
+    held = order[:MOST] if node in order[:MOST].tolist() else order[: MOST - 1]
+    held = held if node in held.tolist() else torch.cat([held, order.new_tensor([node])])
+    data = _payload(graph, held, reached, node)
+    return PageView(
+        "graph",
+        data,
+        title=finding(graph),
+        caption=_caption(graph, data),
+        width=WIDTH,
+        height=HEIGHT,
+        image=functools.partial(graph_figure, graph),
+        source=graph.provenance.line(),
+        null="Value edges and what is left out add up to the logit exactly: they have no null. "
+        "Query and key edges are first order in the attention.",
+        fluid=True,
+    )
+
+
+def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
+    """The share at which each node appears: what larger writers carry already of all that is
+    written, or of all that is moved (the smaller of the two). The logit appears at 0."""
+    tables = (("values", graph.values, graph.constant_value), ("moved", graph.moved, 0.0))
+    shares = []
+    for name, sizes, constant in tables:
+        every = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
+        ordered = torch.cat([*every, torch.tensor([constant])]).double().abs()
+        ordered = ordered.sort(descending=True).values
+        before = ordered.cumsum(0) - ordered
+        place = torch.searchsorted(-ordered, -sizes.abs().contiguous()).clamp(max=len(ordered) - 1)
+        shares.append(before[place] / ordered.sum().clamp(min=1e-300))
+    reached = torch.minimum(*shares)
+    reached[0] = 0.0
+    return reached
+
+
+def finding(graph: LogitGraph) -> str:
+    """The head at a position that wrote most of the logit, in a sentence."""
+    logit = f"the logit {graph.value:.2f} of {target_text(graph)}".replace("-", "−")
+    heads = (graph.heads_of >= 0).nonzero()[:, 0]
+    if not len(heads):
+        return f"What wrote {logit}"
+    node = int(heads[graph.values[heads].abs().argmax()])
+    value = f"{float(graph.values[node]):+.2f}".replace("-", "−")
+    return f"{graph.names[node]} at {int(graph.positions[node])} wrote {value} of {logit}"
+
+
+def target_text(graph: LogitGraph) -> str:
+    """The tokens of the logit, as a page names them."""
+    return " minus ".join(f"“{html.token_text(t)}”" for t in graph.target_tokens)
+
+
+def row_of(graph: LogitGraph) -> Int[Tensor, " node"]:
+    """The row of each node, from the embeddings (0) upwards: heads of block l stand on 2 l + 1, its
+    MLP above them, the logit on top."""
+    rows = 2 * graph.layers + 1 + (graph.heads_of < 0)
+    rows[graph.layers < 0] = 0
+    rows[0] = 2 * len(graph.head_values) + 1
+    return rows
+
+
+def _largest_edges(
+    graph: LogitGraph, held: Int[Tensor, " row"]
+) -> tuple[Int[Tensor, " edge"], Int[Tensor, " node"]]:
+    """The :data:`LISTED` largest edges of each type into each held node, from held nodes; and the
+    place of each node among the held ones (-1: not held)."""
+    place = torch.full((len(graph.names),), -1)
+    place[held] = torch.arange(len(held))
+    inside = ((place[graph.sources] >= 0) & (place[graph.targets] >= 0)).nonzero()[:, 0]
+    inside = inside[graph.weights[inside].abs().argsort(descending=True, stable=True)]
+    into = 3 * graph.targets[inside] + graph.edge_types[inside]
+    by_target = into.argsort(stable=True)
+    inside, into = inside[by_target], into[by_target]
+    first = torch.searchsorted(into, into)
+    return inside[torch.arange(len(into)) - first < LISTED], place
+
+
+def _payload(
+    graph: LogitGraph, held: Int[Tensor, " row"], reached: Float[Tensor, " node"], node: int
+) -> dict[str, Any]:
+    """What the page draws."""
+    edges, place = _largest_edges(graph, held)
+    rows = row_of(graph).tolist()
+    texts = texts_of(graph)
+    paid = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
+    nodes = [
+        {
+            "name": graph.names[i],
+            "position": int(graph.positions[i]),
+            "row": rows[i],
+            "shape": _shape(graph, i),
+            "value": rounded(float(graph.values[i])),
+            "moved": rounded(float(graph.moved[i])),
+            "reached": rounded(float(reached[i]), 4),
+            "totals": [rounded(v) for v in graph.totals[i].tolist()],
+            "paid": [
+                [j, rounded(p, 3)]
+                for j, p in zip(paid.indices[i].tolist(), paid.values[i].tolist(), strict=True)
+                if p > 0
+            ]
+            if graph.heads_of[i] >= 0
+            else [],
+        }
+        for i in held.tolist()
+    ]
+    named = {n["position"] for n in nodes} | {j for n in nodes for j, _ in n["paid"]}
+    every = (graph.leaf_values, graph.head_values, graph.mlp_values)
+    written = sum(float(x.abs().sum()) for x in every) + abs(graph.constant_value)
+    return {
+        "nodes": nodes,
+        "edges": [
+            [int(place[s]), int(place[t]), int(kind), rounded(w, 4)]
+            for s, t, kind, w in zip(
+                graph.sources[edges].tolist(),
+                graph.targets[edges].tolist(),
+                graph.edge_types[edges].tolist(),
+                graph.weights[edges].tolist(),
+                strict=True,
+            )
+        ],
+        "tokens": [[i, texts[i]] for i in sorted(named) if i != NOWHERE],
+        "blocks": len(graph.head_values),
+        "target": " − ".join(html.token_text(t) for t in graph.target_tokens),
+        "written": rounded(written),
+        "start": min(START, len(nodes)),
+        "all": len(graph.names),
+        "chosen": int(place[node]),
+    }
+
+
+def _shape(graph: LogitGraph, node: int) -> str:
+    """What a node is, for its mark."""
+    if node == 0:
+        return "logit"
+    if graph.layers[node] < 0:
+        return "constants" if graph.names[node] == CONSTANTS else "token"
+    return "head" if graph.heads_of[node] >= 0 else "mlp"
+
+
+def texts_of(graph: LogitGraph) -> list[str]:
+    """Texts of the tokens, cut to what has room."""
+    texts: Sequence[str] = graph.str_tokens or [f"<{i}>" for i in graph.token_ids]
+    shown = [html.token_text(text) for text in texts]
+    return [t if len(t) <= LONGEST else f"{t[: LONGEST - 1]}…" for t in shown]
+
+
+def _caption(graph: LogitGraph, data: dict[str, Any]) -> str:
+    left_out = len(graph.names) - len(data["nodes"])
+    share = (
+        f"all that carry {graph.keep:.0%}" if not left_out else f"{left_out} smaller are left out"
+    )
+    return (
+        f"T is {graph.value:.4f}, before any soft cap. The page holds {len(data['nodes'])} of the "
+        f"graph’s {len(graph.names)} nodes ({share}) and of each node the {LISTED} largest edges "
+        f"of a type, {len(data['edges'])} of {len(graph.weights)}; the other edges are in its last "
+        "line, “everything else”. What is written adds up along value edges; what is moved is "
+        "first order in the attention and adds up to nothing."
+    )
+
+
+def graph_figure(graph: LogitGraph) -> View:
+    """The graph as the page begins, as a still image. The image of
+    :func:`tl_geometry.render.graph_page`."""
+    reached, rows = reach(graph), row_of(graph)
+    shown = sorted(reached.argsort(stable=True)[:START].tolist())
+    texts = texts_of(graph)
+    lines = {r: y for y, r in enumerate(sorted({int(rows[i]) for i in shown}))}
+    columns = {p: x for x, p in enumerate(sorted({int(graph.positions[i]) for i in shown}))}
+    cells: dict[tuple[int, int], list[int]] = {}
+    for i in shown:
+        cells.setdefault((int(graph.positions[i]), int(rows[i])), []).append(i)
+    points = {
+        i: (columns[position] + (k + 1) / (len(members) + 1) - 0.5, lines[row])
+        for (position, row), members in cells.items()
+        for k, i in enumerate(members)
+    }
+    figure, (axis,) = canvas(size=(max(6.0, 0.75 * len(columns)), 1.2 + 0.3 * len(lines)))
+    largest = float(graph.values.abs().max().clamp(min=1e-300))
+    edges, _ = _largest_edges(graph, torch.tensor(shown))
+    for e in edges[graph.edge_types[edges] == 0].tolist():
+        ends = [points[int(of[e])] for of in (graph.sources, graph.targets)]
+        weight = float(graph.weights[e])
+        x, y = zip(*ends, strict=True)
+        line = {"lw": 0.2 + 4 * abs(weight) / largest, "alpha": 0.6, "zorder": 1}
+        axis.plot(x, y, color=POSITIVE if weight > 0 else NEGATIVE, **line)
+    for i in shown:
+        value, size = float(graph.values[i]), abs(float(graph.values[i])) / largest
+        mark = {"mlp": "s", "logit": "D", "token": "^"}.get(_shape(graph, i), "o")
+        colour = POSITIVE if value > 0 else NEGATIVE
+        axis.scatter(*points[i], s=15 + 150 * size, marker=mark, color=colour, zorder=2)
+        if graph.heads_of[i] >= 0:
+            note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "zorder": 3}
+            axis.annotate(f"H{int(graph.heads_of[i])}", points[i], (4, 4), **note)
+    names = ["constants" if p == NOWHERE else f"{drawable(texts[p])} {p}" for p in columns]
+    axis.set_xticks(range(len(columns)), names, fontsize=7, rotation=45, ha="right")
+    top = 2 * len(graph.head_values) + 1
+    said = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
+    axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else said(r) for r in lines])
+    axis.tick_params(length=0, labelsize=7)
+    axis.set(xlabel="token and its position", ylabel="block (those with a node)")
+    return View(
+        figure,
+        title=finding(graph),
+        caption=f"The {len(shown)} largest of {len(graph.names)} nodes, as large as what they "
+        f"write towards the logit ({graph.value:.2f}); lines are value edges, red for it and blue "
+        "against it; triangles are tokens, squares MLPs.",
+        null="Value edges and what is left out add up to the logit exactly: they have no null.",
+        source=graph.provenance.line(),
+    )
