@@ -9,6 +9,8 @@ from .features import FeatureShares as FeatureShares
 from .features import feature_shares as feature_shares
 from .logit_graph import LogitGraph as LogitGraph
 from .logit_graph import TokenTable as TokenTable
+from .logit_means import LogitMeans as LogitMeans
+from .logit_means import explain_logits as explain_logits
 from .logits import LogitExplanation as LogitExplanation
 from .logits import explain_logit as explain_logit
 from .pruned_runs import Faithfulness as Faithfulness

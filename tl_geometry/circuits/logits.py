@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import index
@@ -122,7 +122,7 @@ class LogitExplanation(Result):
 def explain_logit(
     model: ModelLike,
     tokens: TokensLike,
-    position: int,
+    position: int | str,
     target: int | str | Sequence[int | str],
     basis: PositionContext | None = None,
     *,
@@ -136,7 +136,8 @@ def explain_logit(
 
     Args:
         tokens: one prompt.
-        position: where the logit is read.
+        position: where the logit is read: a number (-1 is the last), or a name of
+            :func:`tl_geometry.corpus.aligned_prompts`.
         target: a token (id or text), or two for their difference (first minus second).
         basis: of :func:`tl_geometry.decompose`, for ``parts`` of position and content.
         parts: parts of the sources' values and of the scores; by default ``("pos", "cvec")`` with
@@ -156,10 +157,9 @@ def explain_logit(
     """
     view = as_view(model)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    got, instead = f"{len(rows)} prompts", "tokens[:1]"
+    got, instead = f"{len(rows)} prompts", "tokens[:1], or explain_logits(model, tokens, targets)"
     require(len(rows) == 1, "tokens", expected="one prompt", got=got, instead=instead)
-    length = rows.tokens.shape[1]
-    position = index(position, length, "position")
+    length, position = rows.tokens.shape[1], rows.position(position)
     ids = target_ids(view, target)
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
     head = trained_head(view)
@@ -169,7 +169,7 @@ def explain_logit(
     names = splitter.names
     size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
     check_request(view, rows, basis, size, memory_budget, view.n_heads)
-    direct = _Direct(view, head, ids, position)
+    direct = Direct(view, head, torch.tensor([ids]), position)
     run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
     pairs = direct.largest(top)
     details = _Pairs(view, splitter, direct, position, pairs, len(names))
@@ -181,10 +181,10 @@ def explain_logit(
         target=ids,
         target_tokens=tuple(view.decode(ids)),
         str_tokens=rows.str_tokens,
-        logit=direct.logit(rows.tokens),
-        heads=direct.contributions().cpu(),
+        logit=float(direct.logit(rows.tokens)),
+        heads=direct.contributions()[0].cpu(),
         other_names=tuple(direct.others),
-        others=torch.tensor(list(direct.others.values()), dtype=torch.float64),
+        others=torch.cat(list(direct.others.values())).cpu(),
         parts=names,
         pairs=pairs,
         pair_values=details.values.cpu(),
@@ -206,60 +206,64 @@ def explain_logit(
     return explanation
 
 
-class _Direct:
-    """Direct contributions to one logit, from one forward pass."""
+class Direct:
+    """Direct contributions to a logit of each prompt of a batch, or to the difference of two, from
+    one forward pass. ``ids`` are the tokens of each prompt, ``others`` what embeddings, MLPs and
+    constants wrote."""
 
     def __init__(
-        self, view: ModelView, head: OutputHead, ids: Sequence[int], position: int
+        self, view: ModelView, head: OutputHead, ids: Int[Tensor, "batch side"], position: int
     ) -> None:
-        self.view, self.head, self.ids, self.position = view, head, list(ids), position
-        self.sign = torch.tensor([1.0, -1.0][: len(ids)], dtype=torch.float64)
-        self.paid: list[Float[Tensor, "head source"]] = []
-        self.moved: list[Float[Tensor, "head source d_head"]] = []
-        self.outward: list[Float[Tensor, "head d_head"]] = []
-        self.others: dict[str, float] = {}
-        self.readout = 0.0
+        self.view, self.head, self.position = view, head, position
+        self.ids = ids.to(view.device)
+        signs = [1.0, -1.0][: ids.shape[1]]
+        self.sign = torch.tensor(signs, dtype=torch.float64, device=view.device)
+        self.paid: list[Float[Tensor, "batch head source"]] = []
+        self.moved: list[Float[Tensor, "batch head source d_head"]] = []
+        self.outward: list[Float[Tensor, "batch head d_head"]] = []
+        self.others: dict[str, Float[Tensor, " batch"]] = {}
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Keep the attention paid to each source, and the value it gives each head."""
         if layer.pattern is None or layer.v is None:
             what, got = f"layer {layer.layer} of {self.view.name}", "no values"
             fail(what, expected="hooks of pattern and values", got=got, error=UnsupportedModelError)
-        paid = layer.pattern[0, :, self.position].double()
-        value = (layer.v - layer.v_constant)[0].double()
+        paid = layer.pattern[:, :, self.position].double()
+        value = (layer.v - layer.v_constant).double()
         self.paid.append(paid)
-        self.moved.append(einsum(paid, value, "h j, j h e -> h j e"))
+        self.moved.append(einsum(paid, value, "b h j, b j h e -> b h j e"))
 
     def on_end(self, h: Tensor, written: Written) -> None:
         """The directions that the heads' writes are read by, and what everything else wrote."""
-        i, norm = self.position, self.head.norm
-        scale = norm.scale(h)[0, i].double()
-        rows = self.head.directions(self.ids).double()
-        u = (self.sign.to(rows) @ rows) / scale
-        self.others = {n: float(x[0, i].double() @ u) for n, x in written.dense.items()}
-        W_U = self.head.W_U[:, self.ids].double() @ self.sign.to(u)
-        offset = norm.bias.double() @ W_U + self.head.b_U[self.ids].double() @ self.sign.to(u)
-        self.others[CONSTANTS] = float(written.constants[0, i].double() @ u + offset)
+        i, norm, sign = self.position, self.head.norm, self.sign
+        scale = norm.scale(h)[:, i].double().unsqueeze(-1)
+        rows = self.head.directions(self.ids.flatten().tolist()).double()
+        u = einsum(rows.unflatten(0, self.ids.shape), sign, "b s d, s -> b d") / scale
+        self.others = {n: (x[:, i].double() * u).sum(-1) for n, x in written.dense.items()}
+        W_U = einsum(self.head.W_U[:, self.ids].double(), sign, "d b s, s -> b d")
+        offset = W_U @ norm.bias.double() + self.head.b_U[self.ids].double() @ sign
+        self.others[CONSTANTS] = (written.constants[:, i].double() * u).sum(-1) + offset
         for heads in written.heads:
-            self.outward.append(heads.W.double() @ u * heads.scale[0, i].double())
-        self.readout = float(h[0, i].double() @ u + offset)
+            out = einsum(heads.W.double(), u, "h e d, b d -> b h e")
+            self.outward.append(out * heads.scale[:, i].double()[:, None, None])
+        self.readout = (h[:, i].double() * u).sum(-1) + offset
 
-    def logit(self, tokens: Tensor) -> float:
-        """The model's own logit; where it has a soft cap, the one before it."""
-        logits = self.view.logits(tokens)[0, self.position, self.ids].double()
+    def logit(self, tokens: Tensor) -> Float[Tensor, " batch"]:
+        """The model's own logits; where it has a soft cap, those before it."""
+        logits = self.view.logits(tokens)[:, self.position].gather(1, self.ids).double()
         cap = self.head.softcap
         if cap is not None:  # the model gives no logit before its cap
             return self.readout
-        return float(logits @ self.sign.to(logits))
+        return logits @ self.sign
 
-    def contributions(self) -> Float[Tensor, "layer head source"]:
+    def contributions(self) -> Float[Tensor, "batch layer head source"]:
         """What each head wrote towards the target from each source."""
         pairs = zip(self.moved, self.outward, strict=True)
-        return torch.stack([einsum(m, u, "h j e, h e -> h j") for m, u in pairs])
+        return torch.stack([einsum(m, u, "b h j e, b h e -> b h j") for m, u in pairs], 1)
 
     def largest(self, n: int) -> tuple[tuple[int, int, int], ...]:
-        """(layer, head, source) of the largest contributions."""
-        values = self.contributions()
+        """(layer, head, source) of the largest contributions in the first prompt."""
+        values = self.contributions()[0]
         best = values.abs().flatten().topk(min(n, values.numel())).indices
         each = torch.unravel_index(best, values.shape)
         return tuple(zip(*(x.tolist() for x in each), strict=True))
@@ -272,7 +276,7 @@ class _Pairs:
         self,
         view: ModelView,
         splitter: Splitter,
-        direct: _Direct,
+        direct: Direct,
         position: int,
         pairs: Sequence[tuple[int, int, int]],
         parts: int,
@@ -299,8 +303,8 @@ class _Pairs:
         for p in pairs_here:
             _, head, source = self.pairs[p]
             at = heads.index(head)
-            paid = self.direct.paid[layer.layer][head, source]
-            out = self.direct.outward[layer.layer][head]
+            paid = self.direct.paid[layer.layer][0, head, source]
+            out = self.direct.outward[layer.layer][0, head]
             self.values[p] = values[:, 0, source, head] @ out * paid
             q, k = terms.q[:, 0, self.position, at].double(), terms.k[:, 0, :, at].double()
             self.terms[p] = q @ (k[:, source] - k[:, seen].mean(1)).mT

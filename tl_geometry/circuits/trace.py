@@ -85,7 +85,7 @@ def trace_logit(
     prompt: TokensLike,
     target: int | str,
     *,
-    position: int = -1,
+    position: int | str = -1,
     against: int | str | None = None,
     log_probability: bool = False,
     mlp: str = "frozen",
@@ -103,7 +103,8 @@ def trace_logit(
     Args:
         prompt: one prompt, text or token ids.
         target, against: a token each, as an id or a text of one token.
-        position: where the logit is read; -1 is the last.
+        position: where the logit is read: a number (-1 is the last), or a name of the prompt's
+            ``positions``.
         mlp: ``"frozen"`` follows MLPs back by their secant, ``"leaf"`` takes what they wrote as
             inputs (the only way for a mixture of experts).
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
@@ -131,8 +132,7 @@ def trace_logit(
     require(len(rows) == 1, "prompt", expected="one prompt", got=got, instead=instead)
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
-    length = rows.tokens.shape[1]
-    at = checks.index(length + position if position < 0 else position, length, "position")
+    at = rows.position(position)
     check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory budget
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)

@@ -4,8 +4,8 @@ runs a model takes."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, is_plain, whole
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.checks import describe, index, is_plain, whole
+from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
@@ -28,7 +28,8 @@ class TokenWindows:
     ``None``), whether position 0 is BOS.
 
     ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the
-    readable tokens of the first window; ``notes`` say what was done to the text.
+    readable tokens of the first window; ``notes`` say what was done to the text; ``positions`` are
+    named positions that all contexts share (:func:`tl_geometry.corpus.aligned_prompts`).
     """
 
     tokens: Int[Tensor, "context position"]
@@ -38,6 +39,7 @@ class TokenWindows:
     corpus: str = ""
     str_tokens: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    positions: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "labels"):
@@ -123,6 +125,19 @@ class TokenWindows:
             return self.notes
         twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
         return (*self.notes, double_bos(twice, len(self))) if twice else self.notes
+
+    def position(self, value: int | str) -> int:
+        """A position by number (-1 is the last) or by name.
+
+        >>> rows = TokenWindows(tokens=torch.ones(2, 5).int(), has_bos=False, positions={"S": 2})
+        >>> rows.position("S"), rows.position(-1)
+        (2, 4)
+        """
+        if isinstance(value, str):
+            return self.positions[choice(value, tuple(self.positions), "position")]
+        length, number = self.tokens.shape[1], whole(value)
+        from_end = number is not None and number < 0
+        return index(length + value if from_end else value, length, "position")
 
     def __repr__(self) -> str:
         contexts, length = self.tokens.shape

@@ -7,6 +7,8 @@ from .edge_effects import edge_necessity as edge_necessity
 from .edges import remove_edge as remove_edge
 from .edges import swap_edge as swap_edge
 from .effects import Effects as Effects
+from .knockout_table import HeadKnockouts as HeadKnockouts
+from .knockout_table import head_knockouts as head_knockouts
 from .knockouts import remove_heads as remove_heads
 from .planes import keep_planes as keep_planes
 from .planes import remove_planes as remove_planes

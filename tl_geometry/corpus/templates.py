@@ -1,0 +1,114 @@
+"""Prompts of one template: token rows of one length in which the same word stands at the same
+position. ``aligned_prompts`` makes them for everything that takes prompts; names of slots are the
+names of positions there (``position="S2"``), and the same rows with other words in the slots are
+counterfactual prompts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from string import Formatter
+
+import torch
+
+from tl_geometry.base.errors import fail, require
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+
+END = "end"
+"""Name of the last position."""
+
+
+def aligned_prompts(
+    model: ModelLike,
+    template: str | Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    *,
+    prepend_bos: bool,
+) -> TokenWindows:
+    """Every row filled into the slots of a template, as tokens with named positions.
+
+    Args:
+        template: a text with slots, ``"When {IO} and {S} went to the store, {S} gave a drink to"``,
+            or several; then all rows stand in the first, then all in the second, and ``labels`` say
+            which.
+        rows: the text of each slot, ``[{"IO": "Mary", "S": "John"}, ...]``.
+
+    ``positions`` of the result: a slot is named by itself, its second place as ``"S2"``, and so on,
+    each the last token of the text in it; ``"end"`` is the last position. Where several templates
+    have a name at different positions, it is left out.
+
+    Raises ``GeometryError`` for a row without the text of a slot or with more, and for prompts of
+    unequal token length.
+
+    >>> import tl_geometry as tlg
+    >>> rows = [{"name": "get", "x": "y"}, {"name": "set", "x": "z"}]
+    >>> prompts = tlg.corpus.aligned_prompts(
+    ...     tlg.zoo.embedded(), "def {name}({x}): return {x}", rows, prepend_bos=True
+    ... )
+    >>> prompts.tokens.shape[0], prompts.position("x2") == prompts.position("end")
+    (2, True)
+    """
+    view = as_view(model)
+    templates = [template] if isinstance(template, str) else list(template)
+    enough = len(templates) > 0 and len(rows) > 0
+    require(enough, "template, rows", expected="at least one of each", got="none")
+    used = {name for text in templates for _, name in _slots(text) if name is not None}
+    for row in rows:
+        expected, fits = f"texts of the slots {sorted(used)}", set(row) == used
+        require(fits, "rows", expected=expected, got=f"those of {sorted(row)}")
+    filled = [_filled(text, row) for text in templates for row in rows]
+    prompts = token_rows(view, [text for text, _ in filled], prepend_bos=prepend_bos)
+    length = prompts.tokens.shape[1]
+    each = [
+        {name: _position(view, text, end, int(prompts.has_bos)) for name, end in ends.items()}
+        for text, ends in filled
+    ]
+    shared = set.intersection(*(set(places.items()) for places in each))
+    for at in range(len(templates)):
+        of_template = each[at * len(rows) : (at + 1) * len(rows)]
+        same, got = all(places == of_template[0] for places in of_template), "several positions"
+        expected, instead = "each slot at one position", "texts of as many tokens in each slot"
+        require(same, "rows", expected=expected, got=got, instead=instead)
+    return dataclasses.replace(
+        prompts,
+        labels=torch.arange(len(templates)).repeat_interleave(len(rows)),
+        names=tuple(templates),
+        positions=dict(sorted(shared, key=lambda place: place[1])) | {END: length - 1},
+    )
+
+
+def _slots(template: str) -> list[tuple[str, str | None]]:
+    """Literal texts, each with the slot behind it."""
+    try:
+        parsed = [(text, name) for text, name, _, _ in Formatter().parse(template)]
+    except ValueError as error:
+        expected = "text with slots such as {S}"
+        fail("template", expected=expected, got=f"{template[:60]!r} ({error})")
+    require(END not in [name for _, name in parsed], "template", expected="other names", got=END)
+    return parsed
+
+
+def _filled(template: str, row: Mapping[str, str]) -> tuple[str, dict[str, int]]:
+    """The prompt, and where the text in each slot ends in it."""
+    text, ends, count = "", {}, dict.fromkeys(row, 0)
+    for literal, name in _slots(template):
+        text += literal
+        if name is not None:
+            text += row[name]
+            count[name] += 1
+            ends[name if count[name] == 1 else f"{name}{count[name]}"] = len(text)
+    return text, ends
+
+
+def _position(view: ModelView, text: str, end: int, has_bos: int) -> int:
+    """The position of the last token of a prompt's beginning."""
+    before, whole = view.encode(text[:end]), view.encode(text)
+    if whole[: len(before)] != before:
+        got, instead = f"{text[:end]!r} and {text[end:]!r} in one", "slots of whole words"
+        fail("template", expected="slots that end with a token", got=got, instead=instead)
+    return has_bos + len(before) - 1

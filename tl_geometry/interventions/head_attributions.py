@@ -1,0 +1,63 @@
+"""What do attributions say about knockouts of heads? The same replacement of a head's output,
+``z - z_new``, read three ways; :func:`tl_geometry.interventions.head_knockouts` sets them beside
+what the knockout does.
+
+direct        through the final norm at its frozen scale, at the position of the logit alone
+value paths   through the frozen linear model of the pass (:mod:`tl_geometry.circuits.frozen`)
+all paths     the same, with what it does to later heads' queries and keys to first order
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.circuits.frozen import Adjoints, FrozenPass
+from tl_geometry.circuits.trace import logit_readout
+from tl_geometry.models.model_view import ModelView
+
+Outputs = Float[Tensor, "layer batch position head d_head"]
+"""Mixed values of all heads of all layers."""
+
+
+class HeadAttributions(NamedTuple):
+    """Contributions of every head to a difference of two logits, less those of what replaces it."""
+
+    direct: Float[Tensor, "layer head"]
+    value_paths: Float[Tensor, "layer head"]
+    all_paths: Float[Tensor, "layer head"]
+
+
+def head_attributions(
+    view: ModelView,
+    tokens: Int[Tensor, "1 position"],
+    removed: Float[Tensor, "layer position head d_head"],
+    position: int,
+    ids: tuple[int, int],
+) -> HeadAttributions:
+    """``sum_i (z_i - z_new_i) . dT/dz_i`` of every head for one prompt, T the logit of the first of
+    ``ids`` minus that of the second; ``removed`` is ``z - z_new``."""
+    frozen = FrozenPass.of(view, tokens)
+    readout = logit_readout(view, frozen, position, ids[0], ids[1], False)
+    entry = torch.zeros_like(frozen.last)
+    entry[0, position] = readout.direction.to(entry)
+    direct = torch.stack(
+        [
+            einsum(removed[l, position], block.heads.W, readout.direction, "h e, h e d, d -> h")
+            * block.heads.scale[0, position]
+            for l, block in enumerate(frozen.blocks)
+        ]
+    )
+    paths = (_along(removed, frozen.adjoints(entry, attention=moved)) for moved in (False, True))
+    return HeadAttributions(direct.double().cpu(), *paths)
+
+
+def _along(
+    removed: Float[Tensor, "layer position head d_head"], adjoints: Adjoints
+) -> Float[Tensor, "layer head"]:
+    of_heads = torch.stack([of_layer[0] for of_layer in adjoints.heads]).double()
+    return einsum(removed.double(), of_heads, "l i h e, l i h e -> l h").cpu()

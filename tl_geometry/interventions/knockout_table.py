@@ -1,0 +1,352 @@
+"""What does each head do to the output, and do attributions see it? :func:`head_knockouts` runs the
+live model without each head (or set of heads) and compares a metric prompt by prompt.
+
+Several knockouts share one forward pass: its batch is (knockout, prompt), and each row has its own
+heads replaced. Beside a knockout stand random sets of as many heads, and on request what three
+attributions give to the same replacement (:mod:`tl_geometry.interventions.head_attributions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.intervals import Interval, paired_interval, t_quantile
+from tl_geometry.base.results import Result
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.head_attributions import head_attributions
+from tl_geometry.interventions.head_edits import Heads, HeadsLike, by_layer, derangement
+from tl_geometry.interventions.knockouts import mean_outputs
+from tl_geometry.interventions.output_metrics import (
+    OutputMetric,
+    Targets,
+    UserMetric,
+    output_metric,
+)
+from tl_geometry.models.live_edits import StreamEdit, edited_scores
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.write_spec import by_head
+
+CONTROLS = 8
+"""Random sets of heads beside chosen ones."""
+ATTRIBUTIONS = ("direct", "value_paths", "all_paths")
+"""Columns of attributions, in the order of :class:`HeadAttributions`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadKnockouts(Result):
+    """What knockouts of heads do to a metric of the output: one row for each head, or set of heads.
+
+    ``effects`` is the metric without the heads minus that of the clean run, for each prompt; the
+    table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the mean
+    effect of random sets of as many heads (``control_draws`` each draw's mean over prompts), the
+    excess what the row does beyond them, its interval over prompts and over what one more draw
+    would give.
+
+    ``direct``, ``value_paths`` and ``all_paths`` are what attributions say that the heads
+    contribute: where an attribution is all that a head does, ``effect = -attribution``.
+    ``disagrees`` marks rows of which effect and direct contribution do not cancel: the interval of
+    their sum is farther from zero than half of the larger of the two.
+    """
+
+    conditions: tuple[str, ...]
+    sets: tuple[tuple[tuple[int, int], ...], ...]
+    metric: str
+    by: str
+    clean: Float[Tensor, " context"]
+    effects: Float[Tensor, "condition context"]
+    control: Float[Tensor, "condition context"] | None = None
+    control_draws: Float[Tensor, "condition sample"] | None = None
+    direct: Float[Tensor, "condition context"] | None = None
+    value_paths: Float[Tensor, "condition context"] | None = None
+    all_paths: Float[Tensor, "condition context"] | None = None
+    table_axes = ("condition",)
+
+    @property
+    def effect(self) -> Interval:
+        """Mean effect of each row with its interval."""
+        return paired_interval(self.effects.mT)
+
+    @property
+    def excess(self) -> Interval | None:
+        """What each row does beyond random sets of as many heads."""
+        if self.control is None or self.control_draws is None:
+            return None
+        gap, draws = paired_interval((self.effects - self.control).mT), self.control_draws.shape[1]
+        one_more = torch.full_like(gap.value, torch.nan)
+        if draws > 1:
+            quantile = float(t_quantile(torch.tensor(draws - 1.0)))
+            one_more = quantile * self.control_draws.std(1) * (1 + 1 / draws) ** 0.5
+        reach = torch.hypot(gap.value - gap.low, one_more)
+        return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+
+    @property
+    def disagrees(self) -> Bool[Tensor, " condition"] | None:
+        """Rows of which the knockout is not what the direct contribution says."""
+        if self.direct is None:
+            return None
+        _, low, high, _ = paired_interval((self.effects + self.direct).mT)
+        larger = torch.maximum(self.effects.mean(1).abs(), self.direct.mean(1).abs())
+        return (low > larger / 2) | (high < -larger / 2)
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        columns = _with_interval("effect", self.effect)
+        if self.control is not None and self.excess is not None:
+            columns |= {"control": self.control.mean(1), **_with_interval("excess", self.excess)}
+        for name in ATTRIBUTIONS:
+            values = getattr(self, name)
+            columns |= {} if values is None else {name: values.mean(1)}
+        columns |= {} if self.disagrees is None else {"disagrees": self.disagrees}
+        return {name: (values, ("condition",)) for name, values in columns.items()}
+
+
+def _with_interval(name: str, interval: Interval) -> dict[str, Tensor]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def head_knockouts(
+    model: ModelLike,
+    prompts: TokensLike,
+    metric: str | UserMetric = "difference",
+    *,
+    targets: Targets | None = None,
+    position: int | str = -1,
+    heads: HeadsLike | Mapping[str, HeadsLike] = None,
+    by: str = "mean",
+    reference: TokensLike | None = None,
+    controls: int | None = None,
+    attributions: bool = False,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> HeadKnockouts:
+    """Effect on the output of taking each head out of the live model, beside what attributions say.
+
+    Args:
+        prompts: of one length, at least 2 (10 for intervals).
+        metric: ``"difference"`` of the logits of each prompt's two targets, ``"probability"`` of
+            its first, the next-token ``"loss"``, or a function of the logits of all prompts
+            ``[batch position d_vocab]`` that gives one number for each.
+        targets: ``[(right, wrong), ...]``, one pair for each prompt, as ids or texts of one token
+            (``"probability"`` takes one token each).
+        position: where these logits are read, a number or a name.
+        heads: a row for each of them (all by default), or a mapping from names to sets of heads
+            that are knocked out together.
+        by: what stands in place of a head's mixed values, as in :func:`remove_heads`: ``"mean"``
+            over ``reference`` (by default the prompts themselves) at the same position, ``"zero"``,
+            or ``"prompt"``, those of another of the prompts.
+        controls: random sets of as many heads beside each row, drawn from the heads that no row
+            has; by default 8, and none where all heads are rows.
+        attributions: also the direct contribution to the difference of logits, that along value
+            paths, and that along all paths, of the same replacement.
+
+    Raises ``GeometryError`` for attributions of a metric other than ``"difference"``, for a
+    reference shorter than the prompts, and for controls where too few heads are left;
+    ``UnsupportedModelError`` for encoders and without a trained output head.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> prompts = tlg.zoo.default_windows(model, 16, n=4)
+    >>> effects = tlg.interventions.head_knockouts(model, prompts, "loss", progress=False)
+    >>> effects.conditions[:2], effects.effects.shape
+    (('L0H0', 'L0H1'), torch.Size([8, 4]))
+    """
+    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    view = as_view(model)
+    require_output(view, "head_knockouts")
+    rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+    several = "at least 2 prompts"
+    require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
+    chosen = _sets(view, heads)
+    measured = output_metric(view, rows, metric, targets, position)
+    got = f"the metric {measured.name}"
+    has_paths = measured.name == "difference" and measured.ids is not None
+    instead = 'metric="difference"'
+    what, expected = "attributions", "a difference of two logits"
+    require(has_paths or not attributions, what, expected=expected, got=got, instead=instead)
+    means = _means(view, rows, by, reference, prepend_bos)
+    draws = (0 if heads is None else CONTROLS) if controls is None else controls
+    drawn = _control_sets(view, list(chosen.values()), draws, seed)
+    order = derangement(len(rows), seed)
+    runs = _Runs(view, measured, by, means, order, progress)
+    fields: dict[str, Any] = {}
+    if draws:
+        by_size = {size: runs.effects(sets) for size, sets in drawn.items()}
+        of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])
+        fields = {"control": of_rows.mean(1), "control_draws": of_rows.mean(2)}
+    if attributions:
+        fields |= runs.attributions(list(chosen.values()))
+    return HeadKnockouts(
+        provenance=view.provenance(rows, seed=seed),
+        conditions=tuple(chosen),
+        sets=tuple(tuple(of) for of in chosen.values()),
+        metric=measured.name,
+        by=by,
+        clean=runs.clean,
+        effects=runs.effects(list(chosen.values())),
+        **fields,
+    )
+
+
+def _sets(view: ModelView, heads: Any) -> dict[str, Heads]:
+    """The heads of each row by its name."""
+    if not isinstance(heads, Mapping):
+        each = checks.heads(heads, view.n_layers, view.n_heads)
+        return {checks.head_name(head): [head] for head in each}
+    require(len(heads) > 0, "heads", expected="at least one set of heads", got="none")
+    chosen = {
+        str(name): checks.heads(of, view.n_layers, view.n_heads) for name, of in heads.items()
+    }
+    return {name: list(of) for name, of in chosen.items()}
+
+
+def _means(
+    view: ModelView, rows: TokenWindows, by: str, reference: Any, prepend_bos: bool | None
+) -> Float[Tensor, "layer position head d_head"] | None:
+    """Mean mixed values of all heads over the reference, at the positions of the prompts."""
+    require(by == "mean" or reference is None, "reference", expected='by="mean"', got=f'by="{by}"')
+    if by != "mean":
+        return None
+    length = rows.tokens.shape[1]
+    if reference is not None:
+        rows = token_rows(view, reference, prepend_bos=prepend_bos)
+    seen = rows.tokens.shape[1]
+    expected = f"prompts of at least {length} tokens, as those that are run"
+    require(seen >= length, "reference", expected=expected, got=f"prompts of {seen} tokens")
+    all_heads = tuple(range(view.n_heads))
+    means = mean_outputs(view, rows.tokens, dict.fromkeys(range(view.n_layers), all_heads))
+    return torch.stack([means[l][:length] for l in range(view.n_layers)])
+
+
+def _control_sets(
+    view: ModelView, chosen: Sequence[Heads], draws: Any, seed: int
+) -> dict[int, list[Heads]]:
+    """Random sets of heads by their size, from the heads that no row has."""
+    count = checks.whole(draws)
+    if count is None or count < 0:
+        fail("controls", expected="a number of random sets", got=repr(draws))
+    taken = {head for of in chosen for head in of}
+    others = [h for h in checks.heads(None, view.n_layers, view.n_heads) if h not in taken]
+    generator = torch.Generator().manual_seed(seed)
+    sets: dict[int, list[Heads]] = {}
+    for size in sorted({len(of) for of in chosen}):
+        expected, got = f"at least {size} heads that no row has", len(others)
+        enough = count == 0 or got >= size
+        require(enough, "controls", expected=expected, got=got, instead="controls=0")
+        orders = [torch.randperm(got, generator=generator)[:size] for _ in range(count)]
+        sets[size] = [[others[i] for i in order.tolist()] for order in orders]
+    return sets
+
+
+class _Runs:
+    """Runs knockouts, several in one pass, and measures them."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        metric: OutputMetric,
+        by: str,
+        means: Float[Tensor, "layer position head d_head"] | None,
+        order: Tensor,
+        progress: bool,
+    ) -> None:
+        self.view, self.metric, self.by, self.means = view, metric, by, means
+        self.order, self.progress = order, progress
+        count, length = metric.tokens.shape
+        at_once = output_batch(view, length, all_positions=metric.position is None)
+        # a user's function sees all prompts, and another prompt may be any of them
+        together = metric.own is not None or by == "prompt"
+        self.prompts = count if together else min(count, at_once)
+        self.knockouts = max(1, at_once // self.prompts)
+        self.clean = torch.cat([self._run([[]], rows)[0] for rows in self._parts()]).cpu()
+
+    def _parts(self) -> list[slice]:
+        count = len(self.metric.tokens)
+        return [slice(at, at + self.prompts) for at in range(0, count, self.prompts)]
+
+    def effects(self, sets: Sequence[Heads]) -> Float[Tensor, "condition context"]:
+        """The metric without each set of heads, less that of the clean run."""
+        # neighbouring layers share a pass, so that few layers of it are edited
+        order = sorted(range(len(sets)), key=lambda i: min(sets[i], default=(0, 0)))
+        values = torch.zeros(len(sets), len(self.metric.tokens), dtype=torch.float64)
+        starts = range(0, len(order), self.knockouts)
+        for start in tqdm(starts, disable=not self.progress, desc=self.view.name, unit="pass"):
+            chosen = order[start : start + self.knockouts]
+            for rows in self._parts():
+                values[chosen, rows] = self._run([sets[i] for i in chosen], rows).cpu()
+        return values - self.clean
+
+    def _run(self, sets: Sequence[Heads], rows: slice) -> Float[Tensor, "condition batch"]:
+        """The metric of some prompts without each set of heads."""
+        tokens = self.metric.tokens[rows].repeat(len(sets), 1)
+        layers = by_layer([head for of in sets for head in of])
+        edits = [self._edit(layer, sets) for layer in layers]
+        hooks, at = {}, self.metric.position
+        point = self.view.unembed_hook
+        if at is not None and point is not None:
+            hooks = {point: lambda h: h[:, [at]]}
+        with edited_scores(self.view, edits):
+            logits = self.view.logits(tokens, hooks)
+        if at is not None and point is None:
+            logits = logits[:, [at]]
+        each = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
+        return torch.stack([self.metric.of(of_set, rows) for of_set in each])
+
+    def _edit(self, layer: int, sets: Sequence[Heads]) -> StreamEdit:
+        """Other mixed values in the rows of the batch whose set has heads of this layer."""
+        chosen = torch.zeros(len(sets), self.view.n_heads, dtype=torch.bool)
+        for row, of in enumerate(sets):
+            chosen[row, [head for at, head in of if at == layer]] = True
+        mask = rearrange(chosen, "c h -> c 1 1 h 1").to(self.view.device)
+
+        def change(value: Tensor) -> Tensor:
+            z = by_head(value, self.view.n_heads)
+            z = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
+            return torch.where(mask, self._replacement(z, layer), z).reshape(value.shape)
+
+        return StreamEdit(f"blocks.{layer}.attn.hook_z", change)
+
+    def _replacement(
+        self, z: Float[Tensor, "*sample batch position head d_head"], layer: int
+    ) -> Tensor:
+        """What stands in place of the mixed values of a layer."""
+        if self.by == "prompt":
+            return z.index_select(-4, self.order.to(z.device))
+        return torch.zeros_like(z) if self.means is None else self.means[layer].to(z).expand_as(z)
+
+    def attributions(self, sets: Sequence[Heads]) -> dict[str, Float[Tensor, "condition context"]]:
+        """What attributions give to the same replacements."""
+        view, tokens, at = self.view, self.metric.tokens, self.metric.position
+        if self.metric.ids is None or at is None:
+            raise RuntimeError("attributions are of a difference of two logits")
+        names = [f"blocks.{l}.attn.hook_z" for l in range(view.n_layers)]
+        z: list[Tensor] = []
+        for rows in self._parts():
+            found = view.activations(tokens[rows], names)
+            z.append(torch.stack([by_head(found[name], view.n_heads) for name in names]))
+        outputs = torch.cat(z, 1)
+        new = [self._replacement(of_layer, l) for l, of_layer in enumerate(outputs)]
+        removed, values = outputs - torch.stack(new), []
+        for row in tqdm(range(len(tokens)), disable=not self.progress, desc="attributions"):
+            right, wrong = self.metric.ids[row].tolist()
+            prompt = tokens[row : row + 1]
+            of_heads = torch.stack(
+                head_attributions(view, prompt, removed[:, row], at, (right, wrong))
+            )
+            layers, heads = ([[head[i] for head in of] for of in sets] for i in (0, 1))
+            sums = [of_heads[:, l, h].sum(1) for l, h in zip(layers, heads, strict=True)]
+            values.append(torch.stack(sums, 1))
+        return dict(zip(ATTRIBUTIONS, torch.stack(values, -1), strict=True))
