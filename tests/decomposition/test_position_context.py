@@ -284,6 +284,32 @@ def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> N
     )
 
 
+def test_the_ends_that_agree_are_those_of_the_window() -> None:
+    """Outside the window the states differ, and the agreement does not see it."""
+    h = random_states(1, 12, 20, 3, seed=8)
+    inside = basis_of(h, window=(2, 14)).anova().ctx_agreement[0]
+    part = half_width(12)
+    a, b = h[0, :, 2 : 2 + part].mean(1), h[0, :, 14 - part : 14].mean(1)
+    a, b = a - a.mean(0), b - b.mean(0)
+    expected = (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
+    assert torch.isclose(inside, expected, atol=1e-10)
+    changed = torch.cat([100 * h[:, :, :2], h[:, :, 2:14], -50 * h[:, :, 14:]], dim=2)
+    assert torch.isclose(basis_of(changed, window=(2, 14)).anova().ctx_agreement[0], expected)
+
+
+def test_the_debiased_share_by_hand() -> None:
+    """The residual mean square has (C - 1)(T - 1) degrees of freedom, and position T - 1, so that
+    SS_resid / (C - 1) of SS_pos is noise: with three contexts that is far from SS_resid / C."""
+    h = random_states(1, 3, 6, 4, seed=9)
+    h = h + 2 * random_states(1, 1, 6, 4, seed=10)
+    centred = h[0] - h[0].mean((0, 1))
+    pos, ctx = centred.mean(0), centred.mean(1)
+    resid = (centred - pos - ctx[:, None]).square().sum()
+    expected = (3 * pos.square().sum() - resid / 2) / centred.square().sum()
+    assert expected > 0.1
+    assert torch.isclose(basis_of(h).anova().pos_debiased[0], expected)
+
+
 @pytest.mark.parametrize(
     ("h", "zero", "identifiable"),
     [

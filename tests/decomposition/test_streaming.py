@@ -437,7 +437,10 @@ def test_spliced_windows_keep_positions_and_tokens_and_lose_the_context() -> Non
     assert torch.equal(spliced.tokens % 100, ids % 100)  # every token stays in its position
     assert torch.equal(spliced.tokens[:, 0], ids[:, 0])
     assert torch.equal(spliced.tokens.sort(0).values, ids)
-    assert (spliced.tokens // 100 == ids // 100)[:, 1:].float().mean() < 0.2
+    source = spliced.tokens // 100
+    assert (source == ids // 100)[:, 1:].float().mean() < 0.2
+    pieces = source[:, 1::2]  # each piece comes from a window of its own
+    assert (pieces != pieces[:, :1]).any(1).float().mean() > 0.8
     with pytest.raises(tlg.GeometryError, match="piece: expected 1 to 9 tokens, got 10"):
         tlg.corpus.splice(tlg.TokenWindows(tokens=ids, has_bos=False), piece=10)
 

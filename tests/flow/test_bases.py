@@ -353,6 +353,14 @@ def test_maps_are_the_least_squares_solutions_of_their_kind(n, d, seed):
     assert errors["linear"] <= min(errors[k] for k in ("scaled", "identity", "flow")) + 1e-9
 
 
+def test_the_mean_of_each_coordinate_explains_nothing():
+    """R^2 is about the mean of each coordinate: that mean explains nothing, however far the
+    coordinates' means are from one another."""
+    y = noise(30, 4, seed=1) + torch.tensor([0.0, 5.0, -20.0, 100.0])
+    assert score_map(y.mean(0).expand(30, -1), y).r2 == pytest.approx(0, abs=1e-12)
+    assert score_map(y, y).r2 == 1
+
+
 def test_ridge_is_the_best_affine_map_for_much_data_and_shrinks_for_little():
     W, b = noise(5, 5, seed=3), noise(5, seed=4)
     x = noise(400, 5, seed=5)

@@ -20,7 +20,7 @@ from torch import Tensor
 import tl_geometry
 from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
 from tests.views import with_methods
-from tl_geometry import GeometryError, UnsupportedModelError
+from tl_geometry import GeometryError, TokenWindows, UnsupportedModelError
 from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.ensemble import FOLDED, Trajectories, split_rows, trajectories
@@ -209,6 +209,10 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     assert float(counts.float().std()) < 3 * math.sqrt(4000 / VOCAB)
     like = gibberish(deep(), 50, 10, like=torch.tensor([[5, 5, 5, 7]]))
     assert set(like.tokens.unique().tolist()) == {5, 7}
+    windows = TokenWindows(tokens=torch.tensor([[9, 5, 5, 7]]), has_bos=True)
+    assert set(gibberish(deep(), 50, 10, like=windows).tokens.unique().tolist()) == {5, 7}
+    without = dataclasses.replace(windows, has_bos=False)  # then 9 is a token of the text
+    assert set(gibberish(deep(), 50, 10, like=without).tokens.unique().tolist()) == {5, 7, 9}
     assert torch.equal(found.tokens, gibberish(deep(), 400, 10, seed=3).tokens)
     behind = gibberish(
         dataclasses.replace(as_view(deep()), bos_id=9), 50, 10, like=like, prepend_bos=True
@@ -816,6 +820,7 @@ def test_published_numbers_stand_beside_ours():
     assert "read here as 1.0" in perceptron[6]
     assert math.isnan(rows["ln alpha"][1])  # published for Llama-2 only
     assert found.provenance.preset == "paper"
+    assert found.provenance.seed == 0
     assert {p.model for p in PUBLISHED} <= set(SETTINGS)
     assert all(p.low <= p.high for p in PUBLISHED)
 
@@ -839,7 +844,9 @@ def test_the_protocol_truncates_before_the_norm_also_where_its_states_are_publis
         K=(1,),
         separate=False,
         progress=False,
+        seed=4,
     )
+    assert found.provenance.seed == 4
     rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
     own = trajectories(view, pseudo_sentences(view, text, 10, n=40), progress=False)
     assert own.tokens is not None

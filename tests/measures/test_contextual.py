@@ -291,6 +291,21 @@ def test_singular_clusters_are_refused_and_ridge_is_explicit() -> None:
     assert 0 < strong < weak
 
 
+def test_a_ridge_is_the_same_for_every_coordinate() -> None:
+    """``ridge tr(S_W) / d`` on the diagonal, not a share of each coordinate's own variance, which
+    the determinant of coordinates with outliers would hide."""
+    labels = torch.arange(3).repeat_interleave(20)
+    x = gaussian(3, 60, 4) * torch.tensor([0.1, 1.0, 5.0, 20.0]).double() + labels[:, None]
+    means = torch.stack([x[labels == k].mean(0) for k in range(3)])
+    within = torch.stack([x[labels == k] - means[k] for k in range(3)]).flatten(0, 1)
+    S_W = within.mT @ within / 60
+    S_B = (means - x.mean(0)).mT @ (means - x.mean(0)) / 3
+    ridged = S_W + 0.5 * S_W.trace() / 4 * torch.eye(4).double()
+    expected = (S_B @ torch.linalg.inv(ridged)).trace()
+    value = cluster_compactness(x, labels, ridge=0.5)
+    assert float(value) == pytest.approx(float(expected), rel=1e-8)
+
+
 @cases
 @given(seeds, st.integers(1, 4))
 def test_cvec_is_never_less_compact_than_raw(seed: int, d_model: int) -> None:

@@ -281,6 +281,12 @@ def test_singular_value_profiles_against_numpy_and_moments(seed: int) -> None:
     again = positional.singular_value_profiles(P, cvec, adjust="subsample", seed=1)
     assert torch.equal(drawn["Cvec"], again["Cvec"])
     assert (drawn["Cvec"] <= whole["Cvec"] + 1e-9).all()
+    profiles = [
+        positional.singular_value_profiles(P, cvec, adjust="subsample", seed=s)["Cvec"]
+        for s in range(4)
+    ]
+    assert len({tuple(profile.tolist()) for profile in profiles}) > 1  # rows drawn by the seed
+    assert not any(torch.allclose(profiles[s][:3], first["Cvec"]) for s in range(4))
     with pytest.raises(GeometryError, match="'sqrt_C'"):
         positional.singular_value_profiles(P, cvec, adjust="none")
 

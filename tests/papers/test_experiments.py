@@ -360,6 +360,9 @@ def test_windows_of_a_stream() -> None:
     assert int(drawn.max()) == 99
     apart = random_tokens.held_out_windows(stream, 7, 50, seed=0)
     assert len(apart.flatten().unique()) == apart.numel() == 14 * 7
+    orders = [random_tokens.held_out_windows(stream, 7, 5, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
     with pytest.raises(GeometryError, match="more than 100 tokens, got 100"):
         random_tokens.text_windows(stream, 100, 1, seed=0)
 
