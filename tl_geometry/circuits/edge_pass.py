@@ -188,7 +188,8 @@ class EdgePass:
             )
             for l, layer in enumerate(layers)
         )
-        return cls(view, layout, tuple(blocks), trained_head(view), max(roundoffs))
+        head = trained_head(view, instead="a language model whose logits are such a readout")
+        return cls(view, layout, tuple(blocks), head, max(roundoffs))
 
     def first(self, tokens: Tensor) -> Float[Tensor, "batch position d_model"]:
         """The first state of prompts: what the embedding writes."""
