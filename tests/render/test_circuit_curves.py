@@ -20,7 +20,7 @@ def test_curves_intervals_and_the_null(tmp_path: Any) -> None:
     edges = faithfulness(model, scores, **PAIRS, fractions=(0.1, 0.5, 1.0), draws=2)
     view = faithfulness_curve({"integrated": edges, "again": edges})
     axis = view.figure.axes[0]
-    lines = {line.get_label(): line for line in axis.get_lines()}
+    lines = {str(line.get_label()): line for line in axis.get_lines()}
     chosen = next(line for label, line in lines.items() if label.startswith("integrated"))
     assert np.allclose(chosen.get_xdata(), 100 * edges.fractions.numpy())
     assert np.allclose(chosen.get_ydata(), edges.f.value.numpy())
