@@ -15,6 +15,7 @@ from __future__ import annotations
 from tests.bad_inputs import (
     commands,
     dictionaries,
+    edges,
     folders,
     inference,
     labels,
@@ -26,7 +27,7 @@ from tests.bad_inputs import (
 )
 from tests.bad_inputs.cases import Call, Command
 
-_NEW = (text, ownership, live, folders, labels, inference, dictionaries)
+_NEW = (text, ownership, live, folders, labels, inference, dictionaries, edges)
 CALLS: list[Call] = [*tokens.CALLS, *results.CALLS]
 COMMANDS: list[Command] = [*commands.COMMANDS]
 for _module in _NEW:

@@ -302,7 +302,8 @@ def bounds(values: Tensor, errors: Tensor, prompts: int) -> tuple[Tensor, Tensor
 
 def largest(scores: Float[Tensor, " row"], fraction: float) -> Bool[Tensor, " row"]:
     """The rows of largest absolute score, ``fraction`` of all, at least one."""
-    require(0 < fraction <= 1, "fraction", expected="a share above 0, at most 1", got=fraction)
+    share = isinstance(fraction, int | float) and 0 < fraction <= 1
+    require(share, "fraction", expected="a share above 0, at most 1", got=repr(fraction))
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[_by_size(scores)[: max(1, round(fraction * len(scores)))]] = True
     return kept

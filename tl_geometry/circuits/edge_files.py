@@ -1,7 +1,7 @@
 """Edge lists that other tools write and read.
 
-Edge lists are the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025,
-arXiv:2504.13151)::
+The format is that of the Mechanistic Interpretability Benchmark (Mueller et al. 2025,
+arXiv:2504.13151), JSON::
 
     {"cfg": {"n_layers", "n_heads", "d_model", "parallel_attn_mlp"},
      "nodes": {"a0.h3": {"in_graph"}},

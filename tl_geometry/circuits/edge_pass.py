@@ -188,7 +188,8 @@ class EdgePass:
             )
             for l, layer in enumerate(layers)
         )
-        return cls(view, layout, tuple(blocks), trained_head(view), max(roundoffs))
+        head = trained_head(view, instead="a language model whose logits are such a readout")
+        return cls(view, layout, tuple(blocks), head, max(roundoffs))
 
     def first(self, tokens: Tensor) -> Float[Tensor, "batch position d_model"]:
         """The first state of prompts: what the embedding writes."""
@@ -209,7 +210,7 @@ class EdgePass:
     ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
         """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
         model's own: every block may add the rounding of :func:`reconstruction_bound`, relative to
-        the sums of absolute values behind the logits (once for all blocks in half precision).
+        the sums of absolute values behind the logits.
 
         Raises ``ReconstructionError`` where they differ, as under hooks that change the model.
         """
@@ -219,8 +220,7 @@ class EdgePass:
         normed = self.head.norm.apply(stream.total[:, positions])
         size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
         size += float(self.head.b_U.abs().max())
-        blocks = len(self.blocks) if self.roundoff <= 2**-24 else 1
-        bound = blocks * reconstruction_bound(self.roundoff, size)
+        bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)
         error = float((logits - model_logits).abs().max())
         if not error <= bound:
             fail(

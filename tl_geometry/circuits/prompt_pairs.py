@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import BudgetError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.edge_layout import EdgeLayout
@@ -134,7 +135,9 @@ class Metric:
         """The user's metric; or the tokens compared, by default the most likely one after each run
         of a pair."""
         if metric is not None:
-            require(callable(metric), "metric", expected="a function of logits", got=repr(metric))
+            require(
+                callable(metric), "metric", expected="a function of logits", got=describe(metric)
+            )
             given = targets is not None
             require(not given, "metric, targets", expected="one of them", got="both")
             return cls(metric, None)
@@ -177,12 +180,12 @@ class Metric:
 
 def _rows(view: ModelView, tokens: Any, prepend_bos: bool | None) -> list[Tensor]:
     """Each prompt's ids; those of a list may have different lengths."""
-    listed = isinstance(tokens, list | tuple) and len(tokens) > 0
-    if listed and all(isinstance(x, str | list | tuple | Tensor) for x in tokens):
-        each = [x if isinstance(x, str) else torch.as_tensor(x) for x in tokens]
-        if all(isinstance(x, str) or x.dim() == 1 for x in each):
-            found = (token_rows(view, x, prepend_bos=prepend_bos).tokens for x in each)
-            return [rows[0] for rows in found]
+    if isinstance(tokens, list | tuple) and len(tokens) > 0:
+        rows = [isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) > 0 for x in tokens]
+        if all(rows):
+            return [
+                row for x in tokens for row in token_rows(view, x, prepend_bos=prepend_bos).tokens
+            ]
     return list(token_rows(view, tokens, prepend_bos=prepend_bos).tokens)
 
 
@@ -191,11 +194,12 @@ def _given_targets(view: ModelView, targets: Any, pairs: int) -> Int[Tensor, "co
     given = targets.tolist() if isinstance(targets, Tensor) else targets
     expected = f"(answer, other) for each of {pairs} prompts, or for all of them"
     if not isinstance(given, Iterable) or isinstance(given, str):
-        fail("targets", expected=expected, got=repr(targets))
+        fail("targets", expected=expected, got=describe(targets))
     given = list(given)
     if len(given) == 2 and all(isinstance(token, str | int) for token in given):
         given = [given] * pairs
-    require(len(given) == pairs, "targets", expected=expected, got=f"{len(given)} of them")
+    fits = len(given) == pairs and all(isinstance(pair, list | tuple) for pair in given)
+    require(fits, "targets", expected=expected, got=describe(targets))
     ids = [target_ids(view, pair) for pair in given]
     for pair, tokens in enumerate(ids):
         two = len(tokens) == 2 and tokens[0] != tokens[1]

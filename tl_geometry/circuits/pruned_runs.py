@@ -218,6 +218,9 @@ def faithfulness(
         unit = "nodes" if nodes else "edges"
         sets = _ranked_sets(circuit, layout, fractions, nodes)
     else:
+        acts = not nodes and tuple(fractions) == FRACTIONS
+        expected, got = "EdgeScores, which they rank", "a chosen set"
+        require(acts, "nodes, fractions", expected=expected, got=got, instead="neither of them")
         unit, sets = _chosen_set(circuit, layout)
     draws_of_sets = _random_sets(sets, count, seed)
     wanted = torch.cat([sets.unsqueeze(0), draws_of_sets])

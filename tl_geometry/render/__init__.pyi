@@ -3,6 +3,7 @@ from .basis import gram as gram
 from .basis import norms as norms
 from .basis import spirals as spirals
 from .basis import variance_shares as variance_shares
+from .circuit_curves import faithfulness_curve as faithfulness_curve
 from .flow import baseline_figure as baseline_figure
 from .flow import noise_figure as noise_figure
 from .flow import residual_figure as residual_figure

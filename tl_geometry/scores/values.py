@@ -228,9 +228,11 @@ def _mixed(
     return z
 
 
-def trained_head(view: ModelView) -> OutputHead:
+def trained_head(
+    view: ModelView, *, instead: str = "split_values without token_ids="
+) -> OutputHead:
     """The output head, where logits can be read off the last state; else a refusal."""
-    what, instead = f"logits of {view.name}", "split_values without token_ids="
+    what = f"logits of {view.name}"
     if not view.head_trained:
         expected, got = "a trained output head", "one that was newly initialised"
         fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
