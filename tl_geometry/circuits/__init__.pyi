@@ -2,6 +2,11 @@ from .dictionaries import Dictionary as Dictionary
 from .dictionaries import dictionary as dictionary
 from .features import FeatureShares as FeatureShares
 from .features import feature_shares as feature_shares
+from .graph_comparison import EdgePairs as EdgePairs
+from .graph_comparison import GraphComparison as GraphComparison
+from .graph_means import AverageGraph as AverageGraph
+from .graph_means import MeanTable as MeanTable
+from .graph_means import average_graphs as average_graphs
 from .logit_graph import LogitGraph as LogitGraph
 from .logit_graph import TokenTable as TokenTable
 from .logits import LogitExplanation as LogitExplanation
