@@ -45,6 +45,10 @@ class World:
             **options,
         )
 
+    def graph(self, tokens: Any = None, **options: Any) -> Any:
+        rows = self.ids[:1] if tokens is None else tokens
+        return tlg.trace_logit(self.model, rows, 5, **({"keep": 0.3} | options))
+
     def path(self, name: str, content: str | bytes = "") -> Path:
         found = self.folder / name
         found.write_bytes(content if isinstance(content, bytes) else content.encode())

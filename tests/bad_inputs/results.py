@@ -192,6 +192,22 @@ SPLITS = [
         "one of them",
     ),
     Call(
+        "an average of one graph",
+        lambda w: tlg.circuits.average_graphs([w.graph()]),
+        "two or more graphs",
+    ),
+    Call(
+        "an average of a graph and a split",
+        lambda w: tlg.circuits.average_graphs([w.graph(), w.split]),
+        "two or more graphs",
+    ),
+    Call("a graph beside a split", lambda w: w.graph().compare(w.split), "a graph of trace_logit"),
+    Call(
+        "a graph beside that of a longer prompt",
+        lambda w: w.graph().compare(w.graph(w.ids[:1, :5])),
+        "prompts of as many tokens",
+    ),
+    Call(
         "a mean of no prompts",
         lambda w: tlg.interventions.remove_heads(w.model, "L0H0"),
         "prompts to take the mean over",
@@ -296,7 +312,7 @@ VIEWS = [
     Call("a split as a graph", lambda w: tlg.render.graph_page(w.split), "a graph of trace_logit"),  # pyright: ignore[reportArgumentType]
     Call(
         "a node that is not there",
-        lambda w: tlg.render.graph_page(tlg.trace_logit(w.model, w.ids[:1], 5), node=10**6),
+        lambda w: tlg.render.graph_page(w.graph(), node=10**6),
         "node: expected",
     ),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),

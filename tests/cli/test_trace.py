@@ -53,7 +53,9 @@ def test_the_files_hold_the_graph_of_the_function(made: tuple[Path, LogitGraph, 
     assert [row["token"] for row in tokens][:-1] == list(graph.str_tokens)
     nodes = table(out / trace_folder.NODES)
     assert len(nodes) == len(graph.names)
-    assert float(nodes[0]["value"]) == pytest.approx(max(graph.values.tolist(), key=abs), rel=1e-4)
+    written = {(row["writer"], int(row["position"])): float(row["value"]) for row in nodes}
+    for name, position, value in zip(graph.names, graph.positions, graph.values, strict=True):
+        assert written[name, int(position)] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
     file = json.loads((out / trace_folder.GRAPH).read_text("utf-8"))
     logit = next(n for n in file["nodes"] if n["is_target_logit"])
     into = [link["weight"] for link in file["links"] if link["target"] == logit["node_id"]]

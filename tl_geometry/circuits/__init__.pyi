@@ -7,6 +7,11 @@ from .edge_files import read_mib as read_mib
 from .edge_layout import EdgeLayout as EdgeLayout
 from .features import FeatureShares as FeatureShares
 from .features import feature_shares as feature_shares
+from .graph_comparison import EdgePairs as EdgePairs
+from .graph_comparison import GraphComparison as GraphComparison
+from .graph_means import AverageGraph as AverageGraph
+from .graph_means import MeanTable as MeanTable
+from .graph_means import average_graphs as average_graphs
 from .logit_graph import LogitGraph as LogitGraph
 from .logit_graph import TokenTable as TokenTable
 from .logit_means import LogitMeans as LogitMeans

@@ -9,9 +9,9 @@ who made a head attend where it attended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +21,9 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail
 from tl_geometry.base.results import Result
+
+if TYPE_CHECKING:
+    from tl_geometry.circuits.graph_comparison import GraphComparison
 
 EDGE_TYPES = ("value", "query", "key")
 """What a node is read for: its value, or the query or the key of a head's score."""
@@ -176,6 +179,28 @@ class LogitGraph(Result):
             return self.names[node]
         token = self.str_tokens[position] if self.str_tokens else f"<{self.token_ids[position]}>"
         return f"{self.names[node]} at {position} {token!r}"
+
+    def compare(
+        self, other: LogitGraph, *, positions: Sequence[Mapping[str, int]] | None = None
+    ) -> GraphComparison:
+        """Compare with the graph of another prompt, or of another model of the same shape: which
+        nodes and edges they share, their numbers side by side, correlations, and Jaccard indices
+        with the values that chance gives (:mod:`tl_geometry.circuits.graph_comparison`).
+
+        ``positions`` names positions of both prompts, as in
+        :func:`tl_geometry.circuits.average_graphs`, where they have different lengths.
+
+        >>> import tl_geometry as tlg
+        >>> model = tlg.zoo.embedded()
+        >>> windows = tlg.zoo.default_windows(model, 16, n=2)
+        >>> graphs = [tlg.trace_logit(model, windows[i : i + 1], 5, keep=0.3) for i in range(2)]
+        >>> found = graphs[0].compare(graphs[1])
+        >>> found.node_jaccard > found.node_jaccard_by_chance
+        True
+        """
+        from tl_geometry.circuits.graph_comparison import compare_graphs
+
+        return compare_graphs(self, other, positions=positions)
 
     def columns(self) -> Sequence[str]:
         return ("writer", "position", "token", "value", "moved", "rest")

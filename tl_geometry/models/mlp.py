@@ -47,18 +47,36 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLPSpec:
     """The MLP of one block. ``W_gate`` is what the activation is applied to, ``W_in`` the other
     factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output; ``parallel``
-    says that it reads the stream before attention."""
+    says that it reads the stream before attention.
+
+    Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
+    no second copy of its MLPs in float32: they are made wider where they are multiplied."""
 
     before: NormWeights
     after: NormWeights
     parallel: bool
     activation: str
-    W_gate: Float[Tensor, "d_model d_mlp"]
+    stored_gate: Float[Tensor, "d_model d_mlp"]
     b_gate: Float[Tensor, " d_mlp"]
-    W_in: Float[Tensor, "d_model d_mlp"] | None
+    stored_in: Float[Tensor, "d_model d_mlp"] | None
     b_in: Float[Tensor, " d_mlp"] | None
-    W_out: Float[Tensor, "d_mlp d_model"]
+    stored_out: Float[Tensor, "d_mlp d_model"]
     b_out: Float[Tensor, " d_model"]
+
+    @property
+    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
+        """What the activation's argument is read by."""
+        return self.stored_gate.to(self.b_gate)
+
+    @property
+    def W_in(self) -> Float[Tensor, "d_model d_mlp"] | None:
+        """What the other factor is read by."""
+        return None if self.stored_in is None else self.stored_in.to(self.b_gate)
+
+    @property
+    def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
+        """What is written."""
+        return self.stored_out.to(self.b_gate)
 
     def act(self, x: Tensor) -> Tensor:
         """The activation."""
@@ -167,18 +185,18 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     if W_in is None or W_out is None or W_in.dim() != 2:
         return
     gated = W_gate is not None
-    first = upcast(W_gate if gated else W_in).to(h)
+    first = (W_gate if gated else W_in).detach()
 
     def bias(name: str, width: int) -> Tensor:
         value = part(mlp, name)
         return h.new_zeros(width) if value is None else upcast(value).to(h)
 
     width = first.shape[1]
-    W_in, W_out = upcast(W_in).to(h), upcast(W_out).to(h)
+    W_in, W_out = W_in.detach(), W_out.detach()
     b_in, b_out, no_bias = bias("b_in", width), bias("b_out", h.shape[-1]), h.new_zeros(width)
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
-        biases.append((no_bias, b_out + b_in @ W_out))
+        biases.append((no_bias, b_out + b_in @ W_out.to(h)))
     norm = view._parameters.norm_candidates
     no_norm = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
@@ -194,10 +212,10 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
             after=norm_after,
             parallel=parallel,
             activation=activation,
-            W_gate=first,
+            stored_gate=first,
             b_gate=bias("b_gate", width) if gated else b_in,
-            W_in=W_in if gated else None,
+            stored_in=W_in if gated else None,
             b_in=b_in if gated else None,
-            W_out=W_out,
+            stored_out=W_out,
             b_out=b_out,
         )

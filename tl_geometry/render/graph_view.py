@@ -29,10 +29,10 @@ from tl_geometry.render.page import PageView, rounded
 START, MOST, LISTED = 40, 400, 12
 """Nodes that the page begins with and holds at most, and edges of a type into each that it holds:
 with them a page has some hundred kilobytes, whatever the prompt and the model."""
-SOURCES = 6
-"""Positions that the attention of a head names."""
-WIDTH, HEIGHT = 1080, 1180
-"""Pixels of the page across, and down; what is taller scrolls."""
+SOURCES, LEAST_PAID = 6, 0.0005
+"""Positions that the attention of a head names, and the least attention (smaller shows as 0)."""
+WIDTH, TALLEST = 1080, 1180
+"""Pixels of the page across, and down at most."""
 LONGEST = 24
 """Characters of a token: longer ones are cut."""
 
@@ -74,7 +74,7 @@ def graph_page(graph: LogitGraph, *, node: int = 0) -> PageView:
         title=finding(graph),
         caption=_caption(graph, data),
         width=WIDTH,
-        height=HEIGHT,
+        height=_height(data),
         image=functools.partial(graph_figure, graph),
         source=graph.provenance.line(),
         null="Value edges and what is left out add up to the logit exactly: they have no null. "
@@ -155,14 +155,14 @@ def _payload(
             "position": int(graph.positions[i]),
             "row": rows[i],
             "shape": _shape(graph, i),
-            "value": rounded(float(graph.values[i])),
+            "value": rounded(float(graph.values[i]), 7),
             "moved": rounded(float(graph.moved[i])),
             "reached": rounded(float(reached[i]), 4),
-            "totals": [rounded(v) for v in graph.totals[i].tolist()],
+            "totals": [rounded(v, 7) for v in graph.totals[i].tolist()],
             "paid": [
                 [j, rounded(p, 3)]
                 for j, p in zip(paid.indices[i].tolist(), paid.values[i].tolist(), strict=True)
-                if p > 0
+                if p >= LEAST_PAID
             ]
             if graph.heads_of[i] >= 0
             else [],
@@ -222,6 +222,12 @@ def _caption(graph: LogitGraph, data: dict[str, Any]) -> str:
         "line, “everything else”. What is written adds up along value edges; what is moved is "
         "first order in the attention and adds up to nothing."
     )
+
+
+def _height(data: dict[str, Any]) -> int:
+    """Pixels that the page is likely to need; what is taller scrolls."""
+    rows = {n["row"] for n in data["nodes"][: data["start"]]}
+    return min(TALLEST, 640 + 22 * len(rows) + 3 * (2 * data["blocks"] + 2 - len(rows)))
 
 
 def graph_figure(graph: LogitGraph) -> View:

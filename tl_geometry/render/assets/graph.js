@@ -1,5 +1,5 @@
 const state = {count: DATA.start, node: DATA.chosen};
-const SVG = 'http://www.w3.org/2000/svg', ROW = 22, SLOT = 38, LOW = 60, GAP = 16, EMPTY = 3;
+const SVG = 'http://www.w3.org/2000/svg', ROW = 22, SLOT = 38, LOW = 60, WIDE = 78, GAP = 16, EMPTY = 3;
 const minus = text => text.replace('-', '−');
 const say = v => Math.abs(v) < 0.0005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.toFixed(Math.abs(v) < 0.095 ? 3 : 2));
 const percent = v => `${(100 * v).toFixed(0)}%`;
@@ -60,19 +60,20 @@ function layOut(seen) {
     most.set(p, Math.max(most.get(p) || 0, members.length));
   }
   const order = [...most.keys()].sort((a, b) => a - b);
-  const wide = order.map((p, i) => [p, Math.max(LOW, most.get(p) * SLOT), i && p > order[i - 1] + 1 ? GAP : 0]);
-  const total = wide.reduce((sum, [, w, gap]) => sum + w + gap, 12);
+  const wide = order.map((p, i) => [p, Math.max(p < 0 ? WIDE : LOW, most.get(p) * SLOT), i && p > order[i - 1] + 1 ? GAP : 0]);
+  const total = wide.reduce((sum, [, w, gap]) => sum + w + gap, 30);
   const spare = Math.max(0, (sheet.clientWidth - 60 - total) / order.length);
   const columns = new Map(), lines = new Map(), rows = new Set(shown.map(i => N[i].row));
   let x = 6, y = 14;
   for (const [p, w, gap] of wide) { columns.set(p, [x + gap, w + spare]); x += gap + w + spare; }
   for (let r = 2 * DATA.blocks + 1; r >= 0; r--) { const tall = rows.has(r) ? ROW : EMPTY; lines.set(r, y + tall / 2); y += tall; }
   const points = new Map();
-  for (const members of cells.values()) members.forEach((i, k) => {
+  const byName = (a, b) => N[a].name.localeCompare(N[b].name, 'en', {numeric: true});
+  for (const members of cells.values()) members.sort(byName).forEach((i, k) => {
     const [left, w] = columns.get(N[i].position);
     points.set(i, [left + w * (k + 0.5) / members.length, lines.get(N[i].row)]);
   });
-  return {points, columns, lines, rows, width: Math.max(x + 6, sheet.clientWidth - 60), height: y + 6};
+  return {points, columns, lines, rows, width: Math.max(x + 24, sheet.clientWidth - 60), height: y + 6};
 }
 
 function draw() {
@@ -112,11 +113,12 @@ function mark(n, i, [x, y]) {
   const shape = size => ({head: `M${-size},0a${size},${size} 0 1,0 ${2 * size},0a${size},${size} 0 1,0 ${-2 * size},0z`,
     mlp: `M${-size},${-size}h${2 * size}v${2 * size}h${-2 * size}z`, token: `M0,${-size}L${size},${size}H${-size}z`}[n.shape]
     || `M0,${-size}L${size},0L0,${size}L${-size},0z`);
-  if (ring > 0.4) add('path', {d: shape(r + 1.5 + ring / 2), class: 'ring', 'stroke-width': ring.toFixed(2)}, node).style.stroke = colour(n.moved);
+  const around = r * (n.shape === 'head' ? 1 : 1.4) + 1.5;
+  if (ring > 0.4) add('circle', {r: around + ring / 2, class: 'ring', 'stroke-width': ring.toFixed(2)}, node).style.stroke = colour(n.moved);
   add('path', {d: shape(r), class: 'disc'}, node).style.fill = colour(n.value);
-  add('circle', {r: r + ring + 4, class: 'here'}, node);
+  add('circle', {r: around + ring + 2.5, class: 'here'}, node);
   add('circle', {r: 11, fill: 'transparent'}, node);
-  if (n.shape === 'head' || n.shape === 'logit') add('text', {x: r + ring + 2, y: 3}, node).textContent = n.shape === 'head' ? n.name.slice(n.name.indexOf('H')) : 'T';
+  if (n.shape === 'head' || n.shape === 'logit') add('text', {x: around + ring + 1, y: 3}, node).textContent = n.shape === 'head' ? n.name.slice(n.name.indexOf('H')) : 'T';
   add('title', {}, node).textContent = `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}`;
   node.onclick = () => choose(i);
   node.onkeydown = event => step(event, i, x, y);

@@ -1,0 +1,48 @@
+"""The MLPs of a model in half precision are read where they lie: no second copy in float32, and the
+numbers of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny import loadable, tiny
+from tl_geometry.models import view
+from tl_geometry.models.mlp import MLPSpec, mlp_spec
+
+STORED = ("stored_gate", "stored_in", "stored_out")
+
+
+def copied(spec: MLPSpec, storages: set[int]) -> list[str]:
+    """Matrices that lie outside the model's parameters."""
+    matrices: list[tuple[str, Tensor | None]] = [(name, getattr(spec, name)) for name in STORED]
+    return [
+        name
+        for name, matrix in matrices
+        if matrix is not None and matrix.untyped_storage().data_ptr() not in storages
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2"])
+def test_matrices_are_those_of_the_model(architecture: str, dtype: torch.dtype) -> None:
+    for kind, processed in loadable(architecture):
+        model = tiny(kind, architecture, processed, dtype)
+        seen = view(model)
+        storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        for layer in range(seen.n_layers):
+            spec = mlp_spec(seen, layer)
+            assert spec is not None
+            assert not copied(spec, storages)
+            widened = replace(spec, stored_gate=spec.stored_gate.double())
+            assert copied(widened, storages) == ["stored_gate"]
+            assert spec.W_gate.dtype == spec.W_out.dtype == torch.float32
+            h = torch.randn(3, seen.d_model, generator=torch.Generator().manual_seed(0))
+            wide = {
+                name: None if (matrix := getattr(spec, name)) is None else matrix.float()
+                for name in STORED
+            }
+            assert torch.equal(spec.apply(h), replace(spec, **wide).apply(h))
