@@ -50,8 +50,6 @@ WEIGHTS = ("cs", "gs")
 """What a cell counts by: the row-centred score, and how attention differs from uniform."""
 WORKING_SET = 2**27
 """Bytes of one step over vectors of the stream."""
-LAYERS_AT_ONCE = 4
-"""Layers whose heads' writes are held as vectors of the stream."""
 
 
 class Pulled(NamedTuple):
@@ -210,20 +208,13 @@ class Reader:
         writes: dict[str, Tensor] = {**written.dense, CONSTANTS: written.constants}
         dense = torch.stack([self._read(x, shift).flatten() for x in writes.values()])
         out = dict(zip(writes, dense @ back, strict=True))
-        # some layers at once: the product is bound by reading the other factor
-        for at in range(0, len(written.heads), LAYERS_AT_ONCE):
-            layers = written.heads[at : at + LAYERS_AT_ONCE]
-            rows: list[Tensor] = []
-            for heads_of in layers:
-                z = self._read(heads_of.z * heads_of.scale[..., None, None], shift)
-                each = einsum(z, heads_of.W, "b i w f, w f d -> w b i d")
-                rows.append(each.flatten(1))
-            products = (torch.cat(rows) @ back).split([len(row) for row in rows])
-            for heads_of, each in zip(layers, products, strict=True):
-                if grain == "writers":
-                    out |= {f"L{heads_of.layer}H{h}": x for h, x in enumerate(each)}
-                else:
-                    out[f"attn{heads_of.layer}"] = each.sum(0)
+        for heads_of in written.heads:
+            z = self._read(heads_of.z * heads_of.scale[..., None, None], shift)
+            each = einsum(z, heads_of.W, "b i w f, w f d -> w b i d").flatten(1) @ back
+            if grain == "writers":
+                out |= {f"L{heads_of.layer}H{h}": x for h, x in enumerate(each)}
+            else:
+                out[f"attn{heads_of.layer}"] = each.sum(0)
         ordered = torch.stack([out[w.name] for w in written.names(grain)], -1)
         return ordered.unflatten(0, (-1, n, heads)).double()
 
