@@ -212,6 +212,87 @@ SPLITS = [
         lambda w: tlg.interventions.remove_heads(w.model, "L0H0"),
         "prompts to take the mean over",
     ),
+    Call(
+        "a mean of prompts that are too short",
+        lambda w: entered(
+            tlg.interventions.remove_heads(w.model, "L0H0", reference=w.ids[:, :3]),
+            w.model,
+            w.ids[:2],
+        ),
+        "at most 3 tokens, as in the reference",
+    ),
+    Call(
+        "another prompt of one",
+        lambda w: entered(
+            tlg.interventions.remove_heads(w.model, "L0H0", "prompt"), w.model, w.ids[:1]
+        ),
+        "at least 2 prompts",
+    ),
+    Call(
+        "a knockout of no head of the model",
+        lambda w: tlg.interventions.remove_heads(w.model, "L9H0", "zero"),
+        "layer of head 'L9H0'",
+    ),
+    Call(
+        "a knockout by a name of nothing",
+        lambda w: tlg.interventions.remove_heads(w.model, "L0H0", "median"),
+        "'mean', 'zero', 'prompt'",
+    ),
+    Call(
+        "a knockout of a head twice",
+        lambda w: entered(
+            tlg.interventions.remove_heads(w.model, ["L0H0", (0, 0)], "zero"), w.model, w.ids[:2]
+        ),
+    ),
+    Call(
+        "knockouts beside attributions of a loss",
+        lambda w: tlg.interventions.head_knockouts(w.model, w.ids, "loss", attributions=True),
+        'metric="difference"',
+    ),
+    Call(
+        "knockouts without targets",
+        lambda w: tlg.interventions.head_knockouts(w.model, w.ids[:2]),
+        r"a pair \(right, wrong\) for each of 2 prompts",
+    ),
+    Call(
+        "knockouts measured by a number",
+        lambda w: tlg.interventions.head_knockouts(w.model, w.ids[:2], 5),  # type: ignore[arg-type]
+        "a function of logits",
+    ),
+    Call(
+        "knockouts of one prompt",
+        lambda w: tlg.interventions.head_knockouts(w.model, w.ids[:1], "loss"),
+        "at least 2 prompts",
+    ),
+    Call(
+        "a position of no name",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], "end", 5),
+        "position",
+    ),
+    Call(
+        "queries beyond the prompt",
+        lambda w: tlg.composition(w.model, w.ids[:2], queries=[3, 99], progress=False),
+        "position",
+    ),
+    Call(
+        "logits of fewer targets than prompts",
+        lambda w: tlg.circuits.explain_logits(w.model, w.ids[:3], [5, 6]),
+        "a token for each of 3 prompts",
+    ),
+    Call(
+        "a template with a slot that nobody fills",
+        lambda w: tlg.corpus.aligned_prompts(
+            w.model, "def {f}({x})", [{"f": "get"}], prepend_bos=True
+        ),
+        "texts of the slots",
+    ),
+    Call(
+        "a template of prompts that do not align",
+        lambda w: tlg.corpus.aligned_prompts(
+            w.model, "def f({x})", [{"x": "y"}, {"x": "y, z"}], prepend_bos=True
+        ),
+        "equal token lengths",
+    ),
     Call("an edge", lambda w: run_edge(w, "L0H0", w.ids[:2])),
     Call("an edge from a later head", lambda w: run_edge(w, "L2H0", w.ids[:2]), "L2H0"),
     Call(

@@ -13,6 +13,7 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.writer_edges import SIDES, Composition, composition
+from tl_geometry.circuits.writer_sweep import Reader
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -128,3 +129,71 @@ def test_one_prompt_has_no_null() -> None:
         composition(tiny("bridge", "gpt2"), PROMPTS[:1], progress=False)
     with pytest.raises(GeometryError, match="at least 2 prompts"):
         found(tiny("bridge", "gpt2"), batch_size=1)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "bloom", "bert"])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_chosen_queries_are_rows_of_the_split(
+    architecture: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pairs of heads and token by token, against scores as matrices."""
+    monkeypatch.setattr(Reader, "_few_tokens", lambda *_: not side_by_side)
+    model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
+    table = found(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
+    assert table.queries == (5, 9, 13)
+    split = split_scores(model, PROMPTS, None, heads=table.heads, parts="writers")
+    allowed = split.allowed[0][queries, 2:]
+    n_keys = allowed.sum(-1, keepdim=True)
+
+    def centred(x: Tensor) -> Tensor:
+        x = torch.where(allowed, x[..., queries, 2:].double(), 0.0)
+        return torch.where(allowed, x - x.sum(-1, keepdim=True) / n_keys, 0.0)
+
+    total, raw = centred(split.total()), split.total()[..., queries, 2:].double()
+    cap = float(split.softcap[0])
+    capped = cap * torch.tanh(raw / cap) if cap < torch.inf else raw
+    moved = capped.masked_fill(~allowed, -torch.inf).softmax(-1) - allowed / n_keys
+    for weight, shares in ((total, table.cs), (moved, table.gs)):
+        size = (weight * total).sum((0, 2, 3))
+        for part, name in enumerate(split.parts):
+            for side in (0, 1):
+                q, k = (
+                    x[part] if side == at else x.sum(0) for at, x in enumerate((split.q, split.k))
+                )
+                term = centred(torch.einsum("bihe,bjhe->bhij", q, k))
+                expected = (weight * term).sum((0, 2, 3)) / size
+                at = table.parts.index(name)
+                assert float((shares[:, side, at] - expected).abs().max()) < 2e-4
+    assert float((table.cs.sum(-1) - 1).abs().max()) < 1e-3 or architecture == "bloom"
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_value_side_of_chosen_queries_is_the_covariance_of_their_output(
+    architecture: str,
+) -> None:
+    model = tiny("bridge", architecture)
+    table, pooled = found(model, layers=1, queries=[4, 13]), found(model, layers=1)
+    values = split_values(model, PROMPTS, None, layers=1, parts="writers")
+    W_O = values.W_O if architecture == "llama" else values.W_O - values.W_O.mean(-1, keepdim=True)
+    out = torch.einsum("pbihe,hed->pbihd", values.z[:, :, [4, 13]], W_O)[1:]
+    total = out.sum(0)
+    expected = (out * total).sum((1, 2, 4)) / total.square().sum((0, 1, 3))
+    assert float((table.cs[:, 2, 1:] - expected.mT).abs().max()) < 1e-4
+    assert float((table.cs - pooled.cs).abs().max()) > 1e-2
+
+
+def test_all_queries_chosen_are_all_queries() -> None:
+    model = tiny("bridge", "gpt2", dtype=torch.float64)
+    chosen, pooled = found(model, queries=range(1, 14), drop=1), found(model, drop=1)
+    for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs"):
+        assert torch.allclose(getattr(chosen, name), getattr(pooled, name), equal_nan=True), name
+
+
+def test_queries_that_are_not_there_are_refused() -> None:
+    model = tiny("bridge", "gpt2")
+    with pytest.raises(GeometryError, match="queries from 3 on"):
+        found(model, queries=2, drop=3)
+    with pytest.raises(GeometryError, match="an index from 0 to 13"):
+        found(model, queries=14)
+    with pytest.raises(GeometryError, match="position: expected one of"):
+        found(model, queries="end")

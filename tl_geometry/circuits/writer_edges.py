@@ -31,7 +31,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled, stream_writers
 from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -56,7 +56,8 @@ class Composition(Result):
     turned writer. ``weights`` is the composition score of the weights alone for pairs of heads,
     ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and alike (Elhage et al. 2021; canonical weights, norms and
     rotation left out). NaN where there is no such number. ``wrote`` and ``writer_heads`` are block
-    and head of each part, -1 for none.
+    and head of each part, -1 for none. ``queries`` are the positions that were chosen as queries,
+    none where all are.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -73,6 +74,7 @@ class Composition(Result):
     cosine: Float[Tensor, " part"]
     drop: int
     draws: int
+    queries: tuple[int, ...] = ()
     version: ClassVar[int] = 1
 
     def columns(self) -> Sequence[str]:
@@ -149,6 +151,7 @@ def composition(
     parts: str = "writers",
     draws: int = 4,
     drop: int | None = None,
+    queries: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
@@ -165,6 +168,8 @@ def composition(
         draws: of the random null.
         drop: positions left out, as queries on all sides and as keys of scores (values of all
             positions count); by default a BOS token.
+        queries: positions to count as queries, in place of all: numbers (-1 is the last) or names
+            of :func:`tl_geometry.corpus.aligned_prompts`.
 
     Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
     one context does not fit, ``GeometryError`` for a single prompt.
@@ -184,7 +189,8 @@ def composition(
     generator = torch.Generator().manual_seed(seed)
     random = [torch.randn(view.d_model, view.d_model, generator=generator) for _ in range(draws)]
     turns = [torch.linalg.qr(x)[0].to(view.device) for x in random]
-    sums = {l: _Edges(view, l, readers, parts, turns) for l, readers in by_layer.items()}
+    at_queries = _queries(queries, tokens, source.length)
+    sums = {l: _Edges(view, l, of, parts, turns, at_queries) for l, of in by_layer.items()}
 
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
         sums[layer.layer].add(layer, written, start)
@@ -222,18 +228,38 @@ def composition(
         cosine=sums[max(by_layer)].cosine(),
         drop=start,
         draws=draws,
+        queries=at_queries or (),
         **{name: value[pick] for name, value in numbers.items()},
     )
+
+
+def _queries(
+    queries: Sequence[int | str] | int | str | None, tokens: TokensLike, length: int
+) -> tuple[int, ...] | None:
+    """Chosen queries as positions."""
+    if queries is None:
+        return None
+    named = isinstance(tokens, TokenWindows)
+    shared = tokens.positions if named else {}
+    rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=shared)
+    given = [queries] if isinstance(queries, int | str) else queries
+    return checks.indices([rows.position(q) for q in given], length, "queries")
 
 
 class _Edges:
     """Sums in progress of the readers of one layer."""
 
     def __init__(
-        self, view: ModelView, layer: int, heads: Sequence[int], grain: str, turns: list[Tensor]
+        self,
+        view: ModelView,
+        layer: int,
+        heads: Sequence[int],
+        grain: str,
+        turns: list[Tensor],
+        queries: Sequence[int] | None,
     ) -> None:
         self.view, self.layer, self.heads, self.grain = view, layer, list(heads), grain
-        self.turns, self.pairs = turns, 0
+        self.turns, self.queries, self.pairs = turns, queries, 0
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(WEIGHTS), len(SIDES), len(heads), self.width
         wide = torch.float64
@@ -245,15 +271,19 @@ class _Edges:
 
     def add(self, layer: LayerView, written: Written, drop: int) -> None:
         """Take in one batch."""
-        cotangents = pulled(layer, drop, self.heads)
-        value, energy = _value_weight(layer, self.view, drop, self.heads)
+        queries = self.queries
+        early, left_out = [q for q in queries or () if q < drop], f"queries from {drop} on"
+        require(not early, "queries", expected=left_out, got=early, instead="drop=0")
+        cotangents = pulled(layer, drop, self.heads, queries)
+        value, energy = _value_weight(layer, self.view, drop, self.heads, queries)
         several = len(layer.h) > 1
         turns = [None, *(turn.to(layer.h) for turn in self.turns)]
         readers = []
         for at, (which, weight) in enumerate(
             (("q", cotangents.query), ("k", cotangents.key), ("v", value))
         ):
-            reader = Reader.of(layer, which, weight, self.heads)
+            positions = queries if which == "q" else None
+            reader = Reader.of(layer, which, weight, self.heads, positions)
             readers.append(reader)
             samples = reader.numerators(written, self.grain, turns=turns).cpu()
             n = slice(samples.shape[1])  # the value side has no gain
@@ -300,17 +330,22 @@ class _Edges:
 
 
 def _value_weight(
-    layer: LayerView, view: ModelView, drop: int, heads: Sequence[int]
+    layer: LayerView,
+    view: ModelView,
+    drop: int,
+    heads: Sequence[int],
+    queries: Sequence[int] | None,
 ) -> tuple[Float[Tensor, "1 batch key head d_head"], Float[Tensor, " head"]]:
     """What a part of the values is multiplied by to give ``sum o_a . o``, and ``sum o . o``."""
     weights, norm = view.weights(layer.layer), layer.norm
     require(layer.pattern is not None and layer.z is not None, "layer", expected="z", got="none")
     assert layer.pattern is not None
     assert layer.z is not None
-    pattern = layer.pattern[:, heads, drop:].to(layer.h)
+    rows = slice(drop, None) if queries is None else list(queries)
+    pattern = layer.pattern[:, heads][:, :, rows].to(layer.h)
     W_O = remove_mean(weights.W_O[heads].to(layer.h), norm.norm_type)
-    always = layer.v_constant[:, drop:, heads] * pattern.sum(-1).mT.unsqueeze(-1)
-    z = layer.z[:, drop:, heads] - always
+    always = layer.v_constant[:, rows][:, :, heads] * pattern.sum(-1).mT.unsqueeze(-1)
+    z = layer.z[:, rows][:, :, heads] - always
     out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
     energy = (z.double() * out.double()).sum((0, 1, 3))
     return einsum(pattern, out, "b h i j, b i h e -> b j h e").unsqueeze(0), energy
@@ -347,16 +382,17 @@ def _composed(
     """Composition scores of the weights alone: how much larger the product of two heads' matrices
     is than chance makes it (Frobenius norms)."""
     out = torch.full((len(heads), len(SIDES), width), torch.nan, dtype=torch.float64)
-    q, k, v = (reader.matrix.double() for reader in readers)
-    W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].double(), layer.norm.norm_type)
+    # pairs in the model's dtype: sums of squares do not cancel
+    q, k, v = (reader.matrix for reader in readers)
+    W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].to(q), layer.norm.norm_type)
     gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
     gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
     names = [w.name for w in written.names()]
     for writers in written.heads:
         norm = view.attention_norm(writers.layer)
-        into = _read(view.weights(writers.layer).W_V.double(), norm)
+        into = _read(view.weights(writers.layer).W_V.to(q), norm)
         inner = einsum(into, into, "w e d, w f d -> w e f")
-        W = remove_mean(writers.W.double(), layer.norm.norm_type)
+        W = remove_mean(writers.W.to(q), layer.norm.norm_type)
         size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
         first = names.index(f"L{writers.layer}H0") + 1
         for s, (side, other) in enumerate(((q, gram["k"]), (k, gram["q"]), (v, gram["o"]))):

@@ -65,16 +65,28 @@ class Pulled(NamedTuple):
     cells: float
 
 
-def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> Pulled:
+def pulled(
+    layer: LayerView,
+    drop: int,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> Pulled:
     """``G_q[i] = scale sum_j W_ij k[j]`` and ``G_k[j] = scale sum_i W_ij q[i]`` with W the
-    row-centred scores, and attention minus uniform; zero at the first ``drop`` positions."""
+    row-centred scores, and attention minus uniform; zero at the first ``drop`` positions.
+
+    With ``queries`` only these are summed over, and ``query`` holds them alone.
+    """
     pick = list(range(layer.q.shape[2]) if heads is None else heads)
-    q, k = (rearrange(x[:, drop:, pick], "b i h e -> b h i e") for x in (layer.q, layer.k))
-    mask = layer.allowed[drop:, drop:].unsqueeze(0)
+    at_queries = slice(drop, None) if queries is None else list(queries)
+    q, k = (
+        rearrange(x[:, at][:, :, pick], "b i h e -> b h i e")
+        for x, at in ((layer.q, at_queries), (layer.k, slice(drop, None)))
+    )
+    mask = layer.allowed[at_queries, drop:].unsqueeze(0)
     query, shift = q * layer.scale, k.mean(2, keepdim=True)
     key = (k - shift).contiguous()
-    bias = None if layer.bias is None else layer.bias[pick][None, :, drop:, drop:].to(q)
-    out_q, out_k = (q.new_zeros(len(WEIGHTS), *q.shape) for _ in SIDES)
+    bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
+    out_q, out_k = (x.new_zeros(len(WEIGHTS), *x.shape) for x in (q, k))
     alibi, total = (
         torch.zeros(len(WEIGHTS), len(pick), dtype=torch.float64, device=q.device) for _ in "ab"
     )
@@ -93,10 +105,9 @@ def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> P
     floor = (32 * unit_roundoff(q.dtype) * sizes[0] * sizes[1]).square().sum(0)
     counts = mask[0].sum(-1)
     several = torch.where(counts > 1, counts, 0)
-    before = (0, 0, 0, 0, drop, 0)
     query, key = (
-        torch.nn.functional.pad(rearrange(x, "n b h i e -> n b i h e"), before)
-        for x in (out_q, out_k)
+        torch.nn.functional.pad(rearrange(x, "n b h i e -> n b i h e"), (0, 0, 0, 0, before, 0))
+        for x, before in ((out_q, drop if queries is None else 0), (out_k, drop))
     )
     rows, cells = (float(x) * len(q) for x in ((several > 0).sum(), several.sum()))
     return Pulled(query, key, alibi, total, floor, rows, cells)
@@ -106,11 +117,13 @@ def pulled(layer: LayerView, drop: int, heads: Sequence[int] | None = None) -> P
 class Reader:
     """One side of some heads of a layer as a linear function of the stream: ``matrix`` is centring,
     gain and projection, ``pulled`` what their products are multiplied by (turned back through
-    rotation, QK-norm and frozen scale), ``constant`` numerators of the layer's own constants."""
+    rotation, QK-norm and frozen scale), ``constant`` numerators of the layer's own constants;
+    ``positions`` are those that it reads (``None``: all)."""
 
     matrix: Float[Tensor, "d_model head d_head"]
     pulled: Float[Tensor, "weight batch position head d_head"]
     constant: Float[Tensor, "weight head"]
+    positions: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -119,17 +132,22 @@ class Reader:
         which: str,
         weight: Float[Tensor, "weight batch position head d_head"],
         heads: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> Reader:
-        """The ``"q"``, ``"k"`` or ``"v"`` side; ``weight`` is for the chosen heads."""
-        count = layer.q.shape[2]
+        """The ``"q"``, ``"k"`` or ``"v"`` side; ``weight`` is for the chosen heads and
+        positions."""
+        length, count = layer.q.shape[1:3]
         pick = list(range(count) if heads is None else heads)
+        at = list(range(length) if positions is None else positions)
         frozen, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
-        constants = einsum(weight, constant[:, :, pick], "n b i h e, b i h e -> n h")
-        all_heads = weight.new_zeros(*weight.shape[:3], count, weight.shape[-1])
-        all_heads[..., pick, :] = weight
-        back = _adjoint(layer, which, all_heads)[..., pick, :] * frozen[..., pick].unsqueeze(-1)
+        constants = einsum(weight, constant[:, at][:, :, pick], "n b i h e, b i h e -> n h")
+        everywhere = weight.new_zeros(*weight.shape[:2], length, count, weight.shape[-1])
+        here = torch.tensor(at)[:, None], torch.tensor(pick)
+        everywhere[:, :, *here] = weight
+        back = _adjoint(layer, which, everywhere)[:, :, *here] * frozen[:, *here].unsqueeze(-1)
         eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
-        return cls(layer.projected(eye, which)[:, pick], back, constants.double())
+        matrix = layer.projected(eye, which)[:, pick]
+        return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
 
     def numerators(
         self,
@@ -141,13 +159,15 @@ class Reader:
     ) -> Float[Tensor, "sample weight head part"]:
         """``sum_i w_a[i] . (matrix pulled[i])`` of each writer, for each of ``turns``, orthogonal
         maps of what it wrote. ``shift`` takes what it wrote in another context of the batch."""
-        by_turn = self._vectors(written, shift, turns)
         matrices = [self.matrix if t is None else (t @ self.matrix.flatten(1)) for t in turns]
         matrix = torch.stack([m.reshape(self.matrix.shape) for m in matrices])
+        if self._few_tokens(len(turns)):
+            return self._by_token(written, grain, shift, matrix)
+        by_turn = self._vectors(written, shift, turns)
         flat = rearrange(self.pulled, "n b i h e -> (b i) (n h e)")
         size = self.pulled.shape[0], *self.matrix.shape[1:]
         for heads in written.heads:
-            z = (heads.z * heads.scale[..., None, None]).roll(shift, 0)
+            z = self._read((heads.z * heads.scale[..., None, None]), shift)
             small = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
             small = small.view(*heads.W.shape[:2], *size)
             for each_turn, turned_matrix in zip(by_turn, matrix, strict=True):
@@ -160,6 +180,44 @@ class Reader:
         names = [w.name for w in written.names(grain)]
         return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in by_turn])
 
+    def _read(self, x: Float[Tensor, "batch position ..."], shift: int) -> Tensor:
+        """What was written at the positions that are read, in the context ``shift`` before."""
+        at = slice(None) if self.positions is None else list(self.positions)
+        return x.roll(shift, 0)[:, at]
+
+    def _few_tokens(self, turns: int) -> bool:
+        """Whether writes as vectors, token by token, take fewer products than all pairs of
+        heads, and fit the working set."""
+        n, batch, length, heads, width = self.pulled.shape
+        d_model, tokens, columns = len(self.matrix), batch * length, turns * n * heads
+        by_token = tokens * d_model * (width + columns)
+        by_pair = width * heads * width * (turns * d_model + n * tokens)
+        return by_token < by_pair and tokens * d_model * columns * 4 <= WORKING_SET
+
+    def _by_token(
+        self,
+        written: Written,
+        grain: str,
+        shift: int,
+        matrix: Float[Tensor, "sample d_model head d_head"],
+    ) -> Float[Tensor, "sample weight head part"]:
+        """The numerators from every write as a vector of the stream."""
+        n, heads = self.pulled.shape[0], self.pulled.shape[3]
+        back = einsum(self.pulled, matrix, "n b i h e, t d h e -> t b i d n h")
+        back = rearrange(back, "t b i d n h -> (b i d) (t n h)")
+        writes: dict[str, Tensor] = {**written.dense, CONSTANTS: written.constants}
+        dense = torch.stack([self._read(x, shift).flatten() for x in writes.values()])
+        out = dict(zip(writes, dense @ back, strict=True))
+        for heads_of in written.heads:
+            z = self._read(heads_of.z * heads_of.scale[..., None, None], shift)
+            each = einsum(z, heads_of.W, "b i w f, w f d -> w b i d").flatten(1) @ back
+            if grain == "writers":
+                out |= {f"L{heads_of.layer}H{h}": x for h, x in enumerate(each)}
+            else:
+                out[f"attn{heads_of.layer}"] = each.sum(0)
+        ordered = torch.stack([out[w.name] for w in written.names(grain)], -1)
+        return ordered.unflatten(0, (-1, n, heads)).double()
+
     def _vectors(
         self, written: Written, shift: int, turns: Sequence[Tensor | None]
     ) -> list[dict[str, Float[Tensor, "weight head"]]]:
@@ -169,7 +227,7 @@ class Reader:
         out = self.pulled.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
         each = length * len(self.matrix) * (n * heads + 2 * len(held)) * out.element_size() // 2
         for rows in torch.arange(batch).split(max(1, WORKING_SET // each)):
-            values = torch.stack([x.roll(shift, 0)[rows] for x in held.values()])
+            values = torch.stack([self._read(x, shift)[rows] for x in held.values()])
             back = einsum(self.pulled[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
             back = back.flatten(2).flatten(0, 1).mT
             for turn, total in zip(turns, out, strict=True):

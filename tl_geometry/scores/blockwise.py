@@ -52,11 +52,11 @@ class PlaneIndex(NamedTuple):
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
     """Blocks of query rows of a mask ``[batch query key]``: all rows see the keys before the block
     under a causal mask, all keys without one; any other mask is taken as it comes."""
-    length = mask.shape[-1]
+    rows, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
     causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
     everything = len(mask) == 1 and bool(mask.all())
-    for start in range(0, length, BLOCK):
-        stop = min(start + BLOCK, length)
+    for start in range(0, rows, BLOCK):
+        stop = min(start + BLOCK, rows)
         full = start if causal else length if everything else 0
         end = stop if causal else length
         near = mask[:, None, start:stop, full:end].to(dtype)
