@@ -166,12 +166,9 @@ class TextFile(_File):
                 wrong = error.object[error.start]
                 at = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"
-            fail(
-                self.what,
-                expected=f"text in {self.encoding}",
-                got=f"{self.name}, where {at} is none",
-                instead=option if self.what.startswith("-") else STRING,
-            )
+            got = f"{self.name}, where {at} is none"
+            instead = option if self.what.startswith("-") else STRING
+            fail(self.what, expected=f"text in {self.encoding}", got=got, instead=instead)
 
 
 class JsonLines(_File):

@@ -51,20 +51,12 @@ class TokenWindows:
             and self.tokens.dtype != torch.bool
             and self.tokens.numel() > 0
         )
-        require(
-            ok,
-            "TokenWindows",
-            expected="integer tokens [context position] as a tensor, at least one",
-            got=describe(self.tokens),
-        )
+        expected = "integer tokens [context position] as a tensor, at least one"
+        require(ok, "TokenWindows", expected=expected, got=describe(self.tokens))
         if self.labels is not None:
             ok = isinstance(self.labels, Tensor) and self.labels.shape == self.tokens.shape[:1]
-            require(
-                ok,
-                "labels",
-                expected=f"one label for each of {len(self.tokens)} contexts, as a tensor",
-                got=describe(self.labels),
-            )
+            expected = f"one label for each of {len(self.tokens)} contexts, as a tensor"
+            require(ok, "labels", expected=expected, got=describe(self.labels))
             object.__setattr__(self, "labels", self.labels.clone())
         # a caller may go on writing into the tensor that it gave
         object.__setattr__(self, "tokens", self.tokens.clone())
@@ -104,11 +96,8 @@ class TokenWindows:
                 return every[index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass
-        return fail(
-            "contexts",
-            expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}",
-            got=describe(contexts),
-        )
+        expected = f"a slice, numbers from 0 to {size - 1}, or a mask of {size}"
+        return fail("contexts", expected=expected, got=describe(contexts))
 
     @property
     def token_hash(self) -> str:

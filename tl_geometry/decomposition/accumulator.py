@@ -195,13 +195,8 @@ class Accumulation:
             good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
             bad = [self.plan.states[i] for i in order if not good[i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
-            require(
-                not bad,
-                "activations",
-                expected="finite numbers",
-                got=where,
-                instead="float32 weights",
-            )
+            expected = "finite numbers"
+            require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
             for slot, row, state in late:
                 self.reservoir.states[slot, row] = state
             if self.keep_ctx:

@@ -233,24 +233,14 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
         ok = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         shape = "floating [context position d_model] or [state context position d_model]"
         got = describe(source)
-        require(
-            ok,
-            "activations",
-            expected=shape,
-            got=got,
-            instead="decompose(model, tokens) for token ids",
-        )
+        instead = "decompose(model, tokens) for token ids"
+        require(ok, "activations", expected=shape, got=got, instead=instead)
         return h.detach(), Provenance(
             corpus="activations", dtype=str(h.dtype).removeprefix("torch.")
         )
     instead = "decompose(model, tokens) to run a model"
-    require(
-        is_cache(source),
-        "activations",
-        expected="a tensor or an ActivationCache",
-        got=describe(source),
-        instead=instead,
-    )
+    expected, got = "a tensor or an ActivationCache", describe(source)
+    require(is_cache(source), "activations", expected=expected, got=got, instead=instead)
     h = states_from_cache(source).detach()
     return h, Provenance(
         corpus="ActivationCache",

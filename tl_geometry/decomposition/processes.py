@@ -35,13 +35,8 @@ class Processes:
         if group is None:
             return
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        require(
-            ready,
-            "group",
-            expected="an initialised process group",
-            got=group,
-            instead="torch.distributed.init_process_group()",
-        )
+        instead = "torch.distributed.init_process_group()"
+        require(ready, "group", expected="an initialised process group", got=group, instead=instead)
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
         require(
@@ -93,12 +88,8 @@ class Processes:
             return
         differing = torch.tensor([int(self.share_text(text) != text)])
         self.total(differing)
-        require(
-            not differing,
-            what,
-            expected="the same in every process",
-            got=f"another in {int(differing)} of {self.size}",
-        )
+        got = f"another in {int(differing)} of {self.size}"
+        require(not differing, what, expected="the same in every process", got=got)
 
     def first(self, action: Callable[[], None]) -> None:
         """Do something in the first process only; its ``GeometryError`` is raised in all of
@@ -146,13 +137,9 @@ def launched(device: str) -> Iterator[Launch]:
         yield Launch(None, device, True)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    require(
-        not missing,
-        f"WORLD_SIZE={size}",
-        expected="the environment that torchrun makes",
-        got=f"no {', '.join(missing)}",
-        instead="torchrun, or unset WORLD_SIZE for one process",
-    )
+    expected, got = "the environment that torchrun makes", f"no {', '.join(missing)}"
+    instead = "torchrun, or unset WORLD_SIZE for one process"
+    require(not missing, f"WORLD_SIZE={size}", expected=expected, got=got, instead=instead)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)

@@ -89,12 +89,8 @@ class Trajectories(Result):
         """The same ensemble with the last state after the final norm, as published for Llama and
         Mistral (see ``post_norm``)."""
         if self.post_norm is None:
-            fail(
-                "post_norm",
-                expected="the last state after the norm",
-                got="none",
-                instead="trajectories(..., post_norm=True)",
-            )
+            instead = "trajectories(..., post_norm=True)"
+            fail("post_norm", expected="the last state after the norm", got="none", instead=instead)
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
@@ -157,13 +153,8 @@ class Trajectories(Result):
 def require_trajectories(value: object, what: str) -> None:
     """Refuse anything but :class:`Trajectories` where an ensemble is wanted."""
     ok = isinstance(value, Trajectories)
-    require(
-        ok,
-        what,
-        expected="Trajectories",
-        got=type(value).__name__,
-        instead="tl_geometry.trajectories(model, tokens)",
-    )
+    instead = "tl_geometry.trajectories(model, tokens)"
+    require(ok, what, expected="Trajectories", got=type(value).__name__, instead=instead)
 
 
 def split_rows(
@@ -174,12 +165,8 @@ def split_rows(
     Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held
     out was not fitted on.
     """
-    require(
-        0 < share < 1 and n >= 2,
-        "split",
-        expected="a share between 0 and 1 of at least 2 trajectories",
-        got=f"{share} of {n}",
-    )
+    expected = "a share between 0 and 1 of at least 2 trajectories"
+    require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(n, dtype=torch.bool)
     names = torch.empty(0) if labels is None else labels.unique()
@@ -193,12 +180,8 @@ def split_rows(
         first = torch.isin(labels, order[:last])
     if tokens is not None:
         first = first | shared_rows(tokens, tokens[first])
-        require(
-            not bool(first.all()),
-            "split",
-            expected="chunks that differ, to hold some out",
-            got=f"{n} that repeat each other",
-        )
+        expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
+        require(not bool(first.all()), "split", expected=expected, got=got)
     return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
 
 
@@ -221,13 +204,8 @@ def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
     if train is None or train.tokens is None or test.tokens is None:
         return
     shared = int(shared_rows(test.tokens, train.tokens).sum())
-    require(
-        shared == 0,
-        "train",
-        expected="other chunks than those that are measured",
-        got=f"{shared} of {len(test)} in both",
-        instead="ensemble.split()",
-    )
+    expected, got = "other chunks than those that are measured", f"{shared} of {len(test)} in both"
+    require(shared == 0, "train", expected=expected, got=got, instead="ensemble.split()")
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
@@ -324,12 +302,8 @@ def _position(view: ModelView, position: str | int | None, length: int) -> int:
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
-        require(
-            position in ("pilot", "cls"),
-            "position",
-            expected='"pilot", "cls" or a position',
-            got=repr(position),
-        )
+        expected = '"pilot", "cls" or a position'
+        require(position in ("pilot", "cls"), "position", expected=expected, got=repr(position))
         return -1 if position == "pilot" else 0
     return position if position == -1 else index(position, length, "position")
 

@@ -93,25 +93,15 @@ class LangevinModel(Result):
     def __post_init__(self) -> None:
         n = len(self.S)
         require(n >= 2, "LangevinModel", expected="at least two states", got=n)
+        expected, got = "positive numbers", "zeros"
+        instead = "LangevinModel.fit"
         require(
-            bool((self.S > 0).all()),
-            "singular values",
-            expected="positive numbers",
-            got="zeros",
-            instead="LangevinModel.fit",
+            bool((self.S > 0).all()), "singular values", expected=expected, got=got, instead=instead
         )
-        require(
-            bool((self.times.diff() > 0).all()),
-            "times",
-            expected="increasing layers",
-            got=self.times.tolist(),
-        )
-        require(
-            self.alpha * self.rate >= 0,
-            "noise",
-            expected="alpha * lambda >= 0",
-            got=f"alpha {self.alpha:.4g}, lambda {self.rate:.4g}",
-        )
+        got = self.times.tolist()
+        require(bool((self.times.diff() > 0).all()), "times", expected="increasing layers", got=got)
+        got = f"alpha {self.alpha:.4g}, lambda {self.rate:.4g}"
+        require(self.alpha * self.rate >= 0, "noise", expected="alpha * lambda >= 0", got=got)
         choice(self.preset, ("exact", "reference"), "preset")
 
     @staticmethod

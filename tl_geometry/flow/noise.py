@@ -97,13 +97,8 @@ def fit_noise_law(
     choice(law, LAWS, "law")
     start, end, y = _pairs(log_variance, times)
     n = len(y)
-    require(
-        n >= 3,
-        "pairs of states",
-        expected="at least 3 with a finite variance",
-        got=n,
-        instead="more states",
-    )
+    expected = "at least 3 with a finite variance"
+    require(n >= 3, "pairs of states", expected=expected, got=n, instead="more states")
 
     def misfit(rate: float) -> float:
         gap = y - _shape(law, rate, start, end)  # ln alpha, were the law exact
@@ -165,12 +160,8 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     (True, 0.0)
     """
     n, d = residual.shape
-    require(
-        n >= 8 and d >= 2,
-        "residuals",
-        expected="at least 8 trajectories of 2 coordinates",
-        got=f"{n} of {d}",
-    )
+    expected = "at least 8 trajectories of 2 coordinates"
+    require(n >= 8 and d >= 2, "residuals", expected=expected, got=f"{n} of {d}")
     x = residual.double() - residual.double().mean(0)
     variance = x.square().sum(0) / (n - 1)
     varies = variance > 0

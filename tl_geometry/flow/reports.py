@@ -59,13 +59,8 @@ class FlowReport(Result):
 
     def law(self, name: str = "asymptotic") -> noise.NoiseLaw:
         """A fitted noise law."""
-        require(
-            name in self.laws,
-            "law",
-            expected=f"one of {', '.join(self.laws)}",
-            got=name,
-            instead="more states",
-        )
+        expected = f"one of {', '.join(self.laws)}"
+        require(name in self.laws, "law", expected=expected, got=name, instead="more states")
         *numbers, pairs = self.laws[name].tolist()
         return noise.NoiseLaw(name, *numbers, pairs=int(pairs))
 
@@ -130,19 +125,10 @@ def flow_report(
     (1, 2, 3, 4)
     """
     require_trajectories(ensemble, "ensemble")
-    require(
-        len(ensemble.states) >= 2,
-        "trajectories",
-        expected="at least two states",
-        got=ensemble.states,
-    )
-    require(
-        len(ensemble) >= 16,
-        "trajectories",
-        expected="at least 16",
-        got=len(ensemble),
-        instead="more chunks",
-    )
+    expected = "at least two states"
+    require(len(ensemble.states) >= 2, "trajectories", expected=expected, got=ensemble.states)
+    expected, got = "at least 16", len(ensemble)
+    require(len(ensemble) >= 16, "trajectories", expected=expected, got=got, instead="more chunks")
     map_types = _baselines(map_types)
     train, test = ensemble.split(train_share, seed=seed)
     aligned = train.aligned_bases(align=align)

@@ -191,12 +191,9 @@ class MapsFrom:
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:
         """The map of a type to ``after``, states of the same trajectories."""
-        require(
-            self.shape == after.shape,
-            "states",
-            expected="two tensors [trajectory d_model] of one shape",
-            got=f"{describe(self.x)} and {describe(after)}",
-        )
+        expected = "two tensors [trajectory d_model] of one shape"
+        got = f"{describe(self.x)} and {describe(after)}"
+        require(self.shape == after.shape, "states", expected=expected, got=got)
         choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
         zero = torch.zeros_like(x[0])

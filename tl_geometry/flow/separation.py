@@ -63,18 +63,10 @@ def separability(
         fail("separability", expected="scikit-learn", got="not installed", instead=instead)
 
     choice(classifier, CLASSIFIERS, "classifier")
-    require(
-        not paired or len(a) == len(b),
-        "rows",
-        expected="equally many with paired=True",
-        got=f"{len(a)} and {len(b)}",
-    )
-    require(
-        min(len(a), len(b)) >= 10 and repeats >= 2,
-        "rows",
-        expected="at least 10 each",
-        got=f"{describe(a)} and {describe(b)}",
-    )
+    expected = "equally many with paired=True"
+    require(not paired or len(a) == len(b), "rows", expected=expected, got=f"{len(a)} and {len(b)}")
+    expected, got = "at least 10 each", f"{describe(a)} and {describe(b)}"
+    require(min(len(a), len(b)) >= 10 and repeats >= 2, "rows", expected=expected, got=got)
     x = torch.cat([a, b]).double().cpu().numpy()
     y = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).long().numpy()
     generator = torch.Generator().manual_seed(seed)

@@ -226,41 +226,26 @@ def _chunks(
     """Chunks to fit on and others to measure on; flags say which were left out."""
     for chunks in (tokens, test):
         wrong = isinstance(chunks, Result)
-        require(
-            not wrong,
-            "tokens",
-            expected="chunks of tokens",
-            got=type(chunks).__name__,
-            instead="the chunks it was made from",
-        )
+        expected, instead = "chunks of tokens", "the chunks it was made from"
+        require(not wrong, "tokens", expected=expected, got=type(chunks).__name__, instead=instead)
     source = TokenSource.of(view, tokens, None, prepend_bos)
-    require(
-        source.length >= 3,
-        "tokens",
-        expected="at least 3 tokens (the last is a target)",
-        got=source.length,
-    )
+    expected = "at least 3 tokens (the last is a target)"
+    require(source.length >= 3, "tokens", expected=expected, got=source.length)
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
         first, second = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
         return source, rows[first], rows[second], []
     other = TokenSource.of(view, test, None, prepend_bos)
-    require(
-        other.length == source.length,
-        "test",
-        expected=f"chunks of {source.length} tokens, as those that maps are fitted on",
-        got=f"chunks of {other.length}",
-    )
+    expected = f"chunks of {source.length} tokens, as those that maps are fitted on"
+    got = f"chunks of {other.length}"
+    require(other.length == source.length, "test", expected=expected, got=got)
     held_out = torch.cat(list(other.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])
     n = int(shared.sum())
-    require(
-        n < len(held_out),
-        "test",
-        expected="chunks that maps are not fitted on",
-        got=f"{n} of {len(held_out)} that also stand in tokens",
-        instead="other chunks, or test=None to split these",
-    )
+    expected = "chunks that maps are not fitted on"
+    got = f"{n} of {len(held_out)} that also stand in tokens"
+    instead = "other chunks, or test=None to split these"
+    require(n < len(held_out), "test", expected=expected, got=got, instead=instead)
     flags = [f"{n} of {len(held_out)} test chunks left out: maps are fitted on them"] if n else []
     return source, rows, held_out[~shared], flags
 

@@ -150,12 +150,9 @@ def truncation_kl(
     aligned = ensemble.aligned_bases(align="none", centered=centered)
     default = (*(k for k in GRID if k < aligned.rank), aligned.rank)
     grid = default if K is None else tuple(sorted(set(K)))
+    expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
     require(
-        grid[0] >= 1 and grid[-1] <= aligned.rank,
-        "K",
-        expected=f"1 to {aligned.rank} directions",
-        got=grid,
-        instead="more trajectories",
+        grid[0] >= 1 and grid[-1] <= aligned.rank, "K", expected=expected, got=grid, instead=instead
     )
     source = TokenSource.of(view, tokens, None, prepend_bos)
     ids = torch.cat(list(source.batches(1024)))
@@ -206,13 +203,8 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     another token than the last."""
     require_trajectories(ensemble, "ensemble")
     same = ensemble.provenance.fingerprint in (None, view.fingerprint)
-    require(
-        same,
-        "ensemble",
-        expected=f"trajectories of {view.name}",
-        got=f"of {ensemble.provenance.model}",
-        instead="trajectories(model, ...)",
-    )
+    expected, got = f"trajectories of {view.name}", f"of {ensemble.provenance.model}"
+    require(same, "ensemble", expected=expected, got=got, instead="trajectories(model, ...)")
     needed = {view.n_layers} if where == "final" else set(range(1, view.n_layers + 1))
     require(
         needed <= set(ensemble.states),
@@ -230,12 +222,10 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
         instead="the ensemble that .after_norm() was called on",
     )
     last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    expected, got = "trajectories of the last token", f"of position {ensemble.position}"
+    instead = 'trajectories(model, tokens, position="pilot")'
     require(
-        ensemble.position in (-1, last),
-        "ensemble",
-        expected="trajectories of the last token",
-        got=f"of position {ensemble.position}",
-        instead='trajectories(model, tokens, position="pilot")',
+        ensemble.position in (-1, last), "ensemble", expected=expected, got=got, instead=instead
     )
 
 

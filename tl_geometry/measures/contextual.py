@@ -171,12 +171,8 @@ def cluster_similarity(
     (1.0, 0.0, 0.0)
     """
     checks.choice(preset, ("exact", "reference"), "preset")
-    require(
-        not (signed and preset == "reference"),
-        "signed",
-        expected='preset="exact"',
-        got='preset="reference" (absolute values)',
-    )
+    got = 'preset="reference" (absolute values)'
+    require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got=got)
     labels = _dense_labels(ctx, labels)
     rows, zero = normalize_rows(ctx)
     member = torch.nn.functional.one_hot(labels).to(rows)
@@ -215,12 +211,8 @@ def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
         and not labels.is_floating_point()
         and bool((labels >= 0).all())
     )
-    require(
-        valid,
-        "labels",
-        expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
-        got=describe(labels),
-    )
+    expected = f"a label >= 0 for each of {rows.shape[-2]} rows"
+    require(valid, "labels", expected=expected, got=describe(labels))
     return labels.unique(return_inverse=True)[1]
 
 
@@ -310,12 +302,8 @@ def _compactness(
             and space[0] == "pca"
             and 1 <= space[1] <= within.shape[-1]
         )
-        require(
-            valid,
-            "space",
-            expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}',
-            got=repr(space),
-        )
+        expected = f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}'
+        require(valid, "space", expected=expected, got=repr(space))
         axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
         within, factor = axes.mT @ within @ axes, axes.mT @ factor
     size = within.shape[-1]
@@ -333,12 +321,11 @@ def _compactness(
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
     if singular or (ridge is None and n - clusters < size):
         points = f"N - K >= {size} points in general position"
+        expected = f"within-cluster covariance of full rank ({points})"
+        got = f"N - K = {n - clusters:.0f}, or dependent points"
+        instead = 'space=("pca", k) or ridge='
         fail(
-            "cluster compactness",
-            expected=f"within-cluster covariance of full rank ({points})",
-            got=f"N - K = {n - clusters:.0f}, or dependent points",
-            instead='space=("pca", k) or ridge=',
-            error=SingularError,
+            "cluster compactness", expected=expected, got=got, instead=instead, error=SingularError
         )
     value = torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))
     return value * ((n - clusters) / (clusters - 1) if norm == "dof" else 1.0)

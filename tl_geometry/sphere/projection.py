@@ -255,12 +255,8 @@ def umap_coordinates(
     try:
         umap: Any = importlib.import_module("umap")
     except ImportError:
-        fail(
-            "umap",
-            expected="the optional package umap-learn",
-            got="not installed",
-            instead='pip install "tl-geometry[umap]" or method="pca"',
-        )
+        got, instead = "not installed", 'pip install "tl-geometry[umap]" or method="pca"'
+        fail("umap", expected="the optional package umap-learn", got=got, instead=instead)
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
     flat = rearrange(points, "... d_model -> (...) d_model")

@@ -210,12 +210,8 @@ def structure(
     """
     right = left if right is None else right
     size = left.shape[-2]
-    require(
-        1 <= k <= min(left.shape[-1], right.shape[-1]),
-        "k",
-        expected=f"1 to {min(left.shape[-1], right.shape[-1])} columns",
-        got=k,
-    )
+    expected = f"1 to {min(left.shape[-1], right.shape[-1])} columns"
+    require(1 <= k <= min(left.shape[-1], right.shape[-1]), "k", expected=expected, got=k)
     total = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
     # a last column, the sum of all columns of Q, gives the sum of all d^2 entries without Q

@@ -182,13 +182,9 @@ def weight_geometry(
     chosen = checks.indices(layers, view.n_layers, "layers")
     step = 1 if matrix == "OV" else 0
     need = sorted({s for l in chosen for s in (l, l + step)})
-    require(
-        set(need) <= set(basis.states),
-        "basis",
-        expected=f"states {need}",
-        got=f"states {basis.states}",
-        instead="states=None",
-    )
+    expected, got = f"states {need}", f"states {basis.states}"
+    instead = "states=None"
+    require(set(need) <= set(basis.states), "basis", expected=expected, got=got, instead=instead)
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
     wanted = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
@@ -203,13 +199,8 @@ def weight_geometry(
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
         left, right = positional.at(layer), positional.at(layer + step) if step else None
         pos_rank = left.rank if right is None else min(left.rank, right.rank)
-        require(
-            pos_rank > 0,
-            "basis",
-            expected="positional vectors that differ",
-            got=f"none at state {layer}",
-            instead="a longer window",
-        )
+        expected, got = "positional vectors that differ", f"none at state {layer}"
+        require(pos_rank > 0, "basis", expected=expected, got=got, instead="a longer window")
         k = min(wanted, pos_rank)
         used.append((k, pos_rank))
         numbers = _layer(factors, left, right, k=k)

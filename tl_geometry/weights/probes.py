@@ -156,13 +156,9 @@ def noun_probe(
     requested = (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in requested}
     single = tuple(n for n in requested if len(encoded[n]) == 1)
-    require(
-        len(single) > 0,
-        "nouns",
-        expected="at least one noun of a single token",
-        got=f"{len(requested)} nouns, none of a single token",
-        instead="nouns=[...]",
-    )
+    expected = "at least one noun of a single token"
+    got = f"{len(requested)} nouns, none of a single token"
+    require(len(single) > 0, "nouns", expected=expected, got=got, instead="nouns=[...]")
     ids = torch.tensor([encoded[n][0] for n in single])
     rows = embeddings(view)
     per_layer = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
