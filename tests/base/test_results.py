@@ -20,7 +20,9 @@ from torch import Tensor
 from tests.browser import HOSTILE
 from tl_geometry import GeometryError, Provenance, Result
 from tl_geometry.base import html
+from tl_geometry.base.checks import check_seed
 from tl_geometry.base.files import read_file, write_atomically
+from tl_geometry.base.records import encode
 from tl_geometry.base.sums import Sums
 
 WHERE = Provenance(
@@ -343,3 +345,14 @@ def test_sums_add_pool_select_and_join() -> None:
     more = dataclasses.replace(a, extra=torch.zeros(2, 3, 1))
     with pytest.raises(GeometryError, match="expected sums of total, rows, got total, rows, extra"):
         _ = a + more
+
+
+def test_keys_of_mappings_are_strings_or_tuples() -> None:
+    with pytest.raises(GeometryError, match="values: expected keys that are all strings or all"):
+        encode({1: torch.zeros(2)}, "values", {})
+
+
+@pytest.mark.parametrize("seed", [1.5, 2.0, True, -1, 2**32])
+def test_seeds_are_whole_numbers(seed: float) -> None:
+    with pytest.raises(GeometryError, match=r"--seed: expected (a whole number|0 or more)"):
+        check_seed(seed)

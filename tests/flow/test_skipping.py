@@ -279,6 +279,8 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
         "maps at place pilot fitted on 12 trajectories, fewer than the 16 dimensions"
         in skip_map(deep(), ids, progress=False).provenance.flags
     )
+    moved = skip_map(deep(), ids, map_types="shift", progress=False)  # fits a vector alone
+    assert not any("fewer than" in flag for flag in moved.provenance.flags)
     enough = [
         flow_report(ensemble()),
         compare_ensembles({"a": ensemble()}),

@@ -14,6 +14,7 @@ from torch import Tensor
 from tl_geometry.base.errors import choice, fail, require
 
 __all__ = [
+    "check_seed",
     "choice",
     "describe",
     "finite",
@@ -92,6 +93,21 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+LARGEST_SEED = 2**32 - 1
+"""The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
+
+
+def check_seed(value: Any, what: str = "--seed") -> None:
+    """Refuse a seed that some generator would not take, fractions and truth values among them."""
+    if value is None:
+        return
+    number = whole(value)
+    if number is None:
+        fail(what, expected="a whole number", got=repr(value))
+    expected = f"0 or more, at most {LARGEST_SEED}"
+    require(0 <= number <= LARGEST_SEED, what, expected=expected, got=number)
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:

@@ -82,17 +82,3 @@ def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str
         options[:6]
     )
     return f"{len(options)} names, such as {', '.join(map(repr, near))}"
-
-
-LARGEST_SEED = 2**32 - 1
-"""The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
-
-
-def check_seed(value: int | None, what: str = "--seed") -> None:
-    """Refuse a seed that some generator would not take."""
-    require(
-        value is None or 0 <= value <= LARGEST_SEED,
-        what,
-        expected=f"0 or more, at most {LARGEST_SEED}",
-        got=value,
-    )

@@ -113,7 +113,7 @@ class TextFile(_File):
         self._marks: list[tuple[int, Any]] = []  # before each block: characters, decoder's state
         require(path.suffix != ".npy", what, expected="text files", got=self.name, instead=binary)
         with self._opened() as file:
-            size = sum(self._blocks(file, 0, note=True))
+            size = sum(self._blocks(file))
             self._unchanged(file)
         self.sizes = [size - self._skip]
 
@@ -139,9 +139,9 @@ class TextFile(_File):
             codecs.getincrementaldecoder(self.encoding)(), translate=True
         )
 
-    def _blocks(self, file: BinaryIO, size: int, *, note: bool) -> Iterator[int]:
+    def _blocks(self, file: BinaryIO) -> Iterator[int]:
         """Decode the file from its beginning, set the marks, and give the length of each block."""
-        decoder, raw = self._decoder(), b"-"  # anything but empty, which ends the loop
+        size, decoder, raw = 0, self._decoder(), b"-"  # anything but empty, which ends the loop
         zeros = self.encoding.lower().startswith(ZEROS)
         while raw:
             self._marks.append((size, decoder.getstate()))

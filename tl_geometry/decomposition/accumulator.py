@@ -144,20 +144,24 @@ class Accumulation:
             self._divide((blocks[1:] * self.block).tolist())
 
     def update(
-        self, size: int, feed: Feed, tokens: Tensor | None, bos_id: int | None = None
+        self,
+        keys: Int[Tensor, " batch"],
+        feed: Feed,
+        tokens: Tensor | None,
+        bos_id: int | None = None,
     ) -> None:
-        """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls
+        """Take in the next contexts, whose hashes are ``keys``: ``feed(contexts, on_state)`` calls
         ``on_state(row, h)`` once for each state.
 
         Nothing here waits for a GPU: what has to be read back is read when the next batch is on its
         way (:meth:`settle`).
         """
-        device = self.moments.sums.device
+        size, device = len(keys), self.moments.sums.device
         self.make_room(size)
         contexts = self.done + torch.arange(size, device=device)
         groups = torch.bucketize(contexts, self._borders_there, right=True)
         groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
-        sampled = self.reservoir.enter(self.done, size, tokens)
+        sampled = self.reservoir.enter(self.done, keys, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
         finite: list[list[Tensor]] = [[] for _ in order]
@@ -189,7 +193,7 @@ class Accumulation:
         self._run(feed, slice(0, size), take, set())
         self.moments.count(groups_here)
         first, place = self.done, len(self.means)
-        self._pass(size, tokens, bos_id)
+        self._pass(keys, tokens, bos_id)
 
         def settle() -> None:
             good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
@@ -208,9 +212,10 @@ class Accumulation:
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
         self.make_room(len(tokens))
-        for slot, _ in self.reservoir.enter(self.done, len(tokens), tokens):
+        keys = row_hashes(tokens)
+        for slot, _ in self.reservoir.enter(self.done, keys, tokens):
             self.reservoir.states[slot] = 0
-        self._pass(len(tokens), tokens, bos_id)
+        self._pass(keys, tokens, bos_id)
 
     def settle(self) -> None:
         """Finish the batch that is still on its way."""
@@ -218,11 +223,12 @@ class Accumulation:
         if pending is not None:
             pending()
 
-    def _pass(self, size: int, tokens: Tensor | None, bos_id: int | None) -> None:
-        """Count ``size`` more contexts and hash their tokens, whichever process takes them in."""
+    def _pass(self, keys: Tensor, tokens: Tensor | None, bos_id: int | None) -> None:
+        """Count more contexts and hash their tokens, whichever process takes them in."""
+        size = len(keys)
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
-            self.hashes.append(row_hashes(tokens))
+            self.hashes.append(keys)
             self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
         self.done += size
         if self.keep_ctx:

@@ -19,6 +19,7 @@ from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_i
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.reservoir import activation_keys
 from tl_geometry.decomposition.stream_pass import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.model_like import ModelLike
@@ -193,7 +194,7 @@ def decompose_activations(
         labels=numbers,
     )
     for batch in h.split(batch_of(batch_size, h.shape[2], h.device), dim=1):
-        work.update(batch.shape[1], _feeding(batch), None)
+        work.update(activation_keys(batch[-1]), _feeding(batch), None)
     return work.finish(numbers, names)
 
 

@@ -54,12 +54,7 @@ class Measure:
     ``bar`` counts passes."""
 
     def __init__(
-        self,
-        view: ModelView,
-        jobs: Sequence[Job],
-        pairs: Sequence[Pair],
-        limit: int,
-        bar: Any,
+        self, view: ModelView, jobs: Sequence[Job], pairs: Sequence[Pair], limit: int, bar: Any
     ) -> None:
         self.view, self.jobs, self.pairs, self.limit, self.bar = view, jobs, pairs, limit, bar
         self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}

@@ -20,13 +20,7 @@ from tl_geometry.flow import bases, noise
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
-from tl_geometry.flow.residuals import (
-    ALWAYS,
-    MAPS,
-    Maps,
-    flow_map,
-    residual_maps,
-)
+from tl_geometry.flow.residuals import ALWAYS, MAPS, Maps, flow_map, residual_maps
 
 BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 """Maps that the flow is compared with."""

@@ -31,6 +31,8 @@ MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 ALWAYS = ("ridge", "identity")
 """Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
 best linear map."""
+VECTOR_MAPS = ("identity", "mean", "shift", "scaled")
+"""Maps that fit a vector or a number at most: they need no more trajectories than dimensions."""
 SIGNS = ("U", "V")
 """Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
 the residual."""

@@ -17,7 +17,7 @@ from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import Trajectories, too_few
-from tl_geometry.flow.residuals import MAPS, MapsFrom, flow_map
+from tl_geometry.flow.residuals import MAPS, VECTOR_MAPS, MapsFrom, flow_map
 
 CLASSIFIERS = ("svm", "perceptron")
 """Classifiers of :func:`separability`."""
@@ -170,7 +170,7 @@ def true_against_extrapolated(
             true, moved, paired=True, classifier=classifier, seed=seed, **options
         )
     require(bool(rows), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    fits_matrix = map_type not in ("identity", "mean", "shift", "scaled")
+    fits_matrix = map_type not in VECTOR_MAPS
     few = too_few(len(train), train.X.shape[-1], "maps") if fits_matrix else ()
     return _table(rows, classifier, ensemble.provenance.flagged(*few))
 

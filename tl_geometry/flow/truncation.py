@@ -40,15 +40,7 @@ GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 rank itself is added."""
 CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
 """Columns of the table of a :class:`TruncationCurve` with a value for each K."""
-SHARED = (
-    "baseline_mean",
-    "baseline_median",
-    "where",
-    "positions",
-    "held_out",
-    "fitted",
-    "claimed",
-)
+SHARED = ("baseline_mean", "baseline_median", "where", "positions", "held_out", "fitted", "claimed")
 """Its columns with one value for all K."""
 
 
@@ -56,9 +48,10 @@ SHARED = (
 class TruncationCurve(Result):
     """How far the next-token distribution of truncated states is from the model's own, for each K.
 
-    ``kl`` is KL(truncated | own) in nats, ``kl_se`` its standard error over chunks, ``kl_reverse``
-    KL(own | truncated), ``top1`` the share of chunks whose most likely token agrees, ``top5`` the
-    mean number of tokens among the five most likely of both (0 to 5).
+    ``kl`` is KL(truncated | own) in nats, as published, ``kl_se`` its standard error over chunks,
+    ``kl_reverse`` KL(own | truncated) (the direction of ``kl`` in a
+    :class:`~tl_geometry.flow.SkipMap`), ``top1`` the share of chunks whose most likely token
+    agrees, ``top5`` the mean number of tokens among the five most likely of both (0 to 5).
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
     "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is

@@ -166,12 +166,7 @@ def _flags(
 
 
 def _over_subsets(
-    basis: PositionContext,
-    row: int,
-    sets: Subsets,
-    z: Tensor | None,
-    chosen: Tensor,
-    rank: int,
+    basis: PositionContext, row: int, sets: Subsets, z: Tensor | None, chosen: Tensor, rank: int
 ) -> Values:
     """Measures of one state [sample], for every subset of the contexts (the first is all)."""
     assert basis.context_means is not None

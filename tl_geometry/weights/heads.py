@@ -203,7 +203,7 @@ def weight_geometry(
         require(pos_rank > 0, "basis", expected=expected, got=got, instead="a longer window")
         k = min(wanted, pos_rank)
         used.append((k, pos_rank))
-        numbers = _layer(factors, left, right, k=k)
+        numbers = _layer(factors, left, right, k=k, centered=centered)
         lowest = min(reliable[layer], reliable[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
         missing = min(wanted, width) - k
@@ -270,6 +270,7 @@ def _layer(
     right: subspaces.Subspace | None,
     *,
     k: int,
+    centered: bool,
 ) -> dict[str, Tensor]:
     """All numbers of one layer, a row per head."""
     device = factors.left.device
@@ -282,8 +283,10 @@ def _layer(
     out = {**s._asdict(), **fit._asdict()}
     out.pop("product")
     out["singular"] = fit.singular.expand(factors.left.shape[0])
-    out["null"] = bilinear.haar_null(factors, k, one_basis=right is None)
-    out["null_r2"] = bilinear.haar_null(factors, k, off_diagonal=False, one_basis=right is None)
+    for name, off_diagonal in (("null", True), ("null_r2", False)):
+        out[name] = bilinear.haar_null(
+            factors, k, off_diagonal=off_diagonal, one_basis=right is None, centered=centered
+        )
     return out | subspaces.drawn_concentration(factors, left, right, k)._asdict()
 
 
