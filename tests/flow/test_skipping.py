@@ -241,18 +241,6 @@ def test_a_repeated_chunk_is_in_one_half_only() -> None:
         skip_map(deep(), ids[:1].repeat(5, 1))
 
 
-def test_held_out_residuals_refuse_the_chunks_they_were_fitted_on() -> None:
-    train, test = ensemble().split()
-    assert test.residuals(train=train).relative_error.shape == (5, 5)
-    with pytest.raises(
-        GeometryError,
-        match="train: expected other chunks than those that are measured, got 30 of 60 in both",
-    ):
-        ensemble().residuals(train=train)
-    with pytest.raises(GeometryError, match=r"got 30 of 30 in both. Use ensemble.split\(\)"):
-        train.residuals(train=train)
-
-
 # fewer chunks than dimensions
 
 

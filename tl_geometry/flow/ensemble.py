@@ -23,7 +23,7 @@ from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.flow import bases, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
-from tl_geometry.flow.noise import LAWS, fit_noise_law
+from tl_geometry.flow.noise import fit_noise_law
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
@@ -109,35 +109,22 @@ class Trajectories(Result):
         """Straightness, parallelism and neighbour preservation."""
         return bases.bundle(self.X, k=k)
 
-    def angles(self, k: int = 4, *, align: str = "greedy") -> Float[Tensor, "rank state state"]:
-        """Degrees between direction i at two states, for the first ``k`` directions."""
-        aligned = self.aligned_bases(align=align)
-        return bases.basis_angles(aligned.U, min(k, aligned.rank))
-
-    def residuals(
-        self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U"
-    ) -> residuals.Maps:
-        """Statistics of what rotation and stretch leave, for all pairs of states; aligned bases of
-        ``train`` make them held out.
-
-        Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
-        """
-        _require_apart(train, self)
-        aligned = (train or self).aligned_bases(align=align)
-        return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
+    def residuals(self, *, align: str = "greedy", signs: str = "U") -> residuals.Maps:
+        """Statistics of what rotation and stretch leave of this same ensemble, for all pairs of
+        states (held out: :func:`tl_geometry.flow_report`)."""
+        flow = partial(residuals.flow_map, self.aligned_bases(align=align), signs=signs)
+        return residuals.residual_maps(self.X, flow)
 
     def langevin(
         self,
         *,
         noise: tuple[float, float] | str = "asymptotic",
         align: str = "greedy",
-        **options: Any,
     ) -> LangevinModel:
         """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and
-        lambda from that law of the residuals (as published), ``"sde"`` from the equation's own
-        covariance, a pair as given."""
+        lambda from that law of the residuals (as published), a pair is taken as given."""
         provenance = replace(self.provenance, dtype="float64")
-        if noise in LAWS:
+        if isinstance(noise, str):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
@@ -146,7 +133,7 @@ class Trajectories(Result):
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
                 provenance = provenance.flagged(negative)
         return LangevinModel.fit(
-            self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
+            self.X, noise=noise, align=align, times=self.times, provenance=provenance
         )
 
 
@@ -197,15 +184,6 @@ def shared_rows(
         return torch.zeros(len(rows), dtype=torch.bool)
     fitted_rows = {tuple(row) for row in fitted.tolist()}
     return torch.tensor([tuple(row) in fitted_rows for row in rows.tolist()], dtype=torch.bool)
-
-
-def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
-    """Refuse held-out residuals on chunks that the maps were fitted on."""
-    if train is None or train.tokens is None or test.tokens is None:
-        return
-    shared = int(shared_rows(test.tokens, train.tokens).sum())
-    expected, got = "other chunks than those that are measured", f"{shared} of {len(test)} in both"
-    require(shared == 0, "train", expected=expected, got=got, instead="ensemble.split()")
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:

@@ -58,17 +58,6 @@ class FlowReport(Result):
         *numbers, pairs = self.laws[name].tolist()
         return noise.NoiseLaw(name, *numbers, pairs=int(pairs))
 
-    def flagged(self, threshold: float | None = None) -> dict[str, tuple[int, ...]]:
-        """States that each measure calls anomalous, ``|z| > threshold`` (by default
-        :func:`tl_geometry.flow.noise.familywise_threshold`: one run in 20 flags any by chance, for
-        each measure)."""
-        states_of: dict[str, tuple[int, ...]] = {}
-        for name, (_, z) in self.anomalies.items():
-            measured = int(torch.isfinite(z).sum())
-            limit = noise.familywise_threshold(measured) if threshold is None else threshold
-            states_of[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
-        return states_of
-
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
         sides = [f"{n}_{side}" for side in ("in", "out") for n in Maps._fields]
