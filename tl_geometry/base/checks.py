@@ -21,6 +21,7 @@ __all__ = [
     "head_name",
     "head_rows",
     "heads",
+    "holds_integers",
     "index",
     "indices",
     "is_plain",
@@ -56,6 +57,16 @@ def is_plain(value: Tensor) -> bool:
     """Whether a tensor has its numbers in rows of equal length: not sparse, nested or on the meta
     device."""
     return value.layout == torch.strided and not value.is_nested and not value.is_meta
+
+
+def holds_integers(value: Tensor) -> bool:
+    """Whether a tensor has whole numbers in rows of equal length (truth values are none).
+
+    >>> holds_integers(torch.tensor([1, 2])), holds_integers(torch.tensor([True]))
+    (True, False)
+    """
+    fractions = value.is_floating_point() or value.is_complex()
+    return not fractions and value.dtype != torch.bool and is_plain(value)
 
 
 def finite(values: Tensor, what: str) -> Tensor:

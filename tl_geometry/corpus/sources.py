@@ -234,13 +234,10 @@ class TokenSource:
 
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
-        require(
-            rows.dim() == 2 and width == self.length,
-            "tokens",
-            expected=f"{self.length} positions, as in the first row",
-            got=width if rows.dim() == 2 else describe(rows),
-            instead="tl_geometry.windows",
-        )
+        got = width if rows.dim() == 2 else describe(rows)
+        fits = got == self.length
+        expected = f"{self.length} positions, as in the first row"
+        require(fits, "tokens", expected=expected, got=got, instead="tl_geometry.windows")
         refuse_padding(self.view, rows)
         if self.view.bos_id is not None and width > 1:
             self.doubled += int((rows[:, :2] == self.view.bos_id).all(1).sum())
@@ -372,9 +369,7 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         instead = "tl_geometry.windows(model, texts, length) for text"
         fail("tokens", expected="integer ids", got=describe(rows), instead=instead)
-    whole_numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    ok = whole_numbers and checks.is_plain(ids)
-    require(ok, "tokens", expected="integer ids", got=describe(ids))
+    require(checks.holds_integers(ids), "tokens", expected="integer ids", got=describe(ids))
     return ids.to(torch.int64, copy=True)
 
 
@@ -401,9 +396,7 @@ def label_ids(
     expected = f"one integer label ({most}) for each of {contexts} contexts"
     try:
         given = torch.as_tensor(labels)
-        fits = given.dtype != torch.bool and not given.is_floating_point()
-        fits = fits and not given.is_complex() and checks.is_plain(given)
-        fits = fits and given.shape == (contexts,)
+        fits = checks.holds_integers(given) and given.shape == (contexts,)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fail("labels", expected=expected, got=describe(labels))
     require(fits, "labels", expected=expected, got=describe(given))

@@ -34,10 +34,8 @@ def check_encoding(encoding: str) -> None:
     """Refuse what is no encoding of text that Python knows."""
     try:
         valid = bool("a".encode(encoding))
-    except (
-        LookupError,
-        ValueError,
-    ):  # ValueError: "undefined", which always fails, or a zero byte in the name
+    # ValueError: "undefined", which always fails, or a zero byte in the name
+    except (LookupError, ValueError):
         valid = False
     expected = "an encoding that Python knows, such as utf-8 or latin-1"
     require(valid, "--encoding", expected=expected, got=repr(encoding))
@@ -160,9 +158,8 @@ class TextFile(_File):
             return decoder.decode(raw, final=not raw)
         except UnicodeError as error:
             at = "it"
-            if isinstance(
-                error, UnicodeDecodeError
-            ):  # error.object begins with bytes of the last block
+            if isinstance(error, UnicodeDecodeError):
+                # error.object begins with bytes of the last block
                 wrong = error.object[error.start]
                 at = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"

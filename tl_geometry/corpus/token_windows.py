@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, is_plain, whole
+from tl_geometry.base.checks import describe, holds_integers, is_plain, whole
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
@@ -44,13 +44,8 @@ class TokenWindows:
             value = getattr(self, name)
             if isinstance(value, Tensor) and not is_plain(value):
                 fail(f"TokenWindows: {name}", expected="integers in rows", got=describe(value))
-        ok = (
-            isinstance(self.tokens, Tensor)
-            and self.tokens.dim() == 2
-            and not self.tokens.is_floating_point()
-            and self.tokens.dtype != torch.bool
-            and self.tokens.numel() > 0
-        )
+        ok = isinstance(self.tokens, Tensor) and self.tokens.dim() == 2
+        ok = ok and holds_integers(self.tokens) and self.tokens.numel() > 0
         expected = "integer tokens [context position] as a tensor, at least one"
         require(ok, "TokenWindows", expected=expected, got=describe(self.tokens))
         if self.labels is not None:
@@ -91,8 +86,7 @@ class TokenWindows:
             index = torch.as_tensor(given).cpu()
             if index.dim() == 1 and index.dtype == torch.bool and len(index) == size:
                 return every[index]
-            numbers = not index.is_floating_point() and index.dtype != torch.bool
-            if index.dim() == 1 and numbers and len(index) > 0:
+            if index.dim() == 1 and holds_integers(index) and len(index) > 0:
                 return every[index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass

@@ -256,31 +256,29 @@ class Accumulation:
         low = contexts.start
         while low < contexts.stop:
             part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
-            known = set(taken)
-            if not self._fits(feed, part, take, known):
+            summed = set(taken)
+            if not self._fits(feed, part, take, summed):
                 size = part.stop - part.start
+                expected = f"room for one context of {self.length} positions"
+                instead = "shorter windows, second_moments=False, or fewer states="
+                got, error = "out of memory", BudgetError
                 require(
-                    size > 1,
-                    "memory",
-                    expected=f"room for one context of {self.length} positions",
-                    got="out of memory",
-                    instead="shorter windows, second_moments=False, or fewer states=",
-                    error=BudgetError,
+                    size > 1, "memory", expected=expected, got=got, instead=instead, error=error
                 )
                 self.limit = size // 2
-                self._run(feed, part, take, known)
+                self._run(feed, part, take, summed)
             low = part.stop
 
     def _fits(
-        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]
+        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], summed: set[int]
     ) -> bool:
-        """Run one part and take in the states that are not ``known``, which grows by each of them;
+        """Run one part and take in the states that are not ``summed``, which grows by each of them;
         false where memory ran out."""
 
         def on_state(row: int, h: Tensor) -> None:
-            if row not in known:
+            if row not in summed:
                 take(row, h, part)
-                known.add(row)
+                summed.add(row)
 
         try:
             feed(part, on_state)

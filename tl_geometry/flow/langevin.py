@@ -227,27 +227,6 @@ class LangevinModel(Result):
         """
         begin = float(self.times[0]) if start is None else float(start)
         wanted = [float(t) for t in times]
-        self._check_simulation(x, begin, wanted, samples, dt, method)
-        coordinates = x if self.embed is None else x.double() @ self.embed
-        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
-        generator = torch.Generator().manual_seed(seed)
-        arguments = (self.path, self.noise, rows, begin, wanted, generator)
-        if method == "exact":
-            out = exact_paths(*arguments)
-        else:
-            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
-        out = out if self.embed is None else out @ self.embed.to(out).mT
-        return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
-
-    def _check_simulation(
-        self,
-        x: Tensor,
-        begin: float,
-        wanted: list[float],
-        samples: int,
-        dt: float | None,
-        method: str,
-    ) -> None:
         d = len(self.subspace)
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
         require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
@@ -259,8 +238,17 @@ class LangevinModel(Result):
         if choice(method, METHODS, "method") == "exact":
             exact = self.preset == "exact"
             require(exact, "method", expected='"euler" with preset="reference"', got=repr(method))
-            require(
-                dt is None, "dt", expected='none with method="exact", which has no step', got=dt
-            )
-        for t in (begin, wanted[-1]):
-            self.path.locate(t)
+            no_step = 'none with method="exact", which has no step'
+            require(dt is None, "dt", expected=no_step, got=dt)
+        self.path.locate(begin)
+        self.path.locate(wanted[-1])
+        coordinates = x if self.embed is None else x.double() @ self.embed
+        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
+        generator = torch.Generator().manual_seed(seed)
+        arguments = (self.path, self.noise, rows, begin, wanted, generator)
+        if method == "exact":
+            out = exact_paths(*arguments)
+        else:
+            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
+        out = out if self.embed is None else out @ self.embed.to(out).mT
+        return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)

@@ -188,6 +188,7 @@ class MapsFrom:
         penalty = S[0].square() * shares[:, None]
         shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
         left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
+        # at the smallest penalties the trace reaches n - 1, which would divide by zero
         gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
         return float(shares[gcv.argmin()]), target
 

@@ -30,29 +30,12 @@ from tl_geometry.weights.vocabulary import (
     factors_of,
     normalized_rows,
     output_rows,
-    weight_provenance,
 )
 
 NUMBERS = (
-    "std",
-    "threshold",
-    "highest",
-    "lowest",
-    "above_threshold",
-    "concentration",
-    "null",
-    "lift",
-    "excess",
-    "noise_null",
-    "noise_high",
-    "p",
-    "reliability",
-    "r2_low_rank",
-    "r2_diagonal",
-    "r2_joint",
-    "null_r2",
-    "symmetric",
-    "singular",
+    *("std", "threshold", "highest", "lowest", "above_threshold", "concentration", "null"),
+    *("lift", "excess", "noise_null", "noise_high", "p", "reliability", "r2_low_rank"),
+    *("r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
 )
 """Fields and properties of a :class:`WeightGeometry` that its table shows for every head."""
 
@@ -255,8 +238,8 @@ def _provenance(
     view: ModelView, basis: PositionContext, raw: bool, flags: Sequence[str]
 ) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
-    of_weights = weight_provenance(
-        view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
+    of_weights = view.provenance(
+        sources=("song2023",), preset="paper" if raw else "exact", flags=tuple(flags)
     )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
@@ -435,8 +418,8 @@ def _readout(
     untrained = matrix == "OV" and not view.head_trained
     flags = ["output head not trained: writes are read in the embedding"] if untrained else []
     return TokenReadout(
-        provenance=weight_provenance(
-            view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags
+        provenance=view.provenance(
+            sources=("molina2023",), preset="paper" if raw else "exact", flags=tuple(flags)
         ),
         matrix=matrix,
         heads=pairs,
