@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.browser import HOSTILE
 from tl_geometry import GeometryError, Provenance, Result
 from tl_geometry.base import html
-from tl_geometry.base.checks import check_seed
+from tl_geometry.base.errors import check_seed
 from tl_geometry.base.files import read_file, write_atomically
 from tl_geometry.base.records import encode
 from tl_geometry.base.sums import Sums

@@ -3,7 +3,6 @@ a ``GeometryError`` that says what was expected, what came, and what to call ins
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import choice, fail, require, whole
 
 __all__ = [
-    "check_seed",
     "choice",
     "describe",
     "finite",
@@ -90,35 +88,6 @@ def index(value: Any, size: int, what: str) -> int:
     if number is None or not 0 <= number < size:
         fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
     return number
-
-
-def whole(value: Any) -> int | None:
-    """An integer of any type as an int, ``None`` for anything else (truth values too).
-
-    >>> whole(torch.tensor(3)), whole(3.0), whole(True)
-    (3, None, None)
-    """
-    if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-LARGEST_SEED = 2**32 - 1
-"""The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
-
-
-def check_seed(value: Any, what: str = "--seed") -> None:
-    """Refuse a seed that some generator would not take, fractions and truth values among them."""
-    if value is None:
-        return
-    number = whole(value)
-    if number is None:
-        fail(what, expected="a whole number", got=repr(value))
-    expected = f"0 or more, at most {LARGEST_SEED}"
-    require(0 <= number <= LARGEST_SEED, what, expected=expected, got=number)
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:

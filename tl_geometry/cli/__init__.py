@@ -19,8 +19,7 @@ import typer
 
 from tl_geometry import __version__
 from tl_geometry.base import run_files
-from tl_geometry.base.checks import check_seed
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import check_seed, choice, require
 from tl_geometry.base.printable import printable_lines
 from tl_geometry.cli import arguments, ending
 from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tl_geometry.base.checks import check_seed
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import check_seed, choice, fail, require
 from tl_geometry.base.run_files import LOCK, WRITER, check_folder, lock, write_record
 from tl_geometry.corpus.text_files import read_texts
 from tl_geometry.papers import arithmetic, characters, random_tokens

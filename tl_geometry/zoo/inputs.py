@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from tl_geometry.base.checks import check_seed
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import check_seed, choice, fail, require
 from tl_geometry.base.printable import printable
 from tl_geometry.corpus.text_files import TOKENS, text_files
 from tl_geometry.models.names import CLASSES, DTYPES, check_name
