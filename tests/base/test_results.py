@@ -20,7 +20,9 @@ from torch import Tensor
 from tests.browser import HOSTILE
 from tl_geometry import GeometryError, Provenance, Result
 from tl_geometry.base import html
+from tl_geometry.base.errors import check_seed
 from tl_geometry.base.files import read_file, write_atomically
+from tl_geometry.base.records import encode
 from tl_geometry.base.sums import Sums
 
 WHERE = Provenance(
@@ -152,7 +154,6 @@ def test_every_result_of_a_run_shows_itself() -> None:
         tlg.sweep_heads(model, tokens, basis, progress=False),
         tlg.positional_report(basis, jackknife=False),
         tlg.split_values(model, prompts(1), basis),
-        tlg.compare_bases(basis, basis, rank=2),
     ]
     for result in shown:
         cells = Cells(result._repr_html_())
@@ -344,3 +345,14 @@ def test_sums_add_pool_select_and_join() -> None:
     more = dataclasses.replace(a, extra=torch.zeros(2, 3, 1))
     with pytest.raises(GeometryError, match="expected sums of total, rows, got total, rows, extra"):
         _ = a + more
+
+
+def test_keys_of_mappings_are_strings_or_tuples() -> None:
+    with pytest.raises(GeometryError, match="values: expected keys that are all strings or all"):
+        encode({1: torch.zeros(2)}, "values", {})
+
+
+@pytest.mark.parametrize("seed", [1.5, 2.0, True, -1, 2**32])
+def test_seeds_are_whole_numbers(seed: float) -> None:
+    with pytest.raises(GeometryError, match=r"--seed: expected (a whole number|0 or more)"):
+        check_seed(seed)

@@ -247,6 +247,16 @@ def test_groups_labels_and_samples() -> None:
     assert len(seeds) > 1
 
 
+def test_shards_of_one_seed_sample_what_one_run_samples() -> None:
+    h = random_states(1, 40, 4, 3)
+    whole = basis_of(h, keep=6)
+    shards = [basis_of(part, keep=6) for part in h.split(10, dim=1)]
+    assert sampled(PositionContext.merge(shards)) == sampled(whole)
+    within = [set(sampled(shard)) for shard in shards]
+    assert any(a != within[0] for a in within[1:])  # not the same numbers in every shard
+    assert len(sampled(PositionContext.merge([shards[0], basis_of(h[:, 10:20], keep=2)]))) == 2
+
+
 def test_debiased_share_and_reliability_tell_signal_from_noise() -> None:
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(1, 200, 12, 16, generator=generator, dtype=torch.float64)

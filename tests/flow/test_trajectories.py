@@ -556,7 +556,6 @@ def test_the_flow_report_has_a_row_for_every_pair(tmp_path):
         )
     again = FlowReport.load(found.save(tmp_path / "flow.safetensors"))
     assert again.law("increment").rate == found.law("increment").rate
-    assert set(found.flagged()) == set(found.anomalies)
     q, p = found.isotropy["sphericity_q"], found.isotropy["sphericity_p"]
     from scipy.stats import false_discovery_control
 
@@ -580,8 +579,7 @@ def test_the_flow_report_counts_dropped_directions_and_takes_one_kind():
 
 def test_methods_of_an_ensemble_agree_with_their_functions():
     found = ensemble()
-    assert found.angles().shape == (4, 5, 5)
-    model = found.langevin(noise="sde", stretch="regression")
+    model = found.langevin(noise="increment")
     assert model.alpha * model.rate >= 0
     assert torch.allclose(model.times, torch.arange(5).double())
     assert found.aligned_bases() is found.aligned_bases()

@@ -231,6 +231,23 @@ def test_the_uniform_null_is_exact() -> None:
     close(bilinear.haar_null(f, 2, one_basis=False), torch.full((2,), 4 / 49, dtype=torch.float64))
 
 
+def test_the_centred_null_is_that_of_subspaces_whose_vectors_sum_to_zero() -> None:
+    centring = torch.eye(7).double() - 1 / 7
+    f = from_dense(centring @ (normal(2, 7, 7, seed=4) + 2 * torch.eye(7).double()) @ centring)
+    pair = normal(2, 40_000, 7, 2, seed=5)
+    left, right = torch.linalg.qr(pair - pair.mean(2, keepdim=True)).Q
+    for off_diagonal, W in [(True, without_diagonal(dense(f))), (False, dense(f))]:
+        for one_basis, other in ((True, left), (False, right)):
+            blocks = left.mT.unsqueeze(1) @ W @ other.unsqueeze(1)
+            shares = blocks.square().sum((-2, -1)) / W.square().sum((-2, -1))
+            error = 5 * shares.std(0) / len(left) ** 0.5
+            options = {"off_diagonal": off_diagonal, "one_basis": one_basis}
+            null = bilinear.haar_null(f, 2, centered=True, **options)
+            assert bool(((shares.mean(0) - null).abs() < error).all())
+            plain = bilinear.haar_null(f, 2, **options)
+            assert not bool(((shares.mean(0) - plain).abs() < error).any())
+
+
 def test_matrices_without_an_off_diagonal_part_or_at_all() -> None:
     zero = Factors(torch.zeros(1, 8, 2).double(), torch.zeros(1, 8, 2).double())
     V = basis(8, 2)

@@ -184,7 +184,12 @@ def test_table_and_file_of_a_geometry(tmp_path: Any) -> None:
     assert g.head("L1H2") == 2
     with pytest.raises(GeometryError, match="a head of layers"):
         g.head((0, 1))
-    close(g.null, torch.full((4,), 16 / 32**2).double())
+    ((_, factors),) = vocabulary.factors_of(tlg.view(model), [1], "OV")
+    W = factors.left @ factors.right.mT
+    W = W - torch.diag_embed(W.diagonal(dim1=-2, dim2=-1))
+    centring = torch.eye(32).double() - 1 / 32  # positional directions have one dimension less
+    reachable = (centring @ W @ centring).square().sum((1, 2)) / W.square().sum((1, 2))
+    close(g.null, 16 / 31**2 * reachable)
 
 
 def test_refusals() -> None:

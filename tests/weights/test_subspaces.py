@@ -100,6 +100,13 @@ def test_the_p_value_is_uniform_without_position() -> None:
     assert twin / 60 > 0.8
 
 
+@pytest.mark.parametrize("centered", [True, False])
+def test_random_subspaces_lie_where_positional_ones_can(centered: bool) -> None:
+    basis = tlg.decompose_activations(states(3)[0])
+    found = subspaces.Subspaces(basis, width=3, k=3, centered=centered).at(0)
+    assert bool((found.draws.random.sum(1).abs() < 1e-12).all()) == centered
+
+
 def test_what_all_contexts_share_at_a_position_cancels_in_the_null() -> None:
     """A strong curve is in none of the draws; shifted groups would keep its directions."""
     h = states(3, position=10.0)[0]

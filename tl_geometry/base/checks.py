@@ -3,7 +3,6 @@ a ``GeometryError`` that says what was expected, what came, and what to call ins
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import choice, fail, require, whole
 
 __all__ = [
     "choice",
@@ -20,6 +19,7 @@ __all__ = [
     "head_name",
     "head_rows",
     "heads",
+    "holds_integers",
     "index",
     "indices",
     "is_plain",
@@ -57,6 +57,16 @@ def is_plain(value: Tensor) -> bool:
     return value.layout == torch.strided and not value.is_nested and not value.is_meta
 
 
+def holds_integers(value: Tensor) -> bool:
+    """Whether a tensor has whole numbers in rows of equal length (truth values are none).
+
+    >>> holds_integers(torch.tensor([1, 2])), holds_integers(torch.tensor([True]))
+    (True, False)
+    """
+    fractions = value.is_floating_point() or value.is_complex()
+    return not fractions and value.dtype != torch.bool and is_plain(value)
+
+
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
@@ -78,20 +88,6 @@ def index(value: Any, size: int, what: str) -> int:
     if number is None or not 0 <= number < size:
         fail(what, expected=f"an index from 0 to {size - 1}", got=repr(value))
     return number
-
-
-def whole(value: Any) -> int | None:
-    """An integer of any type as an int, ``None`` for anything else (truth values too).
-
-    >>> whole(torch.tensor(3)), whole(3.0), whole(True)
-    (3, None, None)
-    """
-    if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def indices(values: Any, size: int, what: str) -> tuple[int, ...]:

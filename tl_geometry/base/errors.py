@@ -1,12 +1,13 @@
 """The errors that tl_geometry raises, and the functions that raise them with one form of text. All
-are :class:`GeometryError`; the text says what was expected, what came, and what to call
-instead."""
+are :class:`GeometryError`; the text says what was expected, what came, and what to call instead.
+Nothing here imports torch: the command line checks its arguments before it does."""
 
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class GeometryError(ValueError):
@@ -84,15 +85,31 @@ def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str
     return f"{len(options)} names, such as {', '.join(map(repr, near))}"
 
 
+def whole(value: Any) -> int | None:
+    """An integer of any type as an int, ``None`` for anything else (truth values too).
+
+    >>> import torch
+    >>> whole(torch.tensor(3)), whole(3.0), whole(True)
+    (3, None, None)
+    """
+    if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 LARGEST_SEED = 2**32 - 1
 """The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
 
 
-def check_seed(value: int | None, what: str = "--seed") -> None:
-    """Refuse a seed that some generator would not take."""
-    require(
-        value is None or 0 <= value <= LARGEST_SEED,
-        what,
-        expected=f"0 or more, at most {LARGEST_SEED}",
-        got=value,
-    )
+def check_seed(value: Any, what: str = "--seed") -> None:
+    """Refuse a seed that some generator would not take, fractions and truth values among them."""
+    if value is None:
+        return
+    number = whole(value)
+    if number is None:
+        fail(what, expected="a whole number", got=repr(value))
+    expected = f"0 or more, at most {LARGEST_SEED}"
+    require(0 <= number <= LARGEST_SEED, what, expected=expected, got=number)

@@ -41,6 +41,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return _encoded(value, name, tensors)
     if isinstance(value, Mapping):
+        keys_fit, got = all(isinstance(key, tuple) for key in value), repr(list(value)[:3])
+        require(keys_fit, name, expected="keys that are all strings or all tuples", got=got)
         items = encode(list(value.values()), name, tensors)
         return {MAPPING: [[list(key), item] for key, item in zip(value, items, strict=True)]}
     if isinstance(value, list | tuple):

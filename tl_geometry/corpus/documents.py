@@ -139,22 +139,13 @@ class Documents:
 def _column(texts: Any, field: str) -> Any:
     """One column of a data set."""
     columns = list(texts) if isinstance(texts, Mapping) else list(texts.column_names or ())
-    require(
-        field in columns,
-        "texts",
-        expected=f"a column named {field!r}",
-        got=f"columns {columns}",
-        instead="field= for another column, or a list of strings",
-    )
+    expected = f"a column named {field!r}"
+    instead = "field= for another column, or a list of strings"
+    require(field in columns, "texts", expected=expected, got=f"columns {columns}", instead=instead)
     whole_column = isinstance(texts, Mapping) or hasattr(texts, "__len__")
     return texts[field] if whole_column else (row[field] for row in texts)
 
 
 def _require_text(ok: bool, texts: Any) -> None:
-    require(
-        ok,
-        "texts",
-        expected="a string or a list of strings",
-        got=describe(texts),
-        instead="decompose(model, tokens) for token ids",
-    )
+    expected, instead = "a string or a list of strings", "decompose(model, tokens) for token ids"
+    require(ok, "texts", expected=expected, got=describe(texts), instead=instead)

@@ -40,13 +40,8 @@ def pseudo_sentences(
     10
     """
     chunks = windows(model, text.replace("\n", " "), length, prepend_bos=prepend_bos, corpus=corpus)
-    require(
-        n is None or 1 <= n <= len(chunks),
-        "n",
-        expected=f"1 to {len(chunks)} chunks",
-        got=n,
-        instead="n=None for all",
-    )
+    expected, instead = f"1 to {len(chunks)} chunks", "n=None for all"
+    require(n is None or 1 <= n <= len(chunks), "n", expected=expected, got=n, instead=instead)
     return chunks[:n]
 
 
@@ -110,20 +105,11 @@ def repeated_random_tokens(
     >>> repeated_random_tokens()[0, :9].tolist()
     [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
     """
-    require(
-        period >= 1 and copies >= 1 and batch >= 1,
-        "sizes",
-        expected="at least 1 each",
-        got=(period, copies, batch),
-    )
+    expected, got = "at least 1 each", (period, copies, batch)
+    require(period >= 1 and copies >= 1 and batch >= 1, "sizes", expected=expected, got=got)
     needed = period if distinct else 1  # ids in the range
-    require(
-        high - low >= needed,
-        "low, high",
-        expected=f"at least {needed} ids",
-        got=f"{max(0, high - low)} from {low} to {high - 1}",
-        instead="a wider range",
-    )
+    expected, got = f"at least {needed} ids", f"{max(0, high - low)} from {low} to {high - 1}"
+    require(high - low >= needed, "low, high", expected=expected, got=got, instead="a wider range")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(low, high, (batch, period), generator=generator)
     if distinct and 4 * period**2 > high - low:

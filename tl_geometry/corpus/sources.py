@@ -86,20 +86,10 @@ def _rows_of_texts(view: ModelView, texts: Sequence[str], prepend_bos: bool | No
     encoded, notes = without_bos([view.encode(text) for text in texts], bos)
     rows = encoded if bos is None else [[bos, *row] for row in encoded]
     lengths = sorted({len(r) for r in rows})
-    require(
-        len(lengths) == 1,
-        "texts",
-        expected="equal token lengths",
-        got=f"lengths {lengths[:8]}",
-        instead="tl_geometry.windows(...)",
-    )
-    require(
-        lengths[0] > 0,
-        "texts",
-        expected="at least one token",
-        got="an empty text",
-        instead="a longer text",
-    )
+    got, instead = f"lengths {lengths[:8]}", "tl_geometry.windows(...)"
+    require(len(lengths) == 1, "texts", expected="equal token lengths", got=got, instead=instead)
+    expected, got = "at least one token", "an empty text"
+    require(lengths[0] > 0, "texts", expected=expected, got=got, instead="a longer text")
     ids = torch.tensor(rows, dtype=torch.int64)
     shown = tuple(view.decode(rows[0]))
     return TokenWindows(
@@ -140,12 +130,8 @@ def refuse_file_names(texts: Iterable[str]) -> None:
         short = 0 < len(text) < 4096 and text.isprintable() and re.search(r"[./\\]", text)
         # Path.is_file raises where a part of the text is too long for a name
         if short and os.path.isfile(text):  # noqa: PTH113, TID251
-            fail(
-                "texts",
-                expected="text",
-                got=f"the name of a file, {text!r}",
-                instead="pathlib.Path(...) of it, with tl_geometry.windows",
-            )
+            instead = "pathlib.Path(...) of it, with tl_geometry.windows"
+            fail("texts", expected="text", got=f"the name of a file, {text!r}", instead=instead)
 
 
 def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
@@ -248,13 +234,10 @@ class TokenSource:
 
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
-        require(
-            rows.dim() == 2 and width == self.length,
-            "tokens",
-            expected=f"{self.length} positions, as in the first row",
-            got=width if rows.dim() == 2 else describe(rows),
-            instead="tl_geometry.windows",
-        )
+        got = width if rows.dim() == 2 else describe(rows)
+        fits = got == self.length
+        expected = f"{self.length} positions, as in the first row"
+        require(fits, "tokens", expected=expected, got=got, instead="tl_geometry.windows")
         refuse_padding(self.view, rows)
         if self.view.bos_id is not None and width > 1:
             self.doubled += int((rows[:, :2] == self.view.bos_id).all(1).sum())
@@ -310,12 +293,8 @@ def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     try:
         stream = iter(tokens)
     except TypeError:
-        fail(
-            "tokens",
-            expected="ids, windows or texts",
-            got=describe(tokens),
-            instead="tl_geometry.windows(model, texts, length)",
-        )
+        instead = "tl_geometry.windows(model, texts, length)"
+        fail("tokens", expected="ids, windows or texts", got=describe(tokens), instead=instead)
     first = next(stream, None)
     require(first is not None, "tokens", expected="at least one batch", got="an empty iterable")
     rows = _ids(_of_item(first))
@@ -358,24 +337,15 @@ def _of_item(item: Any) -> Any:
     if not isinstance(item, Mapping):
         return item
     name = next((n for n in ("tokens", "input_ids") if n in item), None)
-    require(
-        name is not None,
-        "dataset",
-        expected="a column named 'tokens' or 'input_ids'",
-        got=f"columns {list(item)}",
-    )
+    expected = "a column named 'tokens' or 'input_ids'"
+    require(name is not None, "dataset", expected=expected, got=f"columns {list(item)}")
     mask = item.get("attention_mask")
     if mask is not None:
         several = isinstance(mask, list | tuple) and len(mask) > 0 and hasattr(mask[0], "__len__")
         rows = mask if several else [mask]
         zeros = sum(int((np.asarray(r) == 0).sum()) for r in rows)
-        require(
-            zeros == 0,
-            "attention_mask",
-            expected="ones everywhere (no padding)",
-            got=f"{zeros} zeros",
-            instead=REPACK,
-        )
+        expected, got = "ones everywhere (no padding)", f"{zeros} zeros"
+        require(zeros == 0, "attention_mask", expected=expected, got=got, instead=REPACK)
     return item[name]
 
 
@@ -399,9 +369,7 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         instead = "tl_geometry.windows(model, texts, length) for text"
         fail("tokens", expected="integer ids", got=describe(rows), instead=instead)
-    whole_numbers = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    ok = whole_numbers and checks.is_plain(ids)
-    require(ok, "tokens", expected="integer ids", got=describe(ids))
+    require(checks.holds_integers(ids), "tokens", expected="integer ids", got=describe(ids))
     return ids.to(torch.int64, copy=True)
 
 
@@ -422,19 +390,13 @@ def label_ids(
         numbers = {name: i for i, name in enumerate(dict.fromkeys(labels))}
         names, labels = tuple(numbers), [numbers[v] for v in labels]
     if contexts is None:
-        fail(
-            "labels",
-            expected="none with an iterable of unknown length",
-            got=describe(labels),
-            instead="a tensor or a data set",
-        )
+        expected = "none with an iterable of unknown length"
+        fail("labels", expected=expected, got=describe(labels), instead="a tensor or a data set")
     most = f"0 to {len(names) - 1}" if names else "0 or more"
     expected = f"one integer label ({most}) for each of {contexts} contexts"
     try:
         given = torch.as_tensor(labels)
-        fits = given.dtype != torch.bool and not given.is_floating_point()
-        fits = fits and not given.is_complex() and checks.is_plain(given)
-        fits = fits and given.shape == (contexts,)
+        fits = checks.holds_integers(given) and given.shape == (contexts,)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         fail("labels", expected=expected, got=describe(labels))
     require(fits, "labels", expected=expected, got=describe(given))

@@ -34,10 +34,8 @@ def check_encoding(encoding: str) -> None:
     """Refuse what is no encoding of text that Python knows."""
     try:
         valid = bool("a".encode(encoding))
-    except (
-        LookupError,
-        ValueError,
-    ):  # ValueError: "undefined", which always fails, or a zero byte in the name
+    # ValueError: "undefined", which always fails, or a zero byte in the name
+    except (LookupError, ValueError):
         valid = False
     expected = "an encoding that Python knows, such as utf-8 or latin-1"
     require(valid, "--encoding", expected=expected, got=repr(encoding))
@@ -113,7 +111,7 @@ class TextFile(_File):
         self._marks: list[tuple[int, Any]] = []  # before each block: characters, decoder's state
         require(path.suffix != ".npy", what, expected="text files", got=self.name, instead=binary)
         with self._opened() as file:
-            size = sum(self._blocks(file, 0, note=True))
+            size = sum(self._blocks(file))
             self._unchanged(file)
         self.sizes = [size - self._skip]
 
@@ -139,9 +137,9 @@ class TextFile(_File):
             codecs.getincrementaldecoder(self.encoding)(), translate=True
         )
 
-    def _blocks(self, file: BinaryIO, size: int, *, note: bool) -> Iterator[int]:
+    def _blocks(self, file: BinaryIO) -> Iterator[int]:
         """Decode the file from its beginning, set the marks, and give the length of each block."""
-        decoder, raw = self._decoder(), b"-"  # anything but empty, which ends the loop
+        size, decoder, raw = 0, self._decoder(), b"-"  # anything but empty, which ends the loop
         zeros = self.encoding.lower().startswith(ZEROS)
         while raw:
             self._marks.append((size, decoder.getstate()))
@@ -160,18 +158,14 @@ class TextFile(_File):
             return decoder.decode(raw, final=not raw)
         except UnicodeError as error:
             at = "it"
-            if isinstance(
-                error, UnicodeDecodeError
-            ):  # error.object begins with bytes of the last block
+            if isinstance(error, UnicodeDecodeError):
+                # error.object begins with bytes of the last block
                 wrong = error.object[error.start]
                 at = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"
-            fail(
-                self.what,
-                expected=f"text in {self.encoding}",
-                got=f"{self.name}, where {at} is none",
-                instead=option if self.what.startswith("-") else STRING,
-            )
+            got = f"{self.name}, where {at} is none"
+            instead = option if self.what.startswith("-") else STRING
+            fail(self.what, expected=f"text in {self.encoding}", got=got, instead=instead)
 
 
 class JsonLines(_File):

@@ -18,7 +18,6 @@ from tl_geometry.corpus.sources import bos_to_prepend
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.corpus.window_sampler import Cutter
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 
 SEPARATOR = "\n\n"
@@ -39,6 +38,7 @@ def windows(
     field: str | None = None,
     pack: bool | str = False,
     corpus: str = "text",
+    at_most: bool = False,
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
 
@@ -52,7 +52,8 @@ def windows(
     ``labels`` names the document of each text (by default its index, or file and line);
     with ``field`` it names each file.
 
-    ``n`` draws that many windows without replacement (seeded, in corpus order); ``None`` takes all.
+    ``n`` draws that many windows without replacement (seeded, in corpus order), or ``at_most`` that
+    many; ``None`` takes all.
     Texts of up to 4 million characters are tokenised whole, and every window is as likely as
     another. In texts that are longer, and large beside ``n`` windows, characters are drawn, each as
     likely as another; only the text around them is tokenised, and each gives the window at its
@@ -90,35 +91,6 @@ def windows(
     length_fits, expected = size is not None and size >= 2, "a whole number, at least 2 tokens"
     require(length_fits, "length", expected=expected, got=length)
     require(n_fits, "n", expected="a number of windows with replace=True", got=n)
-    return cut_windows(
-        view,
-        documents,
-        length,
-        n=n,
-        prepend_bos=prepend_bos,
-        labels=labels,
-        seed=seed,
-        replace=replace,
-        pack=pack,
-        corpus=corpus,
-    )
-
-
-def cut_windows(
-    view: ModelView,
-    documents: Documents,
-    length: int,
-    *,
-    n: int | None,
-    prepend_bos: bool,
-    labels: Sequence[int] | Sequence[str] | None = None,
-    seed: int = 0,
-    replace: bool = False,
-    pack: bool | str = False,
-    corpus: str = "text",
-    at_most: bool = False,
-) -> TokenWindows:
-    """:func:`windows` of documents; ``at_most``: all of them where there are fewer than ``n``."""
     expected = f"one for each of {documents.given} texts"
     one_each = labels is None or len(labels) == documents.given
     require(one_each, "labels", expected=expected, got=len(labels or ()))

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, index, is_plain, whole
+from tl_geometry.base.checks import describe, holds_integers, index, is_plain, whole
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
@@ -46,27 +46,14 @@ class TokenWindows:
             value = getattr(self, name)
             if isinstance(value, Tensor) and not is_plain(value):
                 fail(f"TokenWindows: {name}", expected="integers in rows", got=describe(value))
-        ok = (
-            isinstance(self.tokens, Tensor)
-            and self.tokens.dim() == 2
-            and not self.tokens.is_floating_point()
-            and self.tokens.dtype != torch.bool
-            and self.tokens.numel() > 0
-        )
-        require(
-            ok,
-            "TokenWindows",
-            expected="integer tokens [context position] as a tensor, at least one",
-            got=describe(self.tokens),
-        )
+        ok = isinstance(self.tokens, Tensor) and self.tokens.dim() == 2
+        ok = ok and holds_integers(self.tokens) and self.tokens.numel() > 0
+        expected = "integer tokens [context position] as a tensor, at least one"
+        require(ok, "TokenWindows", expected=expected, got=describe(self.tokens))
         if self.labels is not None:
             ok = isinstance(self.labels, Tensor) and self.labels.shape == self.tokens.shape[:1]
-            require(
-                ok,
-                "labels",
-                expected=f"one label for each of {len(self.tokens)} contexts, as a tensor",
-                got=describe(self.labels),
-            )
+            expected = f"one label for each of {len(self.tokens)} contexts, as a tensor"
+            require(ok, "labels", expected=expected, got=describe(self.labels))
             object.__setattr__(self, "labels", self.labels.clone())
         # a caller may go on writing into the tensor that it gave
         object.__setattr__(self, "tokens", self.tokens.clone())
@@ -101,16 +88,12 @@ class TokenWindows:
             index = torch.as_tensor(given).cpu()
             if index.dim() == 1 and index.dtype == torch.bool and len(index) == size:
                 return every[index]
-            numbers = not index.is_floating_point() and index.dtype != torch.bool
-            if index.dim() == 1 and numbers and len(index) > 0:
+            if index.dim() == 1 and holds_integers(index) and len(index) > 0:
                 return every[index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass
-        return fail(
-            "contexts",
-            expected=f"a slice, numbers from 0 to {size - 1}, or a mask of {size}",
-            got=describe(contexts),
-        )
+        expected = f"a slice, numbers from 0 to {size - 1}, or a mask of {size}"
+        return fail("contexts", expected=expected, got=describe(contexts))
 
     @property
     def token_hash(self) -> str:

@@ -36,13 +36,8 @@ def sample_starts(
     >>> sample_starts(range(9), 3, 2, seed=0).diff(dim=1).tolist()
     [[1, 1], [1, 1]]
     """
-    require(
-        len(ids) > length,
-        "text",
-        expected=f"more than {length} tokens",
-        got=f"{len(ids)} tokens",
-        instead="a shorter length=",
-    )
+    expected, got = f"more than {length} tokens", f"{len(ids)} tokens"
+    require(len(ids) > length, "text", expected=expected, got=got, instead="a shorter length=")
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(0, len(ids) - length, (n,), generator=generator)
     return torch.as_tensor(list(ids), dtype=torch.int64)[starts[:, None] + torch.arange(length)]

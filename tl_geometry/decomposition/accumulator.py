@@ -144,20 +144,24 @@ class Accumulation:
             self._divide((blocks[1:] * self.block).tolist())
 
     def update(
-        self, size: int, feed: Feed, tokens: Tensor | None, bos_id: int | None = None
+        self,
+        keys: Int[Tensor, " batch"],
+        feed: Feed,
+        tokens: Tensor | None,
+        bos_id: int | None = None,
     ) -> None:
-        """Take in the next ``size`` contexts: ``feed(contexts, on_state)`` calls
+        """Take in the next contexts, whose hashes are ``keys``: ``feed(contexts, on_state)`` calls
         ``on_state(row, h)`` once for each state.
 
         Nothing here waits for a GPU: what has to be read back is read when the next batch is on its
         way (:meth:`settle`).
         """
-        device = self.moments.sums.device
+        size, device = len(keys), self.moments.sums.device
         self.make_room(size)
         contexts = self.done + torch.arange(size, device=device)
         groups = torch.bucketize(contexts, self._borders_there, right=True)
         groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
-        sampled = self.reservoir.enter(self.done, size, tokens)
+        sampled = self.reservoir.enter(self.done, keys, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
         finite: list[list[Tensor]] = [[] for _ in order]
@@ -189,19 +193,14 @@ class Accumulation:
         self._run(feed, slice(0, size), take, set())
         self.moments.count(groups_here)
         first, place = self.done, len(self.means)
-        self._pass(size, tokens, bos_id)
+        self._pass(keys, tokens, bos_id)
 
         def settle() -> None:
             good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
             bad = [self.plan.states[i] for i in order if not good[i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
-            require(
-                not bad,
-                "activations",
-                expected="finite numbers",
-                got=where,
-                instead="float32 weights",
-            )
+            expected = "finite numbers"
+            require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
             for slot, row, state in late:
                 self.reservoir.states[slot, row] = state
             if self.keep_ctx:
@@ -213,9 +212,10 @@ class Accumulation:
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
         """Leave the next contexts to another process."""
         self.make_room(len(tokens))
-        for slot, _ in self.reservoir.enter(self.done, len(tokens), tokens):
+        keys = row_hashes(tokens)
+        for slot, _ in self.reservoir.enter(self.done, keys, tokens):
             self.reservoir.states[slot] = 0
-        self._pass(len(tokens), tokens, bos_id)
+        self._pass(keys, tokens, bos_id)
 
     def settle(self) -> None:
         """Finish the batch that is still on its way."""
@@ -223,11 +223,12 @@ class Accumulation:
         if pending is not None:
             pending()
 
-    def _pass(self, size: int, tokens: Tensor | None, bos_id: int | None) -> None:
-        """Count ``size`` more contexts and hash their tokens, whichever process takes them in."""
+    def _pass(self, keys: Tensor, tokens: Tensor | None, bos_id: int | None) -> None:
+        """Count more contexts and hash their tokens, whichever process takes them in."""
+        size = len(keys)
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
-            self.hashes.append(row_hashes(tokens))
+            self.hashes.append(keys)
             self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
         self.done += size
         if self.keep_ctx:
@@ -255,31 +256,29 @@ class Accumulation:
         low = contexts.start
         while low < contexts.stop:
             part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
-            known = set(taken)
-            if not self._fits(feed, part, take, known):
+            summed = set(taken)
+            if not self._fits(feed, part, take, summed):
                 size = part.stop - part.start
+                expected = f"room for one context of {self.length} positions"
+                instead = "shorter windows, second_moments=False, or fewer states="
+                got, error = "out of memory", BudgetError
                 require(
-                    size > 1,
-                    "memory",
-                    expected=f"room for one context of {self.length} positions",
-                    got="out of memory",
-                    instead="shorter windows, second_moments=False, or fewer states=",
-                    error=BudgetError,
+                    size > 1, "memory", expected=expected, got=got, instead=instead, error=error
                 )
                 self.limit = size // 2
-                self._run(feed, part, take, known)
+                self._run(feed, part, take, summed)
             low = part.stop
 
     def _fits(
-        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], known: set[int]
+        self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], summed: set[int]
     ) -> bool:
-        """Run one part and take in the states that are not ``known``, which grows by each of them;
+        """Run one part and take in the states that are not ``summed``, which grows by each of them;
         false where memory ran out."""
 
         def on_state(row: int, h: Tensor) -> None:
-            if row not in known:
+            if row not in summed:
                 take(row, h, part)
-                known.add(row)
+                summed.add(row)
 
         try:
             feed(part, on_state)

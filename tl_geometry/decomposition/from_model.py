@@ -19,6 +19,7 @@ from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_i
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.reservoir import activation_keys
 from tl_geometry.decomposition.stream_pass import run_corpus
 from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.model_like import ModelLike
@@ -193,7 +194,7 @@ def decompose_activations(
         labels=numbers,
     )
     for batch in h.split(batch_of(batch_size, h.shape[2], h.device), dim=1):
-        work.update(batch.shape[1], _feeding(batch), None)
+        work.update(activation_keys(batch[-1]), _feeding(batch), None)
     return work.finish(numbers, names)
 
 
@@ -233,24 +234,14 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
         ok = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         shape = "floating [context position d_model] or [state context position d_model]"
         got = describe(source)
-        require(
-            ok,
-            "activations",
-            expected=shape,
-            got=got,
-            instead="decompose(model, tokens) for token ids",
-        )
+        instead = "decompose(model, tokens) for token ids"
+        require(ok, "activations", expected=shape, got=got, instead=instead)
         return h.detach(), Provenance(
             corpus="activations", dtype=str(h.dtype).removeprefix("torch.")
         )
     instead = "decompose(model, tokens) to run a model"
-    require(
-        is_cache(source),
-        "activations",
-        expected="a tensor or an ActivationCache",
-        got=describe(source),
-        instead=instead,
-    )
+    expected, got = "a tensor or an ActivationCache", describe(source)
+    require(is_cache(source), "activations", expected=expected, got=got, instead=instead)
     h = states_from_cache(source).detach()
     return h, Provenance(
         corpus="ActivationCache",

@@ -218,17 +218,8 @@ class LargestTokens(Result):
     str_tokens: tuple[tuple[str, ...], ...] = ()
 
     def columns(self) -> Sequence[str]:
-        return (
-            "state",
-            "norm",
-            "median",
-            "share",
-            "context",
-            "position",
-            "token",
-            "text",
-            "coordinate",
-        )
+        where = ["context", "position", "token", "text", "coordinate"]
+        return ["state", "norm", "median", "share", *where]
 
     def rows(self) -> Sequence[Sequence[object]]:
         out: list[list[Any]] = []
@@ -250,7 +241,7 @@ def median_norm(histogram: Float[Tensor, "*state 2 bin"]) -> Float[Tensor, "*sta
     return (sums.gather(-1, middle) / counts.gather(-1, middle).clamp(min=1)).sqrt().squeeze(-1)
 
 
-def gathered(mine: Largest, rank: int, size: int, total: Callable[[Tensor], None]) -> Largest:
+def gathered(largest: Largest, rank: int, size: int, total: Callable[[Tensor], None]) -> Largest:
     """The largest of all processes; ``total`` replaces a tensor by its sum over them."""
 
     def side_by_side(_: str, values: Tensor) -> Tensor:
@@ -260,7 +251,7 @@ def gathered(mine: Largest, rank: int, size: int, total: Callable[[Tensor], None
         total(every)
         return every.transpose(0, 1).flatten(1)
 
-    return mine.mapped(side_by_side).top()
+    return largest.mapped(side_by_side).top()
 
 
 def merged_texts(

@@ -63,13 +63,8 @@ def merged_labels(
     if not labels:
         return None, ()
     instead = "the same labels= for all parts"
-    require(
-        len(labels) == len(parts),
-        "merge: labels",
-        expected="labels in all parts or in none",
-        got=f"labels in {len(labels)} of {len(parts)}",
-        instead=instead,
-    )
+    expected, got = "labels in all parts or in none", f"labels in {len(labels)} of {len(parts)}"
+    require(len(labels) == len(parts), "merge: labels", expected=expected, got=got, instead=instead)
     names = [
         part.names or tuple(map(str, range(int(of.max()) + 1)))
         for part, of in zip(parts, labels, strict=True)

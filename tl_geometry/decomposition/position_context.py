@@ -277,14 +277,10 @@ class PositionContext(Result):
         single = activations.dim() == 3
         h = activations.unsqueeze(0) if single else activations
         states, d_model = self.mean.shape
-        sizes = f"{states} states and d_model {d_model}"
-        require(
-            h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model,
-            "activations",
-            expected=f"[state batch position d_model] with {sizes}",
-            got=describe(activations),
-            instead="basis.states to see which states it holds",
-        )
+        fits = h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model
+        expected = f"[state batch position d_model] with {states} states and d_model {d_model}"
+        got, instead = describe(activations), "basis.states to see which states it holds"
+        require(fits, "activations", expected=expected, got=got, instead=instead)
         checks.finite(h, "activations")
         if positions is None:
             window_wide = h.shape[2] == self.window[1] - self.window[0]
@@ -303,20 +299,12 @@ class PositionContext(Result):
         What can be used and should be said with the result is :meth:`remarks`.
         """
         fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
-        require(
-            fingerprint is None or fingerprint == view.fingerprint,
-            "basis",
-            expected=f"the model it was computed from, {self.provenance.model} ({fingerprint})",
-            got=f"{view.name} ({view.fingerprint})",
-            instead="decompose(model, tokens)",
-        )
-        require(
-            has_bos is None or bos is None or has_bos == bos,
-            "tokens",
-            expected=f"has_bos={bos}, as in the basis",
-            got=f"has_bos={has_bos}",
-            instead="the same prepend_bos= for both",
-        )
+        same, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
+        expected = f"the model it was computed from, {self.provenance.model} ({fingerprint})"
+        require(same, "basis", expected=expected, got=got, instead="decompose(model, tokens)")
+        same, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
+        expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
+        require(same, "tokens", expected=expected, got=got, instead=instead)
         width, expected = self.mean.shape[1], f"d_model {view.d_model} of {view.name}"
         same, instead = width == view.d_model, "its own activations"
         require(same, "basis", expected=expected, got=width, instead=instead)
@@ -326,14 +314,9 @@ class PositionContext(Result):
         have, an unknown model."""
         fitted_under, active = set(self.provenance.hooks), set(view.hooked())
         flags = [RAW] if self.provenance.fingerprint is None else []
-        if active - fitted_under:
-            flags.append(
-                f"basis fitted without these hooks ({', '.join(sorted(active - fitted_under))})"
-            )
-        if fitted_under - active:
-            flags.append(
-                f"basis fitted under other hooks ({', '.join(sorted(fitted_under - active))})"
-            )
+        differing = {"without these": active - fitted_under, "under other": fitted_under - active}
+        for how, hooks in differing.items():
+            flags += [f"basis fitted {how} hooks ({', '.join(sorted(hooks))})"] if hooks else []
         return (*flags, *self.flags())
 
     @staticmethod

@@ -54,8 +54,8 @@ def share(work: Accumulation, processes: Processes) -> None:
     stay with the first."""
     if processes.size == 1:
         return
-    known = {name: getattr(work, name) for name in KNOWN} | {"flags": work.provenance.flags}
-    first = json.loads(processes.share_text(json.dumps(known)))
+    agreed = {name: getattr(work, name) for name in KNOWN} | {"flags": work.provenance.flags}
+    first = json.loads(processes.share_text(json.dumps(agreed)))
     if not first["done"]:
         return
     share_shift(work, processes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +35,8 @@ class Processes:
         if group is None:
             return
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        require(
-            ready,
-            "group",
-            expected="an initialised process group",
-            got=group,
-            instead="torch.distributed.init_process_group()",
-        )
+        instead = "torch.distributed.init_process_group()"
+        require(ready, "group", expected="an initialised process group", got=group, instead=instead)
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
         require(
@@ -93,12 +88,8 @@ class Processes:
             return
         differing = torch.tensor([int(self.share_text(text) != text)])
         self.total(differing)
-        require(
-            not differing,
-            what,
-            expected="the same in every process",
-            got=f"another in {int(differing)} of {self.size}",
-        )
+        got = f"another in {int(differing)} of {self.size}"
+        require(not differing, what, expected="the same in every process", got=got)
 
     def first(self, action: Callable[[], None]) -> None:
         """Do something in the first process only; its ``GeometryError`` is raised in all of
@@ -121,43 +112,26 @@ class Processes:
             raise GeometryError(text or shared or f"refused in {int(failed)} of {self.size}")
 
 
-class Launch(NamedTuple):
-    """How this process was started: its group (``None`` when it is alone), its device, whether it
-    is the one that writes and speaks."""
-
-    group: Any
-    device: str
-    first: bool
-
-
 @contextmanager
-def launched(device: str) -> Iterator[Launch]:
+def launched(device: str) -> Iterator[tuple[Any, str, bool]]:
     """Join the group of a program that ``torchrun`` started, NCCL on GPUs (``"cuda"`` becomes this
-    process's own), gloo elsewhere."""
+    process's own), gloo elsewhere. Gives the group (``None`` for a process alone), the device, and
+    whether this process is the one that writes and speaks."""
     size = os.environ.get("WORLD_SIZE", "1")
-    require(
-        size.isdecimal() and int(size) >= 1,
-        "WORLD_SIZE",
-        expected="a number of processes",
-        got=repr(size),
-        instead="torchrun",
-    )
+    valid, expected = size.isdecimal() and int(size) >= 1, "a number of processes"
+    require(valid, "WORLD_SIZE", expected=expected, got=repr(size), instead="torchrun")
     if int(size) == 1:
-        yield Launch(None, device, True)
+        yield None, device, True
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    require(
-        not missing,
-        f"WORLD_SIZE={size}",
-        expected="the environment that torchrun makes",
-        got=f"no {', '.join(missing)}",
-        instead="torchrun, or unset WORLD_SIZE for one process",
-    )
+    expected, got = "the environment that torchrun makes", f"no {', '.join(missing)}"
+    instead = "torchrun, or unset WORLD_SIZE for one process"
+    require(not missing, f"WORLD_SIZE={size}", expected=expected, got=got, instead=instead)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
-        yield Launch(torch.distributed.group.WORLD, device, torch.distributed.get_rank() == 0)
+        yield torch.distributed.group.WORLD, device, torch.distributed.get_rank() == 0
     finally:
         torch.distributed.destroy_process_group()

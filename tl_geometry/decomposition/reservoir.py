@@ -1,8 +1,9 @@
 """A few contexts whose states are kept whole: a seeded uniform sample, the same for any batches.
 
-Every context has a priority, a random number drawn from the seed and the context's index; those of
-lowest priority are the sample. It does not depend on batches or processes, and the samples of
-two shards merge by keeping the lowest priorities of both.
+Every context has a priority, a random number drawn from the seed and what the context holds (the
+hash of its tokens); those of lowest priority are the sample. It does not depend on batches,
+processes or shards: the samples of two shards merge by keeping the lowest priorities of both. Drawn
+from the context's number in its shard instead, shards of one seed would sample the same numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_geometry.base.results import row_hashes
 from tl_geometry.base.sums import Sums
 
 
@@ -26,8 +28,9 @@ class Reservoir(Sums):
 
     While contexts enter there are ``size`` rows, the free ones last and of infinite priority.
 
-    >>> samples = [Reservoir.empty(2, 0, (1, 4, 3)) for _ in range(2)]
-    >>> entered = samples[0].enter(0, 3), samples[0].enter(3, 3), samples[1].enter(0, 6)
+    >>> samples, keys = [Reservoir.empty(2, 0, (1, 4, 3)) for _ in range(2)], torch.arange(6)
+    >>> entered = samples[0].enter(0, keys[:3]), samples[0].enter(3, keys[3:])
+    >>> entered = samples[1].enter(0, keys)
     >>> sorted(samples[0].contexts.tolist()) == sorted(samples[1].contexts.tolist())
     True
     """
@@ -58,12 +61,16 @@ class Reservoir(Sums):
     def __len__(self) -> int:
         return int((self.contexts >= 0).sum())
 
-    def enter(self, first: int, count: int, tokens: Tensor | None = None) -> list[tuple[int, int]]:
+    def enter(
+        self, first: int, keys: Int[Tensor, " batch"], tokens: Tensor | None = None
+    ) -> list[tuple[int, int]]:
         """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough:
-        (row here, row of the batch) of each, whose states are to be written; ``tokens`` are theirs.
+        (row here, row of the batch) of each, whose states are to be written; ``keys`` are the
+        hashes of the contexts, ``tokens`` their ids.
         """
         drawn = [
-            (float(np.random.default_rng((self.seed, first + i)).random()), i) for i in range(count)
+            (float(np.random.default_rng((self.seed, key)).random()), i)
+            for i, key in enumerate(keys.tolist())
         ]
         # a row of the sample as a negative number, a row of the batch as it is
         sampled = [(p, -1 - row) for row, p in enumerate(self.priorities.tolist())]
@@ -95,11 +102,19 @@ class Reservoir(Sums):
 
     @staticmethod
     def merge(parts: Sequence[Reservoir], starts: Sequence[int]) -> Reservoir:
-        """The contexts of lowest priority of all parts; ``starts`` are the numbers that the first
-        contexts of the parts have in the whole."""
+        """The contexts of lowest priority of all parts, as many as the smallest room held: a
+        context that a smaller one turned away could be among more. ``starts`` are the numbers that
+        the first contexts of the parts have in the whole."""
+        size = min(part.size for part in parts)
         numbered = [
-            dataclasses.replace(part, contexts=part.contexts + start)
+            dataclasses.replace(part, contexts=part.contexts + start, size=size)
             for part, start in zip(parts, starts, strict=True)
         ]
         every = Reservoir.cat(numbered, "sample")
-        return every.select(every.priorities.argsort(stable=True)[: every.size], "sample")
+        return every.select(every.priorities.argsort(stable=True)[:size], "sample")
+
+
+def activation_keys(h: Float[Tensor, "batch position d_model"]) -> Int[Tensor, " batch"]:
+    """What tells contexts of activations apart, whose tokens are not known: a hash of the last
+    position's vector."""
+    return row_hashes(h[:, -1].double().view(torch.int64))

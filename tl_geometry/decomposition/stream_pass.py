@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.files import as_path
-from tl_geometry.base.results import hash_tokens
+from tl_geometry.base.results import hash_tokens, row_hashes
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.decomposition import checkpoints, process_group
 from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan
@@ -82,7 +82,7 @@ def run_corpus(
                 # pinned, so that the transfer to a GPU waits for nothing
                 ids = tokens.pin_memory() if view.device.type == "cuda" else tokens
                 feed = _feeding(view, plan.states, ids, norms)
-                work.update(len(tokens), feed, tokens, view.bos_id)
+                work.update(row_hashes(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
             if number == 0:

@@ -71,13 +71,8 @@ def check_ensemble(
     """``X`` if it is finite and floating ``[trajectory state d_model]`` with at least one
     trajectory and one state."""
     ok = X.dim() == 3 and X.is_floating_point() and X.numel() > 0
-    require(
-        ok,
-        what,
-        expected="a floating tensor [trajectory state d_model]",
-        got=describe(X),
-        instead="tl_geometry.trajectories(...)",
-    )
+    expected = "a floating tensor [trajectory state d_model]"
+    require(ok, what, expected=expected, got=describe(X), instead="tl_geometry.trajectories(...)")
     for s in range(X.shape[1]):
         finite(X[:, s], f"{what}, state row {s}")
     return X
@@ -212,13 +207,8 @@ def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
     later signs aligned). Needs square ``U``.
     """
     d, rank = aligned.U.shape[1:]
-    require(
-        d == rank,
-        "rotations",
-        expected="as many directions as coordinates",
-        got=f"{rank} of {d}",
-        instead="common_basis(X)",
-    )
+    expected, got = "as many directions as coordinates", f"{rank} of {d}"
+    require(d == rank, "rotations", expected=expected, got=got, instead="common_basis(X)")
     sign = torch.ones_like(aligned.S)
     flips = 0
     for k in range(len(aligned.S) - 1):
@@ -258,11 +248,6 @@ def common_basis(
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
     """The ``K`` strongest directions of one state, whatever the alignment."""
     index(row, len(aligned.S), "state row")
-    require(
-        1 <= K <= aligned.rank,
-        "K",
-        expected=f"1 to {aligned.rank} directions",
-        got=K,
-        instead="more trajectories",
-    )
+    expected = f"1 to {aligned.rank} directions"
+    require(1 <= K <= aligned.rank, "K", expected=expected, got=K, instead="more trajectories")
     return aligned.U[row][:, aligned.S[row].argsort(descending=True, stable=True)[:K]]

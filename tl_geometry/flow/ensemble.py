@@ -23,7 +23,7 @@ from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.flow import bases, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
-from tl_geometry.flow.noise import LAWS, fit_noise_law
+from tl_geometry.flow.noise import fit_noise_law
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
@@ -89,12 +89,8 @@ class Trajectories(Result):
         """The same ensemble with the last state after the final norm, as published for Llama and
         Mistral (see ``post_norm``)."""
         if self.post_norm is None:
-            fail(
-                "post_norm",
-                expected="the last state after the norm",
-                got="none",
-                instead="trajectories(..., post_norm=True)",
-            )
+            instead = "trajectories(..., post_norm=True)"
+            fail("post_norm", expected="the last state after the norm", got="none", instead=instead)
         X = torch.cat([self.X[:, :-1], self.post_norm[:, None]], dim=1)
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
@@ -113,35 +109,22 @@ class Trajectories(Result):
         """Straightness, parallelism and neighbour preservation."""
         return bases.bundle(self.X, k=k)
 
-    def angles(self, k: int = 4, *, align: str = "greedy") -> Float[Tensor, "rank state state"]:
-        """Degrees between direction i at two states, for the first ``k`` directions."""
-        aligned = self.aligned_bases(align=align)
-        return bases.basis_angles(aligned.U, min(k, aligned.rank))
-
-    def residuals(
-        self, *, train: Trajectories | None = None, align: str = "greedy", signs: str = "U"
-    ) -> residuals.Maps:
-        """Statistics of what rotation and stretch leave, for all pairs of states; aligned bases of
-        ``train`` make them held out.
-
-        Raises ``GeometryError`` where ``train`` and this ensemble share a chunk.
-        """
-        _require_apart(train, self)
-        aligned = (train or self).aligned_bases(align=align)
-        return residuals.residual_maps(self.X, partial(residuals.flow_map, aligned, signs=signs))
+    def residuals(self, *, align: str = "greedy", signs: str = "U") -> residuals.Maps:
+        """Statistics of what rotation and stretch leave of this same ensemble, for all pairs of
+        states (held out: :func:`tl_geometry.flow_report`)."""
+        flow = partial(residuals.flow_map, self.aligned_bases(align=align), signs=signs)
+        return residuals.residual_maps(self.X, flow)
 
     def langevin(
         self,
         *,
         noise: tuple[float, float] | str = "asymptotic",
         align: str = "greedy",
-        **options: Any,
     ) -> LangevinModel:
         """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and
-        lambda from that law of the residuals (as published), ``"sde"`` from the equation's own
-        covariance, a pair as given."""
+        lambda from that law of the residuals (as published), a pair is taken as given."""
         provenance = replace(self.provenance, dtype="float64")
-        if noise in LAWS:
+        if isinstance(noise, str):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
@@ -150,20 +133,15 @@ class Trajectories(Result):
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
                 provenance = provenance.flagged(negative)
         return LangevinModel.fit(
-            self.X, noise=noise, align=align, times=self.times, provenance=provenance, **options
+            self.X, noise=noise, align=align, times=self.times, provenance=provenance
         )
 
 
 def require_trajectories(value: object, what: str) -> None:
     """Refuse anything but :class:`Trajectories` where an ensemble is wanted."""
     ok = isinstance(value, Trajectories)
-    require(
-        ok,
-        what,
-        expected="Trajectories",
-        got=type(value).__name__,
-        instead="tl_geometry.trajectories(model, tokens)",
-    )
+    instead = "tl_geometry.trajectories(model, tokens)"
+    require(ok, what, expected="Trajectories", got=type(value).__name__, instead=instead)
 
 
 def split_rows(
@@ -174,12 +152,8 @@ def split_rows(
     Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held
     out was not fitted on.
     """
-    require(
-        0 < share < 1 and n >= 2,
-        "split",
-        expected="a share between 0 and 1 of at least 2 trajectories",
-        got=f"{share} of {n}",
-    )
+    expected = "a share between 0 and 1 of at least 2 trajectories"
+    require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
     generator = torch.Generator().manual_seed(seed)
     first = torch.zeros(n, dtype=torch.bool)
     names = torch.empty(0) if labels is None else labels.unique()
@@ -193,12 +167,8 @@ def split_rows(
         first = torch.isin(labels, order[:last])
     if tokens is not None:
         first = first | shared_rows(tokens, tokens[first])
-        require(
-            not bool(first.all()),
-            "split",
-            expected="chunks that differ, to hold some out",
-            got=f"{n} that repeat each other",
-        )
+        expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
+        require(not bool(first.all()), "split", expected=expected, got=got)
     return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
 
 
@@ -214,20 +184,6 @@ def shared_rows(
         return torch.zeros(len(rows), dtype=torch.bool)
     fitted_rows = {tuple(row) for row in fitted.tolist()}
     return torch.tensor([tuple(row) in fitted_rows for row in rows.tolist()], dtype=torch.bool)
-
-
-def _require_apart(train: Trajectories | None, test: Trajectories) -> None:
-    """Refuse held-out residuals on chunks that the maps were fitted on."""
-    if train is None or train.tokens is None or test.tokens is None:
-        return
-    shared = int(shared_rows(test.tokens, train.tokens).sum())
-    require(
-        shared == 0,
-        "train",
-        expected="other chunks than those that are measured",
-        got=f"{shared} of {len(test)} in both",
-        instead="ensemble.split()",
-    )
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
@@ -324,12 +280,8 @@ def _position(view: ModelView, position: str | int | None, length: int) -> int:
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
-        require(
-            position in ("pilot", "cls"),
-            "position",
-            expected='"pilot", "cls" or a position',
-            got=repr(position),
-        )
+        expected = '"pilot", "cls" or a position'
+        require(position in ("pilot", "cls"), "position", expected=expected, got=repr(position))
         return -1 if position == "pilot" else 0
     return position if position == -1 else index(position, length, "position")
 

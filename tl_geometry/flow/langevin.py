@@ -21,18 +21,13 @@ Exact sampling therefore needs no step size and no matrix logarithm. The publish
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import torch
-from einops import einsum, rearrange, repeat
+from einops import rearrange, repeat
 from jaxtyping import Float
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite
@@ -49,8 +44,6 @@ from tl_geometry.flow.simulation import FlowNoise, exact_paths, stepped_paths
 
 METHODS = ("exact", "euler")
 """Integrators of :meth:`LangevinModel.simulate`."""
-STRETCHES = ("spectral", "regression")
-"""How the stretch is estimated, see :meth:`LangevinModel.fit`."""
 DT = 0.1
 """The published step, in layers."""
 TINY = torch.finfo(torch.float64).tiny
@@ -58,9 +51,6 @@ TINY = torch.finfo(torch.float64).tiny
 FLOOR = 1e-10
 """Singular values are kept above this share of the state's largest, so that their logarithm
 exists."""
-LEAST_LINK = 1e-3
-"""Cosine ``v_i(k).v_i(k+1)`` below which a regression on the state before says nothing about a
-direction; smaller ones, some of them negative and without a logarithm, are raised to it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,50 +83,34 @@ class LangevinModel(Result):
     def __post_init__(self) -> None:
         n = len(self.S)
         require(n >= 2, "LangevinModel", expected="at least two states", got=n)
+        expected, got = "positive numbers", "zeros"
+        instead = "LangevinModel.fit"
         require(
-            bool((self.S > 0).all()),
-            "singular values",
-            expected="positive numbers",
-            got="zeros",
-            instead="LangevinModel.fit",
+            bool((self.S > 0).all()), "singular values", expected=expected, got=got, instead=instead
         )
-        require(
-            bool((self.times.diff() > 0).all()),
-            "times",
-            expected="increasing layers",
-            got=self.times.tolist(),
-        )
-        require(
-            self.alpha * self.rate >= 0,
-            "noise",
-            expected="alpha * lambda >= 0",
-            got=f"alpha {self.alpha:.4g}, lambda {self.rate:.4g}",
-        )
+        got = self.times.tolist()
+        require(bool((self.times.diff() > 0).all()), "times", expected="increasing layers", got=got)
+        got = f"alpha {self.alpha:.4g}, lambda {self.rate:.4g}"
+        require(self.alpha * self.rate >= 0, "noise", expected="alpha * lambda >= 0", got=got)
         choice(self.preset, ("exact", "reference"), "preset")
 
     @staticmethod
     def fit(
         X: Float[Tensor, "trajectory state d_model"],
         *,
-        noise: tuple[float, float] | str = "sde",
+        noise: tuple[float, float],
         align: str = "greedy",
-        stretch: str = "spectral",
         times: Float[Tensor, " state"] | None = None,
         provenance: Provenance | None = None,
     ) -> LangevinModel:
-        """Fit rotations, stretches and noise to an ensemble.
+        """Fit rotations and stretches to an ensemble: stretches are ratios of singular values (as
+        published), so that second moments match without any noise.
 
         Args:
             X: the ensemble.
-            noise: ``(alpha, lambda)``, for instance of a fitted noise law; ``"sde"`` estimates them
-                by the equation's own covariance, least squares on the log variances of the
-                co-moving increments ``y(k+1) - y(k)``.
+            noise: ``(alpha, lambda)``, for instance of a fitted noise law.
             align: order and signs of the directions from state to state, see
                 :func:`tl_geometry.flow.alignment.align_directions`.
-            stretch: ``"spectral"``: ratios of singular values (published; second moments then match
-                without any noise); ``"regression"``: those ratios times ``v_i(k).v_i(k+1)``, the
-                regression of each direction on itself, which leaves room for the noise and is what
-                recovers a planted equation.
             times: layers of the states, by default 1, 2, ...
             provenance: where the ensemble comes from.
 
@@ -149,7 +123,6 @@ class LangevinModel(Result):
         True
         """
         check_ensemble(X)
-        choice(stretch, STRETCHES, "stretch")
         n, states, d = X.shape
         subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
         if n < d:
@@ -159,61 +132,21 @@ class LangevinModel(Result):
         S = aligned.S.clamp(min=0)
         S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)
         clamped = int((aligned.S < S).sum())
-        if stretch == "regression":
-            link = torch.stack([aligned.overlap[k, k + 1] for k in range(states - 1)])
-            clamped += int((link < LEAST_LINK).sum())
-            growth = (S[1:] / S[:-1]).log() + link.clamp(min=LEAST_LINK).log()  # of each interval
-            S = torch.cat([S[:1], S[:1] * growth.cumsum(0).exp()])
         layers = torch.arange(1, states + 1) if times is None else times.cpu()
         source = provenance or Provenance(sources=("sarfati2025",), dtype="float64", contexts=n)
-        model = LangevinModel(
+        return LangevinModel(
             subspace=subspace,
             U=aligned.U,
             S=S,
             times=layers.double(),
             outside=outside,
-            alpha=0.0,
-            rate=0.0,
+            alpha=float(noise[0]),
+            rate=float(noise[1]),
             trajectories=n,
             flips=flips,
             clamped=clamped,
             provenance=source.flagged(*([f"{clamped} stretches clamped"] if clamped else [])),
         )
-        if isinstance(noise, str):
-            choice(noise, ("sde",), "noise")
-            noise = model.estimate_noise(X)
-        return model.with_noise(*noise)
-
-    def with_noise(self, alpha: float, rate: float) -> LangevinModel:
-        """The same flow with other noise parameters (``alpha=0`` for none)."""
-        return replace(self, alpha=float(alpha), rate=float(rate))
-
-    def estimate_noise(self, X: Float[Tensor, "trajectory state rank"]) -> tuple[float, float]:
-        """``(alpha, lambda)`` from co-moving increments: ``Var(y_i(k+1) - y_i(k)) = integral alpha
-        lambda e^{lambda u} sigma_i^{-2} du``.
-
-        ``X`` in the coordinates of ``subspace``. Least squares on the log variances over all
-        intervals and directions.
-        """
-        y = einsum(X.double(), self.U, "n state a, state a rank -> n state rank") / self.S
-        measured = y.diff(dim=1).var(0).clamp(min=TINY).log()
-        steps = list(pairwise(self.times.tolist()))
-
-        def misfit(rate: float) -> tuple[float, float]:
-            integrals = torch.stack([self.path.integral(a, b, rate) for a, b in steps])
-            gap = measured - integrals.log()  # ln(alpha lambda), were the law exact
-            return float((gap - gap.mean()).square().sum()), float(gap.mean())
-
-        grid = np.linspace(-2, 2, 41)  # the misfit may have several minima: start from the best
-        near = grid[int(np.argmin([misfit(g)[0] for g in grid]))]
-        best: Any = minimize_scalar(
-            lambda r: misfit(r)[0],
-            bounds=(near - 0.1, near + 0.1),  # one step of the grid either way
-            method="bounded",
-            options={"xatol": 1e-8},
-        )
-        rate = math.copysign(max(abs(best.x), 1e-6), best.x)  # alpha is divided by it
-        return math.exp(misfit(rate)[1]) / rate, rate
 
     @cached_property
     def path(self) -> GeodesicPath:
@@ -294,27 +227,6 @@ class LangevinModel(Result):
         """
         begin = float(self.times[0]) if start is None else float(start)
         wanted = [float(t) for t in times]
-        self._check_simulation(x, begin, wanted, samples, dt, method)
-        coordinates = x if self.embed is None else x.double() @ self.embed
-        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
-        generator = torch.Generator().manual_seed(seed)
-        arguments = (self.path, self.noise, rows, begin, wanted, generator)
-        if method == "exact":
-            out = exact_paths(*arguments)
-        else:
-            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
-        out = out if self.embed is None else out @ self.embed.to(out).mT
-        return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
-
-    def _check_simulation(
-        self,
-        x: Tensor,
-        begin: float,
-        wanted: list[float],
-        samples: int,
-        dt: float | None,
-        method: str,
-    ) -> None:
         d = len(self.subspace)
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
         require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
@@ -326,8 +238,17 @@ class LangevinModel(Result):
         if choice(method, METHODS, "method") == "exact":
             exact = self.preset == "exact"
             require(exact, "method", expected='"euler" with preset="reference"', got=repr(method))
-            require(
-                dt is None, "dt", expected='none with method="exact", which has no step', got=dt
-            )
-        for t in (begin, wanted[-1]):
-            self.path.locate(t)
+            no_step = 'none with method="exact", which has no step'
+            require(dt is None, "dt", expected=no_step, got=dt)
+        self.path.locate(begin)
+        self.path.locate(wanted[-1])
+        coordinates = x if self.embed is None else x.double() @ self.embed
+        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
+        generator = torch.Generator().manual_seed(seed)
+        arguments = (self.path, self.noise, rows, begin, wanted, generator)
+        if method == "exact":
+            out = exact_paths(*arguments)
+        else:
+            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
+        out = out if self.embed is None else out @ self.embed.to(out).mT
+        return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)

@@ -97,13 +97,8 @@ def fit_noise_law(
     choice(law, LAWS, "law")
     start, end, y = _pairs(log_variance, times)
     n = len(y)
-    require(
-        n >= 3,
-        "pairs of states",
-        expected="at least 3 with a finite variance",
-        got=n,
-        instead="more states",
-    )
+    expected = "at least 3 with a finite variance"
+    require(n >= 3, "pairs of states", expected=expected, got=n, instead="more states")
 
     def misfit(rate: float) -> float:
         gap = y - _shape(law, rate, start, end)  # ln alpha, were the law exact
@@ -165,12 +160,8 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     (True, 0.0)
     """
     n, d = residual.shape
-    require(
-        n >= 8 and d >= 2,
-        "residuals",
-        expected="at least 8 trajectories of 2 coordinates",
-        got=f"{n} of {d}",
-    )
+    expected = "at least 8 trajectories of 2 coordinates"
+    require(n >= 8 and d >= 2, "residuals", expected=expected, got=f"{n} of {d}")
     x = residual.double() - residual.double().mean(0)
     variance = x.square().sum(0) / (n - 1)
     varies = variance > 0
@@ -271,7 +262,7 @@ class Anomalies(NamedTuple):
     z: Float[Tensor, " state"]
     """``excess`` less its median, over 1.4826 MAD."""
     flagged: Bool[Tensor, " state"]
-    """``|z|`` above the threshold: by default 5% of the runs with Gaussian deviations flag any."""
+    """``|z|`` above the threshold: 5% of the runs with Gaussian deviations flag any."""
 
 
 @lru_cache
@@ -294,7 +285,6 @@ def layer_anomalies(
     values: Float[Tensor, "state state"],
     *,
     times: Float[Tensor, " state"] | None = None,
-    threshold: float | None = None,
 ) -> Anomalies:
     """Leave-one-target-out diagnosis of a map of pairs (mean log variance, |mean|/sd, relative
     error).
@@ -302,10 +292,10 @@ def layer_anomalies(
     For each target state b the regression ``value = c_0 + c_1 (t + tau) + c_2 ln tau`` is fitted on
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
     the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
-    z-score compares it with the other targets. ``threshold`` is by default
-    :func:`familywise_threshold`. Run the last state twice, before and after the final norm:
-    libraries return it after the norm, which is a likely cause of the anomaly
-    that Sarfati et al. 2025 report for the last layer of Mistral and Llama 3.2.
+    z-score compares it with the other targets, and with :func:`familywise_threshold`. Run the last
+    state twice, before and after the final norm: libraries return it after the norm, which is a
+    likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
+    Llama 3.2.
     """
     start, end, y = _pairs(values, times)
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
@@ -325,5 +315,5 @@ def layer_anomalies(
         infinite = torch.where(away == 0, 0.0, torch.inf)
         z = torch.where(mad > 0, away / (MAD_TO_SD * mad), infinite)
         z = torch.where(measured, z, torch.nan)
-    limit = familywise_threshold(int(measured.sum())) if threshold is None else threshold
+    limit = familywise_threshold(int(measured.sum()))
     return Anomalies(excess, z, (z.abs() > limit) & measured)

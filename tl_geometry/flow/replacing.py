@@ -54,15 +54,10 @@ class Measure:
     ``bar`` counts passes."""
 
     def __init__(
-        self,
-        view: ModelView,
-        jobs: Sequence[Job],
-        pairs: Sequence[Pair],
-        limit: int,
-        bar: Any,
+        self, view: ModelView, jobs: Sequence[Job], pairs: Sequence[Pair], limit: int, bar: Any
     ) -> None:
         self.view, self.jobs, self.pairs, self.limit, self.bar = view, jobs, pairs, limit, bar
-        self.found: dict[tuple[str, str, Pair], list[Tensor]] = {}
+        self.costs: dict[tuple[str, str, Pair], list[Tensor]] = {}
         self.loss: dict[str, list[Tensor]] = {}
 
     def add(
@@ -127,7 +122,7 @@ class Measure:
         if map_type == "mean":  # the same from every start
             pairs = [p for p in self.pairs if p[1] == pair[1]]
         for same in pairs:
-            self.found.setdefault((place, map_type, same), []).append(row.double().cpu())
+            self.costs.setdefault((place, map_type, same), []).append(row.double().cpu())
 
     def finish(
         self, places: Sequence[str], map_types: Sequence[str]
@@ -136,7 +131,7 @@ class Measure:
         n = self.view.n_layers + 1
         keys = [(p, t, m) for p in places for t in map_types for m in METRICS]
         values = {key: torch.full((n, n), torch.nan, dtype=torch.float64) for key in keys}
-        for (place, map_type, (a, b)), parts in self.found.items():
+        for (place, map_type, (a, b)), parts in self.costs.items():
             table = torch.cat(parts, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
             for metric, value in zip(METRICS, (mean[0], error, *mean[1:]), strict=True):

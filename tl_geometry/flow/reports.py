@@ -20,13 +20,7 @@ from tl_geometry.flow import bases, noise
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
-from tl_geometry.flow.residuals import (
-    ALWAYS,
-    MAPS,
-    Maps,
-    flow_map,
-    residual_maps,
-)
+from tl_geometry.flow.residuals import ALWAYS, MAPS, Maps, flow_map, residual_maps
 
 BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 """Maps that the flow is compared with."""
@@ -59,26 +53,10 @@ class FlowReport(Result):
 
     def law(self, name: str = "asymptotic") -> noise.NoiseLaw:
         """A fitted noise law."""
-        require(
-            name in self.laws,
-            "law",
-            expected=f"one of {', '.join(self.laws)}",
-            got=name,
-            instead="more states",
-        )
+        expected = f"one of {', '.join(self.laws)}"
+        require(name in self.laws, "law", expected=expected, got=name, instead="more states")
         *numbers, pairs = self.laws[name].tolist()
         return noise.NoiseLaw(name, *numbers, pairs=int(pairs))
-
-    def flagged(self, threshold: float | None = None) -> dict[str, tuple[int, ...]]:
-        """States that each measure calls anomalous, ``|z| > threshold`` (by default
-        :func:`tl_geometry.flow.noise.familywise_threshold`: one run in 20 flags any by chance, for
-        each measure)."""
-        states_of: dict[str, tuple[int, ...]] = {}
-        for name, (_, z) in self.anomalies.items():
-            measured = int(torch.isfinite(z).sum())
-            limit = noise.familywise_threshold(measured) if threshold is None else threshold
-            states_of[name] = tuple(s for s, v in zip(self.states, z.tolist()) if abs(v) > limit)
-        return states_of
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -130,19 +108,10 @@ def flow_report(
     (1, 2, 3, 4)
     """
     require_trajectories(ensemble, "ensemble")
-    require(
-        len(ensemble.states) >= 2,
-        "trajectories",
-        expected="at least two states",
-        got=ensemble.states,
-    )
-    require(
-        len(ensemble) >= 16,
-        "trajectories",
-        expected="at least 16",
-        got=len(ensemble),
-        instead="more chunks",
-    )
+    expected = "at least two states"
+    require(len(ensemble.states) >= 2, "trajectories", expected=expected, got=ensemble.states)
+    expected, got = "at least 16", len(ensemble)
+    require(len(ensemble) >= 16, "trajectories", expected=expected, got=got, instead="more chunks")
     map_types = _baselines(map_types)
     train, test = ensemble.split(train_share, seed=seed)
     aligned = train.aligned_bases(align=align)

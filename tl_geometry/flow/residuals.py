@@ -31,6 +31,8 @@ MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 ALWAYS = ("ridge", "identity")
 """Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
 best linear map."""
+VECTOR_MAPS = ("identity", "mean", "shift", "scaled")
+"""Maps that fit a vector or a number at most: they need no more trajectories than dimensions."""
 SIGNS = ("U", "V")
 """Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
 the residual."""
@@ -186,17 +188,15 @@ class MapsFrom:
         penalty = S[0].square() * shares[:, None]
         shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
         left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
+        # at the smallest penalties the trace reaches n - 1, which would divide by zero
         gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
         return float(shares[gcv.argmin()]), target
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:
         """The map of a type to ``after``, states of the same trajectories."""
-        require(
-            self.shape == after.shape,
-            "states",
-            expected="two tensors [trajectory d_model] of one shape",
-            got=f"{describe(self.x)} and {describe(after)}",
-        )
+        expected = "two tensors [trajectory d_model] of one shape"
+        got = f"{describe(self.x)} and {describe(after)}"
+        require(self.shape == after.shape, "states", expected=expected, got=got)
         choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
         zero = torch.zeros_like(x[0])

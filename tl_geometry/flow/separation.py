@@ -17,7 +17,7 @@ from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.intervals import t_quantile
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import Trajectories, too_few
-from tl_geometry.flow.residuals import MAPS, MapsFrom, flow_map
+from tl_geometry.flow.residuals import MAPS, VECTOR_MAPS, MapsFrom, flow_map
 
 CLASSIFIERS = ("svm", "perceptron")
 """Classifiers of :func:`separability`."""
@@ -63,18 +63,10 @@ def separability(
         fail("separability", expected="scikit-learn", got="not installed", instead=instead)
 
     choice(classifier, CLASSIFIERS, "classifier")
-    require(
-        not paired or len(a) == len(b),
-        "rows",
-        expected="equally many with paired=True",
-        got=f"{len(a)} and {len(b)}",
-    )
-    require(
-        min(len(a), len(b)) >= 10 and repeats >= 2,
-        "rows",
-        expected="at least 10 each",
-        got=f"{describe(a)} and {describe(b)}",
-    )
+    expected = "equally many with paired=True"
+    require(not paired or len(a) == len(b), "rows", expected=expected, got=f"{len(a)} and {len(b)}")
+    expected, got = "at least 10 each", f"{describe(a)} and {describe(b)}"
+    require(min(len(a), len(b)) >= 10 and repeats >= 2, "rows", expected=expected, got=got)
     x = torch.cat([a, b]).double().cpu().numpy()
     y = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).long().numpy()
     generator = torch.Generator().manual_seed(seed)
@@ -178,7 +170,7 @@ def true_against_extrapolated(
             true, moved, paired=True, classifier=classifier, seed=seed, **options
         )
     require(bool(rows), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
-    fits_matrix = map_type not in ("identity", "mean", "shift", "scaled")
+    fits_matrix = map_type not in VECTOR_MAPS
     few = too_few(len(train), train.X.shape[-1], "maps") if fits_matrix else ()
     return _table(rows, classifier, ensemble.provenance.flagged(*few))
 

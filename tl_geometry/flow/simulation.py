@@ -63,43 +63,29 @@ def stepped_paths(
     stretch_share: float,
 ) -> Float[Tensor, "time trajectory rank"]:
     """Paths from Euler-Maruyama steps of at most ``dt`` that end at every state and time asked for,
-    with ``stretch_share`` of the stretch in the drift."""
+    with ``stretch_share`` of the stretch in the drift.
+
+    Inside an interval the rotation advances by one fixed factor per step, so that there are two
+    matrix exponentials per interval and not one per step.
+    """
     now, out = begin, []
     for t in times:
         while now < t:
-            k, _ = path.locate(now)
+            k, passed = path.locate(now)
             end = min(float(path.times[k + 1]), t)
             # 1e-9: an interval that is a multiple of dt up to rounding takes no extra step
             steps = max(1, math.ceil((end - now) / dt - 1e-9))
-            x = _interval(path, noise, x, k, now, end, steps, generator, stretch_share)
+            h, turning = (end - now) / steps, path.turning(k)
+            R = path.U[k] @ rotation_exp(passed * path.logs[k])
+            advance = rotation_exp(h / path.length(k) * path.logs[k])
+            for step in range(steps):
+                u = now + step * h
+                drift = turning + (R * (stretch_share * path.stretch_rate(u))) @ R.mT
+                x = x + h * (x @ drift.mT.to(x))
+                if noise.alpha != 0:
+                    kick = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                    x = x + noise.amplitude(u) * math.sqrt(h) * kick
+                R = R @ advance
             now = end
         out.append(x)
     return torch.stack(out)
-
-
-def _interval(
-    path: GeodesicPath,
-    noise: FlowNoise,
-    x: Tensor,
-    k: int,
-    begin: float,
-    end: float,
-    steps: int,
-    generator: torch.Generator,
-    stretch_share: float,
-) -> Tensor:
-    """Steps inside one interval; the rotation advances by one fixed factor per step, so that there
-    are two matrix exponentials per interval and not one per step."""
-    h, length, log = (end - begin) / steps, path.length(k), path.logs[k]
-    turning = path.turning(k)
-    R = path.U[k] @ rotation_exp((begin - float(path.times[k])) / length * log)
-    advance = rotation_exp(h / length * log)
-    for step in range(steps):
-        t = begin + step * h
-        drift = turning + (R * (stretch_share * path.stretch_rate(t))) @ R.mT
-        x = x + h * (x @ drift.mT.to(x))
-        if noise.alpha != 0:
-            kick = torch.randn(x.shape, generator=generator, dtype=x.dtype) * math.sqrt(h)
-            x = x + noise.amplitude(t) * kick
-        R = R @ advance
-    return x

@@ -20,7 +20,7 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
-from tl_geometry.flow.residuals import ALWAYS, LayerMap, MapsFrom, flow_map
+from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
@@ -48,9 +48,11 @@ class SkipMap(Result):
 
     ``values["pilot", "flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless
     measured): places are the pilot position or all positions, metrics ``kl`` =
-    KL(own | replaced) in nats, ``kl_se`` its standard error over chunks, ``top1`` and ``top5``
-    agreement (shares), ``loss_increase`` in nats per token of the true next token. ``loss`` is the
-    model's own loss at the two places.
+    KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
+    :class:`~tl_geometry.flow.TruncationCurve`, whose ``kl`` is the published KL(truncated | own)),
+    ``kl_se`` its standard error over chunks, ``top1`` and ``top5`` agreement (shares),
+    ``loss_increase`` in nats per token of the true next token. ``loss`` is the model's own loss at
+    the two places.
     """
 
     values: Mapping[Key, Float[Tensor, "state state"]]
@@ -156,7 +158,7 @@ def skip_map(
     limit = batch_size or output_batch(view, source.length, all_positions="all" in places)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, map_types)
-    estimated = [t for t in map_types if t not in ("identity", "mean")]
+    fits_matrix = not set(map_types) <= set(VECTOR_MAPS)
     maps: dict[str, Mapping[Job, LayerMap]] = {}
     passes = len(places) * len(jobs) * len(held_out)
     with tqdm(total=passes, disable=not progress, desc="skipping", unit="pass") as bar:
@@ -166,7 +168,7 @@ def skip_map(
             fits = _fit(X, states, jobs, align)
             single = view.dtype != torch.float64
             maps[place] = {job: m.single() for job, m in fits.items()} if single else fits
-            flags += too_few(len(X), view.d_model, f"maps at place {place}") if estimated else ()
+            flags += too_few(len(X), view.d_model, f"maps at place {place}") if fits_matrix else ()
         bar.set_postfix_str("measuring")
         measure = Measure(view, jobs, chosen, limit, bar)
         for part in held_out.split(PART):
@@ -226,41 +228,26 @@ def _chunks(
     """Chunks to fit on and others to measure on; flags say which were left out."""
     for chunks in (tokens, test):
         wrong = isinstance(chunks, Result)
-        require(
-            not wrong,
-            "tokens",
-            expected="chunks of tokens",
-            got=type(chunks).__name__,
-            instead="the chunks it was made from",
-        )
+        expected, instead = "chunks of tokens", "the chunks it was made from"
+        require(not wrong, "tokens", expected=expected, got=type(chunks).__name__, instead=instead)
     source = TokenSource.of(view, tokens, None, prepend_bos)
-    require(
-        source.length >= 3,
-        "tokens",
-        expected="at least 3 tokens (the last is a target)",
-        got=source.length,
-    )
+    expected = "at least 3 tokens (the last is a target)"
+    require(source.length >= 3, "tokens", expected=expected, got=source.length)
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
         first, second = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
         return source, rows[first], rows[second], []
     other = TokenSource.of(view, test, None, prepend_bos)
-    require(
-        other.length == source.length,
-        "test",
-        expected=f"chunks of {source.length} tokens, as those that maps are fitted on",
-        got=f"chunks of {other.length}",
-    )
+    expected = f"chunks of {source.length} tokens, as those that maps are fitted on"
+    got = f"chunks of {other.length}"
+    require(other.length == source.length, "test", expected=expected, got=got)
     held_out = torch.cat(list(other.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])
     n = int(shared.sum())
-    require(
-        n < len(held_out),
-        "test",
-        expected="chunks that maps are not fitted on",
-        got=f"{n} of {len(held_out)} that also stand in tokens",
-        instead="other chunks, or test=None to split these",
-    )
+    expected = "chunks that maps are not fitted on"
+    got = f"{n} of {len(held_out)} that also stand in tokens"
+    instead = "other chunks, or test=None to split these"
+    require(n < len(held_out), "test", expected=expected, got=got, instead=instead)
     flags = [f"{n} of {len(held_out)} test chunks left out: maps are fitted on them"] if n else []
     return source, rows, held_out[~shared], flags
 

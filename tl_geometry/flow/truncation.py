@@ -40,15 +40,7 @@ GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 rank itself is added."""
 CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
 """Columns of the table of a :class:`TruncationCurve` with a value for each K."""
-SHARED = (
-    "baseline_mean",
-    "baseline_median",
-    "where",
-    "positions",
-    "held_out",
-    "fitted",
-    "claimed",
-)
+SHARED = ("baseline_mean", "baseline_median", "where", "positions", "held_out", "fitted", "claimed")
 """Its columns with one value for all K."""
 
 
@@ -56,9 +48,10 @@ SHARED = (
 class TruncationCurve(Result):
     """How far the next-token distribution of truncated states is from the model's own, for each K.
 
-    ``kl`` is KL(truncated | own) in nats, ``kl_se`` its standard error over chunks, ``kl_reverse``
-    KL(own | truncated), ``top1`` the share of chunks whose most likely token agrees, ``top5`` the
-    mean number of tokens among the five most likely of both (0 to 5).
+    ``kl`` is KL(truncated | own) in nats, as published, ``kl_se`` its standard error over chunks,
+    ``kl_reverse`` KL(own | truncated) (the direction of ``kl`` in a
+    :class:`~tl_geometry.flow.SkipMap`), ``top1`` the share of chunks whose most likely token
+    agrees, ``top5`` the mean number of tokens among the five most likely of both (0 to 5).
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
     "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is
@@ -150,12 +143,9 @@ def truncation_kl(
     aligned = ensemble.aligned_bases(align="none", centered=centered)
     default = (*(k for k in GRID if k < aligned.rank), aligned.rank)
     grid = default if K is None else tuple(sorted(set(K)))
+    expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
     require(
-        grid[0] >= 1 and grid[-1] <= aligned.rank,
-        "K",
-        expected=f"1 to {aligned.rank} directions",
-        got=grid,
-        instead="more trajectories",
+        grid[0] >= 1 and grid[-1] <= aligned.rank, "K", expected=expected, got=grid, instead=instead
     )
     source = TokenSource.of(view, tokens, None, prepend_bos)
     ids = torch.cat(list(source.batches(1024)))
@@ -206,36 +196,20 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     another token than the last."""
     require_trajectories(ensemble, "ensemble")
     same = ensemble.provenance.fingerprint in (None, view.fingerprint)
-    require(
-        same,
-        "ensemble",
-        expected=f"trajectories of {view.name}",
-        got=f"of {ensemble.provenance.model}",
-        instead="trajectories(model, ...)",
-    )
+    expected, got = f"trajectories of {view.name}", f"of {ensemble.provenance.model}"
+    require(same, "ensemble", expected=expected, got=got, instead="trajectories(model, ...)")
     needed = {view.n_layers} if where == "final" else set(range(1, view.n_layers + 1))
-    require(
-        needed <= set(ensemble.states),
-        "ensemble",
-        expected=f"states {min(needed)} to {view.n_layers}",
-        got=ensemble.states,
-        instead="trajectories(model, tokens) with the default states, "
-        'or where="final" for the last one alone',
-    )
-    require(
-        AFTER_NORM not in ensemble.provenance.flags,
-        "ensemble",
-        expected="states before the final norm, where they are projected",
-        got=AFTER_NORM,
-        instead="the ensemble that .after_norm() was called on",
-    )
+    held, expected = needed <= set(ensemble.states), f"states {min(needed)} to {view.n_layers}"
+    instead = 'trajectories(model, tokens) with all states, or where="final" for the last one alone'
+    require(held, "ensemble", expected=expected, got=ensemble.states, instead=instead)
+    before, expected = AFTER_NORM not in ensemble.provenance.flags, "states before the final norm"
+    instead = "the ensemble that .after_norm() was called on"
+    require(before, "ensemble", expected=expected, got=AFTER_NORM, instead=instead)
     last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    expected, got = "trajectories of the last token", f"of position {ensemble.position}"
+    instead = 'trajectories(model, tokens, position="pilot")'
     require(
-        ensemble.position in (-1, last),
-        "ensemble",
-        expected="trajectories of the last token",
-        got=f"of position {ensemble.position}",
-        instead='trajectories(model, tokens, position="pilot")',
+        ensemble.position in (-1, last), "ensemble", expected=expected, got=got, instead=instead
     )
 
 
@@ -243,13 +217,9 @@ def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
     """Refuse chunks with BOS for directions of chunks without, and the other way round."""
     said = {True: "with BOS", False: "without BOS"}
     fitted_with_bos, has_bos = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
-    require(
-        fitted_with_bos is None or fitted_with_bos == has_bos,
-        "tokens",
-        expected=f"chunks {said[bool(fitted_with_bos)]}, as those of ensemble",
-        got=f"chunks {said[has_bos]}",
-        instead="the same prepend_bos for both",
-    )
+    same, instead = fitted_with_bos in (None, has_bos), "the same prepend_bos for both"
+    expected = f"chunks {said[bool(fitted_with_bos)]}, as those of ensemble"
+    require(same, "tokens", expected=expected, got=f"chunks {said[has_bos]}", instead=instead)
 
 
 def _run(
@@ -269,13 +239,13 @@ def _run(
     center = {s: aligned.center[r].to(view.device, view.dtype) for s, r in rows.items()}
     ranks = torch.arange(aligned.rank, device=view.device)
     parts: list[Tensor] = []
-    own: list[Tensor] = []
+    own_log_probs: list[Tensor] = []
     with tqdm(
         total=len(ids) * len(grid), disable=not progress, desc="truncation", unit="pass"
     ) as bar:
         for tokens in ids.split(chunk):
             plain = log_probabilities(view, tokens, {})
-            own.append(plain.cpu())
+            own_log_probs.append(plain.cpu())
             runs = pilot_runs(view, tokens, plain, limit) if positions == "pilot" else None
             at_once = max(1, limit // len(tokens)) if runs is None else runs.copies
             measured = []
@@ -299,7 +269,7 @@ def _run(
                 bar.update(len(ks) * len(tokens))
             parts.append(torch.cat(measured, dim=2))
     kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
-    return (kl, reverse, top1, top5), torch.cat(own)
+    return (kl, reverse, top1, top5), torch.cat(own_log_probs)
 
 
 def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str) -> Hook:

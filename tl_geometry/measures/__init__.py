@@ -1,4 +1,4 @@
-"""Measures of position and context in a basis, and the comparison of two bases."""
+"""Measures of position and context in a basis, with their uncertainty and nulls."""
 
 from __future__ import annotations
 

@@ -166,12 +166,7 @@ def _flags(
 
 
 def _over_subsets(
-    basis: PositionContext,
-    row: int,
-    sets: Subsets,
-    z: Tensor | None,
-    chosen: Tensor,
-    rank: int,
+    basis: PositionContext, row: int, sets: Subsets, z: Tensor | None, chosen: Tensor, rank: int
 ) -> Values:
     """Measures of one state [sample], for every subset of the contexts (the first is all)."""
     assert basis.context_means is not None
@@ -213,12 +208,6 @@ def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
         "incoherence_signed": i.signed,
         "overlap": overlap,
     }
-
-
-def _flipped_overlap(pos: Tensor, ctx: Tensor, signs: Tensor, rank: int) -> Tensor:
-    """Overlap with the signs of whole coordinates of ctx drawn anew: what both bases share in the
-    size of coordinates stays, how coordinates vary together is lost."""
-    return torch.stack([_towards(pos, ctx * sign, rank)["overlap"] for sign in signs])
 
 
 def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Generator) -> Tensor:
@@ -309,7 +298,9 @@ def _contextual_nulls(
         of_noise = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
             null_values[f"incoherence_{n}", "exchanged"] = getattr(of_noise, n)
-    null_values["overlap", "flipped"] = _flipped_overlap(pos, ctx, signs, rank)
+    # signs of whole coordinates: what both bases share in the size of coordinates stays
+    overlaps = [_towards(pos, ctx * sign, rank)["overlap"] for sign in signs]
+    null_values["overlap", "flipped"] = torch.stack(overlaps)
     if z is not None:
         similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
         null_values |= {

@@ -171,12 +171,8 @@ def cluster_similarity(
     (1.0, 0.0, 0.0)
     """
     checks.choice(preset, ("exact", "reference"), "preset")
-    require(
-        not (signed and preset == "reference"),
-        "signed",
-        expected='preset="exact"',
-        got='preset="reference" (absolute values)',
-    )
+    got = 'preset="reference" (absolute values)'
+    require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got=got)
     labels = _dense_labels(ctx, labels)
     rows, zero = normalize_rows(ctx)
     member = torch.nn.functional.one_hot(labels).to(rows)
@@ -215,12 +211,8 @@ def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
         and not labels.is_floating_point()
         and bool((labels >= 0).all())
     )
-    require(
-        valid,
-        "labels",
-        expected=f"a label >= 0 for each of {rows.shape[-2]} rows",
-        got=describe(labels),
-    )
+    expected = f"a label >= 0 for each of {rows.shape[-2]} rows"
+    require(valid, "labels", expected=expected, got=describe(labels))
     return labels.unique(return_inverse=True)[1]
 
 
@@ -280,42 +272,27 @@ def compactness_from_moments(
     between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
     raw = second_moment - between
     cvec = raw - contexts * pos.mT @ pos
-    values = [
-        _compactness(w, means, counts, norm=norm, space=space, ridge=ridge, accuracy=accuracy)
-        for w in (cvec, raw)
-    ]
-    return CompactnessPair(*values)
-
-
-def _compactness(
-    within: Tensor,
-    means: Tensor,
-    counts: Tensor,
-    *,
-    norm: str,
-    space: Space,
-    ridge: float | None,
-    accuracy: float = 1e-12,
-) -> Tensor:
-    """``tr(S_B S_W^-1)`` from the within-cluster sum of squares ``[d_model d_model]``, the centred
-    cluster means ``[label d_model]`` and their counts."""
     checks.choice(norm, ("N", "dof"), "norm")
-    n, clusters = float(counts.sum()), len(counts)
-    require(clusters >= 2, "labels", expected="at least two labels", got=clusters)
+    require(len(counts) >= 2, "labels", expected="at least two labels", got=len(counts))
+    size = pos.shape[-1]
+    valid = space == "full"
+    if isinstance(space, tuple) and len(space) == 2:
+        valid = space[0] == "pca" and 1 <= space[1] <= size
+    expected = f'"full" or ("pca", k) with k from 1 to {size}'
+    require(valid, "space", expected=expected, got=repr(space))
     factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
+    free = float(counts.sum()) - len(counts)
+    values = [_separation(w, factor, free, space, ridge, accuracy) for w in (cvec, raw)]
+    scale = free / (len(counts) - 1) if norm == "dof" else 1.0
+    return CompactnessPair(*(scale * value for value in values))
+
+
+def _separation(
+    within: Tensor, factor: Tensor, free: float, space: Space, ridge: float | None, accuracy: float
+) -> Tensor:
+    """``tr(S_B S_W^-1)`` from N S_W ``[d_model d_model]`` and the factor of N S_B ``[d_model
+    label]``; ``free`` is N - K."""
     if space != "full":
-        valid = (
-            isinstance(space, tuple)
-            and len(space) == 2
-            and space[0] == "pca"
-            and 1 <= space[1] <= within.shape[-1]
-        )
-        require(
-            valid,
-            "space",
-            expected=f'"full" or ("pca", k) with k from 1 to {within.shape[-1]}',
-            got=repr(space),
-        )
         axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
         within, factor = axes.mT @ within @ axes, axes.mT @ factor
     size = within.shape[-1]
@@ -331,14 +308,12 @@ def _compactness(
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
     if not singular and not bool((pivots > accuracy * size).all()):  # small pivots only hint at it
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
-    if singular or (ridge is None and n - clusters < size):
+    if singular or (ridge is None and free < size):
         points = f"N - K >= {size} points in general position"
+        expected = f"within-cluster covariance of full rank ({points})"
+        got = f"N - K = {free:.0f}, or dependent points"
+        instead = 'space=("pca", k) or ridge='
         fail(
-            "cluster compactness",
-            expected=f"within-cluster covariance of full rank ({points})",
-            got=f"N - K = {n - clusters:.0f}, or dependent points",
-            instead='space=("pca", k) or ridge=',
-            error=SingularError,
+            "cluster compactness", expected=expected, got=got, instead=instead, error=SingularError
         )
-    value = torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))
-    return value * ((n - clusters) / (clusters - 1) if norm == "dof" else 1.0)
+    return torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))

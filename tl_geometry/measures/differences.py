@@ -161,13 +161,8 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     pos = pos.double()
     offset = float(torch.linalg.vector_norm(pos.mean(0))) * math.sqrt(positions)
     scale = float(torch.linalg.vector_norm(pos))
-    require(
-        offset <= 1e-8 * scale,
-        "pos",
-        expected="rows that sum to zero",
-        got=f"mean {offset / (scale or 1):.1e}",
-        instead="pos - pos.mean(0)",
-    )
+    expected, got = "rows that sum to zero", f"mean {offset / (scale or 1):.1e}"
+    require(offset <= 1e-8 * scale, "pos", expected=expected, got=got, instead="pos - pos.mean(0)")
     F = dct_vectors(positions, k)
     weight = torch.full((k, 1), 2.0, dtype=torch.float64)
     weight[0] = 1

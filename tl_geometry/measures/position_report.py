@@ -38,47 +38,6 @@ def _joined(parts: Sequence[Values]) -> Values:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _shape(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
-    """Measures of the curve that depend on the order of positions, for a batch of bases [sample
-    position d_model]."""
-    spectrum = positional.fourier(positional.normalized_gram(pos))
-    fracture = positional.fracture_score(pos)
-    return {
-        "low_frequency": positional.low_frequency_share(pos, frequencies),
-        "off_diagonal": positional.off_diagonal_share(spectrum),
-        "smoothness": differences.smoothness(pos, 1),
-        "smoothness_2": differences.smoothness(pos, 2),
-        "fracture": fracture.score,
-        "fracture_at": fracture.argmax.double(),
-        "roughness": positional.roughness(pos),
-        "winding": positional.winding_number(positional.pca_view(pos, axes, 2)),
-    }
-
-
-def _spectral(
-    s: Tensor, shape: tuple[int, int], k: int, strategy: str, sizes: tuple[Tensor, Tensor]
-) -> Values:
-    """Measures of the singular values [sample rank]; ``sizes`` are sigma_1 of all states over
-    sqrt(C), centred and raw."""
-    rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
-    if k >= 1:
-        estimate = ranks.screenot(s, shape, k=k, strategy=strategy)
-        rank, threshold = estimate.rank.double(), estimate.threshold
-        explained, explained_energy = (
-            positional.explained_ratio(s, estimate.rank, power=power) for power in (1, 2)
-        )
-    centred, raw = sizes
-    return {
-        "rank": rank,
-        "threshold": threshold,
-        "stable_rank": linalg.stable_rank(s),
-        "explained": explained,
-        "explained_energy": explained_energy,
-        "relative_norm": s[..., 0] / centred,
-        "relative_norm_reference": s[..., 0] / raw,
-    }
-
-
 def _gram_spectrum(pos: Tensor) -> Tensor:
     """Singular values of small batches of bases from their smaller Gram matrices: three times as
     fast, wrong below 1e-8 of the largest."""
@@ -113,6 +72,67 @@ def _raw_sizes(
     v = torch.linalg.eigh(raw)[1][:, -1]
     within = v @ second @ v - (basis.pos[row] @ v).square().sum()
     return (within + (pos @ v).square().sum(1) + pos.shape[1] * (mean @ v).square()).sqrt()
+
+
+def _curve(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
+    """Measures that depend on the order of positions, for a batch of bases [sample position
+    d_model]."""
+    spectrum = positional.fourier(positional.normalized_gram(pos))
+    fracture = positional.fracture_score(pos)
+    return {
+        "low_frequency": positional.low_frequency_share(pos, frequencies),
+        "off_diagonal": positional.off_diagonal_share(spectrum),
+        "smoothness": differences.smoothness(pos, 1),
+        "smoothness_2": differences.smoothness(pos, 2),
+        "fracture": fracture.score,
+        "fracture_at": fracture.argmax.double(),
+        "roughness": positional.roughness(pos),
+        "winding": positional.winding_number(positional.pca_view(pos, axes, 2)),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Measure:
+    """All measures of a batch of bases of one state. The plane of the winding number (``axes``) is
+    that of the whole basis; ``sizes`` are sigma_1 of all states over sqrt(C), centred and raw."""
+
+    axes: Tensor
+    shape: tuple[int, int]
+    k: int
+    strategy: str
+    sizes: tuple[Tensor, Tensor]
+    frequencies: int
+
+    def spectrum(self, s: Tensor) -> Values:
+        """Measures of the singular values [sample rank]."""
+        rank = threshold = explained = explained_energy = s.new_full(s.shape[:-1], torch.nan)
+        if self.k >= 1:
+            estimate = ranks.screenot(s, self.shape, k=self.k, strategy=self.strategy)
+            rank, threshold = estimate.rank.double(), estimate.threshold
+            explained, explained_energy = (
+                positional.explained_ratio(s, estimate.rank, power=power) for power in (1, 2)
+            )
+        centred, raw = self.sizes
+        return {
+            "rank": rank,
+            "threshold": threshold,
+            "stable_rank": linalg.stable_rank(s),
+            "explained": explained,
+            "explained_energy": explained_energy,
+            "relative_norm": s[..., 0] / centred,
+            "relative_norm_reference": s[..., 0] / raw,
+        }
+
+    def curve(self, pos: Tensor) -> Values:
+        return _curve(pos, self.axes, self.frequencies)
+
+    def __call__(self, pos: Tensor, s: Tensor | None = None) -> Values:
+        return self.spectrum(_gram_spectrum(pos) if s is None else s) | self.curve(pos)
+
+    def each(self, pos: Tensor) -> Values:
+        """All measures of many bases, a few at a time so that they stay in cache."""
+        step = max(1, CACHE // (pos[0].numel() * pos.element_size()))
+        return _joined([self(p) for p in pos.split(step)])
 
 
 def positional_report(
@@ -182,7 +202,7 @@ def positional_report(
     gaussian = gaussian / torch.linalg.vector_norm(gaussian, dim=(1, 2), keepdim=True)
     isotropic = None
     if nulls and d_model > 1:
-        isotropic = (_gram_spectrum(gaussian), _shape(gaussian, gaussian[0].T, frequencies))
+        isotropic = (_gram_spectrum(gaussian), _curve(gaussian, gaussian[0].T, frequencies))
     signs = noise_weights(basis, max(1, draws // 2), seed)
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
@@ -208,33 +228,6 @@ def positional_report(
         blocks.append(positional.fourier(cosines)[:frequencies, :frequencies])
     fields = state_fields(basis, sets, per_state, flags=flags, draws=draws)
     return PositionalReport(**fields, k=used, fourier=torch.stack(blocks))
-
-
-@dataclass(frozen=True, eq=False)
-class _Measure:
-    """All measures of a batch of bases of one state; the plane of the winding number is that of the
-    whole basis."""
-
-    axes: Tensor
-    shape: tuple[int, int]
-    k: int
-    strategy: str
-    sizes: tuple[Tensor, Tensor]
-    frequencies: int
-
-    def spectrum(self, s: Tensor) -> Values:
-        return _spectral(s, self.shape, self.k, self.strategy, self.sizes)
-
-    def curve(self, pos: Tensor) -> Values:
-        return _shape(pos, self.axes, self.frequencies)
-
-    def __call__(self, pos: Tensor, s: Tensor | None = None) -> Values:
-        return self.spectrum(_gram_spectrum(pos) if s is None else s) | self.curve(pos)
-
-    def each(self, pos: Tensor) -> Values:
-        """All measures of many bases, a few at a time so that they stay in cache."""
-        step = max(1, CACHE // (pos[0].numel() * pos.element_size()))
-        return _joined([self(p) for p in pos.split(step)])
 
 
 def _positional_nulls(

@@ -288,13 +288,8 @@ def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tens
     >>> round(float(winding_number(torch.stack([t.cos(), t.sin()], dim=-1))), 3)
     2.0
     """
-    require(
-        curve.shape[-1] == 2,
-        "curve",
-        expected="two coordinates",
-        got=describe(curve),
-        instead="pca_view(pos, V, 2)",
-    )
+    expected, instead = "two coordinates", "pca_view(pos, V, 2)"
+    require(curve.shape[-1] == 2, "curve", expected=expected, got=describe(curve), instead=instead)
     a, b = curve[..., :-1, :], curve[..., 1:, :]
     cross = a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
     turns = torch.atan2(cross, (a * b).sum(-1)).sum(-1) / (2 * math.pi)

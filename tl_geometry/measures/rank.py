@@ -114,12 +114,8 @@ def screenot(
     """
     p = min(shape)
     s = singular_values.double()
-    require(
-        s.shape[-1] == p,
-        "singular_values",
-        expected=f"{p} of a matrix of shape {shape}",
-        got=describe(singular_values),
-    )
+    expected = f"{p} of a matrix of shape {shape}"
+    require(s.shape[-1] == p, "singular_values", expected=expected, got=describe(singular_values))
     f = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
     top = f.amax(-1)
     safe = torch.where(top > 0, top, 1.0)

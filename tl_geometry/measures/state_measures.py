@@ -59,12 +59,8 @@ class StateMeasures(Result):
     draws: int = 0
 
     def __getitem__(self, measure: str) -> Float[Tensor, " state"]:
-        require(
-            measure in self.values,
-            "measure",
-            expected=f"one of {', '.join(self.values)}",
-            got=repr(measure),
-        )
+        expected = f"one of {', '.join(self.values)}"
+        require(measure in self.values, "measure", expected=expected, got=repr(measure))
         return self.values[measure]
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.errors import BudgetError, GeometryError, fail, require
+from tl_geometry.base.errors import BudgetError, GeometryError, fail
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -24,7 +24,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.reader import as_view
 from tl_geometry.sphere import projection
-from tl_geometry.weights.vocabulary import embeddings, output_rows, weight_provenance
+from tl_geometry.weights.vocabulary import embeddings, output_rows
 
 UPDATES = ("attention", "mlp")
 """Order of the two updates of a block."""
@@ -149,7 +149,7 @@ def token_paths(
     texts = [tuple(html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
     return TokenPaths(
         provenance=dataclasses.replace(
-            weight_provenance(view, sources=("molina2023",), flags=flags),
+            view.provenance(sources=("molina2023",), flags=tuple(flags)),
             corpus=rows.corpus,
             token_hash=hash_tokens(rows.tokens),
             has_bos=rows.has_bos,
@@ -174,14 +174,11 @@ def _contexts_per_batch(
     per_context = per_state * (view.n_layers + 1) * length
     least = len(rows) if method == "umap" else 1
     need = least * per_context
-    require(
-        memory_budget >= need,
-        "memory_budget",
-        expected=f"at least {need} bytes for {least} x {length} tokens",
-        got=memory_budget,
-        instead="shorter or fewer windows, or a larger memory_budget=",
-        error=BudgetError,
-    )
+    if memory_budget < need:
+        expected = f"at least {need} bytes for {least} x {length} tokens"
+        instead = "shorter or fewer windows, or a larger memory_budget="
+        got, error = memory_budget, BudgetError
+        fail("memory_budget", expected=expected, got=got, instead=instead, error=error)
     wanted = batch_size or default_batch(length, view.device)
     return max(least, min(memory_budget // per_context, wanted))
 
@@ -225,6 +222,7 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     if view.mlp_hooks[0] in activations:
         mlp = torch.stack([activations[hook].double() for hook in view.mlp_hooks], dim=2)
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
+    # float32 sums round at about 1e-6; a norm behind a block is off by as much as a state
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None
     parts = [

@@ -182,12 +182,10 @@ def token_approach(
     >>> round(float(a.angle), 3), int(a.rank)
     (0.197, 1)
     """
-    require(
-        bool((target >= 0).all() and (target < len(vocabulary)).all()),
-        "target",
-        expected=f"token ids from 0 to {len(vocabulary) - 1}",
-        got=f"{int(target.min())} to {int(target.max())}",
-    )
+    low, high = int(target.min()), int(target.max())
+    expected = f"token ids from 0 to {len(vocabulary) - 1}"
+    in_range = low >= 0 and high < len(vocabulary)
+    require(in_range, "target", expected=expected, got=f"{low} to {high}")
     unit, zero = linalg.normalize_rows(remove_mean(points.double(), norm_type))
     targets = remove_mean(vocabulary[target].double(), norm_type)
     angle = linalg.angle(unit, targets)
@@ -255,12 +253,8 @@ def umap_coordinates(
     try:
         umap: Any = importlib.import_module("umap")
     except ImportError:
-        fail(
-            "umap",
-            expected="the optional package umap-learn",
-            got="not installed",
-            instead='pip install "tl-geometry[umap]" or method="pca"',
-        )
+        got, instead = "not installed", 'pip install "tl-geometry[umap]" or method="pca"'
+        fail("umap", expected="the optional package umap-learn", got=got, instead=instead)
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
     flat = rearrange(points, "... d_model -> (...) d_model")

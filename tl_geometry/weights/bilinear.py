@@ -32,6 +32,8 @@ from tl_geometry.base.errors import choice, require
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
+PRODUCT = "... d_model d_head, ... d_head -> ... d_model"
+"""A factor of every head times a vector of its own."""
 MATRICES = ("QK", "OV")
 """W_QK = W_Q W_K^T and W_OV = W_V W_O."""
 
@@ -119,9 +121,7 @@ def project(
 ) -> Float[Tensor, "*batch head rank d_head"]:
     """``V^T W`` of every head, ``[*batch head rank d_head]``."""
     return einsum(
-        basis,
-        factor,
-        "... d_model rank, ... head d_model d_head -> ... head rank d_head",
+        basis, factor, "... d_model rank, ... head d_model d_head -> ... head rank d_head"
     )
 
 
@@ -210,12 +210,8 @@ def structure(
     """
     right = left if right is None else right
     size = left.shape[-2]
-    require(
-        1 <= k <= min(left.shape[-1], right.shape[-1]),
-        "k",
-        expected=f"1 to {min(left.shape[-1], right.shape[-1])} columns",
-        got=k,
-    )
+    expected = f"1 to {min(left.shape[-1], right.shape[-1])} columns"
+    require(1 <= k <= min(left.shape[-1], right.shape[-1]), "k", expected=expected, got=k)
     total = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
     # a last column, the sum of all columns of Q, gives the sum of all d^2 entries without Q
@@ -249,31 +245,43 @@ def haar_null(
     *,
     off_diagonal: bool = True,
     one_basis: bool = True,
+    centered: bool = False,
 ) -> Float[Tensor, "*batch head"]:
     """Expected ``|V^T W V|^2 / |W|^2`` for a uniformly random k-dimensional subspace V, exactly
     (NaN for a zero matrix).
 
-    ``alpha + beta (tr(WW) + (tr W)^2) / |W|^2`` with ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and
-    ``beta = k(d-k) / (d(d-1)(d+2))``; ``off_diagonal`` uses W without its diagonal. With
-    ``one_basis=False`` the two sides are independent random subspaces: ``(k / d)^2``, which
-    for one basis is wrong by a large factor where the trace is large.
+    ``[alpha |W|^2 + beta (tr(WW) + (tr W)^2)] / |W|^2`` with
+    ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and ``beta = k(d-k) / (d(d-1)(d+2))``;
+    ``off_diagonal`` uses W without its diagonal. With ``one_basis=False`` the two sides are
+    independent random subspaces: ``(k / d)^2``, which for one basis is wrong by a large factor
+    where the trace is large. ``centered``: V lies among the vectors whose coordinates sum to zero,
+    as all that a LayerNorm lets through; d is then d_model - 1, and the numerator holds P W P, P
+    the centring.
 
     >>> eye = torch.eye(50)[None]
     >>> round(float(haar_null(Factors(eye, eye), 5, off_diagonal=False)), 6)
     0.1
     """
-    d = factors.left.shape[-2]
-    total = factors.off_diagonal_energy if off_diagonal else factors.energy
-    if not one_basis or d == 1:
-        return torch.where(total > 0, torch.full_like(total, (k / d) ** 2), torch.nan)
-    diag = factors.diagonal
-    if off_diagonal:  # tr(W_o W_o), and W_o has no trace
-        squares = factors.trace_of_square - diag.square().sum(-1)
-    else:
-        squares = factors.trace_of_square + diag.sum(-1).square()
-    alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
-    beta = k * (d - k) / (d * (d - 1) * (d + 2))
-    return torch.where(total > 0, alpha + beta * squares / total, torch.nan)
+    size, diag = factors.left.shape[-2], factors.diagonal
+    total = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
+    # tr(W_o W_o), and W_o has no trace
+    square = factors.trace_of_square - (diag.square().sum(-1) if off_diagonal else 0)
+    trace = torch.zeros_like(total) if off_diagonal else diag.sum(-1)
+    if centered:  # of P W P, from W u, W^T u and u^T W u with u the unit vector of equal entries
+        removed = diag if off_diagonal else torch.zeros_like(diag)
+        rows = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
+        columns = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
+        corner = rows.sum(-1) / size**0.5
+        energy = energy - rows.square().sum(-1) - columns.square().sum(-1) + corner.square()
+        square = square - 2 * (rows * columns).sum(-1) + corner.square()
+        trace = trace - corner
+    d = size - 1 if centered else size
+    alpha, beta = (k / d) ** 2, 0.0
+    if one_basis and d > 1:
+        alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
+        beta = k * (d - k) / (d * (d - 1) * (d + 2))
+    expected = alpha * energy + beta * (square + trace.square())
+    return torch.where(total > 0, expected / total, torch.nan)
 
 
 def leading_directions(

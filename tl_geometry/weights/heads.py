@@ -30,29 +30,12 @@ from tl_geometry.weights.vocabulary import (
     factors_of,
     normalized_rows,
     output_rows,
-    weight_provenance,
 )
 
 NUMBERS = (
-    "std",
-    "threshold",
-    "highest",
-    "lowest",
-    "above_threshold",
-    "concentration",
-    "null",
-    "lift",
-    "excess",
-    "noise_null",
-    "noise_high",
-    "p",
-    "reliability",
-    "r2_low_rank",
-    "r2_diagonal",
-    "r2_joint",
-    "null_r2",
-    "symmetric",
-    "singular",
+    *("std", "threshold", "highest", "lowest", "above_threshold", "concentration", "null"),
+    *("lift", "excess", "noise_null", "noise_high", "p", "reliability", "r2_low_rank"),
+    *("r2_diagonal", "r2_joint", "null_r2", "symmetric", "singular"),
 )
 """Fields and properties of a :class:`WeightGeometry` that its table shows for every head."""
 
@@ -182,13 +165,9 @@ def weight_geometry(
     chosen = checks.indices(layers, view.n_layers, "layers")
     step = 1 if matrix == "OV" else 0
     need = sorted({s for l in chosen for s in (l, l + step)})
-    require(
-        set(need) <= set(basis.states),
-        "basis",
-        expected=f"states {need}",
-        got=f"states {basis.states}",
-        instead="states=None",
-    )
+    expected, got = f"states {need}", f"states {basis.states}"
+    instead = "states=None"
+    require(set(need) <= set(basis.states), "basis", expected=expected, got=got, instead=instead)
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
     wanted = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
@@ -203,16 +182,11 @@ def weight_geometry(
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
         left, right = positional.at(layer), positional.at(layer + step) if step else None
         pos_rank = left.rank if right is None else min(left.rank, right.rank)
-        require(
-            pos_rank > 0,
-            "basis",
-            expected="positional vectors that differ",
-            got=f"none at state {layer}",
-            instead="a longer window",
-        )
+        expected, got = "positional vectors that differ", f"none at state {layer}"
+        require(pos_rank > 0, "basis", expected=expected, got=got, instead="a longer window")
         k = min(wanted, pos_rank)
         used.append((k, pos_rank))
-        numbers = _layer(factors, left, right, k=k)
+        numbers = _layer(factors, left, right, k=k, centered=centered)
         lowest = min(reliable[layer], reliable[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
         missing = min(wanted, width) - k
@@ -264,8 +238,8 @@ def _provenance(
     view: ModelView, basis: PositionContext, raw: bool, flags: Sequence[str]
 ) -> Provenance:
     """The weights' provenance with the corpus of the basis."""
-    of_weights = weight_provenance(
-        view, sources=("song2023",), preset="paper" if raw else "exact", flags=flags
+    of_weights = view.provenance(
+        sources=("song2023",), preset="paper" if raw else "exact", flags=tuple(flags)
     )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
@@ -279,6 +253,7 @@ def _layer(
     right: subspaces.Subspace | None,
     *,
     k: int,
+    centered: bool,
 ) -> dict[str, Tensor]:
     """All numbers of one layer, a row per head."""
     device = factors.left.device
@@ -291,8 +266,10 @@ def _layer(
     out = {**s._asdict(), **fit._asdict()}
     out.pop("product")
     out["singular"] = fit.singular.expand(factors.left.shape[0])
-    out["null"] = bilinear.haar_null(factors, k, one_basis=right is None)
-    out["null_r2"] = bilinear.haar_null(factors, k, off_diagonal=False, one_basis=right is None)
+    for name, off_diagonal in (("null", True), ("null_r2", False)):
+        out[name] = bilinear.haar_null(
+            factors, k, off_diagonal=off_diagonal, one_basis=right is None, centered=centered
+        )
     return out | subspaces.drawn_concentration(factors, left, right, k)._asdict()
 
 
@@ -441,8 +418,8 @@ def _readout(
     untrained = matrix == "OV" and not view.head_trained
     flags = ["output head not trained: writes are read in the embedding"] if untrained else []
     return TokenReadout(
-        provenance=weight_provenance(
-            view, sources=("molina2023",), preset="paper" if raw else "exact", flags=flags
+        provenance=view.provenance(
+            sources=("molina2023",), preset="paper" if raw else "exact", flags=tuple(flags)
         ),
         matrix=matrix,
         heads=pairs,

@@ -31,9 +31,7 @@ from tl_geometry.weights.vocabulary import (
     embeddings,
     normalized_rows,
     output_rows,
-    require_trained_head,
     token_texts,
-    weight_provenance,
 )
 
 SOURCE = ("molina2023",)
@@ -58,7 +56,10 @@ class _Output(NamedTuple):
 
     @staticmethod
     def of(view: ModelView, what: str) -> _Output:
-        require_trained_head(view, what)
+        expected = "a model with a trained output head"
+        got = f"{view.name}, whose head was newly initialised"
+        instead, error = "measures of states and weights", UnsupportedModelError
+        require(view.head_trained, what, expected=expected, got=got, instead=instead, error=error)
         norm = view.final_norm()
         rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
         norm = _plain_norm(view, None, 0.0) if norm is None else norm
@@ -156,13 +157,9 @@ def noun_probe(
     requested = (nouns,) if isinstance(nouns, str) else tuple(nouns)
     encoded = {noun: view.encode(noun) for noun in requested}
     single = tuple(n for n in requested if len(encoded[n]) == 1)
-    require(
-        len(single) > 0,
-        "nouns",
-        expected="at least one noun of a single token",
-        got=f"{len(requested)} nouns, none of a single token",
-        instead="nouns=[...]",
-    )
+    expected = "at least one noun of a single token"
+    got = f"{len(requested)} nouns, none of a single token"
+    require(len(single) > 0, "nouns", expected=expected, got=got, instead="nouns=[...]")
     ids = torch.tensor([encoded[n][0] for n in single])
     rows = embeddings(view)
     per_layer = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
@@ -171,7 +168,7 @@ def noun_probe(
     )
     shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
     return NounProbe(
-        provenance=weight_provenance(view, sources=SOURCE, preset="exact" if biases else "paper"),
+        provenance=view.provenance(sources=SOURCE, preset="exact" if biases else "paper"),
         nouns=single,
         skipped=tuple(n for n in requested if n not in single),
         layers=chosen,
@@ -190,15 +187,12 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     for layer in layers:
         facts = view.layer_facts(layer)
         qk_norm = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
-        got = "a norm after attention" if facts.qk_norm is None else qk_norm
-        require(
-            facts.qk_norm is None and not facts.norm_after,
-            what,
-            expected="heads without QK-norm and without a norm after attention",
-            got=f"{got} in layer {layer} of {view.name}",
-            instead="weight_geometry or token_readout",
-            error=UnsupportedModelError,
-        )
+        obstacle = "a norm after attention" if facts.qk_norm is None else qk_norm
+        plain = facts.qk_norm is None and not facts.norm_after
+        expected = "heads without QK-norm and without a norm after attention"
+        instead, error = "weight_geometry or token_readout", UnsupportedModelError
+        got = f"{obstacle} in layer {layer} of {view.name}"
+        require(plain, what, expected=expected, got=got, instead=instead, error=error)
 
 
 def _probe_layer(
@@ -300,7 +294,7 @@ def bias_readout(
     untrained = "output head not trained: values are read in the embedding"
     flags = [] if view.head_trained else [untrained]
     return BiasReadout(
-        provenance=weight_provenance(view, sources=SOURCE, flags=flags),
+        provenance=view.provenance(sources=SOURCE, flags=tuple(flags)),
         heads=pairs,
         lengths=lengths,
         top_ids=top,
@@ -392,7 +386,7 @@ def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
         [1 - torch.cosine_similarity(m, target, dim=-1) for m in matrices.values()]
     )
     return EmbeddingDistances(
-        provenance=weight_provenance(view, sources=SOURCE),
+        provenance=view.provenance(sources=SOURCE),
         matrices=tuple(matrices),
         l2_mean=l2.mean(-1).cpu(),
         l2_sd=l2.std(-1).cpu(),

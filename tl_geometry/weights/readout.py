@@ -169,12 +169,8 @@ def read_tokens(
     >>> r.right.top_ids.tolist(), r.left.bottom_ids.tolist()
     ([[1]], [[0]])
     """
-    require(
-        1 <= features <= svd.S.shape[-1],
-        "features",
-        expected=f"1 to {svd.S.shape[-1]}",
-        got=features,
-    )
+    expected = f"1 to {svd.S.shape[-1]}"
+    require(1 <= features <= svd.S.shape[-1], "features", expected=expected, got=features)
     U, V = svd.U[..., :features], svd.V[..., :features]
     left = extremes(rearrange(U, "... d_model rank -> ... rank d_model"), left_tokens, k)
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)

@@ -89,6 +89,8 @@ class Subspaces:
             if self.centered:
                 noise = noise - noise.mean(2, keepdim=True)
             normal = torch.randn(size, generator=self.generator, dtype=torch.float64)
+            if self.centered:  # no positional direction leaves the hyperplane of the norm either
+                normal = normal - normal.mean(1, keepdim=True)
             draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
             self.held = {s: v for s, v in self.held.items() if s == state - 1}
             self.held[state] = Subspace(directions, rank, draws)

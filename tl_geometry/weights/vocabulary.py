@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import html
-from tl_geometry.base.errors import UnsupportedModelError, choice, require
-from tl_geometry.base.results import Provenance
+from tl_geometry.base.errors import choice, require
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
@@ -26,13 +25,6 @@ ROWS = 256
 PROBE = 16
 """Positions of the forward pass from which a layer's maps are taken, at least (more for larger
 offsets)."""
-
-
-def weight_provenance(
-    view: ModelView, *, sources: tuple[str, ...], preset: str = "exact", flags: Iterable[str] = ()
-) -> Provenance:
-    """Provenance of something computed from weights alone."""
-    return view.provenance(sources=sources, preset=preset, flags=tuple(dict.fromkeys(flags)))
 
 
 def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
@@ -96,41 +88,6 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def layer_views(view: ModelView, layers: Sequence[int], positions: int) -> dict[int, LayerView]:
-    """The views of ``layers`` in one forward pass over ``positions`` arbitrary tokens, whose scores
-    add up."""
-    views: list[LayerView] = []
-    tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
-    view.run_layers(tokens, layers, views.append)
-    return {seen.layer: seen for seen in views}
-
-
-def score_factors(
-    view: ModelView,
-    layer: int,
-    seen: LayerView | None,
-    *,
-    raw: bool,
-    offsets: tuple[int, ...] = (0,),
-) -> Factors:
-    """Factors of W_QK of all heads of a layer (canonical, or raw), times the model's own attention
-    scale.
-
-    Canonical weights are those that the model applies to the normalised stream, checked on random
-    vectors against the verified view of the layer. With rotary positions the left factor is rotated
-    by the mean over ``offsets`` (query minus key); QK-norm enters through its gain, without its
-    frozen scale.
-    """
-    norm, w = view.attention_norm(layer), view.weights(layer)
-    if raw or seen is None:
-        return bilinear.fold(w, norm, "QK", raw=raw)
-    plain = bilinear.fold(w, norm, "QK", scale=seen.scale)
-    if offsets == (0,) and _agrees(seen, plain):
-        return plain
-    left, right = _mapped(seen, view.d_model, offsets)
-    return Factors(left * seen.scale, right)
-
-
 def _agrees(seen: LayerView, plain: Factors) -> bool:
     """Whether the layer's maps at position 0 are the plain weights."""
     generator = torch.Generator().manual_seed(0)
@@ -143,6 +100,7 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
             factor.to(mapped.device),
             "row d_model, head d_model e -> row head e",
         )
+        # float32 maps round at about 1e-6; a rotation or another gain changes far more
         if float((mapped - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
             return False
     return True
@@ -170,18 +128,20 @@ def factors_of(
     raw: bool = False,
     offsets: tuple[int, ...] = (0,),
 ) -> Iterable[tuple[int, Factors]]:
-    """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time."""
+    """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time; W_QK times the
+    model's own attention scale.
+
+    Canonical weights are those that the model applies to the normalised stream, checked on random
+    vectors against the verified view of the layer. With rotary positions the left factor is rotated
+    by the mean over ``offsets`` (query minus key); QK-norm enters through its gain, without its
+    frozen scale.
+    """
     choice(matrix, bilinear.MATRICES, "matrix")
-    rotary = view.position == "rotary"
-    require(
-        len(offsets) > 0
-        and min(offsets) >= 0
-        and (rotary or offsets == (0,))
-        and (matrix == "QK" or offsets == (0,)),
-        "offsets",
-        expected="offsets of at least 0, for W_QK of a rotary model; (0,) otherwise",
-        got=f"{offsets} for W_{matrix} with {view.position} positions",
-    )
+    several = view.position == "rotary" and matrix == "QK"
+    fits = offsets == (0,) or (several and len(offsets) > 0 and min(offsets) >= 0)
+    expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise"
+    got = f"{offsets} for W_{matrix} with {view.position} positions"
+    require(fits, "offsets", expected=expected, got=got)
     require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
     if matrix == "OV":
         center = view.norm == "LN"
@@ -189,21 +149,20 @@ def factors_of(
             w, norm = view.weights(layer), view.attention_norm(layer)
             yield layer, bilinear.fold(w, norm, "OV", raw=raw, center_output=center)
         return
-    seen = {} if raw else layer_views(view, layers, min(max(*offsets, PROBE - 1) + 1, view.n_ctx))
+    seen: dict[int, LayerView] = {}
+    if not raw:  # one pass over arbitrary tokens, in which every layer's scores are verified
+        positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
+        tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
+        view.run_layers(tokens, layers, lambda of_layer: seen.update({of_layer.layer: of_layer}))
     for layer in layers:
-        yield layer, score_factors(view, layer, seen.get(layer), raw=raw, offsets=offsets)
-
-
-def require_trained_head(view: ModelView, what: str) -> None:
-    """Raise unless the output head was trained."""
-    require(
-        view.head_trained,
-        what,
-        expected="a model with a trained output head",
-        got=f"{view.name}, whose head was newly initialised",
-        instead="measures of states and weights",
-        error=UnsupportedModelError,
-    )
+        norm, w = view.attention_norm(layer), view.weights(layer)
+        scale = seen[layer].scale if layer in seen else None
+        plain = bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
+        if scale is None or (offsets == (0,) and _agrees(seen[layer], plain)):
+            yield layer, plain
+        else:
+            left, right = _mapped(seen[layer], view.d_model, offsets)
+            yield layer, Factors(left * scale, right)
 
 
 def decode_table(view: ModelView, ids: Any) -> tuple[tuple[str, ...], ...]:

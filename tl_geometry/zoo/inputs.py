@@ -148,12 +148,12 @@ class Inputs:
     ) -> TokenWindows:
         """Windows of the texts: ``contexts`` of them, or else at most ``most``; a seeded choice, in
         the order of the corpus."""
-        from tl_geometry.corpus.texts import cut_windows
+        from tl_geometry.corpus.texts import windows
 
         size = length or self.length or min(view.n_ctx, LENGTH)
         fits = 2 <= size <= view.n_ctx
         require(fits, "--length", expected=f"2 to {view.n_ctx} tokens", got=size)
-        windows = cut_windows(
+        chosen = windows(
             view,
             texts.documents,
             size,
@@ -165,11 +165,11 @@ class Inputs:
             pack=self.pack,
             corpus=texts.label,
         )
-        expected = f"at most {len(windows)} windows of {size} tokens in this corpus"
-        enough = self.contexts is None or self.contexts <= len(windows)
+        expected = f"at most {len(chosen)} windows of {size} tokens in this corpus"
+        enough = self.contexts is None or self.contexts <= len(chosen)
         instead = "more --corpus"
         require(enough, "--contexts", expected=expected, got=self.contexts, instead=instead)
-        return windows
+        return chosen
 
     def tokens(self, model: ModelLike) -> TokenWindows | np.ndarray:
         """All tokens: windows of the texts, or the rows of a ``.npy`` file ``[context position]``,
