@@ -34,6 +34,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.split_request import check_request, provenance_of
@@ -218,7 +219,7 @@ class _Direct:
         self.moved: list[Float[Tensor, "head source d_head"]] = []
         self.outward: list[Float[Tensor, "head d_head"]] = []
         self.others: dict[str, float] = {}
-        self.readout = 0.0
+        self.readouts = torch.zeros(len(ids), dtype=torch.float64)
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Keep the attention paid to each source, and the value it gives each head."""
@@ -234,23 +235,27 @@ class _Direct:
         """The directions that the heads' writes are read by, and what everything else wrote."""
         i, norm = self.position, self.head.norm
         scale = norm.scale(h)[0, i].double()
-        rows = self.head.directions(self.ids).double()
-        u = (self.sign.to(rows) @ rows) / scale
+        rows = self.head.directions(self.ids).double() / scale
+        u = self.sign.to(rows) @ rows
         self.others = {n: float(x[0, i].double() @ u) for n, x in written.dense.items()}
-        W_U = self.head.W_U[:, self.ids].double() @ self.sign.to(u)
-        offset = norm.bias.double() @ W_U + self.head.b_U[self.ids].double() @ self.sign.to(u)
+        W_U, b_U = self.head.W_U[:, self.ids].double(), self.head.b_U[self.ids].double()
+        offsets = norm.bias.double() @ W_U + b_U
+        offset = offsets @ self.sign.to(u)
         self.others[CONSTANTS] = float(written.constants[0, i].double() @ u + offset)
         for heads in written.heads:
             self.outward.append(heads.W.double() @ u * heads.scale[0, i].double())
-        self.readout = float(h[0, i].double() @ u + offset)
+        self.readouts = rows @ h[0, i].double() + offsets
 
     def logit(self, tokens: Tensor) -> float:
-        """The model's own logit; where it has a soft cap, the one before it."""
+        """The model's own logit; where it has a soft cap, the one before it.
+
+        A cap is not inverted, which would blow up the rounding of a logit near it: what it takes
+        off is computed from the readout, and added to the logit that the model gives.
+        """
         logits = self.view.logits(tokens)[0, self.position, self.ids].double()
-        cap = self.head.softcap
-        if cap is not None:  # the model gives no logit before its cap
-            return self.readout
-        return float(logits @ self.sign.to(logits))
+        readouts = self.readouts.to(logits)
+        uncapped = logits + readouts - soft_cap(readouts, self.head.softcap)
+        return float(uncapped @ self.sign.to(logits))
 
     def contributions(self) -> Float[Tensor, "layer head source"]:
         """What each head wrote towards the target from each source."""

@@ -83,14 +83,15 @@ block. The edit reads what those before it made; those after it act on what it m
 class Edit:
     """New scores for some heads of one layer, and new values where ``values`` is given.
 
-    ``on_tokens`` is called with the tokens of a pass, where they are known; it refuses them, or
-    returns a flag or ``None``. ``flags`` is what ``scores`` has noticed in the passes so far.
+    ``on_tokens`` is called with the tokens of a pass, or with ``None`` where it began with
+    embeddings and shows none; it refuses them, or returns a flag or ``None``. ``flags`` is what
+    ``scores`` has noticed in the passes so far.
     """
 
     layer: int
     heads: tuple[int, ...]
     scores: ScoreEdit
-    on_tokens: Callable[[PassTokens], str | None] | None = None
+    on_tokens: Callable[[PassTokens | None], str | None] | None = None
     values: ValueEdit | None = None
     flags: list[str] = field(default_factory=list)
 
@@ -302,7 +303,8 @@ class LiveLayer:
         )
         h = running.seen[self.names[0]]
         tokens = self.arguments.check(h)
-        if tokens is not None and self.edit.on_tokens is not None:
+        # only the first check of a pass gives its tokens
+        if self.edit.on_tokens is not None and (tokens is not None or self.counts):
             self._flag(self.edit.on_tokens(tokens))
         found = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
@@ -453,6 +455,9 @@ class LiveLayer:
         return max(float(size if layer.bias is None else size + layer.bias.abs().amax()), 1.0)
 
     def _pattern_bound(self, layer: LayerView, pattern: Tensor | None) -> float:
+        """Largest error allowed of a pattern: scores that are off by e change a probability by at
+        most 2 e (its own score, and the sum that it is divided by), in the model's pattern and in
+        the recomputed one; and softmax itself rounds numbers up to one, which 32 u covers."""
         roundoff = pattern_roundoff(None if pattern is None else pattern.detach(), layer.roundoff)
         return 4 * reconstruction_bound(roundoff, self._size(layer)) + 32 * roundoff
 
