@@ -167,11 +167,7 @@ class ModelView:
         return logits
 
     def activations(
-        self,
-        tokens: Tensor,
-        hooks: Sequence[str],
-        *,
-        stop_at: int | None = None,
+        self, tokens: Tensor, hooks: Sequence[str], *, stop_at: int | None = None
     ) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
         return collect(self.run, tokens, hooks, stop_at=stop_at)

@@ -42,13 +42,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.base.sums import Sums
-from tl_geometry.scores.blockwise import (
-    BLOCK,
-    KeyMoments,
-    PlaneIndex,
-    block_scores,
-    contracted,
-)
+from tl_geometry.scores.blockwise import BLOCK, KeyMoments, PlaneIndex, block_scores, contracted
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
