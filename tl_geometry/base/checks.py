@@ -61,13 +61,8 @@ def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
         bad = int((~torch.isfinite(values)).sum())
-        require(
-            bad == 0,
-            what,
-            expected="finite numbers",
-            got=f"{bad} NaN or infinite of {values.numel()}",
-            instead="inputs without NaN",
-        )
+        got = f"{bad} NaN or infinite of {values.numel()}"
+        require(bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
     return values
 
 
@@ -141,12 +136,8 @@ def heads(
         )
         pair = (int(match[1]), int(match[2])) if match else value
         if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
-            fail(
-                "heads",
-                expected='(layer, head) pairs or "L5H1"',
-                got=repr(value),
-                instead='(5, 1) or "L5H1"',
-            )
+            expected = '(layer, head) pairs or "L5H1"'
+            fail("heads", expected=expected, got=repr(value), instead='(5, 1) or "L5H1"')
         out.append(
             (
                 index(pair[0], n_layers, f"layer of head {value!r}"),
@@ -156,13 +147,8 @@ def heads(
     require(len(out) > 0, "heads", expected="at least one head", got="none")
     allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
     outside = [p for p in out if allowed is not None and p[0] not in allowed]
-    require(
-        not outside,
-        "heads",
-        expected=f"heads of layers {sorted(allowed or ())}",
-        got=outside,
-        instead="either heads= or layers=",
-    )
+    expected, got = f"heads of layers {sorted(allowed or ())}", outside
+    require(not outside, "heads", expected=expected, got=got, instead="either heads= or layers=")
     return tuple(dict.fromkeys(out))
 
 
@@ -204,10 +190,6 @@ def window(value: tuple[int, int] | None, length: int, default_start: int) -> tu
     if value is None:
         return (default_start if length > default_start else 0, length)
     start, end = value
-    require(
-        0 <= start < end <= length,
-        "window",
-        expected=f"0 <= start < end <= {length} (positions of the input)",
-        got=repr(value),
-    )
+    expected = f"0 <= start < end <= {length} (positions of the input)"
+    require(0 <= start < end <= length, "window", expected=expected, got=repr(value))
     return (start, end)

@@ -155,13 +155,8 @@ def replacements(
             pos, min(DIRECTIONS, view.d_model), centered=centered
         )
         k = min(rank or RANK, pos_rank)
-        require(
-            k > 0,
-            "basis",
-            expected="positional vectors that differ",
-            got=f"none at state {layer}",
-            instead="a longer window",
-        )
+        expected, got = "positional vectors that differ", f"none at state {layer}"
+        require(k > 0, "basis", expected=expected, got=got, instead="a longer window")
         if rotary:
             V = directions[:, :k]
             V = random_directions(V, centered, seed) if part == "random" else V

@@ -239,13 +239,9 @@ def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]
     """Parts of the running forward pass for some heads, with gradients, from the weights as they
     are now."""
     length = layer.h.shape[1]
-    require(
-        length <= basis.length,
-        "tokens",
-        expected=f"at most {basis.length} positions, as the basis has seen",
-        got=length,
-        instead="decompose(...) on windows of this length",
-    )
+    expected = f"at most {basis.length} positions, as the basis has seen"
+    instead = "decompose(...) on windows of this length"
+    require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
     return split_heads(layer, project_basis(layer, basis, length), list(heads))
 
 

@@ -110,36 +110,22 @@ class Runner:
         attended to: nothing is padding."""
         require_full_precision(self.device, self.name)
         training = self.is_training()
-        require(
-            not training,
-            f"{self.name}",
-            expected="evaluation mode",
-            got=f"training mode ({training})",
-            instead="model.eval()",
-        )
+        got = f"training mode ({training})"
+        expected, instead = "evaluation mode", "model.eval()"
+        require(not training, self.name, expected=expected, got=got, instead=instead)
         ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
-        require(
-            ids and tokens.numel() > 0,
-            "tokens",
-            expected="integer ids [batch position]",
-            got=describe(tokens),
-            instead="tl_geometry.windows(...)",
-        )
+        expected = "integer ids [batch position]"
+        got, instead = describe(tokens), "tl_geometry.windows(...)"
+        require(ids and tokens.numel() > 0, "tokens", expected=expected, got=got, instead=instead)
         length = tokens.shape[1]
-        require(
-            length <= self.n_ctx,
-            "tokens",
-            expected=f"at most {self.n_ctx} positions (n_ctx of {self.name})",
-            got=length,
-            instead="shorter windows",
-        )
+        expected = f"at most {self.n_ctx} positions (n_ctx of {self.name})"
+        instead = "shorter windows"
+        require(length <= self.n_ctx, "tokens", expected=expected, got=length, instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
+        expected = f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})"
+        got, instead = f"ids from {low} to {high}", "this model's tokenizer"
         require(
-            low >= 0 and high < self.d_vocab,
-            "tokens",
-            expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
-            got=f"ids from {low} to {high}",
-            instead="this model's tokenizer",
+            low >= 0 and high < self.d_vocab, "tokens", expected=expected, got=got, instead=instead
         )
         # ids in pinned memory are copied without waiting
         return tokens.to(self.device, torch.int64, non_blocking=True)
@@ -208,13 +194,10 @@ def require_points(
 ) -> None:
     """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
     missing = [name for name in names if name not in points]
+    what, expected = f"hooks of {model_name}", f"hooks of this {class_name}"
+    got, instead = f"no {', '.join(missing)}", "check_model(model) to see what is supported"
     require(
-        not missing,
-        f"hooks of {model_name}",
-        expected=f"hooks of this {class_name}",
-        got=f"no {', '.join(missing)}",
-        instead="check_model(model) to see what is supported",
-        error=UnsupportedModelError,
+        not missing, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
 
 
@@ -236,13 +219,9 @@ def require_full_precision(device: torch.device, name: str) -> None:
     """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
     the model's dtype."""
     types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
-    require(
-        not types,
-        name,
-        expected="no torch.autocast",
-        got=f"autocast on {', '.join(types)}",
-        instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
-    )
+    got = f"autocast on {', '.join(types)}"
+    instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
+    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
 
 
 def _stop(value: Tensor) -> None:

@@ -59,13 +59,10 @@ class _Attachment:
         )
 
     def _move(self, module: Any) -> None:
-        require(
-            module is self.point,
-            f"a copy of {self.view.name}",
-            expected="a model that was copied outside of edits",
-            got=f"one that was copied inside an edit of {self.hook.name}, whose hooks it has",
-            instead="copy.deepcopy(model) before or after the with block",
-        )
+        what, expected = f"a copy of {self.view.name}", "a model that was copied outside of edits"
+        got = f"one that was copied inside an edit of {self.hook.name}, whose hooks it has"
+        instead = "copy.deepcopy(model) before or after the with block"
+        require(module is self.point, what, expected=expected, got=got, instead=instead)
         self.require_present()
         last = self.hook.place == "last"
         self.point._forward_hooks.move_to_end(self.handle.hook.id, last=last)
@@ -120,13 +117,9 @@ def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, in
     """Raise ``GeometryError`` for heads that another edit changes."""
     twice = sorted(set(heads) & set(taken))
     names = ", ".join(f"L{layer}H{head}" for layer, head in twice[:8])
-    require(
-        not twice,
-        "heads",
-        expected="heads that no open edit changes",
-        got=f"{names}, edited already",
-        instead="one edit with all the terms, remove_term(model, basis, [first, second], heads)",
-    )
+    expected = "heads that no open edit changes"
+    instead = "one edit with all the terms, remove_term(model, basis, [first, second], heads)"
+    require(not twice, "heads", expected=expected, got=f"{names}, edited already", instead=instead)
 
 
 def _unchanged(ids: Tensor) -> Tensor:

@@ -164,21 +164,12 @@ class Layers:
         # needed only to verify; some fire after hook_z
         optional = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")
         missing = [n for n in names if n not in activations and not n.endswith(optional)]
-        require(
-            not missing,
-            "cache",
-            expected=f"hooks of layer {layer}",
-            got=f"no {', '.join(missing)}",
-            instead="model.run_with_cache(tokens) without names_filter",
-        )
+        got = f"no {', '.join(missing)}"
+        instead = "model.run_with_cache(tokens) without names_filter"
+        require(not missing, "cache", expected=f"hooks of layer {layer}", got=got, instead=instead)
         h = activations[names[0]]
-        require(
-            h.dim() == 3,
-            "cache",
-            expected="a batch dimension",
-            got=describe(h),
-            instead="remove_batch_dim=False",
-        )
+        expected, got = "a batch dimension", describe(h)
+        require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
         return self._build(layer, activations, verify, detach=verify, queries=queries)
 
     def _build(

@@ -294,13 +294,11 @@ class LiveLayer:
         running, self.record.reached = self.running, True
         if running.step is not None:
             return running.step
-        require(
-            self.names[0] in running.seen,
-            f"a forward pass of {self.view.name} inside an edit",
-            expected=f"one that reads {self.names[0]} inside it",
-            got="one that began before, or outside of the block",
-            instead="model(tokens) after the edit is open",
-        )
+        what = f"a forward pass of {self.view.name} inside an edit"
+        expected = f"one that reads {self.names[0]} inside it"
+        got = "one that began before, or outside of the block"
+        instead = "model(tokens) after the edit is open"
+        require(self.names[0] in running.seen, what, expected=expected, got=got, instead=instead)
         h = running.seen[self.names[0]]
         tokens = self.arguments.check(h)
         # only the first check of a pass gives its tokens
@@ -308,13 +306,9 @@ class LiveLayer:
             self._flag(self.edit.on_tokens(tokens))
         found = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
-        require(
-            keys == h.shape[1],
-            self._what("scores"),
-            expected="whole prompts",
-            got=f"{keys} keys for {h.shape[1]} tokens",
-            instead="generate(..., use_past_kv_cache=False)",
-        )
+        what, got = self._what("scores"), f"{keys} keys for {h.shape[1]} tokens"
+        instead = "generate(..., use_past_kv_cache=False)"
+        require(keys == h.shape[1], what, expected="whole prompts", got=got, instead=instead)
         layer = self.view.layer(self.edit.layer, found, verify=False)
         self._check_inputs(layer)
         own = score_of(layer, self.heads)
@@ -472,10 +466,7 @@ class LiveLayer:
         allowed = READ_HOOKS if self.listed else STREAM_HOOKS
         between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in allowed])
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
-        fail(
-            self._what(name),
-            expected=f"{of} within {bound:.2g}",
-            got=f"{float(error):.2g} off{acting}",
-            instead=(LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED,
-            error=ReconstructionError,
-        )
+        what = self._what(name)
+        expected, got = f"{of} within {bound:.2g}", f"{float(error):.2g} off{acting}"
+        instead = (LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)

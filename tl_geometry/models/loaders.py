@@ -55,12 +55,8 @@ def load(
         return from_hf(hf, tokenizer, name=_shown(directory), dtype=dtype, **options)
     if directory.is_dir() or str(name).startswith(("/", ".", "~")):
         got = f"{directory.name} without one" if directory.is_dir() else f"no directory {name}"
-        fail(
-            "model",
-            expected="a Hugging Face directory with config.json, or a name that TransformerLens "
-            "knows",
-            got=got,
-        )
+        expected = "a Hugging Face directory with config.json, or a name that TransformerLens knows"
+        fail("model", expected=expected, got=got)
     return _by_name(str(name), model_class, processed, dtype, device)
 
 
@@ -183,12 +179,9 @@ def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
             hf_model, architecture, hf_config=hf_model.config, tokenizer=tokenizer
         )
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        fail(
-            name,
-            expected="an architecture that TransformerBridge supports",
-            got=f"{architecture} ({_first_line(error)})",
-            error=UnsupportedModelError,
-        )
+        expected = "an architecture that TransformerBridge supports"
+        got = f"{architecture} ({_first_line(error)})"
+        fail(name, expected=expected, got=got, error=UnsupportedModelError)
     _process(model, processed)
     return model
 
@@ -203,13 +196,9 @@ def hooked_class(which: str) -> Any:
     try:
         module = importlib.import_module(f"transformer_lens.{which}")
     except ImportError:
-        fail(
-            "model_class",
-            expected=f"TransformerLens 3 for {which}",
-            got="a version without it",
-            instead='model_class="bridge"',
-            error=UnsupportedModelError,
-        )
+        what, expected = "model_class", f"TransformerLens 3 for {which}"
+        got, instead = "a version without it", 'model_class="bridge"'
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return getattr(module, which)
 
 
@@ -244,13 +233,9 @@ def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
             )
             return _fill(hooked, cfg, state, tokenizer, processed, encoder)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-            fail(
-                name,
-                expected=f"an architecture that {hooked.__name__} can hold",
-                got=f"{architecture} ({_first_line(error)})",
-                instead='model_class="bridge"',
-                error=UnsupportedModelError,
-            )
+            expected = f"an architecture that {hooked.__name__} can hold"
+            got, instead = f"{architecture} ({_first_line(error)})", 'model_class="bridge"'
+            fail(name, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
 
 def _with_pooler(hf_model: Any) -> Any:
@@ -274,13 +259,8 @@ def _fill(
         missing, unexpected = model.load_state_dict(state, strict=False)
         unread = ("mask", "IGNORE", "nsp", "pooler")
         lost = [k for k in (*missing, *unexpected) if not any(part in k for part in unread)]
-        require(
-            not lost,
-            "model",
-            expected="all weights of the encoder",
-            got=f"no {', '.join(lost[:4])}",
-            error=UnsupportedModelError,
-        )
+        expected, got = "all weights of the encoder", f"no {', '.join(lost[:4])}"
+        require(not lost, "model", expected=expected, got=got, error=UnsupportedModelError)
     else:
         # centring shifts all logits alike, which softmax does not see, but through a cap it does
         capped = float(getattr(cfg, "output_logits_soft_cap", -1.0) or -1.0) > 0

@@ -255,12 +255,8 @@ class ModelView:
         those were folded into the unembedding)."""
         norm = part(self._model, "ln_final")
         if norm is None or not self.causal:
-            fail(
-                "post_norm",
-                expected="a decoder with a final norm",
-                got=f"{self.class_name} {self.name}",
-                instead="post_norm=False",
-            )
+            expected, got = "a decoder with a final norm", f"{self.class_name} {self.name}"
+            fail("post_norm", expected=expected, got=got, instead="post_norm=False")
         inputs = states.to(self.device, self.dtype)
         with torch.no_grad():  # each state as a sequence of one position
             out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
@@ -294,13 +290,11 @@ class ModelView:
         """Raise unless the weights and settings are still those of this view: sums over a pass in
         which they changed belong to no model. Edits by this library change neither."""
         now = fingerprint(self._model)
-        require(
-            now == self.fingerprint,
-            f"weights of {self.name}",
-            expected=f"the same until the pass has ended ({self.fingerprint})",
-            got=f"others ({now}): they changed during the pass",
-            instead="a copy of the model (copy.deepcopy) while it is trained or processed",
-        )
+        what = f"weights of {self.name}"
+        expected = f"the same until the pass has ended ({self.fingerprint})"
+        got = f"others ({now}): they changed during the pass"
+        instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
+        require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 
     # ---- other views of the same model
 

@@ -34,13 +34,10 @@ def require_output(view: ModelView, what: str) -> None:
         instead="the measures of states",
         error=UnsupportedModelError,
     )
+    expected = "a causal language model"
+    got, instead = f"{view.name}, an encoder", "the measures of states"
     require(
-        view.causal,
-        what,
-        expected="a causal language model",
-        got=f"{view.name}, an encoder",
-        instead="the measures of states",
-        error=UnsupportedModelError,
+        view.causal, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
 
 

@@ -59,13 +59,8 @@ def class_of(model: Any) -> str:
             instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
         elif hasattr(model, "config") and hasattr(model, "forward"):
             instead = "tl_geometry.models.from_hf(model, tokenizer)"
-        fail(
-            "model",
-            expected=" or ".join(CLASS_NAMES),
-            got=type(model).__name__,
-            instead=instead,
-            error=UnsupportedModelError,
-        )
+        expected, got = " or ".join(CLASS_NAMES), type(model).__name__
+        fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     require(
         len(getattr(model, "blocks", ())) > 0,
         type(model).__name__,
@@ -167,30 +162,19 @@ def _probe(
             found = collect(run, ids, list(dict.fromkeys(wanted)))
     except RuntimeError as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        fail(
-            name,
-            expected=f"a model that runs in {next(iter(model.parameters())).dtype}",
-            got=text,
-            instead="another dtype, or processed=False",
-            error=UnsupportedModelError,
-        )
+        expected = f"a model that runs in {next(iter(model.parameters())).dtype}"
+        instead = "another dtype, or processed=False"
+        fail(name, expected=expected, got=text, instead=instead, error=UnsupportedModelError)
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
     wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
-    require(
-        not wrong,
-        f"states of {name}",
-        expected=f"shape {shape}",
-        got=wrong,
-        error=UnsupportedModelError,
-    )
+    what = f"states of {name}"
+    require(not wrong, what, expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
     broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    what, expected = f"states of {name}", "the output of block l to be the input of block l+1"
+    got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
+    instead = "a model with one residual stream"
     require(
-        not broken,
-        f"states of {name}",
-        expected="the output of block l to be the input of block l+1",
-        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}",
-        instead="a model with one residual stream",
-        error=UnsupportedModelError,
+        not broken, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
     patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
     if is_half(model) and can_widen(model):
@@ -214,14 +198,9 @@ def _require_weights(model: Any, name: str) -> None:
     # the least element is NaN where any is, and takes no memory; stacked, they are read at once
     least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
     bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
-    require(
-        not bad,
-        f"weights of {name}",
-        expected="numbers",
-        got=f"NaN in {brief(bad)}",
-        instead="a checkpoint without NaN",
-        error=UnsupportedModelError,
-    )
+    what, expected = f"weights of {name}", "numbers"
+    got, instead = f"NaN in {brief(bad)}", "a checkpoint without NaN"
+    require(not bad, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
 
 def _processed(model: Any, class_name: str) -> bool:

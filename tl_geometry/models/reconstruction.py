@@ -175,13 +175,10 @@ def judge_rounding(
     spread = float(spreads.median())
     bound, single_bound = (reconstruction_bound(u, parts) for u in (roundoff, single))
     if single_bound > spread:
-        fail(
-            what,
-            expected=f"rounding below what {size} ({spread:.2g})",
-            got=f"parts so large that it may reach {single_bound:.2g}",
-            instead="model.double(), or decompose(..., normalize=True)",
-            error=ReconstructionError,
-        )
+        expected = f"rounding below what {size} ({spread:.2g})"
+        got = f"parts so large that it may reach {single_bound:.2g}"
+        instead = "model.double(), or decompose(..., normalize=True)"
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)
     if bound > 0.01 * spread:
         return (f"{what}: rounding may reach {bound:.2g}, {size} {spread:.2g}",)
     return ()
@@ -195,10 +192,6 @@ def require_reconstruction(checks: Sequence[Check], what: str) -> None:
         if not error <= bound
     ]
     if bad:
-        fail(
-            what,
-            expected="parts that add up to the model's own numbers",
-            got=", ".join(bad),
-            instead="check_model(model)",
-            error=ReconstructionError,
-        )
+        expected = "parts that add up to the model's own numbers"
+        got, instead = ", ".join(bad), "check_model(model)"
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)

@@ -275,13 +275,9 @@ def run_written(
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]
         missing = [name for name in needed if name is not None and name not in entries]
-        require(
-            not missing,
-            "cache",
-            expected="hooks of every writer",
-            got=f"no {', '.join(missing[:4])}",
-            instead="model.run_with_cache(tokens), without filter",
-        )
+        got = f"no {', '.join(missing[:4])}"
+        instead = "model.run_with_cache(tokens), without filter"
+        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():
             take(layer, {name: entries[name] for name in of_layer})
         end = None if last is None else entries[last]

@@ -169,13 +169,10 @@ def _refuse_added(layer: LayerView, rest: Tensor) -> None:
         return
     embedding = layer.added.embedding.double().expand_as(rest)
     far = float((rest - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
-    require(
-        far,
-        "parts",
-        expected=f"parts that sum to the input of layer {layer.layer}",
-        got="the positional embedding among them",
-        instead="the parts without it (added to queries and keys after the norm, it is in 'bias')",
-    )
+    expected = f"parts that sum to the input of layer {layer.layer}"
+    got = "the positional embedding among them"
+    instead = "the parts without it (added to queries and keys after the norm, it is in 'bias')"
+    require(far, "parts", expected=expected, got=got, instead=instead)
 
 
 def family_of(

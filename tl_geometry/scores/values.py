@@ -184,12 +184,8 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
     token_ids: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
-        require(
-            len(ids) == 1,
-            "token_ids",
-            expected="ids, or texts of one token each",
-            got=f"{value!r}, which is {len(ids)} tokens",
-        )
+        got = f"{value!r}, which is {len(ids)} tokens"
+        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
         try:
             token_ids.append(operator.index(ids[0]))
         except TypeError:
@@ -204,12 +200,8 @@ def _mixed(
     """``z`` of each part for the chosen heads, checked against the model's values and mixed
     values."""
     if layer.pattern is None or layer.v is None or layer.z is None:
-        fail(
-            f"layer {layer.layer}",
-            expected="hooks of pattern, values and z",
-            got="none",
-            error=UnsupportedModelError,
-        )
+        expected = "hooks of pattern, values and z"
+        fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
     values = values[..., heads, :]
     z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
     size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
