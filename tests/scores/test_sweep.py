@@ -223,13 +223,13 @@ def test_top_sorts_and_round_trips(tmp_path: Path) -> None:
     assert again.to_dataframe().equals(best.to_dataframe())
     with pytest.raises(
         GeometryError,
-        match=r"column: expected one of position, content, mixed, .*, got 'inductive'",
+        match=r"column: expected one of \d+ names, such as .*, got 'inductive'",
     ) as refused:
         swept("gpt2").top("inductive")
     said = str(refused.value)
     assert len(said) < 600
-    names = ("pos-cvec", "cs_ or gs_", "previous", "_uniform", "dropped_mass", "term_gain_margin")
-    assert all(name in said for name in names)
+    assert "'induction'" in said
+    assert "table.columns() for all" in said
     assert "_flag" not in said
     assert table.top("position", 3).heads == table.top("cs_position", 3).heads
 

@@ -210,13 +210,9 @@ def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
     if force or not _there(path):
         return
     shown = printable(str(path))
-    require(
-        schema(path).startswith("tl_geometry/checkpoint/"),
-        shown,
-        expected="a checkpoint of fit, or no file",
-        got="another file",
-        instead=FORCE,
-    )
+    fits = schema(path).startswith("tl_geometry/checkpoint/")
+    expected = "a checkpoint of fit, or no file"
+    require(fits, shown, expected=expected, got="another file", instead=FORCE)
     got, instead = f"its checkpoint {shown}", "--resume to go on with it, or --force to begin again"
     require(resume, "--out", expected="no stopped run in the way", got=got, instead=instead)
 

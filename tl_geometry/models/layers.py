@@ -175,7 +175,7 @@ class Layers:
     def _build(
         self,
         layer: int,
-        found: Mapping[str, Tensor],
+        activations: Mapping[str, Tensor],
         verify: bool,
         roundoff: float | None = None,
         *,
@@ -183,13 +183,13 @@ class Layers:
         queries: int | None = None,
     ) -> LayerView:
         require_full_precision(self.runner.device, self.parameters.name)
-        h = upcast(found[f"blocks.{layer}.hook_resid_pre"], detach=detach)
-        spec, length = self._local(layer, h, detach=detach), h.shape[1]
+        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"], detach=detach)
+        spec, length = self.spec_with_weights(layer, h, detach=detach), h.shape[1]
         heads = spec.constant("q").shape[-2]
 
         def cached(name: str) -> Tensor | None:
             """The model's activation, if it is there, with grouped heads expanded."""
-            value = found.get(f"blocks.{layer}.attn.hook_{name}")
+            value = activations.get(f"blocks.{layer}.attn.hook_{name}")
             if value is not None and name in "qkv" and value.shape[-2] != heads:
                 value = value.repeat_interleave(heads // value.shape[-2], -2)
             return None if value is None else upcast(value, detach=detach)
@@ -199,12 +199,14 @@ class Layers:
         for w in "qk":  # the model's own where they are not verified
             value = None if verify else hooked[w]
             raw[w] = spec.raw(h, w) if value is None else value
-        turn = turn_of(self.parameters, layer, found, length, spec.rotation)
+        turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         bias, source = self._bias(layer, spec, length, h)
         scores = cached("attn_scores") if spec.has_scores else None
         pattern, z = (None if t is None else t.detach() for t in (cached("pattern"), cached("z")))
-        masked = found[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
+        masked = (
+            activations[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
+        )
         view = LayerView(
             layer=layer,
             h=h,
@@ -263,7 +265,7 @@ class Layers:
         """Unit roundoff of the arithmetic behind a layer's numbers."""
         return unit_roundoff(torch.float32 if self.spec(layer).single else self.dtype)
 
-    def _local(self, layer: int, h: Tensor, *, detach: bool = True) -> AttentionSpec:
+    def spec_with_weights(self, layer: int, h: Tensor, *, detach: bool = True) -> AttentionSpec:
         """The specification with the layer's weights, in the dtype and on the device of ``h``.
         Weights are not kept between forward passes."""
         spec, weights = self.spec(layer), self.parameters.weights(layer, detach=detach)
@@ -311,14 +313,14 @@ class Layers:
         generator = torch.Generator().manual_seed(length)
         ids = torch.randint(0, self.runner.d_vocab, (2, length), generator=generator)
 
-        def take(layer: int, found: Mapping[str, Tensor]) -> None:
-            h = found[f"blocks.{layer}.hook_resid_pre"].double()
-            spec = self._local(layer, h)
-            turn = turn_of(self.parameters, layer, found, length, spec.rotation)
+        def take(layer: int, activations: Mapping[str, Tensor]) -> None:
+            h = activations[f"blocks.{layer}.hook_resid_pre"].double()
+            spec = self.spec_with_weights(layer, h)
+            turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
             q, k = (spec.full(h, w, turn) for w in "qk")
             content = scores_of(q, k, spec.scale)
             absolute = scores_of(q.abs(), k.abs(), spec.scale)
-            scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
+            scores = activations[f"blocks.{layer}.attn.hook_attn_scores"]
             allowed = allowed_cells(spec, length, self.causal, scores, None)
             rest = torch.where(allowed, scores.double() - content, 0.0)
             spread = largest(rest - rest.mean(0))
@@ -351,11 +353,11 @@ class Layers:
         # before the pass: a model cannot be run from within its own hooks
         self.measure(layers, tokens.shape[-1])
 
-        def take(layer: int, found: Mapping[str, Tensor]) -> None:
+        def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             if sample is not None:
                 row, on_sample = sample
-                on_sample(self._build(layer, one_context(found, row), True, queries=queries))
-            on_layer(self._build(layer, found, verify))
+                on_sample(self._build(layer, one_context(activations, row), True, queries=queries))
+            on_layer(self._build(layer, activations, verify))
 
         self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
 
@@ -423,10 +425,10 @@ class Layers:
         return None, None
 
 
-def one_context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+def one_context(activations: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """The activations of one context of a batch; rotary tables are those of all."""
     tables = tuple(name.removeprefix("attn.") for name in TABLES)
-    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in found.items()}
+    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
 
 
 def _frozen(

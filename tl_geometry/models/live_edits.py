@@ -327,14 +327,10 @@ class LiveLayer:
         scores, allowed = value[:, self.heads], layer.allowed
         ignore = self.view.layer_facts(self.edit.layer).ignore
         same_mask = bool((unmasked(scores, ignore) == allowed).all())
-        require(
-            same_mask and bool(allowed.diagonal().all()),
-            self._what("mask"),
-            expected="one mask for all prompts and heads, under which each token sees itself",
-            got="another, as padding makes it",
-            instead="prompts of one length without padding mask",
-            error=ReconstructionError,
-        )
+        fits, what = same_mask and bool(allowed.diagonal().all()), self._what("mask")
+        expected = "one mask for all prompts and heads, under which each token sees itself"
+        got, instead = "another, as padding makes it", "prompts of one length without padding mask"
+        require(fits, what, expected=expected, got=got, instead=instead, error=ReconstructionError)
         own, new = (soft_cap(s, layer.softcap) for s in (own, new))
         error = torch.where(allowed, scores.detach() - own.detach(), 0.0).abs().max()
         self._close(

@@ -19,9 +19,7 @@ from tl_geometry.models.batches import device_of
 from tl_geometry.models.configs import BY_HAND, hooked_config
 from tl_geometry.models.directories import ENCODERS, only_whole, read_directory
 from tl_geometry.models.fingerprints import DTYPES, remember, require_numbers
-from tl_geometry.models.names import EXPECTED, look_up
-
-MODEL_CLASSES = ("bridge", "hooked")
+from tl_geometry.models.names import CLASSES, EXPECTED, look_up
 
 
 def load(
@@ -43,7 +41,7 @@ def load(
     Raises ``GeometryError`` where the weights cannot be had, ``UnsupportedModelError`` where the
     class cannot hold the model.
     """
-    choice(model_class, MODEL_CLASSES, "model_class")
+    choice(model_class, CLASSES, "model_class")
     # refused before anything large is imported or read
     dtypes = ", ".join(map(str, DTYPES))
     require(dtype in DTYPES, "dtype", expected=dtypes, got=repr(dtype))
@@ -78,7 +76,7 @@ def from_hf(
     that changes what the model computes is refused (ALiBi of 6 heads or local YaRN as a
     HookedTransformer, folding of a mixture of experts).
     """
-    choice(model_class, MODEL_CLASSES, "model_class")
+    choice(model_class, CLASSES, "model_class")
     require_numbers(hf_model)
     hf_model = hf_model.to(device=device, dtype=dtype or next(hf_model.parameters()).dtype).eval()
     with warnings.catch_warnings(), TemporaryDirectory() as scratch:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,34 +27,6 @@ from tl_geometry.models.parameters import Parameters, part, upcast
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """What a provenance says about windows of tokens, as :class:`tl_geometry.TokenWindows` has it
-    (which this package cannot import)."""
-
-    @property
-    def corpus(self) -> str:
-        """Label of the texts."""
-        ...
-
-    @property
-    def token_hash(self) -> str:
-        """Hash of all ids in their order."""
-        ...
-
-    @property
-    def has_bos(self) -> bool:
-        """Whether windows begin with the BOS token."""
-        ...
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What a reader must know about the tokens."""
-        ...
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -348,9 +320,10 @@ class ModelView:
 
     # ---- results
 
-    def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
-        """Provenance of a result of this model (on ``rows``), with the user hooks that act on it
-        now; ``fields`` are its other fields.
+    def provenance(self, rows: Any = None, **fields: Any) -> Provenance:
+        """Provenance of a result of this model (on ``rows``, a
+        :class:`~tl_geometry.TokenWindows`), with the user hooks that act on it now; ``fields`` are
+        its other fields.
 
         Call it when the passes have ended: it raises where the weights have changed since this
         view was made (:meth:`require_unchanged`).
@@ -373,4 +346,4 @@ class ModelView:
         return provenance.flagged(f"under hooks at {brief(hooks)}") if hooks else provenance
 
 
-__all__ = ["Hook", "LayerHook", "ModelView", "Rows"]
+__all__ = ["Hook", "LayerHook", "ModelView"]

@@ -92,13 +92,9 @@ class Parameters:
         """Head weights of one layer, with ``detach=False`` as part of the graph."""
         attn, lift = self.attention(layer), partial(upcast, detach=detach)
         W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
-        require(
-            W_Q.dim() == 3 and W_O.dim() == 3,
-            f"block {layer} of {self.name}",
-            expected="W_Q [head d_model d_head]",
-            got=describe(W_Q),
-            error=UnsupportedModelError,
-        )
+        fits = W_Q.dim() == 3 and W_O.dim() == 3
+        what, expected = f"block {layer} of {self.name}", "W_Q [head d_model d_head]"
+        require(fits, what, expected=expected, got=describe(W_Q), error=UnsupportedModelError)
         heads, d_model, d_head = W_Q.shape
 
         def expanded(value: Tensor) -> Tensor:

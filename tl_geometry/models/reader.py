@@ -159,33 +159,37 @@ def _probe(
     wanted = [*states, *ends, *inside]
     try:
         with without_hooks(model):
-            found = collect(run, ids, list(dict.fromkeys(wanted)))
+            activations = collect(run, ids, list(dict.fromkeys(wanted)))
     except RuntimeError as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         expected = f"a model that runs in {next(iter(model.parameters())).dtype}"
         instead = "another dtype, or processed=False"
         fail(name, expected=expected, got=text, instead=instead, error=UnsupportedModelError)
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
-    wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
+    wrong = {h: tuple(activations[h].shape) for h in states if tuple(activations[h].shape) != shape}
     what = f"states of {name}"
     require(not wrong, what, expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
-    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
+    broken = [
+        l
+        for l, end in enumerate(ends)
+        if not torch.equal(activations[end], activations[states[l + 1]])
+    ]
     what, expected = f"states of {name}", "the output of block l to be the input of block l+1"
     got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
     instead = "a model with one residual stream"
     require(
         not broken, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
-    patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
+    patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
     if is_half(model) and can_widen(model):
         try:
             with without_hooks(model), widened(model):
-                found = collect(run, ids, list(found))
+                activations = collect(run, ids, list(activations))
         # a model that casts by itself cannot run in float32: it is verified in its own precision
         except RuntimeError:
             pass
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
-    return Probe(made_of, found, causal, {})
+    return Probe(made_of, activations, causal, {})
 
 
 def _require_weights(model: Any, name: str) -> None:

@@ -88,9 +88,8 @@ class ValueSplit(Result):
 
     @property
     def reconstruction(self) -> ReconstructionReport:
-        """The worst reconstruction error over the layers, with its bound."""
-        worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
-        return ReconstructionReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
+        """The worst reconstruction error of values and of z over the layers, with its bound."""
+        return ReconstructionReport.of(self.checks)
 
     @property
     def share(self) -> Float[Tensor, "head part"]:
@@ -149,9 +148,8 @@ def split_values(
     check_request(
         view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
     )
-    readout = (
-        None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
-    )
+    if wanted:
+        _require_linear_readout(view, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
@@ -173,7 +171,7 @@ def split_values(
         z=mixed,
         W_O=outward,
         token_ids=wanted,
-        logits=None if readout is None else readout(mixed, outward),
+        logits=_direct_effects(view, wanted, rows.tokens, mixed, outward) if wanted else None,
         checks=tuple(compared),
         str_tokens=rows.str_tokens,
     )
@@ -234,29 +232,24 @@ def trained_head(view: ModelView) -> OutputHead:
     return head
 
 
-class _Readout:
-    """Direct effect of a write into the stream on some logits."""
+def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
+    """Refuse logits where heads do not write straight into a stream that a linear map reads."""
+    trained_head(view)
+    direct = not any(view.layer_facts(layer).norm_after for layer in layers)
+    what, expected = f"logits of {view.name}", "heads that write straight into the stream"
+    got, instead = "a norm after attention", "split_values without token_ids="
+    require(direct, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
-    def __init__(
-        self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]
-    ) -> None:
-        head = trained_head(view)
-        require(
-            not any(view.layer_facts(layer).norm_after for layer in layers),
-            f"logits of {view.name}",
-            expected="heads that write straight into the stream",
-            got="a norm after attention",
-            instead="split_values without token_ids=",
-            error=UnsupportedModelError,
-        )
-        last = view.state_hooks[-1]
-        h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
-        self.scale = head.norm.scale(h)
-        self.directions = head.directions(list(token_ids))
 
-    def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
-        path = einsum(W_O, self.directions.to(W_O), "head e d, token d -> head e token")
-        effect = einsum(
-            z, path, "part batch position head e, head e token -> part batch position head token"
-        )
-        return effect / self.scale.to(effect)[None, :, :, None, None]
+def _direct_effects(
+    view: ModelView, token_ids: Sequence[int], tokens: Tensor, z: Tensor, W_O: Tensor
+) -> Float[Tensor, "part batch position head d_vocab"]:
+    """Direct effect on some logits of what each part makes the heads write into the stream."""
+    head, last = trained_head(view), view.state_hooks[-1]
+    h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
+    directions = head.directions(list(token_ids)).to(W_O)
+    path = einsum(W_O, directions, "head e d, token d -> head e token")
+    effects = einsum(
+        z, path, "part batch position head e, head e token -> part batch position head token"
+    )
+    return effects / head.norm.scale(h).to(effects)[None, :, :, None, None]
