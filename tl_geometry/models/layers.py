@@ -419,6 +419,7 @@ class Layers:
         bound = reconstruction_bound(unit_roundoff(logits.dtype), largest(exact))
         for norm in parameters.norm_candidates(part(model, "ln_final"), h):
             head = OutputHead(norm, W_U, parameters.unembed_bias(), cap)
+            # float64 here, the model's dtype there: 1000 units; another norm is off by far more
             if largest(head.logits(h) - exact) <= 1e3 * bound + 1e-4:
                 like = upcast(logits)
                 return replace(norm, gain=norm.gain.to(like), bias=norm.bias.to(like)), cap

@@ -148,6 +148,8 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
             best, least = candidate, error
         if least <= rounding:
             break
+    # two products of matrices and an activation round more than one product; 1e-5 is for outputs
+    # near zero. Another activation or norm is off by 1e-3 and more.
     bound = 8 * rounding + 1e-5
     if best is None or not least <= bound:
         fail(
@@ -179,7 +181,7 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((no_bias, b_out + b_in @ W_out))
-    norm = view._parameters.norm_candidates
+    norm = view._layers.parameters.norm_candidates
     no_norm = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
     after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]

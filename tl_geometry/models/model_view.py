@@ -23,7 +23,7 @@ from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.parameters import Parameters, part, upcast
+from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
@@ -65,7 +65,6 @@ class ModelView:
     pad_id: int | None = None
     _model: Any
     _run: Callable[..., Tensor | None]
-    _parameters: Parameters
     _layers: Layers
     _refresh: Callable[[ModelView], ModelView]
 
@@ -184,7 +183,7 @@ class ModelView:
 
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._parameters.weights(layer)
+        return self._layers.parameters.weights(layer)
 
     def attention_norm(self, layer: int) -> NormWeights:
         """The norm in front of the projections of one layer, as the model has it."""
@@ -204,11 +203,11 @@ class ModelView:
 
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._parameters.unembed()
+        return self._layers.parameters.unembed()
 
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._parameters.unembed_bias()
+        return self._layers.parameters.unembed_bias()
 
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``

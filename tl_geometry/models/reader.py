@@ -124,7 +124,6 @@ def view(model: Any) -> ModelView:
         pad_id=unambiguous_pad_id(model),
         _model=model,
         _run=run,
-        _parameters=parameters,
         _layers=layers,
         _refresh=_refreshed,
     )

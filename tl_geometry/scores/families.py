@@ -165,6 +165,7 @@ def _refuse_added(layer: LayerView, rest: Tensor) -> None:
     if layer.added is None:
         return
     embedding = layer.added.embedding.double().expand_as(rest)
+    # rounding is far below 0.1%, and other parts are not off by this very embedding
     far = float((rest - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
     expected = f"parts that sum to the input of layer {layer.layer}"
     got = "the positional embedding among them"
