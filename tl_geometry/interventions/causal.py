@@ -306,13 +306,10 @@ def dominant_only(
 def _require_all_heads(view: ModelView, table: SweepTable) -> None:
     """Refuse a sweep of another model, or of some heads."""
     instead, fingerprint = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
-    require(
-        fingerprint in (None, view.fingerprint),
-        "table",
-        expected=f"a sweep of {view.name} ({view.fingerprint})",
-        got=f"a sweep of {table.provenance.model} ({fingerprint})",
-        instead=instead,
-    )
+    fits = fingerprint in (None, view.fingerprint)
+    expected = f"a sweep of {view.name} ({view.fingerprint})"
+    got = f"a sweep of {table.provenance.model} ({fingerprint})"
+    require(fits, "table", expected=expected, got=got, instead=instead)
     all_heads = checks.heads(None, view.n_layers, view.n_heads)
     missing = [head for head in all_heads if head not in table.heads]
     got = f"none for {missing[:4]}"

@@ -69,13 +69,11 @@ def read_directory(directory: Path, model_class: str, dtype: torch.dtype) -> tup
 
     saved = (config.get("architectures") or [""])[0]
     loader = getattr(transformers, saved, None)
-    require(
-        loader is not None or not config.get("auto_map"),
-        "model",
-        expected="an architecture of the installed transformers",
-        got=f"{directory.name}, which brings code of its own",
-        instead="from_hf(model) with the model that this code makes",
-    )
+    expected = "an architecture of the installed transformers"
+    got = f"{directory.name}, which brings code of its own"
+    instead = "from_hf(model) with the model that this code makes"
+    known = loader is not None or not config.get("auto_map")
+    require(known, "model", expected=expected, got=got, instead=instead)
     if saved in ENCODERS:
         hooked = model_class == "hooked"  # HookedEncoder wants the next-sentence head too
         loader = transformers.BertForPreTraining if hooked else transformers.BertForMaskedLM

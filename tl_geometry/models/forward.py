@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -95,14 +95,10 @@ class Runner:
             for point, handle in handles:
                 take_away(point, handle)
         silent = sorted(set(hooks) - fired)
-        require(
-            not silent,
-            f"hooks of {self.name}",
-            expected="each to fire in a forward pass",
-            got=f"silent: {', '.join(silent)}",
-            instead="another TransformerLens class for this model",
-            error=UnsupportedModelError,
-        )
+        if silent:
+            expected, got = "each to fire in a forward pass", f"silent: {', '.join(silent)}"
+            what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
+            fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
         return out
 
     def checked(self, tokens: Tensor) -> Tensor:
@@ -168,12 +164,10 @@ class Runner:
         """The state after which nothing is needed, ``None`` to run to the end."""
         deepest = max((self._state_of(name) for name in hooks), default=0)
         if stop_at is not None:
-            require(
-                0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at,
-                "stop_at",
-                expected="a block after everything that is hooked, without logits",
-                got=f"{stop_at} with hooks up to state {deepest}",
-            )
+            fits = 0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at
+            expected = "a block after everything that is hooked, without logits"
+            got = f"{stop_at} with hooks up to state {deepest}"
+            require(fits, "stop_at", expected=expected, got=got)
         if logits or deepest >= len(self.state_hooks):
             return None
         return deepest if stop_at is None else stop_at

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, require
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.attention_spec import (
     AttentionSpec,
@@ -79,14 +79,11 @@ class Layers:
             inference = SpecInference(self.parameters, layer, self.probe, self.causal)
             names = [f"blocks.{layer}.{name}" for name in CORE]
             missing = [name for name in names if name not in self.probe]
-            require(
-                not missing,
-                f"layer {layer} of {self.parameters.name}",
-                expected="hooks of queries, keys and pattern",
-                got=f"no {', '.join(missing)}",
-                instead="a model with eager attention",
-                error=UnsupportedModelError,
-            )
+            if missing:
+                what, got = f"layer {layer} of {self.parameters.name}", f"no {', '.join(missing)}"
+                expected = "hooks of queries, keys and pattern"
+                instead = "a model with eager attention"
+                fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
             self.memo[layer] = replace(inference.infer(), weights=None)
             self.verify_spec(layer, self.probe[f"blocks.{layer}.hook_resid_pre"])
         return self.memo[layer]
@@ -247,15 +244,13 @@ class Layers:
             # no query and key of these sizes make a score that low
             hidden = view.scores < -2 * max(report.scale, 1.0)
             masked = int((hidden == view.allowed).flatten(1).any(1).sum())
-            require(
-                masked == 0,
-                f"mask of {what}",
-                expected="one mask for all prompts and heads, of minus infinity",
-                got=f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes",
-                instead="prompts of one length without padding"
-                + (", or the model without these hooks" if hooks else ""),
-                error=ReconstructionError,
-            )
+            if masked:
+                expected = "one mask for all prompts and heads, of minus infinity"
+                got = f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes"
+                instead = "prompts of one length without padding"
+                instead += ", or the model without these hooks" if hooks else ""
+                options = {"instead": instead, "error": ReconstructionError}
+                fail(f"mask of {what}", expected=expected, got=got, **options)
         require_reconstruction(
             [(view.layer, name, *pair) for name, pair in report.checks.items()], what
         )
@@ -325,15 +320,14 @@ class Layers:
             rest = torch.where(allowed, scores.double() - content, 0.0)
             spread = largest(rest - rest.mean(0))
             bound = reconstruction_bound(self.roundoff(layer), largest(absolute) + largest(rest))
-            what = f"score bias of layer {layer} of {self.parameters.name}"
-            require(
-                spread <= bound,
-                what,
-                expected=f"one for all sequences to {bound:.1e}",
-                got=f"differences of {spread:.1e}",
-                instead="an architecture that check_model lists",
-                error=UnsupportedModelError,
-            )
+            if not spread <= bound:
+                what = f"score bias of layer {layer} of {self.parameters.name}"
+                expected, got = (
+                    f"one for all sequences to {bound:.1e}",
+                    f"differences of {spread:.1e}",
+                )
+                instead = "an architecture that check_model lists"
+                fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
             self.memo["bias", layer, length] = rest.mean(0)
 
         with without_hooks(self.parameters.model):  # the bias is the model's own

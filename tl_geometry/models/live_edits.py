@@ -155,14 +155,11 @@ class OpenEdit:
 
     def require_passes(self, name: str) -> None:
         """Refuse an edit that no pass came to while it was open."""
-        require(
-            self.passes > 0 or self.reached,
-            f"an edit of {name}",
-            expected="a forward pass inside the with block that it changes",
-            got="none",
-            instead="model(tokens) inside the block, as far as the edited layer; neither a "
-            "torch.compile wrapper that ran before it nor edit.hooks()",
-        )
+        ran = self.passes > 0 or self.reached
+        expected = "a forward pass inside the with block that it changes"
+        instead = "model(tokens) inside the block, as far as the edited layer; neither a "
+        instead += "torch.compile wrapper that ran before it nor edit.hooks()"
+        require(ran, f"an edit of {name}", expected=expected, got="none", instead=instead)
 
 
 @contextmanager

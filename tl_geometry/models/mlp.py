@@ -27,7 +27,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.write_spec import by_head, writing_of
@@ -152,13 +152,10 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
     # near zero. Another activation or norm is off by 1e-3 and more.
     bound = 8 * rounding + 1e-5
     if best is None or not least <= bound:
-        fail(
-            f"MLP of block {layer} of {view.name}",
-            expected="two or three matrices with an activation between them",
-            got=type(part(block.mlp, "original_component") or block.mlp).__name__,
-            instead='mlp="leaf", which takes MLPs as inputs of the graph',
-            error=UnsupportedModelError,
-        )
+        what, got = f"MLP of block {layer} of {view.name}", type(inner(block.mlp)).__name__
+        expected = "two or three matrices with an activation between them"
+        instead = 'mlp="leaf", which takes MLPs as inputs of the graph'
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return best
 
 

@@ -61,14 +61,9 @@ def class_of(model: Any) -> str:
             instead = "tl_geometry.models.from_hf(model, tokenizer)"
         expected, got = " or ".join(CLASS_NAMES), type(model).__name__
         fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    require(
-        len(getattr(model, "blocks", ())) > 0,
-        type(model).__name__,
-        expected="a stack of blocks",
-        got="none",
-        instead="a decoder or encoder",
-        error=UnsupportedModelError,
-    )
+    fits, what = len(getattr(model, "blocks", ())) > 0, type(model).__name__
+    expected, instead = "a stack of blocks", "a decoder or encoder"
+    require(fits, what, expected=expected, got="none", instead=instead, error=UnsupportedModelError)
     return class_name
 
 
