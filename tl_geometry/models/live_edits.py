@@ -301,12 +301,12 @@ class LiveLayer:
         # only the first check of a pass gives its tokens
         if self.edit.on_tokens is not None and (tokens is not None or self.counts):
             self._flag(self.edit.on_tokens(tokens))
-        found = running.seen if scores is None else running.seen | {self.scores: scores}
+        activations = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
         what, got = self._what("scores"), f"{keys} keys for {h.shape[1]} tokens"
         instead = "generate(..., use_past_kv_cache=False)"
         require(keys == h.shape[1], what, expected="whole prompts", got=got, instead=instead)
-        layer = self.view.layer(self.edit.layer, found, verify=False)
+        layer = self.view.layer(self.edit.layer, activations, verify=False)
         self._check_inputs(layer)
         own = score_of(layer, self.heads)
         running.step = _Step(layer, own, self.edit.scores(layer, own))
