@@ -10,7 +10,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
-from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.circuits.logits import LogitExplanation, explain_logit
 from tl_geometry.models import view
 from tl_geometry.scores.split import split_scores
@@ -68,6 +68,17 @@ def test_pairs_say_what_the_splits_say(architecture: str) -> None:
         == float(found.pair_terms[0, i, j])
         == float(found.pair_terms[0].flatten()[found.pair_terms[0].abs().argmax()])
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_logit_that_is_not_the_readout_of_the_last_state_is_refused(architecture: str) -> None:
+    """Also behind a soft cap (Gemma 2), where the model shows no logit before the cap."""
+    model = tiny("bridge", architecture)
+    with (
+        model.hooks(fwd_hooks=[("unembed.hook_in", lambda x, hook: 1.01 * x)]),
+        pytest.raises(ReconstructionError, match="contributions that sum to it"),
+    ):
+        explained(model)
 
 
 def test_with_a_basis_sources_are_position_and_content() -> None:

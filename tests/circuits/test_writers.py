@@ -88,7 +88,6 @@ def test_batches_do_not_matter() -> None:
     model = tiny("bridge", "llama")
     one, each = sweep_of(model), sweep_of(model, batch_size=1)
     assert torch.allclose(one.cs, each.cs, atol=1e-5)
-    assert one.rows_used == each.rows_used
     assert one.provenance.token_hash == each.provenance.token_hash
 
 

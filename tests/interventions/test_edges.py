@@ -167,6 +167,25 @@ def test_a_prompt_that_goes_on_is_refused(model_class: str) -> None:
         model.generate(PROMPTS, use_past_kv_cache=False, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("model_class", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
+def test_a_pass_that_begins_with_embeddings_is_refused(model_class: str) -> None:
+    """It may be one of other tokens, also where its length is that of the clean run."""
+    model = tiny(model_class, "gpt2")
+    embeddings = model.run_with_cache(PROMPTS.flip(0))[1]["hook_embed"]
+    edit = remove_edge(model, PROMPTS, "L0H0", "L1H2")
+
+    def run() -> None:
+        if model_class == "bridge":
+            model.original_model(inputs_embeds=embeddings)
+        else:
+            model(embeddings, start_at_layer=0)
+
+    with edit, pytest.raises(GeometryError, match="or embeddings"):
+        run()
+    with model.hooks(fwd_hooks=edit.hooks()), pytest.raises(GeometryError, match="or embeddings"):
+        run()
+
+
 FIRST = ("clean", "remove", "swap", "keep", "shrink")
 
 

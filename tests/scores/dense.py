@@ -45,6 +45,5 @@ def share_sums_dense(
         total=scores.square().sum((-2, -1)),
         gain_total=(moved * scores).sum((-2, -1)),
         floor=size * unit**2,
-        rows=(several > 0).sum(-1).double(),
-        cells=several.sum(-1).double(),
+        cells=several.sum(-1, keepdim=True).double().expand(energies.shape[1:]),
     )

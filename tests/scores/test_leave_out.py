@@ -250,8 +250,7 @@ def test_blocks_of_contexts_merge_in_pairs() -> None:
         total=torch.rand(contexts, 2).double(),
         gain_total=torch.zeros(contexts, 2).double(),
         floor=torch.zeros(contexts, 2).double(),
-        rows=torch.ones(contexts).double(),
-        cells=torch.ones(contexts).double(),
+        cells=torch.ones(contexts, 2).double(),
     )
     for part in range(0, contexts, 10):
         some = slice(part, min(part + 10, contexts))

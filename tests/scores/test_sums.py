@@ -87,7 +87,7 @@ def test_contraction_equals_matrices(name: str, drop: int, with_bias: bool) -> N
         matrices = torch.cat([matrices, bias.expand(1, 2, -1, -1, -1)])
     dense = share_sums_dense(matrices, mask if mask.dim() == 2 else mask.unsqueeze(1), drop=drop)
     fast = share_sums(q, k, mask, bias=bias, drop=drop)
-    for field in ("numerators", "energies", "total", "rows", "cells"):
+    for field in ("numerators", "energies", "total", "cells"):
         ours, expected = getattr(fast, field), getattr(dense, field)
         assert torch.allclose(
             ours, expected, rtol=1e-11, atol=1e-11 * float(expected.abs().max())
@@ -152,7 +152,8 @@ def test_sums_merge_in_any_partition() -> None:
     for other in (halves, tight, spliced):
         assert torch.allclose(other.cs, whole.cs, atol=1e-12)
         assert torch.allclose(other.energies, whole.energies, rtol=1e-12)
-        assert float(other.rows) == float(whole.rows) == 5 * 11
+        # rows of 2 to 12 keys in each of five contexts
+        assert other.cells.tolist() == whole.cells.tolist() == [5 * 77] * 2
     average = torch.stack(
         [share_sums(q[:, c : c + 1], k[:, c : c + 1]).pooled().cs for c in range(5)]
     ).mean(0)

@@ -10,22 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, require, whole
-
-__all__ = [
-    "choice",
-    "describe",
-    "finite",
-    "head_name",
-    "head_rows",
-    "heads",
-    "holds_integers",
-    "index",
-    "indices",
-    "is_plain",
-    "whole",
-    "window",
-]
+from tl_geometry.base.errors import choice as choice
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import whole as whole
 
 Head = str | Sequence[int]
 """A head as ``(layer, head)`` or ``"L5H1"``."""
@@ -71,13 +58,8 @@ def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
         bad = int((~torch.isfinite(values)).sum())
-        require(
-            bad == 0,
-            what,
-            expected="finite numbers",
-            got=f"{bad} NaN or infinite of {values.numel()}",
-            instead="inputs without NaN",
-        )
+        got = f"{bad} NaN or infinite of {values.numel()}"
+        require(bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
     return values
 
 
@@ -121,45 +103,31 @@ def heads(
             for layer in indices(layers, n_layers, "layers")
             for head in range(n_heads)
         )
-    given: list[Any] = (
-        [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)
-    )
-    chosen = (  # two integers alone are one pair
-        [tuple(given)] if len(given) == 2 and all(whole(v) is not None for v in given) else given
-    )
-    out: list[tuple[int, int]] = []
-    for value in chosen:
-        # without a dot or an H, "51" would match as layer 5, head 1
-        match = (
-            re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
-            if isinstance(value, str) and re.search("[.hH]", value)
-            else None
-        )
-        pair = (int(match[1]), int(match[2])) if match else value
-        if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
-            fail(
-                "heads",
-                expected='(layer, head) pairs or "L5H1"',
-                got=repr(value),
-                instead='(5, 1) or "L5H1"',
-            )
-        out.append(
-            (
-                index(pair[0], n_layers, f"layer of head {value!r}"),
-                index(pair[1], n_heads, f"head {value!r}"),
-            )
-        )
+    several = isinstance(values, Iterable) and not isinstance(values, str)
+    given: list[Any] = list(values) if several else [values]
+    if len(given) == 2 and all(whole(v) is not None for v in given):
+        given = [tuple(given)]  # two integers alone are one pair
+    out = [_head(value, n_layers, n_heads) for value in given]
     require(len(out) > 0, "heads", expected="at least one head", got="none")
     allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
     outside = [p for p in out if allowed is not None and p[0] not in allowed]
-    require(
-        not outside,
-        "heads",
-        expected=f"heads of layers {sorted(allowed or ())}",
-        got=outside,
-        instead="either heads= or layers=",
-    )
+    expected, got = f"heads of layers {sorted(allowed or ())}", outside
+    require(not outside, "heads", expected=expected, got=got, instead="either heads= or layers=")
     return tuple(dict.fromkeys(out))
+
+
+def _head(value: Any, n_layers: int, n_heads: int) -> tuple[int, int]:
+    """One head as a (layer, head) pair."""
+    pair = value
+    # without a dot or an H, "51" would match as layer 5, head 1
+    if isinstance(value, str) and re.search("[.hH]", value):
+        match = re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
+        pair = (int(match[1]), int(match[2])) if match else value
+    if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
+        expected = '(layer, head) pairs or "L5H1"'
+        fail("heads", expected=expected, got=repr(value), instead='(5, 1) or "L5H1"')
+    layer = index(pair[0], n_layers, f"layer of head {value!r}")
+    return layer, index(pair[1], n_heads, f"head {value!r}")
 
 
 def head_name(head: tuple[int, int]) -> str:
@@ -200,10 +168,6 @@ def window(value: tuple[int, int] | None, length: int, default_start: int) -> tu
     if value is None:
         return (default_start if length > default_start else 0, length)
     start, end = value
-    require(
-        0 <= start < end <= length,
-        "window",
-        expected=f"0 <= start < end <= {length} (positions of the input)",
-        got=repr(value),
-    )
+    expected = f"0 <= start < end <= {length} (positions of the input)"
+    require(0 <= start < end <= length, "window", expected=expected, got=repr(value))
     return (start, end)

@@ -86,12 +86,8 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
     except (OSError, ValueError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         got = f"{type(error).__name__}: {reason or error}"
-        fail(
-            _named(path),
-            expected="a file that can be written (what was there is unchanged)",
-            got=got,
-            instead="a folder with room",
-        )
+        expected = "a file that can be written (what was there is unchanged)"
+        fail(_named(path), expected=expected, got=got, instead="a folder with room")
     finally:
         if part is not None:
             with contextlib.suppress(OSError):
@@ -133,21 +129,13 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
             # a copy: what is read shares memory with the file, which others may write over
             tensors = {k: handle.get_tensor(k).clone() for k in handle.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        fail(
-            str(path),
-            expected="a whole file written by tl_geometry",
-            got=f"{type(error).__name__}: {error}",
-        )
+        expected = "a whole file written by tl_geometry"
+        fail(str(path), expected=expected, got=f"{type(error).__name__}: {error}")
     got = repr(header.get("schema"))
     require(header.get("schema") in schemas, str(path), expected=f"schema {schemas[0]}", got=got)
     intact = header.get("checksum") == checksum(tensors, texts)
-    require(
-        intact,
-        str(path),
-        expected="the numbers that were written (checksum)",
-        got="altered ones",
-        instead="a copy of the file",
-    )
+    expected = "the numbers that were written (checksum)"
+    require(intact, str(path), expected=expected, got="altered ones", instead="a copy of the file")
     return header, tensors
 
 

@@ -270,13 +270,8 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
         expected="an orthogonal matrix",
         got=f"orthogonality error {error:.1e}",
     )
-    require(
-        np.linalg.det(matrix) > 0,
-        "rotation",
-        expected="determinant +1",
-        got="-1",
-        instead="the last column with its sign flipped",
-    )
+    expected, instead = "determinant +1", "the last column with its sign flipped"
+    require(np.linalg.det(matrix) > 0, "rotation", expected=expected, got="-1", instead=instead)
     schur, basis = scipy.linalg.schur(matrix, output="real")[:2]
     log = np.zeros_like(schur)
     negative: list[int] = []  # places of the eigenvalues -1

@@ -71,13 +71,8 @@ def read_record(folder: Path, *, force: bool = False) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         record, problem = {}, f"one that is no JSON ({type(error).__name__})"
-    require(
-        not problem or force,
-        printable(str(path)),
-        expected="the record of a run of tl-geometry",
-        got=problem,
-        instead=FORCE,
-    )
+    what, expected = printable(str(path)), "the record of a run of tl-geometry"
+    require(not problem or force, what, expected=expected, got=problem, instead=FORCE)
     return {} if problem else record
 
 
@@ -179,13 +174,8 @@ def check_folder(
     the files ``names``. Refused: results of another owner, and files of the user in the way."""
     record = read_record(folder, force=force)
     last_owner = record.get("experiment", "report") if record else owner
-    require(
-        last_owner == owner or force,
-        "--out",
-        expected="a folder of its own",
-        got=f"{printable(str(folder))} with results of {last_owner}",
-        instead=FORCE,
-    )
+    expected, got = "a folder of its own", f"{printable(str(folder))} with results of {last_owner}"
+    require(last_owner == owner or force, "--out", expected=expected, got=got, instead=FORCE)
     record = record if last_owner == owner else {}  # --force deletes nothing of another owner
     files = OwnFiles(folder, record.get("files", {}), force=force)
     taken = [name for name in names if not files.free(name)]
@@ -193,13 +183,9 @@ def check_folder(
     started = schema(folder / CHECKPOINT).startswith("tl_geometry/checkpoint/") and bool(record)
     if _there(folder / CHECKPOINT) and not (started or force):
         taken.append(CHECKPOINT)
-    require(
-        not taken,
-        "--out",
-        expected="a folder without files of these names that others wrote or changed",
-        got=f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}",
-        instead=FORCE,
-    )
+    expected = "a folder without files of these names that others wrote or changed"
+    got = f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}"
+    require(not taken, "--out", expected=expected, got=got, instead=FORCE)
     return record
 
 
@@ -224,20 +210,11 @@ def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
     if force or not _there(path):
         return
     shown = printable(str(path))
-    require(
-        schema(path).startswith("tl_geometry/checkpoint/"),
-        shown,
-        expected="a checkpoint of fit, or no file",
-        got="another file",
-        instead=FORCE,
-    )
-    require(
-        resume,
-        "--out",
-        expected="no stopped run in the way",
-        got=f"its checkpoint {shown}",
-        instead="--resume to go on with it, or --force to begin again",
-    )
+    fits = schema(path).startswith("tl_geometry/checkpoint/")
+    expected = "a checkpoint of fit, or no file"
+    require(fits, shown, expected=expected, got="another file", instead=FORCE)
+    got, instead = f"its checkpoint {shown}", "--resume to go on with it, or --force to begin again"
+    require(resume, "--out", expected="no stopped run in the way", got=got, instead=instead)
 
 
 def _held(path: Path) -> str:
@@ -260,12 +237,9 @@ def lock(path: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.read(handle, 20).decode(errors="replace").strip() or "another"
             os.close(handle)
-            fail(
-                "--out",
-                expected="a place that no other run is writing to",
-                got=f"{printable(str(path.parent))}, where process {holder} is at work",
-                instead="another --out, or wait for it",
-            )
+            expected = "a place that no other run is writing to"
+            got = f"{printable(str(path.parent))}, where process {holder} is at work"
+            fail("--out", expected=expected, got=got, instead="another --out, or wait for it")
         except OSError:  # a file system without locks
             pass
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:

@@ -321,7 +321,7 @@ def _block(
         constant = constant - b_out  # it is in the MLP's own constant
     return FrozenBlock(
         layer=layer,
-        spec=view._layers._local(layer.layer, layer.h),
+        spec=view._layers.spec_with_weights(layer.layer, layer.h),
         heads=written.heads[layer.layer],
         attention_constant=constant,
         mlp=frozen,

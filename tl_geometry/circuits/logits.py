@@ -34,6 +34,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.split_request import check_request, provenance_of
@@ -222,6 +223,7 @@ class Direct:
         self.moved: list[Float[Tensor, "batch head source d_head"]] = []
         self.outward: list[Float[Tensor, "batch head d_head"]] = []
         self.others: dict[str, Float[Tensor, " batch"]] = {}
+        self.readouts = torch.zeros(ids.shape, dtype=torch.float64)
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Keep the attention paid to each source, and the value it gives each head."""
@@ -236,25 +238,28 @@ class Direct:
     def on_end(self, h: Tensor, written: Written) -> None:
         """The directions that the heads' writes are read by, and what everything else wrote."""
         i, norm, sign = self.position, self.head.norm, self.sign
-        scale = norm.scale(h)[:, i].double().unsqueeze(-1)
+        scale = norm.scale(h)[:, i].double()
         rows = self.head.directions(self.ids.flatten().tolist()).double()
-        u = einsum(rows.unflatten(0, self.ids.shape), sign, "b s d, s -> b d") / scale
+        rows = rows.unflatten(0, self.ids.shape) / scale[:, None, None]
+        u = einsum(rows, sign, "b s d, s -> b d")
         self.others = {n: (x[:, i].double() * u).sum(-1) for n, x in written.dense.items()}
-        W_U = einsum(self.head.W_U[:, self.ids].double(), sign, "d b s, s -> b d")
-        offset = W_U @ norm.bias.double() + self.head.b_U[self.ids].double() @ sign
-        self.others[CONSTANTS] = (written.constants[:, i].double() * u).sum(-1) + offset
+        W_U, b_U = self.head.W_U[:, self.ids].double(), self.head.b_U[self.ids].double()
+        offsets = einsum(W_U, norm.bias.double(), "d b s, d -> b s") + b_U
+        self.others[CONSTANTS] = (written.constants[:, i].double() * u).sum(-1) + offsets @ sign
         for heads in written.heads:
             out = einsum(heads.W.double(), u, "h e d, b d -> b h e")
             self.outward.append(out * heads.scale[:, i].double()[:, None, None])
-        self.readout = (h[:, i].double() * u).sum(-1) + offset
+        self.readouts = einsum(rows, h[:, i].double(), "b s d, b d -> b s") + offsets
 
     def logit(self, tokens: Tensor) -> Float[Tensor, " batch"]:
-        """The model's own logits; where it has a soft cap, those before it."""
+        """The model's own logits; where it has a soft cap, those before it.
+
+        A cap is not inverted, which would blow up the rounding of a logit near it: what it takes
+        off is computed from the readout, and added to the logit that the model gives.
+        """
         logits = self.view.logits(tokens)[:, self.position].gather(1, self.ids).double()
-        cap = self.head.softcap
-        if cap is not None:  # the model gives no logit before its cap
-            return self.readout
-        return logits @ self.sign
+        readouts = self.readouts.to(logits)
+        return (logits + readouts - soft_cap(readouts, self.head.softcap)) @ self.sign
 
     def contributions(self) -> Float[Tensor, "batch layer head source"]:
         """What each head wrote towards the target from each source."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange
@@ -61,8 +61,6 @@ class Pulled(NamedTuple):
     alibi: Float[Tensor, "weight head"]
     total: Float[Tensor, "weight head"]
     floor: Float[Tensor, " head"]
-    rows: float
-    cells: float
 
 
 def pulled(
@@ -103,14 +101,11 @@ def pulled(
     # as in share_sums: what rounding alone could leave
     sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).double() for x in (query, key)]
     floor = (32 * unit_roundoff(q.dtype) * sizes[0] * sizes[1]).square().sum(0)
-    counts = mask[0].sum(-1)
-    several = torch.where(counts > 1, counts, 0)
     query, key = (
         torch.nn.functional.pad(rearrange(x, "n b h i e -> n b i h e"), (0, 0, 0, 0, before, 0))
         for x, before in ((out_q, drop if queries is None else 0), (out_k, drop))
     )
-    rows, cells = (float(x) * len(q) for x in ((several > 0).sum(), several.sum()))
-    return Pulled(query, key, alibi, total, floor, rows, cells)
+    return Pulled(query, key, alibi, total, floor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,11 +259,8 @@ class WriterSweep(Result):
     total: Float[Tensor, " head"]
     gain_total: Float[Tensor, " head"]
     floor: Float[Tensor, " head"]
-    rows_used: float
-    cells: float
     drop: int
     dropped_mass: Float[Tensor, " head"]
-    version: ClassVar[int] = 1
 
     @property
     def cs(self) -> Float[Tensor, "head side part"]:
@@ -332,7 +324,6 @@ class _Sums:
         self.total = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
         self.floor, self.mass = (torch.zeros(heads, dtype=torch.float64) for _ in "ab")
         self.alibi = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
-        self.rows = self.cells = 0.0
 
     def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
         """Take in one batch."""
@@ -344,7 +335,6 @@ class _Sums:
         self.total += cotangents.total.cpu()
         self.floor += cotangents.floor.cpu()
         self.alibi += cotangents.alibi.cpu()
-        self.rows, self.cells = self.rows + cotangents.rows, self.cells + cotangents.cells
         if layer.pattern is not None:
             self.mass += dropped_mass(layer.pattern, drop).sum(0).double().cpu()
 
@@ -353,6 +343,9 @@ class _Sums:
         for at, side in enumerate(SIDES):
             error = (self.shares[:, at].sum(-1) + self.alibi - self.total).abs()
             size = self.shares[:, at].abs().sum(-1) + self.total.abs()
+            # 1024 units (6e-5 in float32): the numerators come out of three products in a row, with
+            # sums over d_model and all positions; a writer that is missing leaves out far more.
+            # A head without scores to explain holds rounding alone, which its floor bounds.
             bound = 2**10 * layer.roundoff * size + 32 * self.floor.sqrt()
             worst = int((error - bound).max() > 0)
             require(
@@ -473,7 +466,6 @@ def _table(
 
     shares = torch.cat([wide(sums[l]) for l in layers], 1)
     total = torch.cat([sums[l].total for l in layers], 1)
-    first = sums[layers[0]]
     return WriterSweep(
         provenance=provenance,
         heads=tuple((layer, head) for layer in layers for head in range(view.n_heads)),
@@ -484,8 +476,6 @@ def _table(
         total=total[0],
         gain_total=total[1],
         floor=torch.cat([sums[l].floor for l in layers]),
-        rows_used=first.rows,
-        cells=first.cells,
         drop=drop,
         dropped_mass=torch.cat([sums[l].mass for l in layers]) / (provenance.contexts or 1),
     )

@@ -54,12 +54,9 @@ def file(path: Path, *, suffix: str = "") -> None:
 def _check_length(path: Path) -> None:
     sizes = [len(part.encode(errors="surrogatepass")) for part in path.parts]
     fits = max(sizes, default=0) <= 255 and sum(sizes[-1:]) <= LONGEST_NAME
-    require(
-        fits and "\0" not in str(path),
-        "--out",
-        expected=f"a name of at most {LONGEST_NAME} bytes",
-        got=printable(f"{path.name[:40]}... ({len(path.name)} characters)"),
-    )
+    expected = f"a name of at most {LONGEST_NAME} bytes"
+    got = printable(f"{path.name[:40]}... ({len(path.name)} characters)")
+    require(fits and "\0" not in str(path), "--out", expected=expected, got=got)
 
 
 def file_trouble(error: BaseException) -> str | None:

@@ -154,12 +154,8 @@ def necessity_sufficiency(
     """
     view, rows = _prompts(model, tokens, basis, "necessity_sufficiency", prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
-    require(
-        len(rows) >= 2 and draws >= 1,
-        "tokens",
-        expected="at least 2 prompts, and a swap",
-        got=f"{len(rows)} and {draws} draws",
-    )
+    expected, got = "at least 2 prompts, and a swap", f"{len(rows)} and {draws} draws"
+    require(len(rows) >= 2 and draws >= 1, "tokens", expected=expected, got=got)
     names = terms_of(term)
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     cosines: list[Tensor] = []
@@ -310,13 +306,10 @@ def dominant_only(
 def _require_all_heads(view: ModelView, table: SweepTable) -> None:
     """Refuse a sweep of another model, or of some heads."""
     instead, fingerprint = "sweep_heads(model, tokens, basis)", table.provenance.fingerprint
-    require(
-        fingerprint in (None, view.fingerprint),
-        "table",
-        expected=f"a sweep of {view.name} ({view.fingerprint})",
-        got=f"a sweep of {table.provenance.model} ({fingerprint})",
-        instead=instead,
-    )
+    fits = fingerprint in (None, view.fingerprint)
+    expected = f"a sweep of {view.name} ({view.fingerprint})"
+    got = f"a sweep of {table.provenance.model} ({fingerprint})"
+    require(fits, "table", expected=expected, got=got, instead=instead)
     all_heads = checks.heads(None, view.n_layers, view.n_heads)
     missing = [head for head in all_heads if head not in table.heads]
     got = f"none for {missing[:4]}"

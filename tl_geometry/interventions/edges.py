@@ -128,12 +128,6 @@ def _names(value: Names) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _require_clean_tokens(same: bool) -> None:
-    """Refuse a pass of other tokens than those of the clean run."""
-    expected, instead = "the tokens of the clean run", "remove_edge(model, these tokens, ...)"
-    require(same, "tokens inside an edit", expected=expected, got="others", instead=instead)
-
-
 def _edit(
     run: CleanRun, at: int, heads: tuple[int, ...], change: Tensor, letters: set[str]
 ) -> Edit:
@@ -143,8 +137,6 @@ def _edit(
         """Queries, keys or values of the heads, of the changed input where they are edited."""
         if which not in letters:
             return getattr(layer, which)[:, :, chosen]
-        # a pass that begins with embeddings shows no tokens to compare
-        _require_clean_tokens(layer.h.shape == change.shape)
         mapped = getattr(layer, f"{which}_map")(layer.h + change.to(layer.h))
         projected = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
         return projected[:, :, chosen]
@@ -157,9 +149,13 @@ def _edit(
         bias = bias_of(layer, heads)
         return edited if bias is None else edited + bias
 
-    def on_tokens(tokens: PassTokens) -> None:
-        same = tokens.shape == tuple(run.tokens.shape)
-        _require_clean_tokens(same and bool(tokens.are(run.tokens).all()))
+    def on_tokens(tokens: PassTokens | None) -> None:
+        """Refuse a pass of other tokens than those of the clean run, or of embeddings."""
+        same_shape = tokens is not None and tokens.shape == tuple(run.tokens.shape)
+        same = same_shape and bool(tokens.are(run.tokens).all())
+        expected, got = "the tokens of the clean run", "others, or embeddings"
+        instead = "remove_edge(model, these tokens, ...)"
+        require(same, "tokens inside an edit", expected=expected, got=got, instead=instead)
 
     values = (lambda layer, v: side(layer, "v")) if "v" in letters else None
     return Edit(at, heads, scores, on_tokens, values)

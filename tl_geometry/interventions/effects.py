@@ -197,13 +197,8 @@ def repeated_for(
     bos = bool(basis.provenance.has_bos) and view.bos_id is not None
     low, high = token_range(view.d_vocab, [view.bos_id])
     longest = period_for(min(view.n_ctx, basis.length), high - low, bos=bos)
-    require(
-        longest >= 2,
-        "basis",
-        expected="at least 4 positions",
-        got=basis.length,
-        instead="decompose(...) on longer windows",
-    )
+    expected, instead = "at least 4 positions", "decompose(...) on longer windows"
+    require(longest >= 2, "basis", expected=expected, got=basis.length, instead=instead)
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
     periods = (longest - torch.arange(batch) % max(1, longest // 2)).unsqueeze(1)
     position = torch.arange(2 * longest).expand(batch, -1)

@@ -78,13 +78,8 @@ def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
 
 def require_several(prompts: int, what: str) -> None:
     """Refuse a single prompt, which has no other to take anything from."""
-    require(
-        prompts >= 2,
-        what,
-        expected="a batch of at least 2 prompts",
-        got=prompts,
-        instead="more prompts of the same length",
-    )
+    expected, instead = "a batch of at least 2 prompts", "more prompts of the same length"
+    require(prompts >= 2, what, expected=expected, got=prompts, instead=instead)
 
 
 def from_another_prompt(term: Tensor, seed: int, what: str) -> Tensor:

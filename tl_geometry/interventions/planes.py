@@ -106,11 +106,7 @@ def random_planes(
 
 
 def _edit(
-    model: ModelLike,
-    planes: PlanesLike,
-    heads: HeadsLike,
-    change: PlaneEdit,
-    control: int | None,
+    model: ModelLike, planes: PlanesLike, heads: HeadsLike, change: PlaneEdit, control: int | None
 ) -> LiveEdit:
     planes = tuple(planes) if isinstance(planes, list) else planes
 

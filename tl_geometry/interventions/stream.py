@@ -34,30 +34,17 @@ def subspace_of(
     choice(subspace, ("pos", "ctx"), "subspace")
     vectors = basis.pos if subspace == "pos" else basis.ctx
     if vectors is None:
-        fail(
-            "subspace='ctx'",
-            expected="a basis with context vectors",
-            got="one without",
-            instead="decompose(..., keep_ctx=True)",
-        )
+        what, expected = "subspace='ctx'", "a basis with context vectors"
+        fail(what, expected=expected, got="one without", instead="decompose(..., keep_ctx=True)")
     _, S, V = linalg.svd(vectors[row])
     nonzero = int((S / S[0].clamp(min=1e-300) > ROUNDING).sum())
-    require(
-        nonzero > 0,
-        f"{subspace} at state {state}",
-        expected="vectors that differ",
-        got="zeros",
-        instead="a longer window, more contexts",
-    )
+    what, instead = f"{subspace} at state {state}", "a longer window, more contexts"
+    require(nonzero > 0, what, expected="vectors that differ", got="zeros", instead=instead)
     if rank is None:
         energy = S.square()
         rank = 1 + int((energy.cumsum(0) < ENERGY * energy.sum()).sum())
-    require(
-        1 <= rank <= nonzero,
-        "rank",
-        expected=f"1 to {nonzero}, the rank of {subspace} at state {state}",
-        got=rank,
-    )
+    expected = f"1 to {nonzero}, the rank of {subspace} at state {state}"
+    require(1 <= rank <= nonzero, "rank", expected=expected, got=rank)
     return V[:, :rank]
 
 

@@ -136,14 +136,11 @@ def replacements(
     """The replacement of each layer that has chosen heads."""
     choice(part, PARTS, "part")
     rotary = view.position == "rotary"
-    require(
-        not (rotary and part in NO_OFFSETS),
-        f"part {part!r}",
-        expected="a part of a W_QK that is one matrix for all offsets",
-        got=f"rotary positions in {view.name}",
-        instead=f"one of {', '.join(map(repr, offset_parts(view)))}",
-        error=UnsupportedModelError,
-    )
+    fits = not (rotary and part in NO_OFFSETS)
+    what, expected = f"part {part!r}", "a part of a W_QK that is one matrix for all offsets"
+    got = f"rotary positions in {view.name}"
+    instead = f"one of {', '.join(map(repr, offset_parts(view)))}"
+    require(fits, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     require_basis(basis)
     basis.check_model(view)
     layers = by_layer(heads)
@@ -155,13 +152,8 @@ def replacements(
             pos, min(DIRECTIONS, view.d_model), centered=centered
         )
         k = min(rank or RANK, pos_rank)
-        require(
-            k > 0,
-            "basis",
-            expected="positional vectors that differ",
-            got=f"none at state {layer}",
-            instead="a longer window",
-        )
+        expected, got = "positional vectors that differ", f"none at state {layer}"
+        require(k > 0, "basis", expected=expected, got=got, instead="a longer window")
         if rotary:
             V = directions[:, :k]
             V = random_directions(V, centered, seed) if part == "random" else V

@@ -200,8 +200,8 @@ def edits_for(view: ModelView, basis: PositionContext, heads: Heads, change: Cha
     basis.check_model(view)
     basis.require_identifiable("interventions")
 
-    def check_tokens(tokens: PassTokens) -> str | None:
-        if view.bos_id is None:
+    def check_tokens(tokens: PassTokens | None) -> str | None:
+        if tokens is None or view.bos_id is None:
             return None
         bos = tokens.are(torch.full(tokens.shape, view.bos_id))[:, :2]
         basis.check_model(view, bool(bos[:, 0].all()))
@@ -219,7 +219,7 @@ def _layer_edit(
     at: int,
     heads: tuple[int, ...],
     change: Change,
-    check_tokens: Callable[[PassTokens], str | None],
+    check_tokens: Callable[[PassTokens | None], str | None],
 ) -> Edit:
     """The edit of one layer; where rounding of the parts is large, it is flagged or refused."""
     basis.index(at)  # refuses a layer that the basis does not have
@@ -239,13 +239,9 @@ def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]
     """Parts of the running forward pass for some heads, with gradients, from the weights as they
     are now."""
     length = layer.h.shape[1]
-    require(
-        length <= basis.length,
-        "tokens",
-        expected=f"at most {basis.length} positions, as the basis has seen",
-        got=length,
-        instead="decompose(...) on windows of this length",
-    )
+    expected = f"at most {basis.length} positions, as the basis has seen"
+    instead = "decompose(...) on windows of this length"
+    require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
     return split_heads(layer, project_basis(layer, basis, length), list(heads))
 
 

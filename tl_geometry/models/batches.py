@@ -18,12 +18,8 @@ def batch_of(batch_size: int | None, positions: int, device: torch.device) -> in
     """The batch size that was asked for, if it is one, or the default."""
     size = default_batch(positions, device) if batch_size is None else whole(batch_size)
     if size is None or size < 1:
-        fail(
-            "batch_size",
-            expected="a whole number, at least 1",
-            got=repr(batch_size),
-            instead="batch_size=None for the default",
-        )
+        expected, got = "a whole number, at least 1", repr(batch_size)
+        fail("batch_size", expected=expected, got=got, instead="batch_size=None for the default")
     return size
 
 
@@ -51,11 +47,6 @@ def device_of(device: torch.device | str | None, default: torch.device | str) ->
         reason = "which holds no values" if chosen.type == "meta" else ""
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         chosen, reason = torch.device("cpu"), str(error).splitlines()[0][:120]
-    require(
-        not reason,
-        "device",
-        expected="a device of this machine",
-        got=f"{str(device)!r} ({reason})",
-        instead='device="cpu"',
-    )
+    expected, got = "a device of this machine", f"{str(device)!r} ({reason})"
+    require(not reason, "device", expected=expected, got=got, instead='device="cpu"')
     return chosen

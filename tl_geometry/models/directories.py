@@ -69,13 +69,11 @@ def read_directory(directory: Path, model_class: str, dtype: torch.dtype) -> tup
 
     saved = (config.get("architectures") or [""])[0]
     loader = getattr(transformers, saved, None)
-    require(
-        loader is not None or not config.get("auto_map"),
-        "model",
-        expected="an architecture of the installed transformers",
-        got=f"{directory.name}, which brings code of its own",
-        instead="from_hf(model) with the model that this code makes",
-    )
+    expected = "an architecture of the installed transformers"
+    got = f"{directory.name}, which brings code of its own"
+    instead = "from_hf(model) with the model that this code makes"
+    known = loader is not None or not config.get("auto_map")
+    require(known, "model", expected=expected, got=got, instead=instead)
     if saved in ENCODERS:
         hooked = model_class == "hooked"  # HookedEncoder wants the next-sentence head too
         loader = transformers.BertForPreTraining if hooked else transformers.BertForMaskedLM
@@ -132,14 +130,10 @@ def _require_safetensors(directory: Path) -> None:
         p.name for p in directory.iterdir() if p.suffix in PICKLED and p.name != "training_args.bin"
     )
     safe = any(p.suffix == ".safetensors" for p in directory.iterdir())
-    require(
-        safe or not pickled,
-        "model",
-        expected=f"weights as safetensors in {directory.name}",
-        got=f"{', '.join(pickled[:4])} (pickled)",
-        instead="model.save_pretrained(directory) where you trust that file, which writes "
-        "safetensors",
-    )
+    expected = f"weights as safetensors in {directory.name}"
+    got = f"{', '.join(pickled[:4])} (pickled)"
+    instead = "model.save_pretrained(directory) where you trust that file, which writes safetensors"
+    require(safe or not pickled, "model", expected=expected, got=got, instead=instead)
 
 
 def _loaded(loader: Any, directory: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -157,12 +151,8 @@ def _loaded(loader: Any, directory: Path, dtype: torch.dtype) -> tuple[Any, dict
             )
     except Exception as error:  # the file format, the hub and the model class raise their own
         text = (str(error).strip().splitlines() or [""])[0][:200]
-        fail(
-            "model",
-            expected=f"weights in {directory.name}",
-            got=f"{type(error).__name__}: {text}",
-            instead="a whole directory",
-        )
+        got = f"{type(error).__name__}: {text}"
+        fail("model", expected=f"weights in {directory.name}", got=got, instead="a whole directory")
 
 
 def _head_is_new(name: str, info: dict[str, Any]) -> bool:
@@ -184,11 +174,6 @@ def _head_is_new(name: str, info: dict[str, Any]) -> bool:
         "unreadable": [str(e) for e in info.get("error_msgs", ())],
     }
     got = "; ".join(f"{what} {brief(keys)}" for what, keys in wrong.items() if keys)
-    require(
-        not got,
-        "model",
-        expected=f"in {name} every weight that its config.json asks for, and no other",
-        got=got,
-        instead="a whole directory",
-    )
+    expected = f"in {name} every weight that its config.json asks for, and no other"
+    require(not got, "model", expected=expected, got=got, instead="a whole directory")
     return any(k.startswith(HEADS) for k in missing)

@@ -97,13 +97,10 @@ class EditHooks(HookList):
     def require_thread(self) -> None:
         """Refuse any other thread than the first."""
         self.thread = self.thread or get_ident()
-        require(
-            self.thread == get_ident(),
-            f"hooks of an edit of {self.view.name}",
-            expected="passes of one thread",
-            got="a pass of another, which has these hooks too",
-            instead="with edit: ... around all threads",
-        )
+        what = f"hooks of an edit of {self.view.name}"
+        expected, got = "passes of one thread", "a pass of another, which has these hooks too"
+        instead = "with edit: ... around all threads"
+        require(self.thread == get_ident(), what, expected=expected, got=got, instead=instead)
 
     def __iter__(self) -> Iterator[tuple[str, Callable[[Tensor, Any], Tensor | None]]]:
         with _ADDING:  # held until the whole list is on the model
@@ -214,10 +211,7 @@ def require_unchanged(view: ModelView) -> None:
     """Raise ``GeometryError`` where weights or settings changed while an edit was in use: what it
     removes was measured with the old ones."""
     now = fingerprint(view._model)
-    require(
-        now == view.fingerprint,
-        f"an edit of {view.name}",
-        expected=f"the weights that it was made for ({view.fingerprint})",
-        got=f"others ({now})",
-        instead="a basis of the changed model, decompose(model, tokens)",
-    )
+    what = f"an edit of {view.name}"
+    expected = f"the weights that it was made for ({view.fingerprint})"
+    got, instead = f"others ({now})", "a basis of the changed model, decompose(model, tokens)"
+    require(now == view.fingerprint, what, expected=expected, got=got, instead=instead)

@@ -156,13 +156,9 @@ def _require_numbers(
     quantised += [f"{name}, a {type(m).__name__}" for name, m in modules if _is_quantised(type(m))]
     instead = "a model whose weights are loaded" if meta else "the model without quantisation"
     for problem in [*meta, *quantised][:1]:
-        fail(
-            f"weights of {type(model).__name__}",
-            expected="floating-point numbers, not quantised",
-            got=problem,
-            instead=instead,
-            error=UnsupportedModelError,
-        )
+        what = f"weights of {type(model).__name__}"
+        expected = "floating-point numbers, not quantised"
+        fail(what, expected=expected, got=problem, instead=instead, error=UnsupportedModelError)
 
 
 @cache

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -95,14 +95,10 @@ class Runner:
             for point, handle in handles:
                 take_away(point, handle)
         silent = sorted(set(hooks) - fired)
-        require(
-            not silent,
-            f"hooks of {self.name}",
-            expected="each to fire in a forward pass",
-            got=f"silent: {', '.join(silent)}",
-            instead="another TransformerLens class for this model",
-            error=UnsupportedModelError,
-        )
+        if silent:
+            expected, got = "each to fire in a forward pass", f"silent: {', '.join(silent)}"
+            what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
+            fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
         return out
 
     def checked(self, tokens: Tensor) -> Tensor:
@@ -110,36 +106,22 @@ class Runner:
         attended to: nothing is padding."""
         require_full_precision(self.device, self.name)
         training = self.is_training()
-        require(
-            not training,
-            f"{self.name}",
-            expected="evaluation mode",
-            got=f"training mode ({training})",
-            instead="model.eval()",
-        )
+        got = f"training mode ({training})"
+        expected, instead = "evaluation mode", "model.eval()"
+        require(not training, self.name, expected=expected, got=got, instead=instead)
         ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
-        require(
-            ids and tokens.numel() > 0,
-            "tokens",
-            expected="integer ids [batch position]",
-            got=describe(tokens),
-            instead="tl_geometry.windows(...)",
-        )
+        expected = "integer ids [batch position]"
+        got, instead = describe(tokens), "tl_geometry.windows(...)"
+        require(ids and tokens.numel() > 0, "tokens", expected=expected, got=got, instead=instead)
         length = tokens.shape[1]
-        require(
-            length <= self.n_ctx,
-            "tokens",
-            expected=f"at most {self.n_ctx} positions (n_ctx of {self.name})",
-            got=length,
-            instead="shorter windows",
-        )
+        expected = f"at most {self.n_ctx} positions (n_ctx of {self.name})"
+        instead = "shorter windows"
+        require(length <= self.n_ctx, "tokens", expected=expected, got=length, instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
+        expected = f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})"
+        got, instead = f"ids from {low} to {high}", "this model's tokenizer"
         require(
-            low >= 0 and high < self.d_vocab,
-            "tokens",
-            expected=f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})",
-            got=f"ids from {low} to {high}",
-            instead="this model's tokenizer",
+            low >= 0 and high < self.d_vocab, "tokens", expected=expected, got=got, instead=instead
         )
         # ids in pinned memory are copied without waiting
         return tokens.to(self.device, torch.int64, non_blocking=True)
@@ -182,12 +164,10 @@ class Runner:
         """The state after which nothing is needed, ``None`` to run to the end."""
         deepest = max((self._state_of(name) for name in hooks), default=0)
         if stop_at is not None:
-            require(
-                0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at,
-                "stop_at",
-                expected="a block after everything that is hooked, without logits",
-                got=f"{stop_at} with hooks up to state {deepest}",
-            )
+            fits = 0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at
+            expected = "a block after everything that is hooked, without logits"
+            got = f"{stop_at} with hooks up to state {deepest}"
+            require(fits, "stop_at", expected=expected, got=got)
         if logits or deepest >= len(self.state_hooks):
             return None
         return deepest if stop_at is None else stop_at
@@ -208,13 +188,10 @@ def require_points(
 ) -> None:
     """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
     missing = [name for name in names if name not in points]
+    what, expected = f"hooks of {model_name}", f"hooks of this {class_name}"
+    got, instead = f"no {', '.join(missing)}", "check_model(model) to see what is supported"
     require(
-        not missing,
-        f"hooks of {model_name}",
-        expected=f"hooks of this {class_name}",
-        got=f"no {', '.join(missing)}",
-        instead="check_model(model) to see what is supported",
-        error=UnsupportedModelError,
+        not missing, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
 
 
@@ -236,13 +213,9 @@ def require_full_precision(device: torch.device, name: str) -> None:
     """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
     the model's dtype."""
     types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
-    require(
-        not types,
-        name,
-        expected="no torch.autocast",
-        got=f"autocast on {', '.join(types)}",
-        instead="the model without autocast, or one that was loaded with dtype=torch.bfloat16",
-    )
+    got = f"autocast on {', '.join(types)}"
+    instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
+    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
 
 
 def _stop(value: Tensor) -> None:

@@ -50,22 +50,17 @@ class _Attachment:
 
     def require_present(self) -> None:
         """Raise where ``reset_hooks(including_permanent=True)`` has taken the hook away."""
-        require(
-            self.handle.hook.id in self.point._forward_hooks,
-            f"an open edit of {self.view.name}",
-            expected="its hooks to stay until the end of the with block",
-            got=f"none at {self.hook.name} any more",
-            instead="reset_hooks() without including_permanent, or after the with block",
-        )
+        present, what = self.handle.hook.id in self.point._forward_hooks, self.view.name
+        expected = "its hooks to stay until the end of the with block"
+        got = f"none at {self.hook.name} any more"
+        instead = "reset_hooks() without including_permanent, or after the with block"
+        require(present, f"an open edit of {what}", expected=expected, got=got, instead=instead)
 
     def _move(self, module: Any) -> None:
-        require(
-            module is self.point,
-            f"a copy of {self.view.name}",
-            expected="a model that was copied outside of edits",
-            got=f"one that was copied inside an edit of {self.hook.name}, whose hooks it has",
-            instead="copy.deepcopy(model) before or after the with block",
-        )
+        what, expected = f"a copy of {self.view.name}", "a model that was copied outside of edits"
+        got = f"one that was copied inside an edit of {self.hook.name}, whose hooks it has"
+        instead = "copy.deepcopy(model) before or after the with block"
+        require(module is self.point, what, expected=expected, got=got, instead=instead)
         self.require_present()
         last = self.hook.place == "last"
         self.point._forward_hooks.move_to_end(self.handle.hook.id, last=last)
@@ -120,13 +115,9 @@ def require_free(heads: Iterable[tuple[int, int]], taken: Iterable[tuple[int, in
     """Raise ``GeometryError`` for heads that another edit changes."""
     twice = sorted(set(heads) & set(taken))
     names = ", ".join(f"L{layer}H{head}" for layer, head in twice[:8])
-    require(
-        not twice,
-        "heads",
-        expected="heads that no open edit changes",
-        got=f"{names}, edited already",
-        instead="one edit with all the terms, remove_term(model, basis, [first, second], heads)",
-    )
+    expected = "heads that no open edit changes"
+    instead = "one edit with all the terms, remove_term(model, basis, [first, second], heads)"
+    require(not twice, "heads", expected=expected, got=f"{names}, edited already", instead=instead)
 
 
 def _unchanged(ids: Tensor) -> Tensor:
@@ -219,39 +210,25 @@ class PassArguments:
             what = f"a forward pass of {self.view.name} inside an edit"
             require(condition, what, expected=expected, got=got, instead=instead)
 
-        allow(
-            not torch.is_autocast_enabled(h.device.type),
-            "the model's own dtype",
-            "torch.autocast",
-            "a model loaded in bfloat16, or no autocast",
-        )
-        allow(
-            running.past == 0,
-            "whole prompts",
-            f"tokens after {running.past} others in a key-value cache",
-            "generate(..., use_past_kv_cache=False)",
-        )
+        autocast, instead = torch.is_autocast_enabled(h.device.type), "a model loaded in bfloat16"
+        allow(not autocast, "the model's own dtype", "torch.autocast", f"{instead}, or no autocast")
+        got = f"tokens after {running.past} others in a key-value cache"
+        allow(running.past == 0, "whole prompts", got, "generate(..., use_past_kv_cache=False)")
         masks = ("attention_mask", "one_zero_attention_mask")
         padded = [name for name in masks if _padded(arguments.get(name))]
         extra = arguments.get("additive_attention_mask")
         if isinstance(extra, Tensor) and bool((extra != 0).any()):
             padded.append("one_zero_attention_mask")
-        allow(
-            not padded,
-            "no padding: the basis knows positions by their index",
-            f"zeros in {', '.join(padded)}",
-            "prompts of one length, with attention_mask=torch.ones_like(tokens) where ids "
-            "equal the pad token",
-        )
+        expected = "no padding: the basis knows positions by their index"
+        instead = "prompts of one length, with attention_mask=torch.ones_like(tokens)"
+        instead += " where ids equal the pad token"
+        allow(not padded, expected, f"zeros in {', '.join(padded)}", instead)
         positions = arguments.get("position_ids")
         if isinstance(positions, Tensor):
             usual = self.first + torch.arange(length, device=positions.device)
-            allow(
-                bool((positions == usual).all()),
-                f"positions {self.first} to {self.first + length - 1}",
-                "other position_ids",
-                "the model's own positions",
-            )
+            expected = f"positions {self.first} to {self.first + length - 1}"
+            same = bool((positions == usual).all())
+            allow(same, expected, "other position_ids", "the model's own positions")
         return tokens if tokens is not None and tokens.shape == tuple(h.shape[:2]) else None
 
 

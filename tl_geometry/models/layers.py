@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, require
+from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.attention_spec import (
     AttentionSpec,
@@ -79,14 +79,11 @@ class Layers:
             inference = SpecInference(self.parameters, layer, self.probe, self.causal)
             names = [f"blocks.{layer}.{name}" for name in CORE]
             missing = [name for name in names if name not in self.probe]
-            require(
-                not missing,
-                f"layer {layer} of {self.parameters.name}",
-                expected="hooks of queries, keys and pattern",
-                got=f"no {', '.join(missing)}",
-                instead="a model with eager attention",
-                error=UnsupportedModelError,
-            )
+            if missing:
+                what, got = f"layer {layer} of {self.parameters.name}", f"no {', '.join(missing)}"
+                expected = "hooks of queries, keys and pattern"
+                instead = "a model with eager attention"
+                fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
             self.memo[layer] = replace(inference.infer(), weights=None)
             self.verify_spec(layer, self.probe[f"blocks.{layer}.hook_resid_pre"])
         return self.memo[layer]
@@ -167,27 +164,18 @@ class Layers:
         # needed only to verify; some fire after hook_z
         optional = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")
         missing = [n for n in names if n not in activations and not n.endswith(optional)]
-        require(
-            not missing,
-            "cache",
-            expected=f"hooks of layer {layer}",
-            got=f"no {', '.join(missing)}",
-            instead="model.run_with_cache(tokens) without names_filter",
-        )
+        got = f"no {', '.join(missing)}"
+        instead = "model.run_with_cache(tokens) without names_filter"
+        require(not missing, "cache", expected=f"hooks of layer {layer}", got=got, instead=instead)
         h = activations[names[0]]
-        require(
-            h.dim() == 3,
-            "cache",
-            expected="a batch dimension",
-            got=describe(h),
-            instead="remove_batch_dim=False",
-        )
+        expected, got = "a batch dimension", describe(h)
+        require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
         return self._build(layer, activations, verify, detach=verify, queries=queries)
 
     def _build(
         self,
         layer: int,
-        found: Mapping[str, Tensor],
+        activations: Mapping[str, Tensor],
         verify: bool,
         roundoff: float | None = None,
         *,
@@ -195,13 +183,13 @@ class Layers:
         queries: int | None = None,
     ) -> LayerView:
         require_full_precision(self.runner.device, self.parameters.name)
-        h = upcast(found[f"blocks.{layer}.hook_resid_pre"], detach=detach)
-        spec, length = self._local(layer, h, detach=detach), h.shape[1]
+        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"], detach=detach)
+        spec, length = self.spec_with_weights(layer, h, detach=detach), h.shape[1]
         heads = spec.constant("q").shape[-2]
 
         def cached(name: str) -> Tensor | None:
             """The model's activation, if it is there, with grouped heads expanded."""
-            value = found.get(f"blocks.{layer}.attn.hook_{name}")
+            value = activations.get(f"blocks.{layer}.attn.hook_{name}")
             if value is not None and name in "qkv" and value.shape[-2] != heads:
                 value = value.repeat_interleave(heads // value.shape[-2], -2)
             return None if value is None else upcast(value, detach=detach)
@@ -211,12 +199,14 @@ class Layers:
         for w in "qk":  # the model's own where they are not verified
             value = None if verify else hooked[w]
             raw[w] = spec.raw(h, w) if value is None else value
-        turn = turn_of(self.parameters, layer, found, length, spec.rotation)
+        turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         bias, source = self._bias(layer, spec, length, h)
         scores = cached("attn_scores") if spec.has_scores else None
         pattern, z = (None if t is None else t.detach() for t in (cached("pattern"), cached("z")))
-        masked = found[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
+        masked = (
+            activations[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
+        )
         view = LayerView(
             layer=layer,
             h=h,
@@ -257,15 +247,13 @@ class Layers:
             # no query and key of these sizes make a score that low
             hidden = view.scores < -2 * max(report.scale, 1.0)
             masked = int((hidden == view.allowed).flatten(1).any(1).sum())
-            require(
-                masked == 0,
-                f"mask of {what}",
-                expected="one mask for all prompts and heads, of minus infinity",
-                got=f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes",
-                instead="prompts of one length without padding"
-                + (", or the model without these hooks" if hooks else ""),
-                error=ReconstructionError,
-            )
+            if masked:
+                expected = "one mask for all prompts and heads, of minus infinity"
+                got = f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes"
+                instead = "prompts of one length without padding"
+                instead += ", or the model without these hooks" if hooks else ""
+                options = {"instead": instead, "error": ReconstructionError}
+                fail(f"mask of {what}", expected=expected, got=got, **options)
         require_reconstruction(
             [(view.layer, name, *pair) for name, pair in report.checks.items()], what
         )
@@ -275,7 +263,7 @@ class Layers:
         """Unit roundoff of the arithmetic behind a layer's numbers."""
         return unit_roundoff(torch.float32 if self.spec(layer).single else self.dtype)
 
-    def _local(self, layer: int, h: Tensor, *, detach: bool = True) -> AttentionSpec:
+    def spec_with_weights(self, layer: int, h: Tensor, *, detach: bool = True) -> AttentionSpec:
         """The specification with the layer's weights, in the dtype and on the device of ``h``.
         Weights are not kept between forward passes."""
         spec, weights = self.spec(layer), self.parameters.weights(layer, detach=detach)
@@ -323,27 +311,26 @@ class Layers:
         generator = torch.Generator().manual_seed(length)
         ids = torch.randint(0, self.runner.d_vocab, (2, length), generator=generator)
 
-        def take(layer: int, found: Mapping[str, Tensor]) -> None:
-            h = found[f"blocks.{layer}.hook_resid_pre"].double()
-            spec = self._local(layer, h)
-            turn = turn_of(self.parameters, layer, found, length, spec.rotation)
+        def take(layer: int, activations: Mapping[str, Tensor]) -> None:
+            h = activations[f"blocks.{layer}.hook_resid_pre"].double()
+            spec = self.spec_with_weights(layer, h)
+            turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
             q, k = (spec.full(h, w, turn) for w in "qk")
             content = scores_of(q, k, spec.scale)
             absolute = scores_of(q.abs(), k.abs(), spec.scale)
-            scores = found[f"blocks.{layer}.attn.hook_attn_scores"]
+            scores = activations[f"blocks.{layer}.attn.hook_attn_scores"]
             allowed = allowed_cells(spec, length, self.causal, scores, None)
             rest = torch.where(allowed, scores.double() - content, 0.0)
             spread = largest(rest - rest.mean(0))
             bound = reconstruction_bound(self.roundoff(layer), largest(absolute) + largest(rest))
-            what = f"score bias of layer {layer} of {self.parameters.name}"
-            require(
-                spread <= bound,
-                what,
-                expected=f"one for all sequences to {bound:.1e}",
-                got=f"differences of {spread:.1e}",
-                instead="an architecture that check_model lists",
-                error=UnsupportedModelError,
-            )
+            if not spread <= bound:
+                what = f"score bias of layer {layer} of {self.parameters.name}"
+                expected, got = (
+                    f"one for all sequences to {bound:.1e}",
+                    f"differences of {spread:.1e}",
+                )
+                instead = "an architecture that check_model lists"
+                fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
             self.memo["bias", layer, length] = rest.mean(0)
 
         with without_hooks(self.parameters.model):  # the bias is the model's own
@@ -363,11 +350,11 @@ class Layers:
         # before the pass: a model cannot be run from within its own hooks
         self.measure(layers, tokens.shape[-1])
 
-        def take(layer: int, found: Mapping[str, Tensor]) -> None:
+        def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             if sample is not None:
                 row, on_sample = sample
-                on_sample(self._build(layer, one_context(found, row), True, queries=queries))
-            on_layer(self._build(layer, found, verify))
+                on_sample(self._build(layer, one_context(activations, row), True, queries=queries))
+            on_layer(self._build(layer, activations, verify))
 
         self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
 
@@ -429,16 +416,17 @@ class Layers:
         bound = reconstruction_bound(unit_roundoff(logits.dtype), largest(exact))
         for norm in parameters.norm_candidates(part(model, "ln_final"), h):
             head = OutputHead(norm, W_U, parameters.unembed_bias(), cap)
+            # float64 here, the model's dtype there: 1000 units; another norm is off by far more
             if largest(head.logits(h) - exact) <= 1e3 * bound + 1e-4:
                 like = upcast(logits)
                 return replace(norm, gain=norm.gain.to(like), bias=norm.bias.to(like)), cap
         return None, None
 
 
-def one_context(found: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+def one_context(activations: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """The activations of one context of a batch; rotary tables are those of all."""
     tables = tuple(name.removeprefix("attn.") for name in TABLES)
-    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in found.items()}
+    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
 
 
 def _frozen(

@@ -83,14 +83,15 @@ block. The edit reads what those before it made; those after it act on what it m
 class Edit:
     """New scores for some heads of one layer, and new values where ``values`` is given.
 
-    ``on_tokens`` is called with the tokens of a pass, where they are known; it refuses them, or
-    returns a flag or ``None``. ``flags`` is what ``scores`` has noticed in the passes so far.
+    ``on_tokens`` is called with the tokens of a pass, or with ``None`` where it began with
+    embeddings and shows none; it refuses them, or returns a flag or ``None``. ``flags`` is what
+    ``scores`` has noticed in the passes so far.
     """
 
     layer: int
     heads: tuple[int, ...]
     scores: ScoreEdit
-    on_tokens: Callable[[PassTokens], str | None] | None = None
+    on_tokens: Callable[[PassTokens | None], str | None] | None = None
     values: ValueEdit | None = None
     flags: list[str] = field(default_factory=list)
 
@@ -154,14 +155,11 @@ class OpenEdit:
 
     def require_passes(self, name: str) -> None:
         """Refuse an edit that no pass came to while it was open."""
-        require(
-            self.passes > 0 or self.reached,
-            f"an edit of {name}",
-            expected="a forward pass inside the with block that it changes",
-            got="none",
-            instead="model(tokens) inside the block, as far as the edited layer; neither a "
-            "torch.compile wrapper that ran before it nor edit.hooks()",
-        )
+        ran = self.passes > 0 or self.reached
+        expected = "a forward pass inside the with block that it changes"
+        instead = "model(tokens) inside the block, as far as the edited layer; neither a "
+        instead += "torch.compile wrapper that ran before it nor edit.hooks()"
+        require(ran, f"an edit of {name}", expected=expected, got="none", instead=instead)
 
 
 @contextmanager
@@ -293,27 +291,22 @@ class LiveLayer:
         running, self.record.reached = self.running, True
         if running.step is not None:
             return running.step
-        require(
-            self.names[0] in running.seen,
-            f"a forward pass of {self.view.name} inside an edit",
-            expected=f"one that reads {self.names[0]} inside it",
-            got="one that began before, or outside of the block",
-            instead="model(tokens) after the edit is open",
-        )
+        what = f"a forward pass of {self.view.name} inside an edit"
+        expected = f"one that reads {self.names[0]} inside it"
+        got = "one that began before, or outside of the block"
+        instead = "model(tokens) after the edit is open"
+        require(self.names[0] in running.seen, what, expected=expected, got=got, instead=instead)
         h = running.seen[self.names[0]]
         tokens = self.arguments.check(h)
-        if tokens is not None and self.edit.on_tokens is not None:
+        # only the first check of a pass gives its tokens
+        if self.edit.on_tokens is not None and (tokens is not None or self.counts):
             self._flag(self.edit.on_tokens(tokens))
-        found = running.seen if scores is None else running.seen | {self.scores: scores}
+        activations = running.seen if scores is None else running.seen | {self.scores: scores}
         keys = h.shape[1] if scores is None else scores.shape[-1]
-        require(
-            keys == h.shape[1],
-            self._what("scores"),
-            expected="whole prompts",
-            got=f"{keys} keys for {h.shape[1]} tokens",
-            instead="generate(..., use_past_kv_cache=False)",
-        )
-        layer = self.view.layer(self.edit.layer, found, verify=False)
+        what, got = self._what("scores"), f"{keys} keys for {h.shape[1]} tokens"
+        instead = "generate(..., use_past_kv_cache=False)"
+        require(keys == h.shape[1], what, expected="whole prompts", got=got, instead=instead)
+        layer = self.view.layer(self.edit.layer, activations, verify=False)
         self._check_inputs(layer)
         own = score_of(layer, self.heads)
         running.step = _Step(layer, own, self.edit.scores(layer, own))
@@ -331,14 +324,10 @@ class LiveLayer:
         scores, allowed = value[:, self.heads], layer.allowed
         ignore = self.view.layer_facts(self.edit.layer).ignore
         same_mask = bool((unmasked(scores, ignore) == allowed).all())
-        require(
-            same_mask and bool(allowed.diagonal().all()),
-            self._what("mask"),
-            expected="one mask for all prompts and heads, under which each token sees itself",
-            got="another, as padding makes it",
-            instead="prompts of one length without padding mask",
-            error=ReconstructionError,
-        )
+        fits, what = same_mask and bool(allowed.diagonal().all()), self._what("mask")
+        expected = "one mask for all prompts and heads, under which each token sees itself"
+        got, instead = "another, as padding makes it", "prompts of one length without padding mask"
+        require(fits, what, expected=expected, got=got, instead=instead, error=ReconstructionError)
         own, new = (soft_cap(s, layer.softcap) for s in (own, new))
         error = torch.where(allowed, scores.detach() - own.detach(), 0.0).abs().max()
         self._close(
@@ -453,6 +442,9 @@ class LiveLayer:
         return max(float(size if layer.bias is None else size + layer.bias.abs().amax()), 1.0)
 
     def _pattern_bound(self, layer: LayerView, pattern: Tensor | None) -> float:
+        """Largest error allowed of a pattern: scores that are off by e change a probability by at
+        most 2 e (its own score, and the sum that it is divided by), in the model's pattern and in
+        the recomputed one; and softmax itself rounds numbers up to one, which 32 u covers."""
         roundoff = pattern_roundoff(None if pattern is None else pattern.detach(), layer.roundoff)
         return 4 * reconstruction_bound(roundoff, self._size(layer)) + 32 * roundoff
 
@@ -467,10 +459,7 @@ class LiveLayer:
         allowed = READ_HOOKS if self.listed else STREAM_HOOKS
         between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in allowed])
         acting = f", with hooks at {', '.join(between[:4])}" if between else ""
-        fail(
-            self._what(name),
-            expected=f"{of} within {bound:.2g}",
-            got=f"{float(error):.2g} off{acting}",
-            instead=(LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED,
-            error=ReconstructionError,
-        )
+        what = self._what(name)
+        expected, got = f"{of} within {bound:.2g}", f"{float(error):.2g} off{acting}"
+        instead = (LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)

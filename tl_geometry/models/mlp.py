@@ -27,7 +27,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.write_spec import by_head, writing_of
@@ -166,15 +166,14 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
             best, least = candidate, error
         if least <= rounding:
             break
+    # two products of matrices and an activation round more than one product; 1e-5 is for outputs
+    # near zero. Another activation or norm is off by 1e-3 and more.
     bound = 8 * rounding + 1e-5
     if best is None or not least <= bound:
-        fail(
-            f"MLP of block {layer} of {view.name}",
-            expected="two or three matrices with an activation between them",
-            got=type(part(block.mlp, "original_component") or block.mlp).__name__,
-            instead='trace_logit(..., mlp="leaf"), which takes MLPs as inputs of its graph',
-            error=UnsupportedModelError,
-        )
+        what, got = f"MLP of block {layer} of {view.name}", type(inner(block.mlp)).__name__
+        expected = "two or three matrices with an activation between them"
+        instead = 'trace_logit(..., mlp="leaf"), with MLPs as inputs'
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return best
 
 
@@ -197,7 +196,7 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((no_bias, b_out + b_in @ W_out.to(h)))
-    norm = view._parameters.norm_candidates
+    norm = view._layers.parameters.norm_candidates
     no_norm = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
     after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -23,38 +23,10 @@ from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.parameters import Parameters, part, upcast
+from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """What a provenance says about windows of tokens, as :class:`tl_geometry.TokenWindows` has it
-    (which this package cannot import)."""
-
-    @property
-    def corpus(self) -> str:
-        """Label of the texts."""
-        ...
-
-    @property
-    def token_hash(self) -> str:
-        """Hash of all ids in their order."""
-        ...
-
-    @property
-    def has_bos(self) -> bool:
-        """Whether windows begin with the BOS token."""
-        ...
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What a reader must know about the tokens."""
-        ...
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,7 +65,6 @@ class ModelView:
     pad_id: int | None = None
     _model: Any
     _run: Callable[..., Tensor | None]
-    _parameters: Parameters
     _layers: Layers
     _refresh: Callable[[ModelView], ModelView]
 
@@ -167,11 +138,7 @@ class ModelView:
         return logits
 
     def activations(
-        self,
-        tokens: Tensor,
-        hooks: Sequence[str],
-        *,
-        stop_at: int | None = None,
+        self, tokens: Tensor, hooks: Sequence[str], *, stop_at: int | None = None
     ) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
         return collect(self.run, tokens, hooks, stop_at=stop_at)
@@ -216,7 +183,7 @@ class ModelView:
 
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._parameters.weights(layer)
+        return self._layers.parameters.weights(layer)
 
     def attention_norm(self, layer: int) -> NormWeights:
         """The norm in front of the projections of one layer, as the model has it."""
@@ -241,11 +208,11 @@ class ModelView:
 
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._parameters.unembed()
+        return self._layers.parameters.unembed()
 
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._parameters.unembed_bias()
+        return self._layers.parameters.unembed_bias()
 
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
@@ -264,12 +231,8 @@ class ModelView:
         those were folded into the unembedding)."""
         norm = part(self._model, "ln_final")
         if norm is None or not self.causal:
-            fail(
-                "post_norm",
-                expected="a decoder with a final norm",
-                got=f"{self.class_name} {self.name}",
-                instead="post_norm=False",
-            )
+            expected, got = "a decoder with a final norm", f"{self.class_name} {self.name}"
+            fail("post_norm", expected=expected, got=got, instead="post_norm=False")
         inputs = states.to(self.device, self.dtype)
         with torch.no_grad():  # each state as a sequence of one position
             out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
@@ -303,13 +266,11 @@ class ModelView:
         """Raise unless the weights and settings are still those of this view: sums over a pass in
         which they changed belong to no model. Edits by this library change neither."""
         now = fingerprint(self._model)
-        require(
-            now == self.fingerprint,
-            f"weights of {self.name}",
-            expected=f"the same until the pass has ended ({self.fingerprint})",
-            got=f"others ({now}): they changed during the pass",
-            instead="a copy of the model (copy.deepcopy) while it is trained or processed",
-        )
+        what = f"weights of {self.name}"
+        expected = f"the same until the pass has ended ({self.fingerprint})"
+        got = f"others ({now}): they changed during the pass"
+        instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
+        require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 
     # ---- other views of the same model
 
@@ -363,9 +324,10 @@ class ModelView:
 
     # ---- results
 
-    def provenance(self, rows: Rows | None = None, **fields: Any) -> Provenance:
-        """Provenance of a result of this model (on ``rows``), with the user hooks that act on it
-        now; ``fields`` are its other fields.
+    def provenance(self, rows: Any = None, **fields: Any) -> Provenance:
+        """Provenance of a result of this model (on ``rows``, a
+        :class:`~tl_geometry.TokenWindows`), with the user hooks that act on it now; ``fields`` are
+        its other fields.
 
         Call it when the passes have ended: it raises where the weights have changed since this
         view was made (:meth:`require_unchanged`).
@@ -388,4 +350,4 @@ class ModelView:
         return provenance.flagged(f"under hooks at {brief(hooks)}") if hooks else provenance
 
 
-__all__ = ["Hook", "LayerHook", "ModelView", "Rows"]
+__all__ = ["Hook", "LayerHook", "ModelView"]

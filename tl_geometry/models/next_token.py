@@ -34,13 +34,10 @@ def require_output(view: ModelView, what: str) -> None:
         instead="the measures of states",
         error=UnsupportedModelError,
     )
+    expected = "a causal language model"
+    got, instead = f"{view.name}, an encoder", "the measures of states"
     require(
-        view.causal,
-        what,
-        expected="a causal language model",
-        got=f"{view.name}, an encoder",
-        instead="the measures of states",
-        error=UnsupportedModelError,
+        view.causal, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
 
 
@@ -127,6 +124,7 @@ def pilot_runs(
     copies = max(1, min(PILOTS // len(tokens), int(KEPT_BYTES / max(1, kept.size))))
     runs = PilotRuns(view, tokens, kept, copies)
     error = float((runs.log_probabilities(1, {}) - own).abs().max())
+    # cached keys come from products of other shapes, which round in another order
     half = torch.finfo(view.dtype).bits < 32
     bound = (0.05 if half else 1e-4) * max(1.0, float(own.abs().max()))
     return runs if error <= bound else uncached

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
@@ -78,27 +78,19 @@ class Parameters:
     def attention(self, layer: int) -> Any:
         """The attention module of a block, or an error by name."""
         attn = part(block_of(self.model, layer), "attn")
-        require(
-            attn is not None and part(attn, "W_Q") is not None,
-            f"block {layer} of {self.name}",
-            expected="attention with W_Q and W_K",
-            got="none",
-            instead="another model (state-space and latent attention are not supported)",
-            error=UnsupportedModelError,
-        )
+        if attn is None or part(attn, "W_Q") is None:
+            what, expected = f"block {layer} of {self.name}", "attention with W_Q and W_K"
+            instead = "another model (state-space and latent attention are not supported)"
+            fail(what, expected=expected, got="none", instead=instead, error=UnsupportedModelError)
         return attn
 
     def weights(self, layer: int, *, detach: bool = True) -> HeadWeights:
         """Head weights of one layer, with ``detach=False`` as part of the graph."""
         attn, lift = self.attention(layer), partial(upcast, detach=detach)
         W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
-        require(
-            W_Q.dim() == 3 and W_O.dim() == 3,
-            f"block {layer} of {self.name}",
-            expected="W_Q [head d_model d_head]",
-            got=describe(W_Q),
-            error=UnsupportedModelError,
-        )
+        fits = W_Q.dim() == 3 and W_O.dim() == 3
+        what, expected = f"block {layer} of {self.name}", "W_Q [head d_model d_head]"
+        require(fits, what, expected=expected, got=describe(W_Q), error=UnsupportedModelError)
         heads, d_model, d_head = W_Q.shape
 
         def expanded(value: Tensor) -> Tensor:

@@ -59,21 +59,11 @@ def class_of(model: Any) -> str:
             instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
         elif hasattr(model, "config") and hasattr(model, "forward"):
             instead = "tl_geometry.models.from_hf(model, tokenizer)"
-        fail(
-            "model",
-            expected=" or ".join(CLASS_NAMES),
-            got=type(model).__name__,
-            instead=instead,
-            error=UnsupportedModelError,
-        )
-    require(
-        len(getattr(model, "blocks", ())) > 0,
-        type(model).__name__,
-        expected="a stack of blocks",
-        got="none",
-        instead="a decoder or encoder",
-        error=UnsupportedModelError,
-    )
+        expected, got = " or ".join(CLASS_NAMES), type(model).__name__
+        fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+    fits, what = len(getattr(model, "blocks", ())) > 0, type(model).__name__
+    expected, instead = "a stack of blocks", "a decoder or encoder"
+    require(fits, what, expected=expected, got="none", instead=instead, error=UnsupportedModelError)
     return class_name
 
 
@@ -129,7 +119,6 @@ def view(model: Any) -> ModelView:
         pad_id=unambiguous_pad_id(model),
         _model=model,
         _run=run,
-        _parameters=parameters,
         _layers=layers,
         _refresh=_refreshed,
     )
@@ -164,44 +153,37 @@ def _probe(
     wanted = [*states, *ends, *inside]
     try:
         with without_hooks(model):
-            found = collect(run, ids, list(dict.fromkeys(wanted)))
+            activations = collect(run, ids, list(dict.fromkeys(wanted)))
     except RuntimeError as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        fail(
-            name,
-            expected=f"a model that runs in {next(iter(model.parameters())).dtype}",
-            got=text,
-            instead="another dtype, or processed=False",
-            error=UnsupportedModelError,
-        )
+        expected = f"a model that runs in {next(iter(model.parameters())).dtype}"
+        instead = "another dtype, or processed=False"
+        fail(name, expected=expected, got=text, instead=instead, error=UnsupportedModelError)
     shape = (PROBE_BATCH, length, int(model.cfg.d_model))
-    wrong = {h: tuple(found[h].shape) for h in states if tuple(found[h].shape) != shape}
+    wrong = {h: tuple(activations[h].shape) for h in states if tuple(activations[h].shape) != shape}
+    what = f"states of {name}"
+    require(not wrong, what, expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
+    broken = [
+        l
+        for l, end in enumerate(ends)
+        if not torch.equal(activations[end], activations[states[l + 1]])
+    ]
+    what, expected = f"states of {name}", "the output of block l to be the input of block l+1"
+    got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
+    instead = "a model with one residual stream"
     require(
-        not wrong,
-        f"states of {name}",
-        expected=f"shape {shape}",
-        got=wrong,
-        error=UnsupportedModelError,
+        not broken, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
     )
-    broken = [l for l, end in enumerate(ends) if not torch.equal(found[end], found[states[l + 1]])]
-    require(
-        not broken,
-        f"states of {name}",
-        expected="the output of block l to be the input of block l+1",
-        got=f"another stream after blocks {broken[:8]} of {type(model).__name__}",
-        instead="a model with one residual stream",
-        error=UnsupportedModelError,
-    )
-    patterns = [p for h, p in found.items() if h.endswith("attn.hook_pattern")]
+    patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
     if is_half(model) and can_widen(model):
         try:
             with without_hooks(model), widened(model):
-                found = collect(run, ids, list(found))
+                activations = collect(run, ids, list(activations))
         # a model that casts by itself cannot run in float32: it is verified in its own precision
         except RuntimeError:
             pass
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
-    return Probe(made_of, found, causal, {})
+    return Probe(made_of, activations, causal, {})
 
 
 def _require_weights(model: Any, name: str) -> None:
@@ -214,14 +196,9 @@ def _require_weights(model: Any, name: str) -> None:
     # the least element is NaN where any is, and takes no memory; stacked, they are read at once
     least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
     bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
-    require(
-        not bad,
-        f"weights of {name}",
-        expected="numbers",
-        got=f"NaN in {brief(bad)}",
-        instead="a checkpoint without NaN",
-        error=UnsupportedModelError,
-    )
+    what, expected = f"weights of {name}", "numbers"
+    got, instead = f"NaN in {brief(bad)}", "a checkpoint without NaN"
+    require(not bad, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
 
 def _processed(model: Any, class_name: str) -> bool:

@@ -3,7 +3,7 @@ from the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +36,15 @@ class ReconstructionReport:
     scale: float
     sizes: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, checks: Iterable[Check], scale: float = 0.0) -> ReconstructionReport:
+        """The worst check of each kind, over layers."""
+        worst: dict[str, tuple[float, float]] = {}
+        for _, name, error, bound in checks:
+            if name not in worst or error * worst[name][1] > worst[name][0] * bound:
+                worst[name] = (error, bound)
+        return cls(checks=worst, scale=scale)
+
     @property
     def adds_up(self) -> bool:
         """Whether every error is within its bound; NaN is not."""
@@ -45,19 +54,15 @@ class ReconstructionReport:
     def nearest(self) -> tuple[str, float, float] | None:
         """Name, error and bound of the check that comes nearest to its bound (or is furthest beyond
         it); ``None`` where nothing was checked."""
-        found = ((name, error, bound) for name, (error, bound) in self.checks.items())
-        return max(found, key=lambda check: check[1] / max(check[2], 1e-300), default=None)
+        checks = ((name, error, bound) for name, (error, bound) in self.checks.items())
+        # the smallest normal number or so, in place of a bound of zero
+        return max(checks, key=lambda check: check[1] / max(check[2], 1e-300), default=None)
 
     @property
     def worst(self) -> float:
         """The largest error as a fraction of its bound."""
-        return max(
-            (
-                error / bound if bound > 0 else float(error > 0)
-                for error, bound in self.checks.values()
-            ),
-            default=0.0,
-        )
+        _, error, bound = self.nearest or ("", 0.0, 1.0)
+        return error / bound if bound > 0 else float(error > 0)
 
 
 def reconstruction_bound(roundoff: float, scale: float) -> float:
@@ -175,13 +180,10 @@ def judge_rounding(
     spread = float(spreads.median())
     bound, single_bound = (reconstruction_bound(u, parts) for u in (roundoff, single))
     if single_bound > spread:
-        fail(
-            what,
-            expected=f"rounding below what {size} ({spread:.2g})",
-            got=f"parts so large that it may reach {single_bound:.2g}",
-            instead="model.double(), or decompose(..., normalize=True)",
-            error=ReconstructionError,
-        )
+        expected = f"rounding below what {size} ({spread:.2g})"
+        got = f"parts so large that it may reach {single_bound:.2g}"
+        instead = "model.double(), or decompose(..., normalize=True)"
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)
     if bound > 0.01 * spread:
         return (f"{what}: rounding may reach {bound:.2g}, {size} {spread:.2g}",)
     return ()
@@ -195,10 +197,6 @@ def require_reconstruction(checks: Sequence[Check], what: str) -> None:
         if not error <= bound
     ]
     if bad:
-        fail(
-            what,
-            expected="parts that add up to the model's own numbers",
-            got=", ".join(bad),
-            instead="check_model(model)",
-            error=ReconstructionError,
-        )
+        expected = "parts that add up to the model's own numbers"
+        got, instead = ", ".join(bad), "check_model(model)"
+        fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)

@@ -94,14 +94,10 @@ def planes_of_tables(
     angle = torch.arange(length, dtype=torch.float64).unsqueeze(1) * theta[pair]
     bound = 16 * (max(roundoff, ROUNDOFF) + ROUNDOFF * angle.abs()) * size
     error = torch.maximum((size * angle.cos() - cos).abs(), (size * angle.sin() - sin).abs())
-    require(
-        bool((error <= bound).all()),
-        what,
-        expected="cosines and sines of one frequency for each plane",
-        got=f"tables that are off by {float(error.max()):.2g}",
-        instead="check_model(model)",
-        error=UnsupportedModelError,
-    )
+    fits = bool((error <= bound).all())
+    expected = "cosines and sines of one frequency for each plane"
+    got, instead = f"tables that are off by {float(error.max()):.2g}", "check_model(model)"
+    require(fits, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     turned = theta != 0
     number = turned.cumsum(0) - 1  # planes that turn, in their order, then the rest
     still = int(turned.sum())

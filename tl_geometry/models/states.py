@@ -76,19 +76,11 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     encoder = encoder or f"blocks.{n_layers - 1}.{NORMED}" in entries
     names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
     missing = [h for h in names if h not in entries]
-    require(
-        not missing,
-        "cache",
-        expected="every residual stream state",
-        got=f"no {', '.join(missing[:4])}",
-        instead="model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)",
-    )
+    got = f"no {', '.join(missing[:4])}"
+    instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"
+    require(not missing, "cache", expected="every residual stream state", got=got, instead=instead)
     states = [entries[h] for h in names]
-    require(
-        states[0].dim() == 3 and getattr(cache, "has_batch_dim", True),
-        "cache",
-        expected="a batch dimension",
-        got=f"states of shape {tuple(states[0].shape)}",
-        instead="remove_batch_dim=False",
-    )
+    fits = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
+    got = f"states of shape {tuple(states[0].shape)}"
+    require(fits, "cache", expected="a batch dimension", got=got, instead="remove_batch_dim=False")
     return torch.stack([s.to(states[0].device) for s in states])

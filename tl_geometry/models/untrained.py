@@ -60,13 +60,8 @@ def reinitialized(
         control = as_view(root)
 
         def refresh(seen: ModelView) -> ModelView:
-            require(
-                open_,
-                label,
-                expected="use inside its `with` block",
-                got="one after it, with the trained weights back",
-                instead="the model itself",
-            )
+            got, instead = "one after it, with the trained weights back", "the model itself"
+            require(open_, label, expected="use inside its `with` block", got=got, instead=instead)
             return control._refresh(seen)
 
         yield dataclasses.replace(

@@ -104,7 +104,8 @@ def _infer(view: ModelView) -> Writing:
 
 
 def _tolerance(view: ModelView, h: Tensor) -> float:
-    """Far above rounding, far below another norm or a missing bias."""
+    """Far above rounding (of sums of three parts, each rounded by itself, and 1e-5 for streams near
+    zero), far below another norm or a missing bias."""
     return 8 * reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max())) + 1e-5
 
 
@@ -115,7 +116,7 @@ def _embedding(
     h = activations[view.state_hooks[0]]
     model = view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
-    norms = [None, *(n for n in view._parameters.norm_candidates(module, h) if n.norm_type)]
+    norms = [None, *(n for n in view._layers.parameters.norm_candidates(module, h) if n.norm_type)]
     for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
         hooks = [embed, *added[:count]]
         total = sum((activations[name] for name in hooks), torch.zeros_like(h))
@@ -152,7 +153,7 @@ def _block(
         # of that norm, cannot be separated
         bias = b_out if norm is None else torch.zeros_like(b_out)
         candidates.append((largest(total - after), BlockWriting(norm, None, mlp, bias)))
-    readings = view._parameters.norm_candidates
+    readings = view._layers.parameters.norm_candidates
     for first in readings(part(block, "ln1"), h):
         for second in readings(part(block, "ln2"), h):
             total = second.apply(first.apply(h + attention) + mlp_out)
@@ -176,4 +177,6 @@ def _behind(view: ModelView, block: object, h: Tensor) -> Iterator[NormWeights |
     for name in ("ln1_post", "ln1"):
         module = part(block, name)
         if module is not None:
-            yield from (n for n in view._parameters.norm_candidates(module, h) if n.norm_type)
+            yield from (
+                n for n in view._layers.parameters.norm_candidates(module, h) if n.norm_type
+            )

@@ -97,11 +97,13 @@ class Written:
     ``constants`` alike, ``heads`` the writes of each block's heads in factors.
     """
 
-    def __init__(self, view: ModelView, writing: Writing, found: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, view: ModelView, writing: Writing, activations: Mapping[str, Tensor]
+    ) -> None:
         self.view, self.writing = view, writing
-        first = upcast(found["blocks.0.hook_resid_pre"])
+        first = upcast(activations["blocks.0.hook_resid_pre"])
         self.dense = {
-            name: upcast(found[hook]).to(first).expand_as(first)
+            name: upcast(activations[hook]).to(first).expand_as(first)
             for name, hook in writing.embeddings
         }
         self.constants = torch.zeros_like(first)
@@ -115,12 +117,12 @@ class Written:
         """The block whose input is the sum so far."""
         return len(self.heads)
 
-    def extend(self, found: Mapping[str, Tensor]) -> None:
+    def extend(self, activations: Mapping[str, Tensor]) -> None:
         """Take in what the next block wrote."""
         layer, block = self.layer, self.writing.blocks[self.layer]
-        h = upcast(found[f"blocks.{layer}.hook_resid_pre"])
-        z = by_head(upcast(found[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads).to(h)
-        heads, constant, b_O = self._heads(layer, z, found)
+        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
+        z = by_head(upcast(activations[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads).to(h)
+        heads, constant, b_O = self._heads(layer, z, activations)
         attention = heads.whole() + constant + b_O
         if block.after_attention is not None:
             norm = block.after_attention
@@ -135,7 +137,7 @@ class Written:
             self._through(block.around[0], block.around[0].scale(h + attention))
             h = block.around[0].apply(h + attention)
         if block.mlp is not None:
-            mlp = upcast(found[block.mlp]).to(h)
+            mlp = upcast(activations[block.mlp]).to(h)
             self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)
             self.constants = self.constants + block.b_out.to(h)
             h = h + mlp
@@ -143,7 +145,7 @@ class Written:
             self._through(block.around[1], block.around[1].scale(h))
 
     def _heads(
-        self, layer: int, z: Tensor, found: Mapping[str, Tensor]
+        self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
     ) -> tuple[HeadWrites, Tensor, Tensor]:
         """Heads without what they write whatever they attend to, that constant, and b_O."""
         weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
@@ -152,7 +154,7 @@ class Written:
         if self.view.layer_facts(layer).sinks is None:
             row_sums = z.new_ones(z.shape[:3])
         else:  # a sink takes its share
-            pattern = upcast(found[f"blocks.{layer}.attn.hook_pattern"])
+            pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
             row_sums = pattern.sum(-1).mT.to(z)
         constant = row_sums.unsqueeze(-1) * value
         heads = HeadWrites(layer, z - constant, W_O, torch.ones_like(z[..., 0, 0]))
@@ -243,22 +245,22 @@ def run_written(
     until = view.n_layers if on_end is not None else max(wanted)
     written: list[Written] = []
 
-    def take(layer: int, found: Mapping[str, Tensor]) -> None:
+    def take(layer: int, activations: Mapping[str, Tensor]) -> None:
         if layer == 0:
-            written.append(Written(view, writing, found))
+            written.append(Written(view, writing, activations))
         if layer in wanted and sample is not None:
             row, on_sample = sample
-            seen = view.layer(layer, one_context(found, row), queries=queries)
+            seen = view.layer(layer, one_context(activations, row), queries=queries)
             context = written[0].context(row)
             context.check(seen.h, seen.roundoff)
             on_sample(seen, context)
         if layer in wanted:
-            seen = view.layer(layer, found, verify=verify)
+            seen = view.layer(layer, activations, verify=verify)
             if verify:
                 written[0].check(seen.h, seen.roundoff)
             on_layer(seen, written[0])
         if layer < until:
-            written[0].extend(found)
+            written[0].extend(activations)
 
     names: dict[int, list[str]] = {}
     for layer in range(min(until + 1, view.n_layers)):
@@ -275,13 +277,9 @@ def run_written(
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]
         missing = [name for name in needed if name is not None and name not in entries]
-        require(
-            not missing,
-            "cache",
-            expected="hooks of every writer",
-            got=f"no {', '.join(missing[:4])}",
-            instead="model.run_with_cache(tokens), without filter",
-        )
+        got = f"no {', '.join(missing[:4])}"
+        instead = "model.run_with_cache(tokens), without filter"
+        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():
             take(layer, {name: entries[name] for name in of_layer})
         end = None if last is None else entries[last]

@@ -32,14 +32,10 @@ def rows_per_batch(
 ) -> int:
     """Contexts of one forward pass: ``batch_size``, or the default, as far as the budget allows."""
     fits = budget // bytes_per_context
-    require(
-        fits >= 1,
-        "memory_budget",
-        expected=f"at least {bytes_per_context} bytes for one context of {length} positions",
-        got=budget,
-        instead="shorter windows, or a larger memory_budget=",
-        error=BudgetError,
-    )
+    what = "memory_budget"
+    expected = f"at least {bytes_per_context} bytes for one context of {length} positions"
+    instead = "shorter windows, or a larger memory_budget="
+    require(fits >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError)
     return min(fits, batch_of(batch_size, length, view.device))
 
 

@@ -29,13 +29,7 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.intervals import (
-    FEWEST,
-    FEWEST_GROUPS,
-    Interval,
-    LeftOut,
-    jackknife_interval,
-)
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, Interval, LeftOut, jackknife_interval
 from tl_geometry.base.results import row_hashes
 from tl_geometry.decomposition.layer_intervals import blocks
 from tl_geometry.decomposition.position_context import PositionContext

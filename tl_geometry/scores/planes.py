@@ -56,11 +56,7 @@ def default_bands(length: int) -> dict[str, Band]:
     Band(over=16, up_to=128)
     """
     middle = max(NEAR, length)
-    return {
-        "near": Band(0, NEAR),
-        "middle": Band(NEAR, middle),
-        "far": Band(middle, math.inf),
-    }
+    return {"near": Band(0, NEAR), "middle": Band(NEAR, middle), "far": Band(middle, math.inf)}
 
 
 @dataclass(frozen=True, eq=False)

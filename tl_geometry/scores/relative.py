@@ -129,13 +129,9 @@ def relative_kernel(
     view = as_view(model)
     require_basis(basis)
     basis.check_model(view)
-    require(
-        basis.provenance.normalized,
-        "basis",
-        expected="a normalised basis",
-        got="one of the states themselves",
-        instead="decompose(model, tokens, normalize=True)",
-    )
+    expected = "a normalised basis"
+    got, instead = "one of the states themselves", "decompose(model, tokens, normalize=True)"
+    require(basis.provenance.normalized, "basis", expected=expected, got=got, instead=instead)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     size = basis.length if length is None else length
     fits = 2 <= size <= view.n_ctx

@@ -281,7 +281,7 @@ class ShareTable(TermResult):
         levels = [self._terms, *([self._groups] if self.groups else [])]
         columns = [[column.tolist() for column in level.columns()] for level in levels]
         labels = [level.dominant() for level in levels]
-        mass, total = self._mass().tolist(), self.sums.total.tolist()
+        mass, total, cells = (x.tolist() for x in (self._mass(), self.sums.total, self.sums.cells))
         out: list[Sequence[object]] = []
         for h, (layer, head) in enumerate(self.heads):
             for at, level in enumerate(levels):
@@ -290,7 +290,7 @@ class ShareTable(TermResult):
                 for t, name in enumerate(level.names):
                     names = (None, name) if at else (name, None)
                     *shares, numerator, gain, energy = (column[h][t] for column in columns[at])
-                    sums = (numerator, gain, energy, total[h], float(self.sums.cells))
+                    sums = (numerator, gain, energy, total[h], cells[h])
                     out.append(
                         (layer, head, *names, *shares, best.labels[h] == name, *label, *sums)
                     )

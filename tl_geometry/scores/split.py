@@ -141,11 +141,7 @@ class ScoreSplit(TermResult):
     @property
     def reconstruction(self) -> ReconstructionReport:
         """The worst reconstruction error of each kind over the layers, with its bound."""
-        worst: dict[str, tuple[float, float]] = {}
-        for _, name, error, bound in self.checks:
-            if name not in worst or error * worst[name][1] > worst[name][0] * bound:
-                worst[name] = (error, bound)
-        return ReconstructionReport(checks=worst, scale=self.scale)
+        return ReconstructionReport.of(self.checks, self.scale)
 
     def total(self) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms: the model's scores before any soft cap, -inf outside ``allowed``.

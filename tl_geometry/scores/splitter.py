@@ -69,13 +69,10 @@ class Splitter:
         usual = family.positional and family.names == ("pos", "cvec")
         expected, got = f"('pos', 'cvec') with preset={preset!r}", ", ".join(family.names[:4])
         require(exact or usual, "parts", expected=expected, got=got, instead="preset='exact'")
-        require(
-            exact or not family.normalized,
-            f"basis with preset={preset!r}",
-            expected="a basis of the states themselves, as published",
-            got="a normalised basis",
-            instead="decompose(model, tokens, normalize=False), or preset='exact'",
-        )
+        fits, what = exact or not family.normalized, f"basis with preset={preset!r}"
+        expected = "a basis of the states themselves, as published"
+        instead = "decompose(model, tokens, normalize=False), or preset='exact'"
+        require(fits, what, expected=expected, got="a normalised basis", instead=instead)
         first = {"exact": (BIAS,), "paper": ("mean",), "reference": ()}[preset]
         self.names = (*first, *family.names)
 

@@ -42,13 +42,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.base.sums import Sums
-from tl_geometry.scores.blockwise import (
-    BLOCK,
-    KeyMoments,
-    PlaneIndex,
-    block_scores,
-    contracted,
-)
+from tl_geometry.scores.blockwise import BLOCK, KeyMoments, PlaneIndex, block_scores, contracted
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,9 +52,10 @@ class ShareSums(Sums):
 
     ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``;
     ``total`` is ``sum S~^2``, ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the
-    total that rounding alone could leave; ``rows`` counts query rows with at least two allowed
-    keys, ``cells`` the keys of those rows. ``plane_numerators`` and ``plane_gains`` are those of
-    the terms of queries and keys in each rotary plane, where asked for.
+    total that rounding alone could leave; ``cells`` counts the allowed keys of query rows with at
+    least two, for each head, because masks differ between layers (sliding windows).
+    ``plane_numerators`` and ``plane_gains`` are those of the terms of queries and keys in each
+    rotary plane, where asked for.
     """
 
     numerators: Float[Tensor, "*context head term"]
@@ -69,8 +64,7 @@ class ShareSums(Sums):
     total: Float[Tensor, "*context head"]
     gain_total: Float[Tensor, "*context head"]
     floor: Float[Tensor, "*context head"]
-    rows: Float[Tensor, "*context"]
-    cells: Float[Tensor, "*context"]
+    cells: Float[Tensor, "*context head"]
     plane_numerators: Float[Tensor, "*context head plane pair"] | None = None
     plane_gains: Float[Tensor, "*context head plane pair"] | None = None
 
@@ -240,15 +234,13 @@ def _sums(
     for name, measured in (("gains", gain), ("energies", energy)):
         if not measured:
             terms[name].fill_(torch.nan)
-    ones = zeros(batch) + 1
     return ShareSums(
         **terms,
         **by_plane,
         total=total,
         gain_total=gain_total,
         floor=floor,
-        rows=ones * (several > 0).sum(-1),
-        cells=ones * several.sum(-1),
+        cells=zeros(batch, heads) + several.sum(-1).unsqueeze(1),
     )
 
 

@@ -198,8 +198,7 @@ def sweep_heads(
     types = measure_types(view, chosen, bos=bool(has_bos), seed=1234 + seed)
     flags = (*sums.flags(), *basis.remarks(view), *source.flags)
     return sums.table(
-        types,
-        stream.provenance(sums.drop, has_bos=has_bos, normalized=normalized, flags=flags),
+        types, stream.provenance(sums.drop, has_bos=has_bos, normalized=normalized, flags=flags)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import fail, listed, require
 from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.terms import TermResult
@@ -136,7 +136,8 @@ class SweepTable(ShareTable):
         instead = 'sweep_heads(..., detail="energy")'
         require(asked, "column", expected="a measured share", got=repr(column), instead=instead)
         if column not in numeric:
-            fail("column", expected=f"one of {self._listed(numeric)}", got=repr(column))
+            expected, instead = f"one of {listed(numeric, column)}", "table.columns() for all"
+            fail("column", expected=expected, got=repr(column), instead=instead)
         require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
         values = torch.tensor(cells[column], dtype=torch.float64)
         worst = torch.inf if ascending else -torch.inf
@@ -166,21 +167,6 @@ class SweepTable(ShareTable):
             provenance=self.provenance.flagged(more),
             cells={column: cells[column] for column in chosen},
             bias_label=self.bias_label,
-        )
-
-    def _listed(self, numeric: Sequence[str]) -> str:
-        """All numeric columns for a message, families of names together."""
-        types, shares = self._types(), (*self.groups, *self.terms)
-        told = {f"{share}_{name}" for share in self._measured() for name in shares}
-        told |= {f"{t}{end}" for t in types for end in ("", "_se", "_uniform")}
-        told |= set(self._bounds())
-        kinds = " or ".join(f"{share}_" for share in self._measured())
-        rest = [c for c in numeric if c not in told]
-        bounds = ", a group before _corrected, _corrected_low or _corrected_high"
-        bounds = bounds if self._bounds() else ""
-        return (
-            f"{', '.join(shares)} (alone, or behind {kinds}{bounds}); {', '.join(types)} "
-            f"(alone, or before _se or _uniform); {', '.join(rest)}"
         )
 
     def select(self, rows: Int[Tensor, " head"]) -> SweepTable:

@@ -88,9 +88,8 @@ class ValueSplit(Result):
 
     @property
     def reconstruction(self) -> ReconstructionReport:
-        """The worst reconstruction error over the layers, with its bound."""
-        worst = max(self.checks, key=lambda c: c[2] / c[3] if c[3] > 0 else float(c[2] > 0))
-        return ReconstructionReport(checks={worst[1]: (worst[2], worst[3])}, scale=0.0)
+        """The worst reconstruction error of values and of z over the layers, with its bound."""
+        return ReconstructionReport.of(self.checks)
 
     @property
     def share(self) -> Float[Tensor, "head part"]:
@@ -149,9 +148,8 @@ def split_values(
     check_request(
         view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
     )
-    readout = (
-        None if token_ids is None else _Readout(view, wanted, rows.tokens, {l for l, _ in chosen})
-    )
+    if wanted:
+        _require_linear_readout(view, layers_of)
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
@@ -173,7 +171,7 @@ def split_values(
         z=mixed,
         W_O=outward,
         token_ids=wanted,
-        logits=None if readout is None else readout(mixed, outward),
+        logits=_direct_effects(view, wanted, rows.tokens, mixed, outward) if wanted else None,
         checks=tuple(compared),
         str_tokens=rows.str_tokens,
     )
@@ -184,12 +182,8 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
     token_ids: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
-        require(
-            len(ids) == 1,
-            "token_ids",
-            expected="ids, or texts of one token each",
-            got=f"{value!r}, which is {len(ids)} tokens",
-        )
+        got = f"{value!r}, which is {len(ids)} tokens"
+        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
         try:
             token_ids.append(operator.index(ids[0]))
         except TypeError:
@@ -204,12 +198,8 @@ def _mixed(
     """``z`` of each part for the chosen heads, checked against the model's values and mixed
     values."""
     if layer.pattern is None or layer.v is None or layer.z is None:
-        fail(
-            f"layer {layer.layer}",
-            expected="hooks of pattern, values and z",
-            got="none",
-            error=UnsupportedModelError,
-        )
+        expected = "hooks of pattern, values and z"
+        fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
     values = values[..., heads, :]
     z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
     size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
@@ -244,29 +234,24 @@ def trained_head(
     return head
 
 
-class _Readout:
-    """Direct effect of a write into the stream on some logits."""
+def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
+    """Refuse logits where heads do not write straight into a stream that a linear map reads."""
+    trained_head(view)
+    direct = not any(view.layer_facts(layer).norm_after for layer in layers)
+    what, expected = f"logits of {view.name}", "heads that write straight into the stream"
+    got, instead = "a norm after attention", "split_values without token_ids="
+    require(direct, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
-    def __init__(
-        self, view: ModelView, token_ids: Sequence[int], tokens: Tensor, layers: Iterable[int]
-    ) -> None:
-        head = trained_head(view)
-        require(
-            not any(view.layer_facts(layer).norm_after for layer in layers),
-            f"logits of {view.name}",
-            expected="heads that write straight into the stream",
-            got="a norm after attention",
-            instead="split_values without token_ids=",
-            error=UnsupportedModelError,
-        )
-        last = view.state_hooks[-1]
-        h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
-        self.scale = head.norm.scale(h)
-        self.directions = head.directions(list(token_ids))
 
-    def __call__(self, z: Tensor, W_O: Tensor) -> Float[Tensor, "part batch position head d_vocab"]:
-        path = einsum(W_O, self.directions.to(W_O), "head e d, token d -> head e token")
-        effect = einsum(
-            z, path, "part batch position head e, head e token -> part batch position head token"
-        )
-        return effect / self.scale.to(effect)[None, :, :, None, None]
+def _direct_effects(
+    view: ModelView, token_ids: Sequence[int], tokens: Tensor, z: Tensor, W_O: Tensor
+) -> Float[Tensor, "part batch position head d_vocab"]:
+    """Direct effect on some logits of what each part makes the heads write into the stream."""
+    head, last = trained_head(view), view.state_hooks[-1]
+    h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
+    directions = head.directions(list(token_ids)).to(W_O)
+    path = einsum(W_O, directions, "head e d, token d -> head e token")
+    effects = einsum(
+        z, path, "part batch position head e, head e token -> part batch position head token"
+    )
+    return effects / head.norm.scale(h).to(effects)[None, :, :, None, None]

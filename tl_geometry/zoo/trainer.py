@@ -123,13 +123,10 @@ def _load(
     differs = [k for k in current if header["settings"].get(k) != current[k]]
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
     shapes = {k: v.shape for k, v in model.named_parameters()}
-    require(
-        not differs and {k: v.shape for k, v in weights.items()} == shapes,
-        str(path),
-        expected="a checkpoint of this run",
-        got=f"other {', '.join(differs) or 'parameters of another model'}",
-        instead="another folder, or delete it",
-    )
+    fits = not differs and {k: v.shape for k, v in weights.items()} == shapes
+    expected = "a checkpoint of this run"
+    got = f"other {', '.join(differs) or 'parameters of another model'}"
+    require(fits, str(path), expected=expected, got=got, instead="another folder, or delete it")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
