@@ -42,9 +42,7 @@ def check_nulls(module: Any) -> None:
         yield f"untrained {model}"
 
     module.reinitialized = untrained
-    analysis = SimpleNamespace(
-        view=SimpleNamespace(bos_id=None), model="model", seed=0, clock=SimpleNamespace(say=str)
-    )
+    analysis = SimpleNamespace(view=SimpleNamespace(bos_id=None), model="model", seed=0)
     chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
     module._nulls(Draft("flow"), analysis, chunks, "own")
     assert seen == [

@@ -179,7 +179,7 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     made.add(
         "overview", Section(title=NASTY, blocks=[NASTY, card, Shown(name="overview", table=facts)])
     )
-    made.finish(1.0)
+    made.finish()
     for name in ("report.html", "run.json", "overview.csv"):
         text = (tmp_path / name).read_bytes().decode("utf-8")
         assert text

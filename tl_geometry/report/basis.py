@@ -121,7 +121,6 @@ def _beside(
     what, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
     count = draft.fit(analysis.work, what, each, most, least, share=share)
     if count:
-        analysis.clock.say(f"{count} spliced windows")
         with draft.part(what):
             null = spliced(analysis, count)
         if count < most:

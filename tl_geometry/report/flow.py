@@ -99,7 +99,6 @@ def section(draft: Draft, analysis: Analysis) -> None:
 
 def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories:
     """The ensemble of paths, and its figures."""
-    analysis.clock.say(f"{len(chunks)} chunks followed")
     ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
     where = "the last" if ensemble.position == -1 else "the first"
     draft.say(
@@ -119,7 +118,6 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
 
 def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
     """Maps between states with their baselines, and what they leave."""
-    analysis.clock.say("maps between all pairs of states")
     report = flow_report(ensemble, seed=analysis.seed)
     draft.draw(views.baseline_figure(report), "maps")
     draft.draw(views.residual_figure(report), "residuals")
@@ -133,7 +131,6 @@ def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
 def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
     """The same numbers of gibberish and of the model with untrained weights."""
     view, model = analysis.view, analysis.model
-    analysis.clock.say("gibberish and the untrained model")
     bos = bool(chunks.has_bos) and view.bos_id is not None
     noise = gibberish(
         model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed
@@ -166,7 +163,6 @@ def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     count = draft.fit(analysis.work, what, each, len(chunks) - half, 8, share=0.5)
     if not count:
         return
-    analysis.clock.say(f"states truncated to few directions, {count} chunks")
     fitted = trajectories(analysis.model, chunks[slice(0, half)], progress=False)
     tested = chunks[slice(half, half + count)]
     curve = truncation_kl(analysis.model, tested, fitted, progress=False)
@@ -187,7 +183,6 @@ def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     if not count:
         return
     shallow = view.n_layers <= SHALLOW
-    analysis.clock.say(f"skipped layers, {count} chunks")
     skips = skip_map(
         analysis.model,
         at_even_distances(chunks, count),

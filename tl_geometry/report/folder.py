@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Folder:
         force: bool = False,
         names: Sequence[str] = SECTIONS,
     ) -> None:
+        self.started = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.model, self.names = out, model, tuple(names)
         record = check_folder(out, "report", report_files(names), force=force)
@@ -209,10 +211,10 @@ class Folder:
             library=part["library"],
         )
 
-    def finish(self, seconds: float) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Write the record as finished; return it with the tables, for a caller that prints
         them."""
-        self.summary["seconds"] = round(seconds, 1)
+        self.summary["seconds"] = round(time.monotonic() - self.started, 1)
         self.write(finished=True)
         tables = [self.parts[name]["tables"] for name in self.finished()]
         return {**self.summary, "tables": {n: t for held in tables for n, t in held.items()}}

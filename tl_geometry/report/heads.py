@@ -90,7 +90,6 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         return None
     most = min(PROMPTS, len(analysis.windows))
     count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), most, share=0.55))
-    analysis.clock.say(f"a sweep over all heads of {count} windows")
     # a shortformer has no position in its stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
@@ -121,11 +120,12 @@ def _maps(draft: Draft, table: SweepTable) -> None:
     draft.draw(views.head_shares(table, share="gs"), "gain")
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
         if name in table.types:
-            draft.enumerate(
+            draft.say(
                 f"On repeated random tokens these are the strongest {words} heads (uniform "
-                f"attention would score {cell(0, f'{name}_uniform')}):",
-                _named(table, table.top(name, 3), name),
+                f"attention would score {cell(0, f'{name}_uniform')}):"
             )
+            for line in _named(table, table.top(name, 3), name):
+                draft.say(line)
     if table.types:
         draft.draw(views.head_types(table), "types")
     value = "induction" if "induction" in table.types else None
@@ -216,7 +216,6 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     most = min(KEPT, len(analysis.windows))
     count = work.take((5 + draws) * each, most + REPEATS) - REPEATS
     count = max(FEWEST, count)  # an interval, whatever the budget
-    analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(
         analysis.model,
         analysis.pick(count),

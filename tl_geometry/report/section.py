@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm
+
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View
 from tl_geometry.render.page import PageView
 from tl_geometry.report import tables
-from tl_geometry.report.clock import span
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
 from tl_geometry.report.templates import anchor, fill
@@ -35,18 +36,6 @@ class Drawn:
     def html(self) -> str:
         """The fragment, with an id."""
         return f'<div id="{self.key}">{self.text}</div>'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """A sentence that introduces a list."""
-
-    said: str
-    items: tuple[str, ...]
-
-    def html(self) -> str:
-        """The sentence and its list."""
-        return fill("lines", said=self.said, items=self.items)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,15 +123,17 @@ class Draft:
     'refused'
     """
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, bar: tqdm | None = None) -> None:
+        self.title, self.bar = title, bar or tqdm(disable=True)
+        self.bar.set_description(title)
         self.blocks: list[Any] = []
         self.findings: list[Finding] = []
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
         """A piece of work that may be refused (the model or its input does not allow it) or fail
-        (an unexpected error)."""
+        (an unexpected error); the bar of progress names it."""
+        self.bar.set_postfix_str(what)
         try:
             yield
         except GeometryError as error:
@@ -155,10 +146,6 @@ class Draft:
     def say(self, text: str) -> None:
         """Add a paragraph."""
         self.blocks.append(text)
-
-    def enumerate(self, said: str, items: Sequence[str]) -> None:
-        """Add a sentence and a list."""
-        self.blocks.append(Lines(said=said, items=tuple(items)))
 
     def draw(
         self,
@@ -209,7 +196,7 @@ class Draft:
 
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the budget."""
-        why = f"its smallest size is work for about {span(needed)}, more than --budget leaves"
+        why = f"its smallest size is work for about {needed:.0f} s, more than --budget leaves"
         self.leave_out(what, why)
 
     def section(self) -> Section:

@@ -73,7 +73,6 @@ def section(draft: Draft, analysis: Analysis) -> None:
         with draft.part(what):
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
-        analysis.clock.say("what heads write, in tokens")
         readout = token_readout(analysis.model, matrix="OV")
         draft.say(
             "A head writes along the singular directions of its W_OV. The fewer of them hold most "
@@ -141,7 +140,6 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         return
     work.spend(once)
     count = max(least, work.take(each, most))
-    analysis.clock.say(f"{what}, {count} windows of {length} tokens")
     rows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
     effect = surrogate_effect(analysis.model, rows, analysis.basis)
     smaller = ", to keep the budget" if (count, length) != (most, full) else ""
