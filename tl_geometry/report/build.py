@@ -29,7 +29,8 @@ CONTEXTS = 1024
 number."""
 ENOUGH, SHORTEST, LEAST = 256, 128, 32
 """Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit into the share of
-the budget that the decomposition has; LEAST of them are taken in any case."""
+the budget that the decomposition has; LEAST of them are taken in any case, because intervals need
+several windows in each of :data:`GROUPS` groups."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts whose
 states are kept."""
@@ -60,6 +61,7 @@ def choose_sizes(
     """The windows that fit into the decomposition's share of the budget, and what was reduced for
     it: the same for the same model, texts and budget."""
     usual = length = request.length or min(view.n_ctx, LENGTH)
+    # a forward pass, and a tenth for sums over positions and contexts
     token_seconds = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:

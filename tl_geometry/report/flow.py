@@ -41,10 +41,14 @@ def _length(analysis: Analysis) -> int:
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
     """Seconds of maps between all pairs of states, in-sample, held out, and for each baseline."""
     d, pairs = analysis.view.d_model, analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
+    # four decompositions a pair (in-sample, held out, and two baselines) and 2 s for any size
     return 2 + 4 * analysis.costs.svd * pairs * chunks * d * min(chunks, d)
 
 
 def _truncation_cost(analysis: Analysis) -> float:
+    """Seconds of the passes of one chunk: one for each number of directions, the full model, and
+    the unrelated chunk."""
+    # 1.3 allows for the projection after every block
     grid = sum(k < analysis.view.d_model for k in GRID) + 2
     return 1.3 * grid * analysis.costs.output * _length(analysis)
 
@@ -57,6 +61,7 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
     pairs = n * (n + 1) / 2 if n <= SHALLOW else 3 * n
     maps = (len(MAP_TYPES) - 1) * pairs + n  # one mean for each state
+    # a map is followed by half of the blocks on average, and by the output head
     measuring = 2.5 * (costs.output - costs.token / 2) * maps * chunks / 2
     return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
 
@@ -72,6 +77,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.leave_out(what, f"{len(windows)} windows are fewer than {FEWEST}")
         return
     length, most = _length(analysis), min(CHUNKS, len(windows))
+    # three passes (text, gibberish, the untrained model) and a tenth for what is kept of them
     each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
     count = draft.fit(analysis.work, what, each, most, FEWEST, share=0.6)
     if not count:
@@ -109,10 +115,6 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
     )
     draw = space.bundle_3d if space.installed() else views.bundle_figure
     draft.draw(draw(ensemble), "bundle")
-    draft.say(
-        "The singular values of the bundle say in how many directions it spreads, state by state."
-    )
-    draft.draw(views.spectra_figure(ensemble), "bundle-spectra")
     return ensemble
 
 

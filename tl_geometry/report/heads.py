@@ -8,7 +8,6 @@ import torch
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.decomposition.layer_intervals import BLOCK
-from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -32,7 +31,7 @@ PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
 term for the causal question, and fewest draws (fewer do not say what another draw would cost)."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """What a sweep and an edited forward pass cost, in forward passes, and what the repeated tokens
-cost, in windows (all measured)."""
+cost, in windows (all measured). A sweep splits every score; an edit also attends anew."""
 INTERVALS = 75.0
 """What the intervals of a sweep cost in addition, for each head, query and key, in units of
 ``Costs.svd`` (measured). The null of position is made of their sums."""
@@ -237,24 +236,12 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"it is {loss['random term']}, with uniform attention {loss['uniform attention']}{smaller}."
         " Edits act in the live model."
     )
-    draft.say(_dominance(effect, cell))
+    finding = findings.dominance(effect)
+    if finding is None or not finding.clear:
+        draft.say(
+            "The dominant terms are not shown to be better than a random term of each head: "
+            "dominance describes single heads and is no summary of this model."
+        )
     draft.draw(effect_bars(effect), "dominance")
     draft.table("dominant_only", effect, "Loss with only some of the terms")
-    draft.find(findings.dominance(effect))
-
-
-def _dominance(effect: Dominance, cell: Cells) -> str:
-    """Whether dominant terms carry the model better than random ones."""
-    row, saved = effect.conditions.index("dominant term"), effect.saved()
-    value = cell(row, "saved")
-    if bool(saved.low.isnan()):
-        why = f"fewer than {FEWEST} windows, or a single draw, give no interval"
-    else:
-        over = f"{cell.interval(row, 'saved')} over windows and draws of random terms"
-        if bool(saved.low > 0):
-            return f"The dominant terms save {value} nats per token over random ones ({over})."
-        why = f"random ones cost {value} nats more, {over}"
-    return (
-        f"The dominant terms are not shown to be better than a random term of each head ({why}): "
-        "dominance describes single heads and is no summary of this model."
-    )
+    draft.find(finding)
