@@ -190,7 +190,7 @@ def test_a_run_killed_between_record_and_file_is_gone_on_with(
 def test_the_tables_of_every_section_are_declared() -> None:
     modules = Path(report_folder.__file__).parent.glob("*.py")
     text = "\n".join(module.read_text() for module in modules)
-    written = set(re.findall(r'(?:draft\.table\(|Shown\(name=)\s*"(\w+)"', text))
+    written = set(re.findall(r'(?:draft\.table\(|TableBlock\(name=)\s*"(\w+)"', text))
     assert written == {table for tables in TABLES.values() for table in tables}
     assert set(TABLES) == set(SECTIONS) == set(SHARES) - {"decompose"}
 

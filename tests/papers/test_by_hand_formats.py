@@ -29,10 +29,11 @@ def check_held_out(module: Any) -> None:
 
     module.run_training = training
     module.bridge_of = lambda model, name: None
-    module.held_out_loss = lambda model, tokens: float(len(tokens))
+    module.as_view = lambda bridge: bridge
+    module.next_token_loss = lambda view, tokens, rows: float(len(tokens))
     module.basis_of = lambda bridge, tokens, name: name
     module.state_measures = lambda basis, frequencies: [{"basis": basis}]
-    module.measure_views = SimpleNamespace(planes=lambda basis: None)
+    module.spirals = lambda basis: None
     module.views = SimpleNamespace(state_cosines=lambda basis: None)
     module._outcome = lambda *arguments: arguments
     module.nanogpt(setup, texts=[text], other=[other], seeds=(2,), progress=False)

@@ -21,8 +21,8 @@ from tl_geometry.base.results import Provenance, Result
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
 from tl_geometry.render.space import SpaceView, paths_figure
-from tl_geometry.report.page import Part, document
-from tl_geometry.report.section import Draft, Drawn
+from tl_geometry.report.page import document
+from tl_geometry.report.section import Draft
 from tl_geometry.scores.split import ScoreSplit
 
 pytestmark = pytest.mark.slow
@@ -191,9 +191,7 @@ def test_tables_images_and_the_report_hold_hostile_names(name: str, browser: Bro
     draft.draw(image, "image")
     draft.draw(split, "split")
     draft.table("of " + name, found)
-    section = draft.section()
-    scripts = tuple(s for b in section.blocks if isinstance(b, Drawn) for s in b.scripts)
-    part = Part(name="x", title=name, html=section.html(), scripts=scripts)
+    part = draft.section().part("x")
     whole = document(name, [part], [name])
     for text in (
         as_cells(found._repr_html_(), image.html()),

@@ -3,6 +3,7 @@ faults planted in the modules."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import matplotlib as mpl
@@ -91,6 +92,9 @@ def check_flow(module: Any) -> None:
     assert points == [pytest.approx(table[i, i + 1 :].tolist()) for i in range(3)]
     law = [line.get_ydata().tolist() for line in axis.lines if line.get_linestyle() == "-"]
     assert pytest.approx([-0.6931 + 0.2 * t for t in (2, 3, 4)], abs=0.01) in law
+    assert "dotted" not in module.noise_figure(report).null, "the dotted law is not drawn"
+    both = dict(report.laws) | {"increment": report.laws["asymptotic"]}
+    assert "dotted" in module.noise_figure(dataclasses.replace(report, laws=both)).null
 
 
 def check_measures(module: Any) -> None:

@@ -61,35 +61,20 @@ def test_measures_draw_every_value_error_and_null(positional: PositionalReport) 
 
 
 def test_fourier_panels_share_their_limits(positional: PositionalReport) -> None:
-    view = views.fourier(positional, states=(0, 2))
+    view = views.fourier(positional)
     images = [a.images[0] for a in view.figure.axes if a.images]
-    limit = float(positional.fourier[[0, 2]].abs().max())
-    assert [i.get_clim() for i in images] == [(-limit, limit)] * 2
-    assert np.allclose(np.asarray(images[1].get_array()), positional.fourier[2])
-
-
-def test_singular_values_of_three_parts(basis: PositionContext) -> None:
-    view = views.singular_values(basis, states=(1,))
-    lines = {
-        str(line.get_label()): np.asarray(line.get_ydata())
-        for line in view.figure.axes[0].get_lines()
-    }
-    assert set(lines) == {"position", "context + residual", "residual"}
-    largest = float(torch.linalg.svdvals(basis.pos[1])[0])
-    assert lines["position"][0] == pytest.approx(basis.contexts**0.5 * largest)
+    limit = float(positional.fourier.abs().max())
+    assert [i.get_clim() for i in images] == [(-limit, limit)] * 3
+    assert np.allclose(np.asarray(images[2].get_array()), positional.fourier[2])
 
 
 def test_other_views_and_the_callers_axes(
-    basis: PositionContext, positional: PositionalReport, contextual: ContextualReport
+    positional: PositionalReport, contextual: ContextualReport
 ) -> None:
-    assert len(views.planes(basis).figure.axes) == 3
     curve = views.learning_curve(positional, "roughness")
     assert len(curve.figure.axes[0].get_lines()) == 3
     assert np.asarray(curve.figure.axes[0].get_lines()[0].get_xdata()).tolist() == [2, 4, 8, 16]
     assert len(views.incoherence(contextual).figure.axes) == 2
-    shown = views.similarity(contextual, state=2).figure.axes[0].images[0].get_array()
-    assert contextual.similarity is not None
-    assert np.allclose(np.asarray(shown), contextual.similarity[2])
     mine = Figure().subplots()
     assert views.measure_curves(positional, ["rank"], ax=mine).figure is mine.figure
     assert mine.get_title() == "rank"
@@ -101,8 +86,6 @@ def test_one_axes_is_not_given_several_panels(
     anova, mine = basis.anova(), Figure().subplots()
     with pytest.raises(GeometryError, match="one measure when drawing into ax, got 2 measures"):
         views.measure_curves(positional, ["rank", "roughness"], ax=mine)
-    with pytest.raises(GeometryError, match="one state when drawing into ax, got 2 states"):
-        views.singular_values(basis, states=(0, 1), ax=mine)
     with pytest.raises(GeometryError, match="one table when drawing into ax, got 2 tables"):
         variance_shares(anova, control=anova, ax=mine)
     assert not mine.lines
@@ -126,10 +109,7 @@ def test_panels_say_what_their_axes_are(
     basis: PositionContext, positional: PositionalReport, contextual: ContextualReport
 ) -> None:
     drawn = (
-        views.planes(basis),
         views.fourier(positional),
-        views.similarity(contextual),
-        views.singular_values(basis),
         spirals(basis),
         views.measure_curves(positional),
         views.incoherence(contextual),
@@ -148,14 +128,8 @@ def test_panels_say_what_their_axes_are(
             assert panel.get_ylabel() or panel.get_title() or words, view.title
 
 
-def test_views_save_and_refuse(
-    basis: PositionContext, positional: PositionalReport, tmp_path: Path
-) -> None:
+def test_views_save_and_refuse(positional: PositionalReport, tmp_path: Path) -> None:
     page = views.fourier(positional).save(tmp_path / "f.html").read_text()
     assert "data:image/svg+xml" in page
-    with pytest.raises(GeometryError, match=r"some of \(0, 1, 2\)"):
-        views.fourier(positional, states=(9,))
     with pytest.raises(GeometryError, match="one of rank"):
         views.learning_curve(positional, "nothing")
-    with pytest.raises(GeometryError, match="labels="):
-        views.similarity(contextual_report(basis, [0] * 16, jackknife=False))

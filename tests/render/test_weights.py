@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,9 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     with pytest.raises(GeometryError, match=r"value: expected one of .*'lowest'"):
         head_grid(g, "weight")
     r = token_readout(model, features=1)
-    lines: Any = draw.coverage_curves(r, 1).figure.axes[0].lines
-    assert len(lines) == 4 + 1
+    lines: Any = draw.coverage_curves(r).figure.axes[0].lines
+    assert len(lines) == 8 + 1
     assert float(lines[0].get_ydata()[-1]) == pytest.approx(1)
-    with pytest.raises(GeometryError, match="layers: expected an index from 0 to 1"):
-        draw.coverage_curves(r, 2)
     p = token_paths(model, tokens(2, 5))
     view = draw.sphere_paths(p, 1, [0, 3])
     assert len(view.figure.axes[0].lines) == 2
@@ -82,3 +81,9 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     e = surrogate_effect(model, tokens(2), basis, layers=1, parts=("structured", "random"))
     bars: Any = draw.surrogate_bars(e).figure.axes[0].patches
     assert [float(b.get_height()) for b in bars] == pytest.approx((e.loss - e.clean_loss).tolist())
+    assert draw.surrogate_bars(e).null == (
+        "Grey bars are controls: a random subspace of the same rank."
+    )
+    none = dataclasses.replace(e, parts=("structured", "whole"))
+    assert "W_QK itself" in draw.surrogate_bars(none).null
+    assert "random" not in draw.surrogate_bars(none).null

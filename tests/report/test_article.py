@@ -20,8 +20,7 @@ from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
 from tl_geometry.render.writers import logit_figure
-from tl_geometry.report.overview import Facts
-from tl_geometry.report.tables import shown
+from tl_geometry.report.tables import Table, shown
 from tl_geometry.scores import offset_profile
 
 COUNTS = (
@@ -120,7 +119,7 @@ def own_figures() -> list[View | PageView]:
 
 def test_views_have_their_anatomy_by_themselves() -> None:
     drawn = own_figures()
-    drawn += [page.image() for page in drawn if isinstance(page, PageView) and page.image]
+    drawn += [page.image() for page in drawn if isinstance(page, PageView)]
     lacking = {figure.title: faults for figure in drawn if (faults := amiss(figure))}
     assert not lacking, str(lacking)
     for figure in drawn:  # the title stands above the picture, not inside too
@@ -131,7 +130,7 @@ def test_views_have_their_anatomy_by_themselves() -> None:
 
 def test_maps_of_colours_are_not_inverted_on_dark_pages() -> None:
     basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    sequential, plain = render.spirals(basis), render.norms(basis)
+    sequential, plain = render.spirals(basis), render.variance_shares(basis.anova())
     assert 'class="kept"' in sequential.html()
     assert 'class="kept"' not in plain.html()
 
@@ -178,7 +177,8 @@ def test_findings_lead_to_figures(made: tuple[Path, list[Any]]) -> None:
     found = [f for part in parts for f in part["findings"]]
     assert len(found) >= 8
     assert page.count('class="find') == len(found)
-    assert all((out / f"{f['table']}.csv").exists() for f in found)
+    named = [re.findall(r"\ue000([\w.]+):", f["said"] + f["beside"]) for f in found]
+    assert all(files and all((out / file).exists() for file in files) for files in named)
     assert page.index("evidence for nothing") < page.index('id="findings"')
 
 
@@ -229,7 +229,8 @@ def test_the_library_of_space_is_there_once(made: tuple[Path, list[Any]]) -> Non
 
 
 def test_tables_are_for_people() -> None:
-    facts = Facts(provenance=Provenance(), facts=tuple((f"p{i}", "<b>") for i in range(30)))
+    rows = tuple((f"p{i}", "<b>") for i in range(30))
+    facts = Table(names=("property", "value"), cells=rows, provenance=Provenance())
     text = shown("facts", facts, about="Facts")
     assert text.count("<tr>") == 31
     assert "&lt;b&gt;" in text

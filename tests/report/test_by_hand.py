@@ -19,9 +19,10 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import basis as basis_section
+from tl_geometry.report import findings
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
-from tl_geometry.report.origin import Cells, plain
+from tl_geometry.report.origin import plain
 from tl_geometry.report.section import Draft
 
 
@@ -42,9 +43,7 @@ def check_nulls(module: Any) -> None:
         yield f"untrained {model}"
 
     module.reinitialized = untrained
-    analysis = SimpleNamespace(
-        view=SimpleNamespace(bos_id=None), model="model", seed=0, clock=SimpleNamespace(say=str)
-    )
+    analysis = SimpleNamespace(view=SimpleNamespace(bos_id=None), model="model", seed=0)
     chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
     module._nulls(Draft("flow"), analysis, chunks, "own")
     assert seen == [
@@ -114,21 +113,25 @@ def effects(*, better: float, apart: float = 0.01) -> Dominance:
     )
 
 
-def check_heads(module: Any) -> None:
-    """The sentences on dominance and on labels."""
+def check_dominance(module: Any) -> None:
+    """The finding on dominance."""
 
-    def dominance(effect: Dominance) -> str:
-        return plain(module._dominance(effect, Cells("dominant_only", effect)))
+    def finding(effect: Dominance) -> Any:
+        return module.dominance(effect)
 
-    better, same = effects(better=0.4), effects(better=0.01)
-    assert "save 0.400 nats" in dominance(better)
-    said = dominance(same)
+    assert finding(effects(better=0.4)).clear
+    assert "0.400 more" in plain(finding(effects(better=0.4)).beside)
+    same = effects(better=0.01)
     gap = same.saved()
-    assert "not shown to be better" in said
     bounds = [float(gap.value), float(gap.low), float(gap.high)]
-    assert numbers(said) == pytest.approx(bounds, abs=0.006)
-    assert "not shown" in dominance(effects(better=-0.3))
-    assert "not shown" in dominance(effects(better=0.4, apart=0.3)), "one draw may be as good"
+    assert numbers(plain(finding(same).beside))[-3:] == pytest.approx(bounds, abs=0.006)
+    assert not finding(same).clear
+    assert not finding(effects(better=-0.3)).clear
+    assert not finding(effects(better=0.4, apart=0.3)).clear, "one draw may be as good"
+
+
+def check_heads(module: Any) -> None:
+    """The sentences on labels."""
     model, ids = tiny("bridge", "gpt2"), tokens(batch=32, length=16, seed=2)
     basis, detail = decompose(model, ids, progress=False), ("intervals", "nulls")
     table = sweep_heads(model, ids, basis, detail=detail, progress=False)
@@ -162,4 +165,5 @@ def check_heads(module: Any) -> None:
 def test_nulls_and_sentences_by_hand() -> None:
     check_nulls(copy_of(flow_section))
     check_anova(copy_of(basis_section))
+    check_dominance(copy_of(findings))
     check_heads(copy_of(heads_section))

@@ -463,9 +463,7 @@ def test_no_finding_about_position_where_it_is_unreliable() -> None:
 def test_five_are_chosen_by_their_evidence_and_none_is_lost() -> None:
     def finding(i: int, clear: bool) -> findings.Finding:
         said = f"finding {i}"
-        return findings.Finding(
-            value=str(i), said=said, beside="", figure="f", table="t", clear=clear
-        )
+        return findings.Finding(value=str(i), said=said, beside="", figure="f", clear=clear)
 
     found = [("a", finding(i, clear=i != 0)) for i in range(4)]
     found += [("b", finding(4, clear=False)), ("c", finding(5, clear=True))]

@@ -119,7 +119,7 @@ class Small(Result):
 def test_a_wrong_number_and_one_without_a_cell_are_seen() -> None:
     cells = origin.Cells("small", Small(provenance=Provenance()))
     said = f"It is {cells(0, 'share', percent=True)}, not {cells(0, 'share_null')} <b>."
-    html = section.Section(title="T", blocks=(said,)).html()
+    html = section.Section(title="T", blocks=(said,)).part("t").html
     assert PLACED.findall(html) == [
         ("small.csv", "0", "share", "12.3%"),
         ("small.csv", "0", "share_null", "−0.500"),
@@ -130,6 +130,6 @@ def test_a_wrong_number_and_one_without_a_cell_are_seen() -> None:
     assert not agrees("12.4%", "0.123456")
     assert not agrees("12.3", "0.123456")
     assert loose(html) == []
-    framed = section.Drawn(key="f", text=origin.linked(f'<img alt="{said}"><b>{said}</b>'))
+    framed = section.FigureBlock(key="f", text=origin.linked(f'<img alt="{said}"><b>{said}</b>'))
     assert framed.html().count("data-source") == 2, "in the title, not in the attribute"
     assert loose("<p>At state 2 it is 0.031, in 12 windows.</p>") == ["0.031"]

@@ -3,7 +3,6 @@ errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -21,12 +20,12 @@ from tl_geometry.base.results import Provenance
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
 from tl_geometry.render.figure import View
-from tl_geometry.render.measures import similarity
-from tl_geometry.report import build, overview, page
+from tl_geometry.report import build, page
 from tl_geometry.report import folder as report_folder
 from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Card, Section, Shown
+from tl_geometry.report.section import Card, Section, TableBlock
+from tl_geometry.report.tables import Table
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
 NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"
@@ -164,7 +163,7 @@ def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
 
 
 def test_hostile_names_break_no_page(tmp_path: Path) -> None:
-    found = Finding(value=NASTY, said=NASTY, beside=NASTY, figure=NASTY, table="x", clear=True)
+    found = Finding(value=NASTY, said=NASTY, beside=NASTY, figure=NASTY, clear=True)
     part = page.Part(name="x", title=NASTY, html="<p>x</p>", findings=(found,))
     body = page.document(NASTY, [part], [NASTY], lede=NASTY, caution=NASTY, note=NASTY)
     assert body.encode()  # no lone surrogate
@@ -172,14 +171,15 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
     assert not {"\x00", "\x1b", "\u202e", "\u2066", "\u2028"} & set(body)
     made = report_folder.Folder(tmp_path, NASTY, command=[NASTY], names=("overview",))
     card = Card(status="failed", what=NASTY, why=NASTY, trace=NASTY)
-    facts = overview.Facts(
-        provenance=Provenance(model=NASTY, corpus=NASTY), facts=((NASTY, NASTY),)
+    facts = Table(
+        names=("property", "value"),
+        cells=((NASTY, NASTY),),
+        provenance=Provenance(model=NASTY, corpus=NASTY),
     )
     made.describe(Provenance(model=NASTY), notes=[NASTY])
-    made.add(
-        "overview", Section(title=NASTY, blocks=[NASTY, card, Shown(name="overview", table=facts)])
-    )
-    made.finish(1.0)
+    blocks = [NASTY, card, TableBlock(name="overview", table=facts)]
+    made.add("overview", Section(title=NASTY, blocks=blocks))
+    made.finish()
     for name in ("report.html", "run.json", "overview.csv"):
         text = (tmp_path / name).read_bytes().decode("utf-8")
         assert text
@@ -189,16 +189,12 @@ def test_hostile_names_break_no_page(tmp_path: Path) -> None:
 
 def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    basis = tlg.decompose_activations(
-        torch.randn(3, 12, 16, 8, generator=generator), labels=[0, 1] * 6
-    )
-    context = dataclasses.replace(tlg.contextual_report(basis, rank=3), names=(NASTY, "$$"))
     marked = [(3, 900.0, NASTY), (4, 90.0, "$a")]
     norms = torch.rand(4, 16, generator=generator) + 1
     figure = token_norms(
         norms, (0, 16), marked, state=1, title=NASTY, provenance=Provenance(model=NASTY)
     )
-    for view in (similarity(context), figure, View(figure.figure, title=NASTY, caption=NASTY)):
+    for view in (figure, View(figure.figure, title=NASTY, caption=NASTY)):
         assert "<script" not in view.html()
         assert view.html().encode()
         assert view.save(tmp_path / "x.png").stat().st_size > 1000

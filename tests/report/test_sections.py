@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests.reports import model_directory, report
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import Dominance
 from tl_geometry.report import TITLES, contents, flow, folder, heads, measures
 from tl_geometry.report import build as building
-from tl_geometry.report.clock import Clock, span
 from tl_geometry.report.contents import BUDGETS, SECTIONS
 from tl_geometry.report.section import Draft
 from tl_geometry.report.work import Costs, Work, threads_for
@@ -279,22 +279,15 @@ def test_threads_follow_the_width_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_line_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    clock = Clock(["a", "b"], show=True, now=lambda: now[0])
-    clock.begin("a", "The heads")
-    assert capsys.readouterr().err == "[1/2] The heads (1 s so far)\n"
-    clock.say("a part of it")
-    assert capsys.readouterr().err == ""  # a line for each stage where none is rewritten
-    now[0] = 130.0
-    clock.begin("b", "The flow")
-    clock.note("a remark")
-    assert capsys.readouterr().err == "[2/2] The flow (2 min 10 s so far)\na remark\n"
-    quiet = Clock(["a"], show=False)
-    quiet.begin("a", "The heads")
-    quiet.note("a remark")
-    quiet.finish()
+    draft = Draft("The heads", tqdm(total=2, bar_format=building.PROGRESS))
+    with draft.part("a part of it"):
+        pass
+    shown = capsys.readouterr().err.rpartition("\r")[2].rstrip()
+    assert shown == "The heads: 0/2 (00:00 so far), a part of it"
+    quiet = Draft("The heads")
+    with quiet.part("a part of it"):
+        pass
     assert capsys.readouterr().err == ""
-    assert span(0.2) == "1 s"
 
 
 def test_a_part_that_fails_leaves_what_came_before() -> None:

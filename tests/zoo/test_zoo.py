@@ -92,6 +92,21 @@ def test_held_out_loss_beats_the_ngram_models_as_the_card_says() -> None:
     assert train_embedded.natural_loss(model(False), ids[:2000]) > measured + 2
 
 
+def test_losses_of_the_card_are_of_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    monkeypatch.setattr(
+        train_embedded, "natural_loss", lambda _, ids: float(tokens.append(len(ids)) or 1)
+    )
+    monkeypatch.setattr(train_embedded, "ngram_losses", lambda *_: {})
+    monkeypatch.setattr(train_embedded, "head_scores", lambda _: {})
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    held_out = torch.zeros(50_000, dtype=torch.int64)
+    train_embedded.model_card(tmp_path, model(), [1.0], held_out, held_out)
+    assert tokens == [50_000, 50_000]  # the trained and the untrained model
+
+
 def test_the_card_describes_the_files() -> None:
     card = zoo.card()
     digest = hashlib.sha256((zoo.directory() / "model.safetensors").read_bytes()).hexdigest()

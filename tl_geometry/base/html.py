@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from tl_geometry.base.printable import unicode_escape
+
 STYLE = (
     "border-collapse:collapse;font:12px/1.4 ui-monospace,monospace;color:inherit",
     "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
@@ -79,7 +81,7 @@ def token_text(token: str) -> str:
     """
     # \u0120 and \u010a stand for space and newline in vocabularies of byte-level BPE
     shown = {" ": "␣", "\n": "⏎", "\t": "⇥", "\u0120": "␣", "\u010a": "⏎"}
-    return "".join(shown.get(c, c if c.isprintable() else f"\\u{ord(c):04x}") for c in token) or "∅"
+    return "".join(shown.get(c, c if c.isprintable() else unicode_escape(c)) for c in token) or "∅"
 
 
 def table(

@@ -16,7 +16,17 @@ def printable(text: str) -> str:
     text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
     # control, format, surrogate, private, unassigned; line and paragraph separators
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-    return "".join(c if unicodedata.category(c) not in hidden else f"\\u{ord(c):04x}" for c in text)
+    return "".join(unicode_escape(c) if unicodedata.category(c) in hidden else c for c in text)
+
+
+def unicode_escape(character: str) -> str:
+    r"""A character as Python's escape: four digits, eight beyond U+FFFF.
+
+    >>> print(unicode_escape("\u202e"), unicode_escape("\U0001f9e0"))
+    \u202e \U0001f9e0
+    """
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
 def _encodable(text: str) -> bool:

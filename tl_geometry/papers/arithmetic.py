@@ -42,7 +42,7 @@ from tl_geometry.papers.formats import (
     problems,
 )
 from tl_geometry.papers.outcome import (
-    Finding,
+    Claim,
     Outcome,
     basis_of,
     bridge_of,
@@ -51,6 +51,7 @@ from tl_geometry.papers.outcome import (
 )
 from tl_geometry.papers.prediction import PREDICTORS, by_step, prediction
 from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
+from tl_geometry.render import split_view
 from tl_geometry.scores.split import split_scores
 from tl_geometry.zoo.trainer import Batch
 
@@ -240,12 +241,10 @@ def _figures(
     )
     scores = ("exact_in", "digits_in", "exact_out", "digits_out")
     geometry = (*PREDICTORS, "low_frequency", "wpe_low_frequency")
-    points = "Each point is a measured step of a seed."
     drawn: dict[str, Any] = {"by": "task", "source": source}
     figures: dict[str, Any] = {
         "scores": views.training_curves(steps, scores, caption=in_and_out, **drawn),
         "geometry": views.training_curves(steps, geometry, caption=measured, **drawn),
-        "prediction": views.scatter(steps, PREDICTORS, "digits_out", caption=points, **drawn),
     }
     for task, model in models.items():
         bridge = bridge_of(model, task)
@@ -253,11 +252,17 @@ def _figures(
         basis = basis_of(bridge, tokens, task)
         split = split_scores(bridge, tokens[:1], basis)
         shares = split.shares()
-        order = shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argsort(descending=True)
+        most = int(shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argmax())
         labels = [ALPHABET[i] for i in tokens[0].tolist()]
-        figures[f"heads_{task}"] = views.score_panels(
-            split, order[:2].tolist(), labels=labels, title=f"Addition, {task}"
+        head = split_view.split(
+            split,
+            [split.heads[most]],
+            panels=("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec"),
+            tokens=labels,
+            centered=True,
+            title=f"Addition, {task}: the head with the largest share of pos-pos",
         )
+        figures[f"head_{task}"] = head.image()
         figures[f"cosines_{task}"] = views.state_cosines(
             basis, labels=labels, title=f"Cosines of position, {task}"
         )
@@ -299,9 +304,9 @@ def _outcome(
 
 def findings(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]
-) -> list[Finding]:
+) -> list[Claim]:
     """Final accuracies beside the published ones, and what geometry says about the failure."""
-    claims: list[Finding] = []
+    claims: list[Claim] = []
     for task in dict.fromkeys(r["task"] for r in steps):
         last = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
         inside, outside, digits = (
@@ -314,28 +319,28 @@ def findings(
             for name in PREDICTORS
         }
         claims += [
-            Finding(
-                claim=f"{task}: exact match, {setup.low} to {setup.high} digits",
+            Claim(
+                statement=f"{task}: exact match, {setup.low} to {setup.high} digits",
                 expected=f"published {published_in:.0%}{'; at least 90%' if goal else ''}",
                 found=inside,
                 holds=all(r["exact_in"] >= 0.9 for r in last) if goal else None,
             ),
-            Finding(
-                claim=f"{task}: exact match, 1 to {setup.low - 1} digits",
+            Claim(
+                statement=f"{task}: exact match, 1 to {setup.low - 1} digits",
                 expected=f"published {published_out:.2%}: fails",
                 found=f"{outside} ({digits} of the digits); the likeliest digit at each place: "
                 f"{chance.exact:.1%} ({chance.digits:.1%})",
             ),
-            Finding(
-                claim=f"{task}: rank correlation of changes of geometry with changes of right "
+            Claim(
+                statement=f"{task}: rank correlation of changes of geometry with changes of right "
                 "digits out of range, over training",
                 expected="negative for fracture and roughness, if they predict the failure",
                 found=", ".join(
                     f"{name} {'/'.join(f'{v:.2f}' for v in values)}" for name, values in rho.items()
                 ),
             ),
-            Finding(
-                claim=f"{task}: roughness of the table of position vectors at the end",
+            Claim(
+                statement=f"{task}: roughness of the table of position vectors at the end",
                 expected="2 for independent rows, near 0 for a smooth curve",
                 found="; ".join(f"{r['wpe_roughness']:.2f}" for r in last),
             ),

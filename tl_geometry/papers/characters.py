@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models.output_head import next_token_losses
+from tl_geometry.models.next_token import next_token_loss
+from tl_geometry.models.reader import as_view
 from tl_geometry.papers import figures as views
 from tl_geometry.papers.formats import shifted
 from tl_geometry.papers.outcome import (
-    Finding,
+    Claim,
     Outcome,
     basis_of,
     bridge_of,
@@ -35,7 +36,7 @@ from tl_geometry.papers.outcome import (
 from tl_geometry.papers.published import published_tables
 from tl_geometry.papers.random_tokens import held_out_windows, text_windows
 from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
-from tl_geometry.render import measures as measure_views
+from tl_geometry.render.basis import spirals
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
 
@@ -65,17 +66,6 @@ def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
     """
     place = {c: i for i, c in enumerate(alphabet)}
     return torch.tensor([place[c] for c in text if c in place], dtype=torch.int64)
-
-
-def held_out_loss(
-    model: nn.Module, windows: Int[Tensor, "context position"], batch: int = 64
-) -> float:
-    """Next-character cross-entropy of a model on some windows, in nats per character."""
-    device, total = next(model.parameters()).device, 0.0
-    with torch.inference_mode():
-        for part in windows.to(device).split(batch):
-            total += next_token_losses(model(part).logits, part).sum(dtype=torch.float64).item()
-    return total / windows[:, 1:].numel()
 
 
 def nanogpt(
@@ -133,7 +123,7 @@ def nanogpt(
         rows += [{"seed": seed, **record} for record in run.records]
         if seed == seeds[0]:
             basis = basis_of(bridge_of(run.model, "NanoGPT"), windows["own text"], "own text")
-            figures = {"planes": measure_views.planes(basis), "cosines": views.state_cosines(basis)}
+            figures = {"spirals": spirals(basis), "cosines": views.state_cosines(basis)}
     label = "standard-library modules" if texts is None else name
     return _outcome(setup, rows, figures, tuple(seeds), label)
 
@@ -153,7 +143,8 @@ def _train(
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
         bridge, rows = bridge_of(model, "NanoGPT"), []
         for measured, tokens in windows.items():
-            loss, basis = held_out_loss(model, tokens), basis_of(bridge, tokens, measured)
+            loss = next_token_loss(as_view(bridge), tokens, rows=64)
+            basis = basis_of(bridge, tokens, measured)
             states = state_measures(basis, setup.frequencies)
             rows += [{"measured": measured, "loss": loss, **row} for row in states]
         return rows
@@ -224,12 +215,12 @@ def _beside_published(rows: list[dict[str, Any]], measure: str) -> dict[str, Any
 
 def _findings(
     summary: list[dict[str, Any]], rows: list[dict[str, Any]], seeds: Sequence[int]
-) -> Iterator[Finding]:
+) -> Iterator[Claim]:
     """Each measure beside the published one, and whether the loss falls."""
     for text, measure in product(PUBLISHED_ROWS, SUMMARY):
         ours = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
-        yield Finding(
-            claim=f"{text}: {measure.replace('_', ' ')} over states",
+        yield Claim(
+            statement=f"{text}: {measure.replace('_', ' ')} over states",
             expected=f"{ours[0]['published_mean']}({ours[0]['published_sd']}) published",
             found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in ours),
         )
@@ -237,8 +228,8 @@ def _findings(
         [r["loss"] for r in rows if (r["measured"], r["seed"]) == ("own text", seed)]
         for seed in seeds
     ]
-    yield Finding(
-        claim="held-out loss (nats per character)",
+    yield Claim(
+        statement="held-out loss (nats per character)",
         expected="falls",
         found="; ".join(f"{each[0]:.3f} to {each[-1]:.3f}" for each in losses),
         holds=all(each[-1] < each[0] for each in losses),

@@ -1,5 +1,5 @@
 """Figures of the experiments on training formats: grids over training and inference formats, curves
-over training, scores of heads."""
+over training, cosines of positions. The experiments draw them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
-from tl_geometry.base.checks import head_name
-from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures import positional
 from tl_geometry.render.figure import (
     AMBER,
     BLUE,
-    DIVERGING,
     GREEN,
     GREY,
     PINK,
@@ -27,8 +23,10 @@ from tl_geometry.render.figure import (
     VERMILION,
     View,
     canvas,
+    draw_matrix,
+    legend_outside,
+    panels,
 )
-from tl_geometry.scores.split import ScoreSplit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,20 +70,6 @@ def _by_format(
     return View(figure, title=title, caption=caption, null=OTHER_FORMATS, source=source)
 
 
-def _image(
-    axis: Axes, values: Tensor, limit: float, labels: Sequence[str] = (), title: str = ""
-) -> Any:
-    """A matrix of signed values as an image with colours from ``-limit`` to ``limit``; ``labels``
-    name rows and columns."""
-    axis.set_title(title, fontsize=8)
-    for ticks in (axis.set_xticks, axis.set_yticks):
-        if labels:
-            ticks(range(len(labels)), labels, fontsize=5)
-    return axis.imshow(
-        values.numpy(), cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation="nearest"
-    )
-
-
 def format_planes(
     bases: Bases,
     state: int,
@@ -104,6 +88,7 @@ def format_planes(
         start: position of the first row of a basis.
         source: what it was computed from.
 
+    >>> import torch
     >>> formats = ("text", "noise")
     >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
     >>> format_planes(bases, 1, half=4).title
@@ -146,6 +131,7 @@ def format_cosines(
     """Cosines between positions, a row per training format; lines mark position ``half``. Arguments
     as :func:`format_planes`.
 
+    >>> import torch
     >>> formats = ("text", "noise")
     >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
     >>> format_cosines(bases, 1, half=4).title
@@ -155,7 +141,7 @@ def format_cosines(
     def draw(axis: Axes, pos: Tensor) -> Any:
         for line in (axis.axhline, axis.axvline):
             line(half - start - 0.5, color="k", lw=0.5, ls=":")
-        return _image(axis, positional.normalized_gram(pos), 1.0)
+        return draw_matrix(axis, positional.normalized_gram(pos), -1.0, 1.0)
 
     caption = (
         f"Each cell is the cosine of two positional vectors at state {state}, positions {start} "
@@ -194,116 +180,20 @@ def training_curves(
     >>> training_curves(rows, ["rank"], by="task", caption="").title
     'Geometry over training'
     """
-    figure, axes = _panels(rows, [("step", m) for m in measures], by, (2.7, 2.3), most=4, lw=1.0)
-    for axis, measure in zip(axes, measures, strict=True):
-        axis.set_title(measure.replace("_", " "), fontsize=9)
-        axis.set_xlabel("steps")
-    title = "Geometry over training"
-    return View(figure, title=title, caption=caption, null=SEEDS, source=source)
-
-
-def _panels(
-    rows: Sequence[Mapping[str, Any]],
-    pairs: Sequence[tuple[str, str]],
-    by: str,
-    size: tuple[float, float],
-    *,
-    most: int,
-    lw: float,
-) -> tuple[Any, list[Axes]]:
-    """A figure with a panel for each pair of columns (across, up), ``most`` side by side: a line
-    per seed, a colour per value of the column ``by``."""
-    figure, axes = canvas(min(most, len(pairs)), -(-len(pairs) // most), size=size)
+    columns = min(4, len(measures))
+    figure, axes = panels(None, len(measures), "measure", columns=columns, size=(2.7, 2.3))
     colours = dict(zip(dict.fromkeys(row[by] for row in rows), COLOURS, strict=False))
     lines = list(dict.fromkeys((row[by], row["seed"]) for row in rows))
-    for axis, (across, up) in zip(axes, pairs, strict=False):
+    for axis, measure in zip(axes, measures, strict=True):
         for group, seed in lines:
             points = [row for row in rows if (row[by], row["seed"]) == (group, seed)]
-            x, y = [row[across] for row in points], [row[up] for row in points]
-            axis.plot(x, y, ".-", ms=4, lw=lw, color=colours[group], label=str(group))
-    legend = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    place: dict[str, Any] = {"loc": "outside right upper", "fontsize": 7, "title_fontsize": 7}
-    figure.legend(list(legend.values()), list(legend), title=by, **place)
-    for axis in axes[len(pairs) :]:
-        axis.set_visible(False)
-    return figure, axes[: len(pairs)]
-
-
-def scatter(
-    rows: Sequence[Mapping[str, Any]],
-    measures: Sequence[str],
-    score: str,
-    *,
-    by: str,
-    caption: str,
-    source: str = "",
-) -> View:
-    """A score against each measure, a panel each, a colour per value of the column ``by``; points
-    are joined in the order of steps.
-
-    Args:
-        rows: measurements in the order of steps, each with ``"seed"``, the column ``by``, the
-            measures and the score.
-        measures: names of the measures, across.
-        score: name of the score, up.
-        by: the column that colours tell apart.
-        caption: what to know about the rows.
-        source: what they were measured on.
-
-    >>> rows = [{"seed": 0, "task": "sums", "rank": r, "right": 1 - r} for r in (0.1, 0.9)]
-    >>> scatter(rows, ["rank"], "right", by="task", caption="").title
-    'Right against geometry'
-    """
-    figure, axes = _panels(rows, [(m, score) for m in measures], by, (2.8, 2.3), most=3, lw=0.4)
-    for axis, measure in zip(axes, measures, strict=True):
-        axis.set_xlabel(measure.replace("_", " "), fontsize=8)
-    axes[0].set_ylabel(score.replace("_", " "))
-    title = f"{score.replace('_', ' ').capitalize()} against geometry"
+            steps, values = [row["step"] for row in points], [row[measure] for row in points]
+            axis.plot(steps, values, ".-", ms=4, lw=1, color=colours[group], label=str(group))
+        axis.set_title(measure.replace("_", " "), fontsize=9)
+        axis.set_xlabel("steps")
+    legend_outside(figure, axes[:1])
+    title = "Geometry over training"
     return View(figure, title=title, caption=caption, null=SEEDS, source=source)
-
-
-def score_panels(
-    split: ScoreSplit, rows: Sequence[int], *, labels: Sequence[str], title: str
-) -> View:
-    """The four terms, their sum and the pattern of a few heads on the first context (Song & Zhong
-    2023, Fig. 6 d, e and 51 to 56).
-
-    Each term is centred over the keys that a query may see (a constant in a row does not change the
-    softmax), and a head's terms share one colour scale.
-
-    Args:
-        split: of the parts ``pos`` and ``cvec``.
-        rows: places in ``split.heads``.
-        labels: texts of the tokens.
-        title: of the figure.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> basis = tlg.decompose(model, tlg.zoo.default_windows(model, 16, n=8), progress=False)
-    >>> scores = tlg.split_scores(model, "a b a b", basis, heads="L1H0", prepend_bos=True)
-    >>> score_panels(scores, [0], labels=scores.str_tokens, title="One head").title
-    'One head'
-    """
-    names = [("pos", "pos"), ("pos", "cvec"), ("cvec", "pos"), ("cvec", "cvec")]
-    titles = [*("-".join(name) for name in names), "score"]
-    figure, axes = canvas(6, len(rows), size=(1.75, 1.9))
-    for i, row in enumerate(rows):
-        of_head, allowed = axes[6 * i : 6 * i + 6], split.allowed[row]
-        scores = [*(split.terms[name][0, row] for name in names), split.total()[0, row]]
-        panels = [torch.where(allowed, row_center(x, allowed), torch.nan) for x in scores]
-        limit = max(float(panel.nan_to_num().abs().amax()) for panel in panels) or 1.0
-        for axis, values, name in zip(of_head, panels, titles, strict=False):
-            _image(axis, values, limit, labels, name)
-        pattern = _image(of_head[-1], split.pattern()[0, row], 1.0, labels, "pattern")
-        pattern.set(cmap=SEQUENTIAL, clim=(0, 1))
-        of_head[0].set_ylabel(head_name(split.heads[row]), fontsize=9)
-    return View(
-        figure,
-        title=title,
-        caption="Terms are centred over allowed keys; a head has one colour scale.",
-        null="Terms are exact: they have no null.",
-        source=split.provenance.line(),
-    )
 
 
 def state_cosines(
@@ -316,6 +206,7 @@ def state_cosines(
         labels: names of all positions from 0 on, such as the tokens of one context.
         title: of the figure.
 
+    >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> state_cosines(basis).title
@@ -325,8 +216,12 @@ def state_cosines(
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):
-        gram = positional.normalized_gram(pos)
-        image = _image(axis, gram, 1.0, labels[slice(*basis.window)], f"state {state}")
+        image = draw_matrix(axis, positional.normalized_gram(pos), -1.0, 1.0)
+        axis.set_title(f"state {state}", fontsize=8)
+        if labels:
+            names = labels[slice(*basis.window)]
+            axis.set_xticks(range(len(names)), names, fontsize=5)
+            axis.set_yticks(range(len(names)), names, fontsize=5)
     figure.colorbar(image, ax=axes, shrink=0.7)  # type: ignore[arg-type]
     named = "; the tokens of one context name them" if labels else ""
     return View(

@@ -22,10 +22,11 @@ from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import positional_report
 from tl_geometry.models import from_hf
-from tl_geometry.papers.setup import Setup, Table
+from tl_geometry.papers.setup import Setup
 from tl_geometry.report import page
 from tl_geometry.report.analysis import versions
-from tl_geometry.report.section import Section, Shown
+from tl_geometry.report.section import Section, TableBlock
+from tl_geometry.report.tables import Table
 
 MEASURES = (
     "rank",
@@ -42,11 +43,11 @@ beside them, says how much of them is sampling noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One claim: what was expected, what was found, and whether the claim holds (``None``:
-    reported, not judged)."""
+class Claim:
+    """What an experiment checks: a statement, what was expected, what was found, and whether the
+    statement holds (``None``: reported, not judged)."""
 
-    claim: str
+    statement: str
     expected: str
     found: str
     holds: bool | None = None
@@ -62,7 +63,7 @@ class Outcome:
     setup: Setup
     seeds: tuple[int, ...]
     corpus: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Claim, ...]
     tables: dict[str, Result]
     figures: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -72,8 +73,9 @@ class Outcome:
         word = {True: "yes", False: "NO", None: "-"}
         seeds = ", ".join(map(str, self.seeds))
         lines = [
-            f"  [{word[f.holds]:>3}] {f.claim}: {f.found} (expected: {f.expected})"
-            for f in self.findings
+            f"  [{word[claim.holds]:>3}] {claim.statement}: {claim.found} "
+            f"(expected: {claim.expected})"
+            for claim in self.findings
         ]
         return "\n".join([f"{self.title}, {self.setup.scale} scale, seeds {seeds}", *lines])
 
@@ -82,7 +84,10 @@ class Outcome:
         words = {True: "yes", False: "no", None: "not judged"}
         claims = Table(
             names=("claim", "expected", "found", "holds"),
-            cells=tuple((f.claim, f.expected, f.found, words[f.holds]) for f in self.findings),
+            cells=tuple(
+                (claim.statement, claim.expected, claim.found, words[claim.holds])
+                for claim in self.findings
+            ),
             provenance=Provenance(corpus=self.corpus),
         )
         s, seeds = self.setup, ", ".join(map(str, self.seeds))
@@ -90,8 +95,8 @@ class Outcome:
             f"Scale {s.scale}: {s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context "
             f"{s.context}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
         )
-        tables = [Shown(name=name, table=table) for name, table in self.tables.items()]
-        first = (scale, *self.notes, Shown(name="findings", table=claims))
+        tables = [TableBlock(name=name, table=table) for name, table in self.tables.items()]
+        first = (scale, *self.notes, TableBlock(name="findings", table=claims))
         return [
             Section(title="Claims", blocks=first),
             Section(title="Figures and tables", blocks=(*self.figures.values(), *tables)),
@@ -99,7 +104,7 @@ class Outcome:
 
     def save(self, out: Path, *, command: Sequence[str] = (), force: bool = False) -> Path:
         """Write ``report.html``, a safetensors file per table (and a CSV where it is a plain
-        :class:`~tl_geometry.papers.setup.Table`), a PNG per figure and ``run.json``; return
+        :class:`~tl_geometry.report.tables.Table`), a PNG per figure and ``run.json``; return
         the page's path. Files in the way that an earlier run has not written are refused
         (``force``: overwritten)."""
         out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +116,7 @@ class Outcome:
                 files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
             files[f"{name}.safetensors"] = table.save
         files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
-        parts = [page.Part(name=s.title, title=s.title, html=s.html()) for s in sections]
+        parts = [section.part(section.title) for section in sections]
         text = page.document(self.title, parts, [SOURCES["song2023"]])
         files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
         record = check_folder(out, self.name, files, force=force)

@@ -19,7 +19,6 @@ from torch import Tensor
 from tl_geometry import zoo
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Result
 from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.measures import contextual, positional
 from tl_geometry.measures import rank as ranks
@@ -36,6 +35,7 @@ from tl_geometry.papers.protocol import (
     wrap_uint16,
 )
 from tl_geometry.papers.topics import topic_bases, topic_windows
+from tl_geometry.report.tables import Table
 
 Text = str | Sequence[str] | Tensor
 BY_STATE = {
@@ -88,22 +88,16 @@ def tolerance(measure: str, published: float, deviation: float | None = None) ->
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Reproduction(Result):
+class Reproduction(Table):
     """Ours beside published, a row per cell: table, cell, ours, published, tolerance, verdict.
 
     Verdicts: "agrees" or "differs" (by more than the tolerance), "another model" where the row
     shown is not of this model, "doubtful: ..." where the published sources contradict the cell,
     "not judged" for a deviation over states, "no published row"."""
 
-    cells: tuple[tuple[Any, ...], ...]
+    names: tuple[str, ...] = ("table", "cell", "ours", "published", "tolerance", "verdict")
     row: str | None
     settings: dict[str, Any]
-
-    def columns(self) -> Sequence[str]:
-        return ("table", "cell", "ours", "published", "tolerance", "verdict")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.cells
 
     def value(self, table: str, cell: str) -> float:
         """Our number in one cell."""

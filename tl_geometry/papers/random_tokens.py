@@ -35,14 +35,15 @@ from tl_geometry.measures import positional
 from tl_geometry.papers import figures as views
 from tl_geometry.papers.formats import FORMATS, randomise, shifted
 from tl_geometry.papers.outcome import (
-    Finding,
+    Claim,
     Outcome,
     basis_of,
     bridge_of,
     state_measures,
     table_of,
 )
-from tl_geometry.papers.setup import Setup, Table, Training, chosen, run_training, setups
+from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
+from tl_geometry.report.tables import Table
 from tl_geometry.zoo import corpus
 from tl_geometry.zoo.trainer import Batch
 
@@ -321,7 +322,7 @@ MEASURES_OF_HALVES = {"fracture": 1, "jump": 1, "roughness_first": 2, "roughness
 """Measures that tell a broken second half from text, and the digits that they are shown with."""
 
 
-def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
+def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
     """What the final table says about the two claims at the states that blocks read, for every
     seed."""
     seeds, half = sorted(set(final.column("seed"))), setup.context // 2
@@ -345,8 +346,9 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
         )
         name = measure.replace("_", " ")
         claims.append(
-            Finding(
-                claim=f"{name}, half-random text against text (each measured on its own format)",
+            Claim(
+                statement=f"{name}, half-random text against text (each measured on its own "
+                "format)",
                 expected="the second half breaks, the first does not",
                 found=f"text {text}; half-random {partial}",
             )
@@ -356,7 +358,7 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Finding]:
 
 def _places(
     values: Callable[[str, str, str], list[list[float]]], measure: str, first: str, half: int
-) -> Iterator[Finding]:
+) -> Iterator[Claim]:
     """Where the basis breaks: in the middle where half of the text was random, elsewhere where none
     was."""
 
@@ -365,8 +367,8 @@ def _places(
 
     for measured in ("partial", "baseline"):
         broken = places("partial", measured)
-        yield Finding(
-            claim=f"trained on half-random text, measured on {measured}: {first}",
+        yield Claim(
+            statement=f"trained on half-random text, measured on {measured}: {first}",
             expected=f"within 2 of {half} at every state",
             found=_shown(broken, 0),
             holds=all(abs(place - half) <= 2 for row in broken for place in row),
@@ -374,8 +376,8 @@ def _places(
     control, judged = places("baseline", "baseline"), measure == "jump_at"
     smooth = "anywhere: a smooth curve turns fastest where it passes its mean"
     away = all(abs(place - half) > 2 for row in control for place in row)
-    yield Finding(
-        claim=f"control, trained and measured on text: {first}",
+    yield Claim(
+        statement=f"control, trained and measured on text: {first}",
         expected=f"not near {half}" if judged else smooth,
         found=_shown(control, 0),
         holds=away if judged else None,
@@ -388,12 +390,12 @@ def _shown(rows: list[list[float]], digits: int) -> str:
 
 def _low_frequency(
     text: list[list[float]], random: list[list[float]], measured: str, where: str, part: slice
-) -> Finding:
+) -> Claim:
     """Whether training on random tokens halves the share of low frequencies."""
     text, random = ([row[part] for row in rows] for rows in (text, random))
     trained = f"trained on random tokens and measured on {measured}, against text"
-    return Finding(
-        claim=f"low-frequency share at {where}, {trained}",
+    return Claim(
+        statement=f"low-frequency share at {where}, {trained}",
         expected="falls by half in every seed (mean over states)",
         found=f"text {_shown(text, 2)}; random {_shown(random, 2)}",
         holds=all(math.fsum(b) <= math.fsum(a) / 2 for a, b in zip(text, random, strict=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.files import write_atomically
 from tl_geometry.base.printable import printable
-from tl_geometry.base.results import Result
 from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
 from tl_geometry.papers.contents import SCALES
 from tl_geometry.zoo.trainer import Batch, TrainSettings, new_gpt2, train
@@ -135,27 +134,6 @@ def _read(name: str, text: str, old: Any) -> Any:
         return type(old)(text)
     except ValueError:
         fail(f"--set {name}", expected=f"a {type(old).__name__}", got=repr(text))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Table(Result):
-    """A plain table: column names and rows of numbers and text."""
-
-    names: tuple[str, ...]
-    cells: tuple[tuple[Any, ...], ...]
-
-    def columns(self) -> Sequence[str]:
-        return self.names
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.cells
-
-    def column(self, name: str, **where: object) -> list[Any]:
-        """One column, of the rows whose other columns have the given values."""
-        expected = f"one of {', '.join(self.names)}"
-        require(name in self.names, "column", expected=expected, got=repr(name))
-        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
-        return [row[name] for row in rows if where.items() <= row.items()]
 
 
 class Training(NamedTuple):

@@ -17,6 +17,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
+from tl_geometry.report.tables import Table
 from tl_geometry.weights.heads import token_readout
 from tl_geometry.weights.probes import bias_readout, noun_probe
 
@@ -35,18 +36,14 @@ NEEDS = "needs GPT-2's weights: the published examples are its own"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TravelingWords(Result):
+class TravelingWords(Table):
     """What :func:`molina` returns: a row per readout, block, head and thing read; ``tokens`` at one
     end, ``others`` at the other (or the values that a noun promotes). ``verdict`` says what the row
     can be compared with."""
 
-    cells: tuple[tuple[str, int, str, str, str, str, float, str], ...]
-
-    def columns(self) -> Sequence[str]:
-        return ("readout", "layer", "head", "of", "tokens", "others", "size", "verdict")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.cells
+    names: tuple[str, ...] = (
+        *("readout", "layer", "head", "of", "tokens", "others", "size", "verdict"),
+    )
 
 
 def molina(

@@ -1,13 +1,11 @@
 from . import circuitsvis as circuitsvis
 from .basis import gram as gram
-from .basis import norms as norms
 from .basis import spirals as spirals
 from .basis import variance_shares as variance_shares
 from .circuit_curves import faithfulness_curve as faithfulness_curve
 from .flow import baseline_figure as baseline_figure
 from .flow import noise_figure as noise_figure
 from .flow import residual_figure as residual_figure
-from .flow import spectra_figure as spectra_figure
 from .flow import truncation_figure as truncation_figure
 from .graph_view import graph_page as graph_page
 from .head_view import heads as heads
@@ -16,9 +14,6 @@ from .measures import fourier as fourier
 from .measures import incoherence as incoherence
 from .measures import learning_curve as learning_curve
 from .measures import measure_curves as measure_curves
-from .measures import planes as planes
-from .measures import similarity as similarity
-from .measures import singular_values as singular_values
 from .rotary import band_atlas as band_atlas
 from .rotary import bands_page as bands_page
 from .rotary import head_planes as head_planes

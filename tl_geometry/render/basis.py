@@ -1,5 +1,5 @@
-"""Figures of a basis (position and context vectors): how much variance each part holds, how long
-its vectors are, the curve that positions lie on, which vectors point the same way. The report, the
+"""Figures of a basis (position and context vectors): how much variance each part holds, the curve
+that positions lie on, which vectors point the same way, tokens of large norm. The report, the
 gallery and notebooks draw them."""
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     figure, axes = panels(ax, len(tables), "table", size=size, sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
         for part, share in current.shares.items():
-            _draw_part(axis.plot, current.states, share, part)
+            line = {"ms": 3.5, "lw": 1.6, "color": PARTS[part], "label": WORDS[part]}
+            axis.plot(current.states, share, "o-", **line)
         if current.ctx_null is not None:
             label = "null: context of spliced windows"
             line = {"color": PARTS["ctx"], "lw": 1.2, "label": label}
@@ -89,11 +90,6 @@ def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | No
     )
 
 
-def _draw_part(plot: Any, states: Sequence[int], values: Tensor, part: str) -> None:
-    """A line over the states in the colour of a part, by ``axis.plot`` or ``axis.semilogy``."""
-    plot(states, values, "o-", ms=3.5, lw=1.6, color=PARTS[part], label=WORDS.get(part, part))
-
-
 def _change(table: Anova, part: str, name: str) -> str:
     """How a share changes from the first to the last state, for a title."""
     first, last = (float(table.shares[part][i]) for i in (0, -1))
@@ -102,58 +98,18 @@ def _change(table: Anova, part: str, name: str) -> str:
     return f"{name} {100 * first:.2g}% to {100 * last:.2g}%"
 
 
-def norms(basis: PositionContext, *, ax: Axes | None = None) -> View:
-    """Root-mean-square norms per state: of the mean, of a positional vector, of a context vector,
-    of the residual.
-
-    Args:
-        basis: from :func:`tl_geometry.decompose`.
-        ax: axes to draw into.
-
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> norms(basis).title
-    'How large is each part of a state?'
-    """
-    require_basis(basis)
-    figure, axis = one_axes(ax)
-    table = basis.anova()
-    tokens = basis.contexts * (basis.window[1] - basis.window[0])
-    norms = {
-        "mean": torch.linalg.vector_norm(basis.mean, dim=-1),
-        "pos": (table.pos / tokens).sqrt(),
-        "ctx": (table.ctx / tokens).sqrt(),
-        "resid": (table.resid / tokens).sqrt(),
-    }
-    for part, values in norms.items():
-        # a logarithmic axis has no place for a norm of zero
-        _draw_part(axis.semilogy, basis.states, values.clamp(min=1e-12), part)
-    axis.set(xlabel="state", xticks=whole_ticks(basis.states), ylabel="norm (units of the stream)")
-    legend_beside(axis)
-    return View(
-        figure,
-        title="How large is each part of a state?",
-        caption="Each line is the root mean square norm of one part over contexts and positions; "
-        "the axis is logarithmic.",
-        null="Sizes have no null: the parts add up to the state exactly.",
-        source=basis.provenance.line(),
-    )
-
-
 def spirals(
     basis: PositionContext,
     *,
-    states: tuple[int, ...] | None = None,
     control: PositionContext | None = None,
 ) -> View:
-    """The positional basis of each state on its first two principal directions, shaded by position
-    (Song & Zhong 2023, Fig. 1).
+    """The positional basis of at most five states, at even distances, on their first two principal
+    directions, shaded by position (Song & Zhong 2023, Fig. 1).
 
     Axes are scaled per panel; the share of |pos|^2 that the two directions hold stands above it.
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
-        states: which, by default at most five at even distances.
         control: the basis of the untrained control, on its own directions in a second row.
 
     >>> import tl_geometry as tlg
@@ -164,7 +120,7 @@ def spirals(
     require_basis(basis)
     if control is not None:
         require_basis(control, "control")
-    chosen = states or tuple(some(basis.states, 5))
+    chosen = some(basis.states, 5)
     bases = [b for b in (basis, control) if b is not None]
     ylabels = ["u2"] if control is None else ["trained: u2", "untrained control: u2"]
     figure, axes = canvas(len(chosen), len(bases), size=(WIDTH / min(len(chosen), 5), 1.6))

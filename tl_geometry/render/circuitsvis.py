@@ -37,7 +37,7 @@ from tl_geometry.render.figure import (
     drawable,
     panels,
 )
-from tl_geometry.render.logit_view import explanations, followers, logit_page
+from tl_geometry.render.logit_view import checked_explanations, followers, logit_page
 from tl_geometry.render.page import PageView, rounded
 from tl_geometry.scores.split import ScoreSplit
 
@@ -190,7 +190,7 @@ def library() -> tuple[str, str]:
 
 
 def induction(
-    found: LogitExplanation | Sequence[LogitExplanation],
+    explanations: LogitExplanation | Sequence[LogitExplanation],
     *,
     head: Head | None = None,
     query: int | None = None,
@@ -200,7 +200,7 @@ def induction(
     (dashed), which is what an induction head reads.
 
     Args:
-        found: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
+        explanations: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
         head: the head to look for, which is then shown alone; by default any head.
         query: the position, by default the one where a head copies most.
 
@@ -212,7 +212,7 @@ def induction(
     >>> induction(each).title[:4]
     'L1H3'
     """
-    each = [e for e in explanations(found) if query in (None, e.position)]
+    each = [e for e in checked_explanations(explanations) if query in (None, e.position)]
     # any pair of numbers passes here: a head that is not shown is refused by logit_page
     wanted = None if head is None else checks.heads(head, 10**6, 10**6)[0]
     copied = [
@@ -223,4 +223,4 @@ def induction(
     ]
     if copied:
         query = max(copied)[1]
-    return logit_page(found, query=query, head=head)
+    return logit_page(explanations, query=query, head=head)

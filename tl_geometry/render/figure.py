@@ -14,6 +14,7 @@ from torch import Tensor
 from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.printable import unicode_escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,6 +204,17 @@ def draw_path(axis: Any, points: Tensor, numbers: Sequence[int], size: float) ->
     return axis.scatter(*points.T, c=numbers, cmap=SEQUENTIAL, s=size, **depth)
 
 
+def draw_paths_3d(
+    axis: Any, paths: Tensor, states: Sequence[int], names: Sequence[str], *, size: float
+) -> None:
+    """Paths ``[path state 3]`` on axes of three dimensions with these names, coloured by state."""
+    points = [draw_path(axis, path, states, size) for path in paths]
+    axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
+    axis.locator_params(nbins=4)
+    bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": whole_ticks(states)}
+    axis.figure.colorbar(points[-1], ax=axis, **bar)
+
+
 def legend_beside(axis: Axes, **options: Any) -> None:
     """A legend to the right of the axes, where it covers nothing."""
     where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
@@ -297,14 +309,14 @@ def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any
 
 def drawable(text: str, longest: int = LONGEST) -> str:
     r"""Text as a label can hold it: cut at ``longest`` characters, ``$`` escaped (it would begin a
-    formula), characters that the font lacks as ``\uXXXX``.
+    formula), characters that the font lacks as ``\uXXXX``, beyond U+FFFF as ``\UXXXXXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))
-    a\$b\u1f9e0
+    a\$b\U0001f9e0
     """
     from matplotlib import font_manager
 
     text = text if len(text) <= longest else f"{text[: longest - 1]}…"
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
-    written = "".join(c if font.get_char_index(ord(c)) else f"\\u{ord(c):04x}" for c in text)
+    written = "".join(c if font.get_char_index(ord(c)) else unicode_escape(c) for c in text)
     return written.replace("$", r"\$")

@@ -1,6 +1,6 @@
-"""Figures of how states move from layer to layer: the bundle of paths, its spectra, how many
-directions the output needs, what a map by rotation and stretch leaves, whether that residual grows
-as noise does. The report, the gallery and a notebook draw them."""
+"""Figures of how states move from layer to layer: the bundle of paths, how many directions the
+output needs, what a map by rotation and stretch leaves, whether that residual grows as noise does.
+The report, the gallery and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import require
 from tl_geometry.flow.alignment import top_directions
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import LAWS
@@ -21,7 +20,7 @@ from tl_geometry.render.figure import (
     WIDTH,
     View,
     canvas,
-    draw_path,
+    draw_paths_3d,
     legend_beside,
     one_axes,
     shades,
@@ -37,48 +36,32 @@ BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a
 """Title and null of the bundle, drawn flat or in space."""
 RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
 """Measures of the residual of a map, a panel each."""
+LAW_STYLES = dict(zip(LAWS, ("-", ":"), strict=True))
+"""Lines of the laws of noise: the asymptotic one solid, independent increments dotted."""
 MOST_PATHS = 100
 """Trajectories that a bundle shows; more hide each other."""
 
 
-def coordinates(
-    ensemble: Trajectories, axes: Sequence[int] | None, limit: int
-) -> tuple[Tensor, list[str]]:
+def coordinates(ensemble: Trajectories, limit: int) -> tuple[Tensor, list[str]]:
     """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (chosen with a fixed seed)
-    and the names of the axes.
-
-    On the first three singular directions of the last state, or on three Cartesian coordinates
-    ``axes`` (from 0; the paper shows 268, 218 and 590 of GPT-2-medium).
-    """
+    on the first three singular directions of the last state, and the names of the axes."""
     rows = torch.arange(len(ensemble))
     if len(rows) > limit:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randperm(len(rows), generator=generator)[:limit].sort().values
     paths = ensemble.X[rows]
-    if axes is not None:
-        d = paths.shape[2]
-        valid = len(axes) == 3 and all(0 <= a < d for a in axes)
-        expected = f"3 coordinates from 0 to {d - 1}"
-        require(valid, "axes", expected=expected, got=tuple(axes))
-        return paths[:, :, list(axes)].double(), [f"coordinate {a}" for a in axes]
     state = ensemble.states[-1]
     U = top_directions(ensemble.aligned_bases(align="none"), ensemble.row(state), 3)
     return paths.double() @ U, [f"u{i} of state {state}" for i in (1, 2, 3)]
 
 
-def bundle_figure(
-    ensemble: Trajectories, *, axes: Sequence[int] | None = None, limit: int = MOST_PATHS
-) -> View:
+def bundle_figure(ensemble: Trajectories, *, limit: int = MOST_PATHS) -> View:
     """Paths in three dimensions, coloured by state (Sarfati et al. 2025, Fig. 1): the image of
     :func:`tl_geometry.render.bundle_3d`, and what the report shows without plotly. Arguments are
     those of :func:`coordinates`."""
-    points, names = coordinates(ensemble, axes, limit)
+    points, names = coordinates(ensemble, limit)
     figure, axis = one_axes(None, (4.6, 4.2), subplot_kw={"projection": "3d"})
-    paths = [draw_path(axis, path, ensemble.states, 5.0) for path in points]
-    axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
-    axis.locator_params(nbins=4)
-    ticks = whole_ticks(ensemble.states)
-    figure.colorbar(paths[-1], ax=axis, label="state", shrink=0.6, pad=0.15, ticks=ticks)
+    draw_paths_3d(axis, points, ensemble.states, names, size=5.0)
     return View(
         figure,
         title=BUNDLE,
@@ -100,45 +83,12 @@ def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
     return (states[0] - 0.5, states[-1] + 0.5, states[0] - 0.5, states[-1] + 0.5)
 
 
-def spectra_figure(ensemble: Trajectories, *, ax: Axes | None = None) -> View:
-    """Singular values of every state against rank (2 to 512), log-log; rank 1, the mean, is left
-    out (Sarfati et al. 2025, Fig. 2b).
-
-    Args:
-        ensemble: from :func:`tl_geometry.trajectories`.
-        ax: axes to draw into.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> paths = tlg.trajectories(model, windows, progress=False)
-    >>> spectra_figure(paths).title
-    'In how many directions does the bundle spread?'
-    """
-    S = ensemble.aligned_bases(align="none").S
-    figure, axis = one_axes(ax)
-    colour = shades(figure, axis, ensemble.states, "state")
-    for state, values in zip(ensemble.states, S[:, 1:512], strict=True):
-        ranks = range(2, 2 + len(values))
-        axis.loglog(ranks, values.clamp(min=1e-12), color=colour(state), lw=1)
-    axis.set(xlabel="rank", ylabel="singular value (units of the stream)")
-    return View(
-        figure,
-        title="In how many directions does the bundle spread?",
-        caption="Each line is a state, dark the first and bright the last; both axes are "
-        "logarithmic, and rank 1, the mean, is left out.",
-        null=BUNDLE_NULL,
-        source=ensemble.provenance.line(),
-    )
-
-
-def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
+def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View:
     """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
     al. 2025, Fig. 2c).
 
     Args:
-        curves: one or several, from :func:`tl_geometry.flow.truncation_kl`; the baselines are those
-            of the first.
+        curve: from :func:`tl_geometry.flow.truncation_kl`.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -149,35 +99,32 @@ def truncation_figure(*curves: TruncationCurve, ax: Axes | None = None) -> View:
     >>> truncation_figure(curve).title
     'How many directions does the output need?'
     """
-    require(len(curves) > 0, "curves", expected="at least one", got="none")
     figure, axis = one_axes(ax)
-    for curve in curves:
-        chunks = "held out" if curve.held_out else "in-sample"
-        label = f"{chunks}, {curve.where} block, {curve.positions}"
-        axis.errorbar(curve.K, curve.kl, 2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=label)
-    first = curves[0]
+    chunks = "held out" if curve.held_out else "in-sample"
+    label = f"{chunks}, {curve.where} block, {curve.positions}"
+    axis.errorbar(curve.K, curve.kl, 2 * curve.kl_se, fmt="o-", ms=3, lw=1, label=label)
     null = "null: consecutive chunks"
-    axis.axhline(first.baseline_mean, color="k", ls="--", lw=1, label=f"{null}, mean")
-    axis.axhline(first.baseline_median, color="k", ls=":", lw=1, label=f"{null}, median")
+    axis.axhline(curve.baseline_mean, color="k", ls="--", lw=1, label=f"{null}, mean")
+    axis.axhline(curve.baseline_median, color="k", ls=":", lw=1, label=f"{null}, median")
     axis.set_xscale("log", base=2)
-    axis.set_xticks(first.K, [str(k) for k in first.K])
+    axis.set_xticks(curve.K, [str(k) for k in curve.K])
     axis.minorticks_off()
     axis.set(xlabel="directions kept, K", ylabel="KL (nats)")
     legend_beside(axis)
-    needed = first.needed()
-    if not first.claimed:
+    needed = curve.needed()
+    if not curve.claimed:
         reached = "No K is claimed from fewer chunks than dimensions."
     elif needed is not None:
         reached = f"A tenth of the mean baseline is reached from {needed} directions on."
     else:
-        reached = f"No K up to {max(first.K)} comes within a tenth of the mean baseline."
+        reached = f"No K up to {max(curve.K)} comes within a tenth of the mean baseline."
     return View(
         figure,
         title="How many directions does the output need?",
         caption="Each point is how far the next-token distribution moves when states keep K "
         f"directions, with two standard errors. {reached}",
         null="The dashed lines are the distance of unrelated chunks.",
-        source=first.provenance.line(),
+        source=curve.provenance.line(),
     )
 
 
@@ -253,8 +200,8 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
 
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
-    """Mean log variance of residuals against t + tau, one line for each t, with both laws (Sarfati
-    et al. 2025, Eq. 2).
+    """Mean log variance of residuals against t + tau, one line for each t, with the fitted laws
+    (Sarfati et al. 2025, Eq. 2).
 
     Args:
         report: from :func:`tl_geometry.flow.flow_report`.
@@ -270,7 +217,7 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """
     figure, axis = one_axes(ax)
     table = report.in_sample["log_variance"]
-    laws = {law: style for law, style in zip(LAWS, ("-", ":"), strict=True) if law in report.laws}
+    laws = {law: style for law, style in LAW_STYLES.items() if law in report.laws}
     for law, style in laws.items():
         axis.plot([], [], style, color="k", lw=1, label=f"{law} law")
     shade = shades(figure, axis, report.states[:-1], "t")
@@ -285,17 +232,21 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     axis.legend(fontsize=8, frameon=False)
     axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
     whole_numbers(axis.xaxis)
-    fits = [(name, report.law(name)) for name in report.laws]
-    parameters = [f"{n}: alpha {f.alpha:.3g}, lambda {f.rate:.3g}, R² {f.r2:.2f}" for n, f in fits]
+    fits = [(law, report.law(law)) for law in laws]
+    parameters = [
+        f"{law}: alpha {fit.alpha:.3g}, lambda {fit.rate:.3g}, R² {fit.r2:.2f}" for law, fit in fits
+    ]
     caption = (
         "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by "
-        f"t; lines are two laws of noise fitted to them, the {report.train} trajectories that the "
-        f"maps were fitted on ({'; '.join(parameters)})."
+        f"t; lines are the laws of noise fitted to the {report.train} trajectories that the maps "
+        f"were fitted on ({'; '.join(parameters) or 'none fits'})."
     )
     return View(
         figure,
         title="Does the residual grow as noise does?",
         caption=caption,
-        null="The dotted line is the law of independent increments.",
+        null="The dotted line is the law of independent increments."
+        if "increment" in laws
+        else "No null is drawn: the law of independent increments was not fitted.",
         source=report.provenance.line(),
     )

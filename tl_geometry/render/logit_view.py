@@ -46,7 +46,7 @@ Bars = list[tuple[str, float]]
 
 
 def logit_page(
-    found: LogitExplanation | Sequence[LogitExplanation],
+    explanations: LogitExplanation | Sequence[LogitExplanation],
     *,
     query: int | None = None,
     head: Head | None = None,
@@ -62,7 +62,7 @@ def logit_page(
     page to the model's logit.
 
     Args:
-        found: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
+        explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
         query: the position shown at first, by default that of the first explanation.
         head: the head shown at first, by default all.
 
@@ -78,7 +78,7 @@ def logit_page(
     >>> logit_page(found, query=14).title  # .save("logit.html") writes the page
     'L1H0 wrote +0.30 of the logit 3.99 of “␣t”, from “<|endoftext|>” at 0'
     """
-    each = explanations(found)
+    each = checked_explanations(explanations)
     positions = [e.position for e in each]
     if query is not None and query not in positions:
         fail("query", expected=f"one of the explained positions {positions}", got=query)
@@ -114,26 +114,26 @@ def logit_page(
         fluid=True,
     )
     size, instead = len(view.page), "fewer explanations"
-    require(size <= LARGEST, "found", expected="a page of 2 MB", got=size, instead=instead)
+    require(size <= LARGEST, "explanations", expected="a page of 2 MB", got=size, instead=instead)
     return view
 
 
-def explanations(
-    found: LogitExplanation | Sequence[LogitExplanation],
+def checked_explanations(
+    explanations: LogitExplanation | Sequence[LogitExplanation],
 ) -> tuple[LogitExplanation, ...]:
     """Explanations of one prompt with the same parts, at different positions."""
-    each = tuple(found) if isinstance(found, Sequence) else (found,)
+    each = tuple(explanations) if isinstance(explanations, Sequence) else (explanations,)
     instead = "explain_logit(model, tokens, position, target)"
     if not each or not all(isinstance(e, LogitExplanation) for e in each):
         got = "none" if not each else type(each[0]).__name__
-        fail("found", expected="explanations of logits", got=got, instead=instead)
+        fail("explanations", expected="explanations of logits", got=got, instead=instead)
     prompts = [(e.str_tokens, e.heads.shape, e.parts, e.provenance.token_hash) for e in each]
     expected, got = "explanations of one prompt, by the same parts", f"{len(set(prompts))} kinds"
-    require(len(set(prompts)) == 1, "found", expected=expected, got=got)
+    require(len(set(prompts)) == 1, "explanations", expected=expected, got=got)
     positions = [e.position for e in each]
     require(
         len(set(positions)) == len(positions),
-        "found",
+        "explanations",
         expected="one explanation a position",
         got=positions,
     )

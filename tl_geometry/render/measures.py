@@ -1,36 +1,25 @@
 """Figures of the measures of position and context: every measure over the states beside its nulls,
-spectra, Fourier blocks, the plane of position, incoherence, similarity of documents. The report and
-notebooks draw them."""
+Fourier blocks, incoherence, learning curves. The report and notebooks draw them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from tl_geometry.base import linalg
-from tl_geometry.base.errors import fail, require
-from tl_geometry.base.html import visible
-from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.measures import positional
+from tl_geometry.base.errors import require
 from tl_geometry.measures.context_report import ContextualReport
 from tl_geometry.measures.position_report import PositionalReport
 from tl_geometry.measures.state_measures import StateMeasures
 from tl_geometry.render.figure import (
     GREEN,
     GREY,
-    PARTS,
     PINK,
-    SEQUENTIAL,
     VERMILION,
     WIDTH,
     View,
     canvas,
     draw_matrix,
-    drawable,
     legend_outside,
-    no_ticks,
     one_axes,
     panels,
     shades,
@@ -50,12 +39,6 @@ NULLS = {
     "exchanged": VERMILION,
 }
 """One colour for each null in every figure."""
-SPECTRA = {
-    "P": (PARTS["pos"], "position"),
-    "Cvec": (PARTS["cvec"], "context + residual"),
-    "R": (PARTS["resid"], "residual"),
-}
-"""Colour and name of each part in spectra."""
 UNITS = {
     "rank": "directions",
     "stable_rank": "directions",
@@ -87,86 +70,25 @@ POSITIONAL = (
 """Measures of a positional report that are drawn unless others are named."""
 CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
 """Measures of a contextual report that are drawn unless others are named."""
-CONTEXTS = 10
-"""Sampled contexts whose tokens stand in the plane of position, as in the paper's figure."""
-NAMED = 24
-"""Characters of a document's name on an axis: its last ones."""
 
 
-def _rows(states: Sequence[int], chosen: Sequence[int] | None, most: int) -> list[int]:
-    """Rows of the chosen states, by default at most ``most`` at even distances."""
-    if chosen is None:
-        return some(range(len(states)), most)
-    missing = [s for s in chosen if s not in states]
-    require(not missing, "states", expected=f"some of {tuple(states)}", got=missing)
-    return [list(states).index(s) for s in chosen]
-
-
-def singular_values(
-    basis: PositionContext,
-    *,
-    states: Sequence[int] | None = None,
-    ax: Axes | None = None,
-) -> View:
-    """Leading singular values of P, Cvec and R, one panel per state (Song & Zhong 2023, Fig. 3
-    left); those of P are scaled by the root of the number of contexts, as if its rows were repeated
-    in each.
-
-    Args:
-        basis: from :func:`tl_geometry.decompose`.
-        states: which, by default at most four at even distances (with ``ax`` one).
-        ax: axes to draw one state into.
-
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> singular_values(basis).title
-    'In how many directions do position and context lie?'
-    """
-    require_basis(basis)
-    rows = _rows(basis.states, states, 1 if ax is not None else 4)
-    figure, axes = panels(ax, len(rows), "state", size=(max(1.8, WIDTH / 4), 2.4), sharey=True)
-    for axis, row in zip(axes, rows, strict=True):
-        ctx = None if basis.ctx is None else basis.ctx[row]
-        moment = basis.second_moment(basis.states[row])
-        spectra = positional.spectra_from_moments(basis.pos[row], moment, basis.contexts, ctx)
-        for name, values in spectra.items():
-            colour, label = SPECTRA[name]
-            ranks = torch.arange(1, len(values) + 1)
-            above = values > 1e-9 * values[0]  # below lies rounding
-            line = {"ms": 3, "lw": 0.8, "color": colour, "label": label}
-            axis.semilogy(ranks[above], values[above], ".-", **line)
-        axis.set_title(f"state {basis.states[row]}", fontsize=9)
-        axis.set_xlabel("rank")
-    axes[0].set_ylabel("singular value\n(units of the stream)")
-    legend_outside(figure, axes, ax=ax)
-    return View(
-        figure,
-        title="In how many directions do position and context lie?",
-        caption="Each line is the singular values of one part, largest first, on a logarithmic "
-        "axis: the faster it falls, the fewer directions. Those of position are multiplied by the "
-        "root of the number of contexts.",
-        null="What noise gives is the null of the rank among the measures of position.",
-        source=basis.provenance.line(),
-    )
-
-
-def fourier(report: PositionalReport, *, states: Sequence[int] | None = None) -> View:
-    """Leading block of the 2-D cosine transform of the cosines between positions, a panel per state
-    (Song & Zhong 2023, Fig. 3 right).
+def fourier(report: PositionalReport) -> View:
+    """Leading block of the 2-D cosine transform of the cosines between positions, a panel for each
+    of at most five states at even distances (Song & Zhong 2023, Fig. 3 right).
 
     Mass in the top left corner means that positions lie on a smooth curve.
 
     Args:
         report: from :func:`tl_geometry.positional_report`.
-        states: which, by default at most five at even distances.
 
+    >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
     >>> fourier(report).title
     'Are neighbouring positions alike?'
     """
-    rows = _rows(report.states, states, 5)
+    rows = some(range(len(report.states)), 5)
     count, block = report.fourier.shape[-1], report.fourier[rows]
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
@@ -190,53 +112,6 @@ def fourier(report: PositionalReport, *, states: Sequence[int] | None = None) ->
         caption=caption,
         null=null,
         source=report.provenance.line(),
-    )
-
-
-def planes(basis: PositionContext, *, states: Sequence[int] | None = None) -> View:
-    """Positional vectors and cvec of a few contexts on the two leading directions of P, not centred
-    again (Song & Zhong 2023, Fig. 1).
-
-    Context vectors are grey; where they scatter as widely as the coloured curve, position does not
-    dominate this plane.
-
-    Args:
-        basis: from :func:`tl_geometry.decompose`.
-        states: which, by default at most five at even distances.
-
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> planes(basis).title
-    'Does context stay out of the plane of position?'
-    """
-    require_basis(basis)
-    rows = _rows(basis.states, states, 5)
-    figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.7))
-    for axis, row in zip(axes, rows, strict=True):
-        pos = basis.pos[row]
-        # a stream of one dimension has one direction: a zero one is added
-        V = torch.nn.functional.pad(linalg.svd(pos).V, (0, 1))
-        if basis.samples is not None:
-            h = basis.samples[:CONTEXTS, row, slice(*basis.window)].double()
-            cloud = positional.pca_view((h - basis.mean[row] - pos).flatten(0, 1), V)
-            axis.scatter(*cloud.T, s=0.5, color="#bbbbbb", rasterized=True)
-        points = positional.pca_view(pos, V)
-        axis.scatter(*points.T, c=range(*basis.window), cmap=SEQUENTIAL, s=5)
-        axis.set_title(f"state {basis.states[row]}", fontsize=8)
-        axis.set_xlabel("u1")
-        no_ticks(axis)
-    axes[0].set_ylabel("u2")
-    caption = (
-        f"{len(rows)} of {len(basis.states)} states on the two leading directions of their "
-        f"positional vectors: coloured points are positions, grey ones the tokens of {CONTEXTS} "
-        "contexts without their position."
-    )
-    return View(
-        figure,
-        title="Does context stay out of the plane of position?",
-        caption=caption,
-        null="Where grey scatters as widely as the curve, position does not dominate.",
-        source=basis.provenance.line(),
     )
 
 
@@ -267,6 +142,7 @@ def measure_curves(
         names: measures, a panel each; the usual ones of the report by default.
         ax: axes to draw one measure into.
 
+    >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
@@ -301,6 +177,7 @@ def incoherence(report: ContextualReport) -> View:
     Args:
         report: from :func:`tl_geometry.contextual_report`.
 
+    >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.contextual_report(basis)
@@ -333,6 +210,7 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
         name: the measure.
         ax: axes to draw into.
 
+    >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
@@ -356,47 +234,5 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
         caption="Each line is a state; its points are means over disjoint blocks of so many "
         "contexts.",
         null="A line that is flat at its right end would not change with more text.",
-        source=report.provenance.line(),
-    )
-
-
-def similarity(
-    report: ContextualReport, *, state: int | None = None, ax: Axes | None = None
-) -> View:
-    """Mean |cos| between the context vectors of every pair of documents, in one state.
-
-    Args:
-        report: from :func:`tl_geometry.contextual_report` of a corpus with documents.
-        state: which state, by default the middle one.
-        ax: axes to draw into.
-
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8), labels=[0, 1] * 6)
-    >>> report = tlg.contextual_report(basis, rank=3)
-    >>> similarity(report).title
-    'Which documents have similar contexts?'
-    """
-    if report.similarity is None:
-        instead = "contextual_report(basis, labels=...)"
-        fail("similarity", expected="a report with documents", got="none", instead=instead)
-    row = len(report.states) // 2 if state is None else _rows(report.states, [state], 1)[0]
-    cosines = report.similarity[row]
-    figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))
-    image = draw_matrix(axis, cosines, 0.0, 1.0)
-    if 0 < len(report.names) == len(cosines) <= 12:
-        names = [drawable(visible(name)[-NAMED:]) for name in report.names]
-        axis.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=6)
-        axis.set_yticks(range(len(names)), names, fontsize=6)
-    axis.set(xlabel="document", ylabel="document")
-    figure.colorbar(image, ax=axis, label="mean |cos|", shrink=0.8)
-    axis.set_title(f"state {report.states[row]}", fontsize=9)
-    shuffled = report.nulls.get(("intra", "shuffled"))
-    null = "" if shuffled is None else f"With documents shuffled it is {float(shuffled[row]):.2f}."
-    return View(
-        figure,
-        title="Which documents have similar contexts?",
-        caption="Each cell is the mean |cos| of context vectors of two documents, pairs of "
-        "different windows; the diagonal is within a document, white is no pair.",
-        null=null,
         source=report.provenance.line(),
     )

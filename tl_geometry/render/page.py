@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.base import html
-from tl_geometry.base.errors import fail
 from tl_geometry.render.figure import View, drawable, folded
 
 FALLBACK = 300_000
@@ -52,7 +51,7 @@ class PageView:
         caption: str,
         width: int,
         height: int,
-        image: Callable[[], View] | None = None,
+        image: Callable[[], View],
         source: str = "",
         null: str = "",
         fluid: bool = False,
@@ -115,10 +114,7 @@ class PageView:
         return f"<style>{DARK}</style>{around}{folded(self.source)}"
 
     def png(self) -> str:
-        """The image with its title as base64, for where frames are forbidden; empty without an
-        image."""
-        if self.image is None:
-            return ""
+        """The image with its title as base64, for where frames are forbidden."""
         view = self.image()
         wide = int(12 * view.figure.get_size_inches()[0])  # characters of a line
         title = "\n".join(map(drawable, textwrap.wrap(view.title, wide)))
@@ -126,20 +122,16 @@ class PageView:
         return base64.b64encode(small_png(view, FALLBACK)).decode()
 
     def save(self, path: str | Path) -> Path:
-        """Write to ``x.html``, or to ``x.png``, ``x.svg`` or ``x.pdf`` where the figure has an
-        image, and return the path."""
+        """Write to ``x.html``, or the image to ``x.png``, ``x.svg`` or ``x.pdf``, and return the
+        path."""
         path = Path(path)
         if path.suffix.lower() == ".html":
             end = f"{folded(self.source)}</body>"
             path.write_text(self.page.replace("</body>", end, 1), encoding="utf-8")
             return path
-        if self.image is None:
-            fail("path", expected="a name ending in .html", got=str(path))
         return self.image().save(path)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if self.image is None:
-            return {"text/html": self.html(), "text/plain": repr(self)}
         png = self.png()
         return {"text/html": self.html(png), "text/plain": repr(self), "image/png": png}
 

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 BANDS = {"near": "#96304e", "middle": "#b3b536", "far": "#8573d6", PASS: "#6e6e6e"}
 """One colour for each band in every figure: they differ in grey too, and none is that of a part."""
-GROUPS = {"position": PARTS["pos"], "content": PARTS["cvec"], "mixed": "#56b4e9"}
+GROUPS = {
+    "position": PARTS["pos"],
+    "content": PARTS["cvec"],
+    "mixed": "#56b4e9",
+    "all terms": PARTS["resid"],
+}
 """Colours of groups of terms."""
 CARRIED = "The band of wavelengths that carries each head"
 """Title of the map of heads by band."""
@@ -146,7 +151,7 @@ def bands_page(
         "layers": layers,
         "count": 1 + max(number for _, number in planes.heads),
         "bands": [[name, words[name], BANDS[name]] for name in bands.bands],
-        "groups": [[name, _colour(name)] for name in _groups(planes)],
+        "groups": [[name, GROUPS[name]] for name in _groups(planes)],
         "shares": {
             name: {"bands": _rows(total), "planes": _stacked(planes, name)}
             for name, total in totals.items()
@@ -186,12 +191,8 @@ def _strongest(planes: PlaneTable) -> tuple[int, int]:
 def _groups(planes: PlaneTable) -> dict[str, Bool[Tensor, " term"]]:
     """The terms of each group; all together where terms have none."""
     names = [group_of(term) or "all terms" for term in planes.terms]
-    each = [name for name in (*GROUPS, "all terms") if name in names]
-    return {n: torch.tensor([name == n for name in names]) for n in each}
-
-
-def _colour(group: str) -> str:
-    return GROUPS.get(group, PARTS["resid"])
+    groups = [group for group in GROUPS if group in names]
+    return {group: torch.tensor([name == group for name in names]) for group in groups}
 
 
 def _stacked(planes: PlaneTable, share: str) -> list[list[list[int]]]:
@@ -302,7 +303,7 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     for name, member in _groups(planes).items():
         share = torch.nan_to_num(planes.cs[at][existing][:, member].sum(-1).double())
         bottom = torch.where(share >= 0, up, down)
-        look = {"color": _colour(name), "label": name, "hatch": hatches}
+        look = {"color": GROUPS[name], "label": name, "hatch": hatches}
         axis.bar(centre.numpy(), share.numpy(), width, bottom.numpy(), **look)
         up, down = up + share.clamp(min=0), down + share.clamp(max=0)
     for edge in (NEAR, planes.length):

@@ -100,19 +100,15 @@ def installed() -> bool:
     return importlib.util.find_spec("plotly") is not None
 
 
-def bundle_3d(
-    ensemble: Trajectories, *, axes: Sequence[int] | None = None, limit: int = MOST_PATHS
-) -> SpaceView:
+def bundle_3d(ensemble: Trajectories, *, limit: int = MOST_PATHS) -> SpaceView:
     """Paths of trajectories through the states, turned by dragging, zoomed by scrolling (Sarfati et
     al. 2025, Fig. 1).
 
     Args:
         ensemble: from :func:`tl_geometry.trajectories`.
-        axes: three Cartesian coordinates in place of the first three singular directions of the
-            last state.
         limit: the most trajectories shown, taken at random with a fixed seed.
 
-    Raises ``GeometryError`` without plotly, and for coordinates that the states do not have.
+    Raises ``GeometryError`` without plotly.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -121,7 +117,7 @@ def bundle_3d(
     >>> bundle_3d(paths, limit=5).title
     'Do tokens travel through the layers as a bundle?'
     """
-    points, names = coordinates(ensemble, axes, limit)
+    points, names = coordinates(ensemble, limit)
     labels = [f"trajectory {i}" for i in range(len(points))]
     return SpaceView(
         paths_figure(points, ensemble.states, names, labels),
@@ -129,7 +125,7 @@ def bundle_3d(
         caption=bundle_caption(len(points), len(ensemble)),
         null=BUNDLE_NULL,
         source=ensemble.provenance.line(),
-        image=functools.partial(bundle_figure, ensemble, axes=axes, limit=limit),
+        image=functools.partial(bundle_figure, ensemble, limit=limit),
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
-from tl_geometry.base.errors import require
 from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import (
@@ -24,7 +23,7 @@ from tl_geometry.render.figure import (
     GREY,
     WIDTH,
     View,
-    draw_path,
+    draw_paths_3d,
     drawable,
     head_names,
     no_ticks,
@@ -32,7 +31,6 @@ from tl_geometry.render.figure import (
     panels,
     require_3d,
     shades,
-    whole_ticks,
 )
 from tl_geometry.sphere.paths import TokenPaths
 from tl_geometry.weights.heads import TokenReadout, WeightGeometry
@@ -42,6 +40,12 @@ if TYPE_CHECKING:
 
 SIZE = 60
 """Most entries of the diagonal, and directions of the basis, that a panel shows."""
+SURROGATE_CONTROLS = {
+    "random": "a random subspace of the same rank",
+    "none": "no W_QK at all",
+    "whole": "W_QK itself, which changes nothing",
+}
+"""Part in the place of W_QK that is a control -> what it is."""
 CONTROLS = ("random", "bias", "uniform")
 """Words in the names of conditions that are controls."""
 SPHERE = "Where do tokens travel on the sphere of the norm?"
@@ -128,33 +132,25 @@ def _pictures(
     return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
 
 
-def coverage_curves(
-    readout: TokenReadout, layers: Iterable[int] | int | None = None, *, ax: Axes | None = None
-) -> View:
+def coverage_curves(readout: TokenReadout, *, ax: Axes | None = None) -> View:
     """Cumulative share of the singular values of each head, one line per head and one colour per
     layer.
 
     Args:
         readout: from :func:`tl_geometry.token_readout`.
-        layers: some of its layers, all by default.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> readout = tlg.token_readout(model)
-    >>> coverage_curves(readout, layers=0).title
+    >>> coverage_curves(tlg.token_readout(model)).title
     'In how many directions does W_QK of a head lie?'
     """
-    present = sorted({l for l, _ in readout.heads})
-    chosen = present if layers is None else checks.indices(layers, 1 + max(present), "layers")
-    require(set(chosen) <= set(present), "layers", expected=f"layers {present}", got=chosen)
     figure, axis = one_axes(ax)
     count = readout.values.shape[1]
     steps = range(1, count + 1)
-    shade = shades(figure, axis, sorted(chosen), "layer")
+    shade = shades(figure, axis, sorted({layer for layer, _ in readout.heads}), "layer")
     for (layer, _), curve in zip(readout.heads, readout.coverage, strict=True):
-        if layer in chosen:
-            axis.plot(steps, curve, color=shade(layer), lw=0.8)
+        axis.plot(steps, curve, color=shade(layer), lw=0.8)
     equal = [step / count for step in steps]
     axis.plot(steps, equal, "k:", lw=0.8, label="null: equal singular values")
     axis.set(xlabel="singular directions", ylabel="share of the sum of singular values")
@@ -199,12 +195,8 @@ def sphere_paths(
     axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context]
     states = range(points.shape[1])
-    drawn = [draw_path(axis, points[t], states, 12.0) for t in chosen]
-    for n, name in enumerate("xyz", 1):
-        axis.set(**{f"{name}label": f"{paths.method} {n}"})
-        axis.locator_params(axis=name, nbins=4)
-    ticks = whole_ticks(states)
-    figure.colorbar(drawn[-1], ax=axis, label="state", shrink=0.6, pad=0.12, ticks=ticks)
+    axes = [f"{paths.method} {n}" for n in (1, 2, 3)]
+    draw_paths_3d(axis, points[list(chosen)], states, axes, size=12.0)
     names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
     named = _name_ends(axis, points[list(chosen), -1], names)
     return View(
@@ -268,7 +260,8 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     """
     figure, axis = one_axes(ax)
     change = effect.loss - effect.clean_loss
-    colours = [GREY if part in ("random", "none", "whole") else BLUE for part in effect.parts]
+    controls = [SURROGATE_CONTROLS[part] for part in effect.parts if part in SURROGATE_CONTROLS]
+    colours = [GREY if part in SURROGATE_CONTROLS else BLUE for part in effect.parts]
     axis.bar([part.replace("_", " ") for part in effect.parts], change.tolist(), color=colours)
     axis.axhline(0, color="k", lw=0.6)
     axis.set(xlabel="what is kept of W_QK", ylabel="change in loss (nats per token)")
@@ -280,7 +273,9 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
         figure,
         title="Which part of W_QK carries the loss?",
         caption=caption,
-        null="Grey bars are controls: a random subspace of the same rank, no W_QK at all.",
+        null=f"Grey bars are controls: {', '.join(controls)}."
+        if controls
+        else "No control is drawn.",
         source=effect.provenance.line(),
     )
 

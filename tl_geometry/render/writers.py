@@ -12,8 +12,12 @@ from tl_geometry.base.errors import choice
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.circuits.writer_edges import SIDES, Composition
 from tl_geometry.render.figure import (
+    BLUE,
+    GREEN,
+    GREY,
     NEGATIVE,
     POSITIVE,
+    VERMILION,
     WIDTH,
     View,
     canvas,
@@ -27,7 +31,7 @@ PAIRS, LABELS = 12, 40
 """Most (head, source) pairs, and names of tokens, that the image of a logit shows."""
 TOKEN = 16
 """Characters of a token beside an axis: longer ones leave no room for the bars."""
-COLOURS = {"query": "#0072b2", "key": "#d55e00", "value": "#009e73"}
+COLOURS = {"query": BLUE, "key": VERMILION, "value": GREEN}
 """One colour for each side that a writer is read on."""
 TERMS = 2
 """Terms of a score named beside its bar."""
@@ -35,21 +39,22 @@ SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
 
-def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) -> View:
+def composition_figure(composition: Composition, *, share: str = "cs", n: int = 30) -> View:
     """The ``n`` strongest edges from writers to heads, layers from top to bottom; a line is as wide
     as its share is large, dashed where the share is negative.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> found = tlg.composition(model, windows, layers=1, progress=False)
-    >>> composition_figure(found).title
+    >>> edges = tlg.composition(model, windows, layers=1, progress=False)
+    >>> composition_figure(edges).title
     'Who wrote what the heads read'
     """
     said = SHARES[choice(share, tuple(SHARES), "share")]
-    edges = found.edges(share=share, n=n)
-    wrote = dict(zip(found.parts, zip(found.wrote, found.writer_heads, strict=True), strict=True))
-    wrote |= {f"L{layer}H{head}": (layer, head) for layer, head in found.heads}
+    edges = composition.edges(share=share, n=n)
+    places = zip(composition.wrote, composition.writer_heads, strict=True)
+    wrote = dict(zip(composition.parts, places, strict=True))
+    wrote |= {f"L{layer}H{head}": (layer, head) for layer, head in composition.heads}
     width = 1 + max(head for _, head in wrote.values())
     embeddings = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
     drawn = [wrote[name] for edge in edges for name in edge[:2]]
@@ -71,7 +76,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         axis.plot([x0 + shift, x1 + shift], [y0, y1], color=COLOURS[side], alpha=0.7, **line)
     for name in dict.fromkeys(name for edge in edges for name in edge[:2]):
         x, y = place(name)
-        box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "#999999"}
+        box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": GREY}
         axis.text(x, y, drawable(name), ha="center", va="center", fontsize=7, bbox=box)
     for side, colour in COLOURS.items():
         axis.plot([], [], color=colour, label=f"read as {side}")
@@ -81,7 +86,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
     axis.set_xlim(-0.6, width + 0.6)
     axis.set_xticks([*range(width), width], [*map(str, range(width)), "MLP"])
     axis.set(ylabel="block (those with an edge)", xlabel="head (of the writer or reader)")
-    random = {"cs": found.random_cs, "gs": found.random_gs}[share]
+    random = {"cs": composition.random_cs, "gs": composition.random_gs}[share]
     null = float(random[..., 1:].nan_to_num().mean())
     return View(
         figure,
@@ -90,7 +95,7 @@ def composition_figure(found: Composition, *, share: str = "cs", n: int = 30) ->
         f"strongest edges by {said}, as wide as it is large, dashed where it is negative.",
         null=f"Randomly turned writers have a {said} of {null:.3f} (root mean square, mean over "
         "edges).",
-        source=found.provenance.line(),
+        source=composition.provenance.line(),
     )
 
 

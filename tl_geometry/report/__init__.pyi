@@ -3,7 +3,6 @@ from .analysis import Analysis as Analysis
 from .analysis import make as make
 from .analysis import versions as versions
 from .analysis import write as write
-from .clock import Clock as Clock
 from .contents import SECTIONS as SECTIONS
 from .folder import Folder as Folder
 from .section import Card as Card

@@ -12,16 +12,17 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.report.clock import Clock
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.report.work import Costs, Work
@@ -48,15 +49,14 @@ class Analysis:
     computed.
 
     ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    says what was reduced to keep the budget; ``planes`` asks for the table of every
-    rotary plane.
+    says what was reduced to keep the budget; ``planes`` asks for the table of every rotary plane;
+    ``bar`` shows which section is being made, and which part of it.
     """
 
     model: ModelLike
     view: ModelView
     windows: TokenWindows
     basis: PositionContext
-    clock: Clock
     work: Work
     costs: Costs = field(default_factory=Costs)
     embedded: bool = False
@@ -64,6 +64,7 @@ class Analysis:
     notes: tuple[str, ...] = ()
     smaller: tuple[str, ...] = ()
     planes: bool = False
+    bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
 
     def pick(self, count: int) -> TokenWindows:
         """At most ``count`` windows at even distances."""
@@ -78,8 +79,7 @@ def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
 
 def make(analysis: Analysis, name: str) -> Section:
     """One section; what cannot be computed becomes a card that says why."""
-    draft = Draft(TITLES[name])
-    analysis.clock.begin(name, draft.title)
+    draft = Draft(TITLES[name], analysis.bar)
     analysis.work.begin(name)
     with draft.part("this section"):
         importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
@@ -93,7 +93,7 @@ def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
     Sections that the folder knows to be finished are not computed again. ``summary["failed"]``
     names the sections with an unexpected error.
     """
-    view, basis, clock = analysis.view, analysis.basis, analysis.clock
+    view, basis = analysis.view, analysis.basis
     folder.describe(
         basis.provenance,
         notes=(*analysis.notes, *analysis.smaller),
@@ -103,11 +103,11 @@ def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
     )
     for name in folder.names:
         if name not in folder.parts:
-            started = clock.elapsed()
+            started = time.monotonic()
             section = make(analysis, name)
-            folder.add(name, section, seconds=clock.elapsed() - started)
-    clock.finish()
-    return folder.finish(clock.elapsed())
+            folder.add(name, section, seconds=time.monotonic() - started)
+        analysis.bar.update()
+    return folder.finish()
 
 
 def versions() -> dict[str, str]:

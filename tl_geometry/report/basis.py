@@ -62,9 +62,6 @@ def section(draft: Draft, analysis: Analysis) -> None:
             "neighbours are alike."
         )
         draft.draw(views.spirals(basis, control=control))
-    with draft.part("norms of the parts"):
-        draft.say("The norms of the parts say how far each moves a state.")
-        draft.draw(views.norms(basis))
     with draft.part("the normalised Gram matrix"):
         draft.draw(views.gram(basis, middle))
 
@@ -114,6 +111,7 @@ def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The bases of the null and of the untrained control, each ``None`` where there is none."""
+    # a forward pass, and a tenth for sums over positions and contexts
     each = 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
     most = min(NULL_CONTEXTS, len(analysis.windows))
     least, null, control = min(16, most), None, None
@@ -121,7 +119,6 @@ def _beside(
     what, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
     count = draft.fit(analysis.work, what, each, most, least, share=share)
     if count:
-        analysis.clock.say(f"{count} spliced windows")
         with draft.part(what):
             null = spliced(analysis, count)
         if count < most:

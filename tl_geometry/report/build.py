@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.run_files import CHECKPOINT, LOCK, check_folder, lock
@@ -17,7 +19,6 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.report.analysis import Analysis, versions, write
-from tl_geometry.report.clock import Clock
 from tl_geometry.report.contents import BASIS, Request, report_files
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.work import Costs, Work, threads_for
@@ -28,12 +29,16 @@ CONTEXTS = 1024
 number."""
 ENOUGH, SHORTEST, LEAST = 256, 128, 32
 """Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit into the share of
-the budget that the decomposition has; LEAST of them are taken in any case."""
+the budget that the decomposition has; LEAST of them are taken in any case, because intervals need
+several windows in each of :data:`GROUPS` groups."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 """Bytes that position sums may take before windows are halved, and bytes of the contexts whose
 states are kept."""
 GROUPS = 8
 """Groups of contexts, for errors."""
+PROGRESS = "{desc}{n_fmt}/{total_fmt} ({elapsed} so far){postfix}"
+"""One line of progress: the section, which of how many, the time so far, the part of the section.
+The time that is left is not known well enough to be shown."""
 
 
 def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
@@ -56,6 +61,7 @@ def choose_sizes(
     """The windows that fit into the decomposition's share of the budget, and what was reduced for
     it: the same for the same model, texts and budget."""
     usual = length = request.length or min(view.n_ctx, LENGTH)
+    # a forward pass, and a tenth for sums over positions and contexts
     token_seconds = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
@@ -127,11 +133,11 @@ def build(
     writing to is refused.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with lock(out / LOCK):
-        clock = Clock(("decompose", *request.names), show=progress)
+    stages = 1 + len(request.names)  # decomposing is the first
+    bar = tqdm(total=stages, desc="loading the model", bar_format=PROGRESS, disable=not progress)
+    with lock(out / LOCK), bar:
         check_folder(out, "report", report_files(request.names), force=force)
         texts = request.texts()
-        clock.say("loading the model")
         model = request.load()
         view = as_view(model)
         folder = Folder(
@@ -143,30 +149,31 @@ def build(
             force=force,
             names=request.names,
         )
-        if folder.kept:
-            clock.note(f"kept, because changed since they were written: {', '.join(folder.kept)}")
+        if folder.kept and progress:
+            bar.write(f"kept, because changed since they were written: {', '.join(folder.kept)}")
         with threads_for(view.d_model):
-            analysis = analyse(request, model, texts, folder, clock, resume=resume)
+            analysis = analyse(request, model, texts, folder, bar, resume=resume)
             return write(analysis, folder)
 
 
 def analyse(
-    request: Request, model: Any, texts: Texts, folder: Folder, clock: Clock, *, resume: bool
+    request: Request, model: Any, texts: Texts, folder: Folder, bar: tqdm, *, resume: bool
 ) -> Analysis:
     """Choose the windows of a report and decompose them."""
     view, work = as_view(model), Work(request.budget)
-    clock.begin("decompose", "position and context of every state")
+    bar.set_description("position and context of every state")
     work.begin("decompose")
     windows, smaller = choose_sizes(request, view, texts, work)
     folder.begin({**settings(request, view, texts), "tokens": windows.token_hash})
     count, length = windows.tokens.shape
-    clock.note(f"{count:,} windows of {length} tokens ({work.about})")
+    bar.set_postfix_str(f"{count:,} windows of {length} tokens, {work.about}")
+    basis = basis_of(view, windows, folder, seed=request.seed, resume=resume)
+    bar.update()
     return Analysis(
         model=model,
         view=view,
         windows=windows,
-        basis=basis_of(view, windows, folder, seed=request.seed, resume=resume),
-        clock=clock,
+        basis=basis,
         work=work,
         costs=Costs.of(view.n_layers, view.d_model, view.d_vocab),
         embedded=request.model is None,
@@ -174,4 +181,5 @@ def analyse(
         notes=texts.notes,
         smaller=smaller,
         planes=request.planes,
+        bar=bar,
     )

@@ -48,14 +48,12 @@ NULLS = {
 class Finding:
     """One sentence: ``value`` its number, ``said`` the sentence, ``beside`` the interval and the
     null (numbers with the cells that they are read from, :mod:`tl_geometry.report.origin`),
-    ``figure`` the id of the figure that shows it, ``table`` the table that it came from; ``clear``
-    where the null is excluded."""
+    ``figure`` the id of the figure that shows it; ``clear`` where the null is excluded."""
 
     value: str
     said: str
     beside: str
     figure: str
-    table: str
     clear: bool
 
 
@@ -118,7 +116,6 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
         f"({cell(at, 'pos', percent=True)} before the correction for sampling noise){untrained}; "
         f"the largest of {count} states; {_trust(cell(at, 'pos_reliability'), trust)}",
         figure="figure-variance",
-        table="anova",
         clear=clear,
     )
 
@@ -151,7 +148,6 @@ def context_share(table: Anova) -> Finding | None:
         f"({cell.interval(at, 'ctx_null_corrected', percent=True)}); the largest excess of "
         f"{len(table.states)} states",
         figure="figure-variance",
-        table="anova",
         clear=clear,
     )
 
@@ -202,7 +198,6 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         beside=f"{cell.interval(at, f'cs_{group}_corrected', percent=True)}; "
         f"{cell(at, source, percent=True)} {words}; of {len(table.heads)} heads {counts} in all",
         figure="figure-shares",
-        table="heads",
         clear=clear,
     )
 
@@ -229,7 +224,6 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
         f"tokens; {cell(at, f'{name}_uniform', percent=True)} with uniform attention; the largest "
         f"of {among} heads",
         figure="figure-types",
-        table="heads",
         clear=clear,
     )
 
@@ -253,7 +247,6 @@ def dominance(effect: Dominance) -> Finding | None:
         f"{cell(at, 'saved')} more ({cell.interval(at, 'saved')} over windows and {over}); edits "
         f"in the live model, {effect.losses.shape[1]} windows",
         figure="figure-dominance",
-        table="dominant_only",
         clear=clear,
     )
 
@@ -276,7 +269,6 @@ def smooth(report: PositionalReport) -> Finding | None:
         else f"No evidence that positions lie on a smooth curve: in state {state} {held}.",
         beside=_beside_nulls(report, cell, name, at, nulls, percent=True),
         figure="figure-position",
-        table="positional",
         clear=clear,
     )
 
@@ -303,7 +295,6 @@ def incoherence(report: ContextualReport) -> Finding | None:
         f"chance: {mean}.",
         beside=_beside_nulls(report, cell, name, at, nulls),
         figure="figure-incoherence",
-        table="contextual",
         clear=clear,
     )
 
@@ -382,7 +373,6 @@ def lift(geometry: WeightGeometry) -> Finding | None:
         f"corpus, where position cancels; p = {cell(at, 'p')} among {len(geometry.heads)} heads; "
         f"{_trust(cell(at, 'reliability'), trust)}",
         figure="figure-lift",
-        table="weights_qk",
         clear=clear,
     )
 
@@ -434,7 +424,6 @@ def skipped(skips: SkipMap) -> Finding | None:
         f"{cell(forgotten, 'kl')} where the state is forgotten; the smallest of {len(costs)} maps "
         "and blocks",
         figure="figure-skips",
-        table="skipped_layers",
         clear=clear,
     )
 
@@ -463,7 +452,6 @@ def truncated(curve: TruncationCurve) -> Finding | None:
         beside=f"{cell.interval(at, 'kl', samples=chunks)}; {cell(at, 'baseline_mean')} between "
         "consecutive chunks, of which a tenth is allowed",
         figure="figure-truncation",
-        table="truncation",
         clear=clear,
     )
 

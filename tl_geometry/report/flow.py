@@ -41,10 +41,14 @@ def _length(analysis: Analysis) -> int:
 def _maps_cost(analysis: Analysis, chunks: int) -> float:
     """Seconds of maps between all pairs of states, in-sample, held out, and for each baseline."""
     d, pairs = analysis.view.d_model, analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
+    # four decompositions a pair (in-sample, held out, and two baselines) and 2 s for any size
     return 2 + 4 * analysis.costs.svd * pairs * chunks * d * min(chunks, d)
 
 
 def _truncation_cost(analysis: Analysis) -> float:
+    """Seconds of the passes of one chunk: one for each number of directions, the full model, and
+    the unrelated chunk."""
+    # 1.3 allows for the projection after every block
     grid = sum(k < analysis.view.d_model for k in GRID) + 2
     return 1.3 * grid * analysis.costs.output * _length(analysis)
 
@@ -57,6 +61,7 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
     pairs = n * (n + 1) / 2 if n <= SHALLOW else 3 * n
     maps = (len(MAP_TYPES) - 1) * pairs + n  # one mean for each state
+    # a map is followed by half of the blocks on average, and by the output head
     measuring = 2.5 * (costs.output - costs.token / 2) * maps * chunks / 2
     return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
 
@@ -72,6 +77,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.leave_out(what, f"{len(windows)} windows are fewer than {FEWEST}")
         return
     length, most = _length(analysis), min(CHUNKS, len(windows))
+    # three passes (text, gibberish, the untrained model) and a tenth for what is kept of them
     each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
     count = draft.fit(analysis.work, what, each, most, FEWEST, share=0.6)
     if not count:
@@ -99,7 +105,6 @@ def section(draft: Draft, analysis: Analysis) -> None:
 
 def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories:
     """The ensemble of paths, and its figures."""
-    analysis.clock.say(f"{len(chunks)} chunks followed")
     ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
     where = "the last" if ensemble.position == -1 else "the first"
     draft.say(
@@ -110,16 +115,11 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
     )
     draw = space.bundle_3d if space.installed() else views.bundle_figure
     draft.draw(draw(ensemble), "bundle")
-    draft.say(
-        "The singular values of the bundle say in how many directions it spreads, state by state."
-    )
-    draft.draw(views.spectra_figure(ensemble), "bundle-spectra")
     return ensemble
 
 
 def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
     """Maps between states with their baselines, and what they leave."""
-    analysis.clock.say("maps between all pairs of states")
     report = flow_report(ensemble, seed=analysis.seed)
     draft.draw(views.baseline_figure(report), "maps")
     draft.draw(views.residual_figure(report), "residuals")
@@ -133,7 +133,6 @@ def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
 def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
     """The same numbers of gibberish and of the model with untrained weights."""
     view, model = analysis.view, analysis.model
-    analysis.clock.say("gibberish and the untrained model")
     bos = bool(chunks.has_bos) and view.bos_id is not None
     noise = gibberish(
         model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed
@@ -166,7 +165,6 @@ def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     count = draft.fit(analysis.work, what, each, len(chunks) - half, 8, share=0.5)
     if not count:
         return
-    analysis.clock.say(f"states truncated to few directions, {count} chunks")
     fitted = trajectories(analysis.model, chunks[slice(0, half)], progress=False)
     tested = chunks[slice(half, half + count)]
     curve = truncation_kl(analysis.model, tested, fitted, progress=False)
@@ -187,7 +185,6 @@ def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     if not count:
         return
     shallow = view.n_layers <= SHALLOW
-    analysis.clock.say(f"skipped layers, {count} chunks")
     skips = skip_map(
         analysis.model,
         at_even_distances(chunks, count),

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ from tl_geometry.base.run_files import (
 )
 from tl_geometry.report import page
 from tl_geometry.report.contents import BASIS, PARTS, SECTIONS, report_files
-from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Card, Drawn, Section
+from tl_geometry.report.section import Card, Section
 
 
 def digest(settings: Mapping[str, Any]) -> str:
@@ -74,6 +74,7 @@ class Folder:
         force: bool = False,
         names: Sequence[str] = SECTIONS,
     ) -> None:
+        self.started = time.monotonic()
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.model, self.names = out, model, tuple(names)
         record = check_folder(out, "report", report_files(names), force=force)
@@ -90,7 +91,7 @@ class Folder:
             "command": list(command),
             "versions": dict(versions or {}),
         }
-        self.parts: dict[str, dict[str, Any]] = {}
+        self.parts: dict[str, page.Part] = {}
         self.provenance = Provenance()
         self.lede = self.caution = ""
         self._record(finished=False)
@@ -103,8 +104,7 @@ class Folder:
             same = entry.get("settings") == self.settings and not entry.get("failed")
             if same and self.files.unchanged(f"{PARTS}/{name}.json"):
                 self.manifest[name] = entry
-                part = self.out / PARTS / f"{name}.json"
-                self.parts[name] = json.loads(part.read_text(encoding="utf-8"))
+                self.parts[name] = page.Part.read(self.out / PARTS / f"{name}.json")
 
     def describe(
         self, provenance: Provenance, *, notes: Sequence[str], lede: str = "", caution: str = ""
@@ -129,20 +129,9 @@ class Folder:
             self._write(names[1], table.save)
             written += names
         section = dataclasses.replace(section, blocks=tuple(blocks))
-        drawn = [block for block in blocks if isinstance(block, Drawn)]
         cards = [{"status": c.status, "what": c.what, "why": c.why} for c in section.cards]
-        self.parts[name] = {
-            "html": section.html(),
-            "tables": {
-                key: {"columns": list(table.columns()), "rows": [list(r) for r in table.rows()]}
-                for key, table in section.tables.items()
-            },
-            "findings": [dataclasses.asdict(f) for f in section.findings],
-            "scripts": sorted({script for figure in drawn for script in figure.scripts}),
-            "library": any(figure.library for figure in drawn),
-            "sources": section.sources,
-        }
-        text = json.dumps(self.parts[name], default=str)
+        self.parts[name] = section.part(name)
+        text = json.dumps(dataclasses.asdict(self.parts[name]), default=str)
         self._write(f"{PARTS}/{name}.json", lambda part: _put(part, text))
         self.manifest[name] = {
             "title": section.title,
@@ -167,11 +156,11 @@ class Folder:
         """Write page and record as they are now."""
         done = self.finished()
         missing = [name for name in self.names if name not in done]
-        cited = [key for name in done for key in self.parts[name]["sources"]]
+        cited = [key for name in done for key in self.parts[name].sources]
         text = page.document(
             f"Geometry of {self.model}",
             # what was analysed, and what the numbers do not say, stand at the end
-            [self._part(name) for name in sorted(done, key=lambda name: name == "overview")],
+            [self.parts[name] for name in sorted(done, key=lambda name: name == "overview")],
             [SOURCES[key] for key in dict.fromkeys([*self.provenance.sources, *cited])],
             lede=self.lede,
             caution=self.caution,
@@ -181,7 +170,7 @@ class Folder:
             else "",
         )
         self.summary |= {
-            "sections": [self.manifest[name]["title"] for name in done],
+            "sections": [self.parts[name].title for name in done],
             "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
             "manifest": {name: self.manifest[name] for name in done},
             "kept": self.kept,
@@ -197,22 +186,12 @@ class Folder:
         self.summary |= {"finished": finished, "files": dict(sorted(self.files.hashes.items()))}
         write_record(self.out, self.summary)
 
-    def _part(self, name: str) -> page.Part:
-        """A finished section as the page takes it."""
-        part = self.parts[name]
-        return page.Part(
-            name=name,
-            title=self.manifest[name]["title"],
-            html=part["html"],
-            findings=tuple(Finding(**finding) for finding in part["findings"]),
-            scripts=tuple(part["scripts"]),
-            library=part["library"],
-        )
-
-    def finish(self, seconds: float) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Write the record as finished; return it with the tables, for a caller that prints
         them."""
-        self.summary["seconds"] = round(seconds, 1)
+        self.summary["seconds"] = round(time.monotonic() - self.started, 1)
         self.write(finished=True)
-        tables = [self.parts[name]["tables"] for name in self.finished()]
-        return {**self.summary, "tables": {n: t for held in tables for n, t in held.items()}}
+        tables: dict[str, Any] = {}
+        for name in self.finished():
+            tables |= self.parts[name].tables
+        return {**self.summary, "tables": tables}

@@ -8,7 +8,6 @@ import torch
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.decomposition.layer_intervals import BLOCK
-from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split
@@ -32,7 +31,7 @@ PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
 term for the causal question, and fewest draws (fewer do not say what another draw would cost)."""
 SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
 """What a sweep and an edited forward pass cost, in forward passes, and what the repeated tokens
-cost, in windows (all measured)."""
+cost, in windows (all measured). A sweep splits every score; an edit also attends anew."""
 INTERVALS = 75.0
 """What the intervals of a sweep cost in addition, for each head, query and key, in units of
 ``Costs.svd`` (measured). The null of position is made of their sums."""
@@ -90,7 +89,6 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         return None
     most = min(PROMPTS, len(analysis.windows))
     count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), most, share=0.55))
-    analysis.clock.say(f"a sweep over all heads of {count} windows")
     # a shortformer has no position in its stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
@@ -121,11 +119,12 @@ def _maps(draft: Draft, table: SweepTable) -> None:
     draft.draw(views.head_shares(table, share="gs"), "gain")
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
         if name in table.types:
-            draft.enumerate(
+            draft.say(
                 f"On repeated random tokens these are the strongest {words} heads (uniform "
-                f"attention would score {cell(0, f'{name}_uniform')}):",
-                _named(table, table.top(name, 3), name),
+                f"attention would score {cell(0, f'{name}_uniform')}):"
             )
+            for line in _named(table, table.top(name, 3), name):
+                draft.say(line)
     if table.types:
         draft.draw(views.head_types(table), "types")
     value = "induction" if "induction" in table.types else None
@@ -216,7 +215,6 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     most = min(KEPT, len(analysis.windows))
     count = work.take((5 + draws) * each, most + REPEATS) - REPEATS
     count = max(FEWEST, count)  # an interval, whatever the budget
-    analysis.clock.say(f"{what}, {count} windows")
     effect = dominant_only(
         analysis.model,
         analysis.pick(count),
@@ -238,24 +236,12 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         f"it is {loss['random term']}, with uniform attention {loss['uniform attention']}{smaller}."
         " Edits act in the live model."
     )
-    draft.say(_dominance(effect, cell))
+    finding = findings.dominance(effect)
+    if finding is None or not finding.clear:
+        draft.say(
+            "The dominant terms are not shown to be better than a random term of each head: "
+            "dominance describes single heads and is no summary of this model."
+        )
     draft.draw(effect_bars(effect), "dominance")
     draft.table("dominant_only", effect, "Loss with only some of the terms")
-    draft.find(findings.dominance(effect))
-
-
-def _dominance(effect: Dominance, cell: Cells) -> str:
-    """Whether dominant terms carry the model better than random ones."""
-    row, saved = effect.conditions.index("dominant term"), effect.saved()
-    value = cell(row, "saved")
-    if bool(saved.low.isnan()):
-        why = f"fewer than {FEWEST} windows, or a single draw, give no interval"
-    else:
-        over = f"{cell.interval(row, 'saved')} over windows and draws of random terms"
-        if bool(saved.low > 0):
-            return f"The dominant terms save {value} nats per token over random ones ({over})."
-        why = f"random ones cost {value} nats more, {over}"
-    return (
-        f"The dominant terms are not shown to be better than a random term of each head ({why}): "
-        "dominance describes single heads and is no summary of this model."
-    )
+    draft.find(finding)

@@ -28,6 +28,7 @@ def _cost(analysis: Analysis) -> float:
     """Seconds of both reports, with jackknife errors."""
     width, d = analysis.basis.window[1] - analysis.basis.window[0], analysis.view.d_model
     small, large = sorted((width, d))
+    # 3 s do not depend on the size of the basis
     return 3 + DECOMPOSITIONS * analysis.costs.svd * len(analysis.basis.states) * small**2 * large
 
 
@@ -62,8 +63,6 @@ def _position(draft: Draft, analysis: Analysis) -> None:
         "by the uncentred states; both forms are in the table."
     )
     draft.draw(views.measure_curves(report, SHAPE), "position")
-    with draft.part("singular values"):
-        draft.draw(views.singular_values(basis), "spectra")
     with draft.part("the Fourier transform of the cosines"):
         short = Cells("positional", report, rounded=True)
         shuffled = short(middle, "low_frequency_shuffled", percent=True)
@@ -86,7 +85,6 @@ def _context(draft: Draft, analysis: Analysis) -> None:
         return
     middle = len(basis.states) // 2
     report = contextual_report(basis, seed=analysis.seed)
-    draft.draw(views.planes(basis), "plane-of-position")
     cell, exchanged = Cells("contextual", report), ""
     if ("incoherence_avg", "exchanged") in report.nulls:
         value = cell(middle, "incoherence_avg_exchanged")
@@ -98,11 +96,6 @@ def _context(draft: Draft, analysis: Analysis) -> None:
         "maximum and tabulates an average; both are here."
     )
     draft.draw(views.incoherence(report), "incoherence")
-    if report.similarity is None:
-        draft.leave_out("similarity of documents", "it takes at least two documents")
-    else:
-        shuffled = f"With documents shuffled it is {cell(middle, 'intra_shuffled')}."
-        draft.draw(views.similarity(report), "similarity", null=shuffled)
     columns = [name for name in report.columns() if not name.endswith("_sd")]
     draft.table("contextual", report, "Measures of context in each state", columns)
     draft.find(findings.incoherence(report))

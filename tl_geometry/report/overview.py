@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tl_geometry.base.results import Result
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.section import Draft
+from tl_geometry.report.tables import Table
 
 LIMITS = (
     "What these numbers do not say: a share of variance is not a share of computation; large means "
@@ -17,19 +14,6 @@ LIMITS = (
     "the spliced-window null). Shares, spectra and maps show no cause; edits of the live model do, "
     "where a section has them."
 )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Facts(Result):
-    """What was analysed: a row per property."""
-
-    facts: tuple[tuple[str, str], ...]
-
-    def columns(self) -> Sequence[str]:
-        return ("property", "value")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.facts
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -57,4 +41,5 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "remarks": "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none",
     }
     draft.say(LIMITS)
-    draft.table("overview", Facts(provenance=p, facts=tuple(facts.items())), "The run")
+    table = Table(names=("property", "value"), cells=tuple(facts.items()), provenance=p)
+    draft.table("overview", table, "The run")

@@ -8,8 +8,11 @@ lets nothing be fetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tl_geometry.render.page import script_hash
 from tl_geometry.report.findings import Finding
@@ -25,15 +28,25 @@ SHOWN, EACH = 5, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A finished section on the page: its HTML (escaped), what it found, the hashes of the scripts
-    that its figures run, and whether they need the library."""
+    """A finished section, as the page and the file of a section hold it: its HTML (escaped), its
+    findings, the hashes of the scripts that its figures run, whether they need the library, keys
+    of the works to cite, and columns and rows of its tables."""
 
     name: str
     title: str
     html: str
-    findings: tuple[Finding, ...] = ()
-    scripts: tuple[str, ...] = ()
+    findings: Sequence[Finding] = ()
+    scripts: Sequence[str] = ()
     library: bool = False
+    sources: Sequence[str] = ()
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> Part:
+        """The part that an earlier run has written as JSON."""
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        findings = [Finding(**finding) for finding in saved.pop("findings")]
+        return Part(findings=findings, **saved)
 
 
 def document(
@@ -53,7 +66,7 @@ def document(
 
         library = space.library()[1]
     script = asset("report.js")
-    hashes = [script_hash(script), *(s for part in parts for s in part.scripts)]
+    hashes = [script_hash(script), *(text_hash for part in parts for text_hash in part.scripts)]
     head, rest = chosen((part.name, finding) for part in parts for finding in part.findings)
     return fill(
         "page",
@@ -72,11 +85,11 @@ def document(
     )
 
 
-def chosen(found: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
+def chosen(findings: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
     """The findings of a page's head and the others, from ``(section, finding)`` in reading order:
     those that exclude their null first, at most :data:`EACH` of a section while others have
     some left."""
-    ranked = sorted(found, key=lambda item: not item[1].clear)
+    ranked = sorted(findings, key=lambda item: not item[1].clear)
     head: list[tuple[str, Finding]] = []
     for most in (EACH, SHOWN):
         for section, finding in ranked:

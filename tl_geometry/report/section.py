@@ -9,23 +9,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm import tqdm
+
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View
 from tl_geometry.render.page import PageView
 from tl_geometry.report import tables
-from tl_geometry.report.clock import span
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
+from tl_geometry.report.page import Part
 from tl_geometry.report.templates import anchor, fill
 from tl_geometry.report.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A figure that has been drawn: its HTML, the hashes of the scripts that it runs, and whether
-    the page must hold the library for it."""
+class FigureBlock:
+    """A figure in its place in the text: its HTML, the hashes of the scripts that it runs, and
+    whether the page must hold the library for it."""
 
     key: str
     text: str
@@ -37,20 +39,8 @@ class Drawn:
         return f'<div id="{self.key}">{self.text}</div>'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lines:
-    """A sentence that introduces a list."""
-
-    said: str
-    items: tuple[str, ...]
-
-    def html(self) -> str:
-        """The sentence and its list."""
-        return fill("lines", said=self.said, items=self.items)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Shown:
+class TableBlock:
     """A table in its place in the text; ``columns`` are those on the page, all by default."""
 
     name: str
@@ -110,17 +100,25 @@ class Section:
     @property
     def tables(self) -> dict[str, Result]:
         """The tables by name."""
-        return {b.name: b.table for b in self.blocks if isinstance(b, Shown)}
+        return {b.name: b.table for b in self.blocks if isinstance(b, TableBlock)}
 
-    @property
-    def sources(self) -> list[str]:
-        """Keys of the works that the tables cite."""
-        cited = [key for table in self.tables.values() for key in table.provenance.sources]
-        return list(dict.fromkeys(cited))
-
-    def html(self) -> str:
-        """The section as an HTML fragment."""
-        return fill("section", title=self.title, blocks=self.blocks)
+    def part(self, name: str) -> Part:
+        """The section as the page and its file hold it."""
+        figures = [block for block in self.blocks if isinstance(block, FigureBlock)]
+        tables = self.tables
+        return Part(
+            name=name,
+            title=self.title,
+            html=fill("section", title=self.title, blocks=self.blocks),
+            findings=self.findings,
+            scripts=sorted({script for figure in figures for script in figure.scripts}),
+            library=any(figure.library for figure in figures),
+            sources=[key for table in tables.values() for key in table.provenance.sources],
+            tables={
+                key: {"columns": list(table.columns()), "rows": [list(row) for row in table.rows()]}
+                for key, table in tables.items()
+            },
+        )
 
 
 class Draft:
@@ -134,15 +132,17 @@ class Draft:
     'refused'
     """
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, bar: tqdm | None = None) -> None:
+        self.title, self.bar = title, bar or tqdm(disable=True)
+        self.bar.set_description(title)
         self.blocks: list[Any] = []
         self.findings: list[Finding] = []
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
         """A piece of work that may be refused (the model or its input does not allow it) or fail
-        (an unexpected error)."""
+        (an unexpected error); the bar of progress names it."""
+        self.bar.set_postfix_str(what)
         try:
             yield
         except GeometryError as error:
@@ -155,10 +155,6 @@ class Draft:
     def say(self, text: str) -> None:
         """Add a paragraph."""
         self.blocks.append(text)
-
-    def enumerate(self, said: str, items: Sequence[str]) -> None:
-        """Add a sentence and a list."""
-        self.blocks.append(Lines(said=said, items=tuple(items)))
 
     def draw(
         self,
@@ -179,14 +175,14 @@ class Draft:
             self.blocks.append(_live(figure, name))
         else:
             figure.title = title or figure.title
-            self.blocks.append(Drawn(key=name, text=linked(figure.html())))
+            self.blocks.append(FigureBlock(key=name, text=linked(figure.html())))
 
     def table(
         self, name: str, table: Result, about: str = "", columns: Sequence[str] | None = None
     ) -> None:
         """Add a table, which is written to ``name.csv`` whole."""
         chosen = None if columns is None else tuple(columns)
-        self.blocks.append(Shown(name=name, table=table, about=about, columns=chosen))
+        self.blocks.append(TableBlock(name=name, table=table, about=about, columns=chosen))
 
     def find(self, finding: Finding | None) -> None:
         """Add a finding, if there is one."""
@@ -209,7 +205,7 @@ class Draft:
 
     def too_long(self, what: str, needed: float) -> None:
         """Say that something did not fit the budget."""
-        why = f"its smallest size is work for about {span(needed)}, more than --budget leaves"
+        why = f"its smallest size is work for about {needed:.0f} s, more than --budget leaves"
         self.leave_out(what, why)
 
     def section(self) -> Section:
@@ -217,16 +213,14 @@ class Draft:
         return Section(title=self.title, blocks=tuple(self.blocks), findings=tuple(self.findings))
 
 
-def _live(figure: PageView, name: str) -> Drawn:
+def _live(figure: PageView, name: str) -> FigureBlock:
     """An interactive figure; where no script runs, and on paper, its image with title and
     caption."""
     png = figure.png()  # holds the title
-    title = "" if png else f"<b>{html.escape(figure.title)}</b> "
-    how = " ".join(filter(None, (figure.caption, figure.null)))
-    still = f"{title}{linked(html.escape(how))}"
+    still = linked(html.escape(" ".join(filter(None, (figure.caption, figure.null)))))
     live = figure.html(png, shared=True)
     text = f'<div class="live"><p class="still">{still}</p>{live}</div>'
-    return Drawn(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
+    return FigureBlock(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
 
 
 def _one_line(text: object) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.render.head_view import in_words
 from tl_geometry.report.origin import by_error, number
@@ -53,6 +56,27 @@ NAMES = {
 """Headings of columns whose key says too little."""
 UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
 """Units of columns that depend on the table."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Table(Result):
+    """A plain table: column names and rows of numbers and text."""
+
+    names: tuple[str, ...]
+    cells: tuple[tuple[Any, ...], ...]
+
+    def columns(self) -> Sequence[str]:
+        return self.names
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.cells
+
+    def column(self, name: str, **where: object) -> list[Any]:
+        """One column, of the rows whose other columns have the given values."""
+        expected = f"one of {', '.join(self.names)}"
+        require(name in self.names, "column", expected=expected, got=repr(name))
+        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
+        return [row[name] for row in rows if where.items() <= row.items()]
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:

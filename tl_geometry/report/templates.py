@@ -44,7 +44,7 @@ def _environment() -> Environment:
 def fill(name: str, /, **values: Any) -> str:
     """The template ``assets/name.html``, filled.
 
-    >>> fill("lines", said="a < b", items=["c"])
-    '<p>a &lt; b</p><ul><li>c</li></ul>'
+    >>> fill("section", title="T", blocks=["a < b"])
+    '<section><h2>T</h2><p>a &lt; b</p></section>'
     """
     return _environment().get_template(f"{name}.html").render(**values)

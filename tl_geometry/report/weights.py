@@ -4,7 +4,6 @@ and token paths on the norm's sphere."""
 from __future__ import annotations
 
 from tl_geometry.base import intervals
-from tl_geometry.base.checks import head_name
 from tl_geometry.render import space
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
@@ -37,6 +36,7 @@ OFFSETS, LENGTHS = 12_000, (128, 64, 32, 16)
 def _geometry_cost(analysis: Analysis) -> float:
     """Seconds of the singular value decompositions and readouts of all heads."""
     view, d = analysis.view, analysis.view.d_model
+    # terms in d^2 are decompositions of QK and OV and of their nulls, those in d_vocab readouts
     return analysis.costs.svd * view.n_layers * view.n_heads * d * (70 * d + 1.4 * view.d_vocab)
 
 
@@ -46,6 +46,7 @@ def _offset_cost(analysis: Analysis, length: int) -> float:
     view = analysis.view
     if view.position != "rotary":
         return 0.0
+    # 6 s do not depend on the length
     return 6 + OFFSETS * analysis.costs.svd * view.n_layers * view.n_heads * view.d_model * length
 
 
@@ -73,7 +74,6 @@ def section(draft: Draft, analysis: Analysis) -> None:
         with draft.part(what):
             _geometry(draft, analysis)
     with draft.part("what heads write, in tokens"):
-        analysis.clock.say("what heads write, in tokens")
         readout = token_readout(analysis.model, matrix="OV")
         draft.say(
             "A head writes along the singular directions of its W_OV. The fewer of them hold most "
@@ -100,8 +100,7 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     model, view, basis = analysis.model, analysis.view, analysis.basis
     qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
     ov = weight_geometry(model, basis, "OV", seed=analysis.seed)
-    best = max(range(len(qk.heads)), key=lambda i: float(qk.excess[i].nan_to_num(nan=-1.0)))
-    cell, (layer, _) = Cells("weights_qk", qk), qk.heads[best]
+    layer, _ = qk.heads[int(qk.excess.nan_to_num(nan=-1.0).argmax())]
     draft.say(
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies "
         "in the leading positional directions? The concentration is divided by its exact "
@@ -109,11 +108,6 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
         "the difference of random halves of the corpus (excess): position cancels in it, and the "
         "leading directions of averages are those in which states vary most, with or without an "
         "effect of position."
-    )
-    draft.say(
-        f"Largest excess: {head_name(qk.heads[best])}, {cell(best, 'excess')} times what is held "
-        f"with positions destroyed ({cell(best, 'lift')} times a random subspace; "
-        f"p = {cell(best, 'p')} among all heads)."
     )
     title = "W_QK of each head against the positional directions"
     value = "excess" if bool(qk.excess.isfinite().any()) else "lift"
@@ -141,7 +135,6 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         return
     work.spend(once)
     count = max(least, work.take(each, most))
-    analysis.clock.say(f"{what}, {count} windows of {length} tokens")
     rows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
     effect = surrogate_effect(analysis.model, rows, analysis.basis)
     smaller = ", to keep the budget" if (count, length) != (most, full) else ""

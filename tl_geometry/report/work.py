@@ -2,8 +2,9 @@
 one command gives the same numbers on every machine, however busy.
 
 Sizes are chosen by a price list, the seconds that forward passes and linear algebra took on two
-cores (measured once). Each stage spends its share of the budget at these prices. What it really
-takes may differ: the budget is no deadline.
+cores (measured once). Factors in the cost functions of the sections are prices of whole steps,
+timed and not derived from counts of operations. Each stage spends its share of the budget at these
+prices. What it really takes may differ: the budget is no deadline.
 """
 
 from __future__ import annotations

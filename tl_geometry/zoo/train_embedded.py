@@ -228,7 +228,7 @@ def model_card(
         "tokens_seen": len(losses) * 4096,  # 64 rows of 64 tokens, or 32 of 128
         "final_training_loss": math.fsum(losses[-100:]) / len(losses[-100:]),
         "held_out_loss": natural_loss(model, held_out),
-        "untrained_loss": natural_loss(new_model(), held_out[:40_000]),
+        "untrained_loss": natural_loss(new_model(), held_out),
         **{f"{k}_loss": v for k, v in ngram_losses(stream, held_out).items()},
         "repeated_random_tokens": head_scores(model),
     }
