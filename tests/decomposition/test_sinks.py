@@ -89,8 +89,11 @@ def test_a_quarter_of_the_squares_in_few_tokens_is_said_everywhere() -> None:
     assert remark in table._repr_html_()
     assert table.top_share[0] > 0.4
     assert table.top_share[1] < 0.05
-    report = tlg.positional_report(basis, jackknife=False, nulls=False)
-    assert any(remark in f for f in report.provenance.flags)
+    for report in (
+        tlg.positional_report(basis, jackknife=False, nulls=False),
+        tlg.compare_bases(basis, basis, rank=1),
+    ):
+        assert any(remark in f for f in report.provenance.flags)
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 9))
@@ -229,6 +232,10 @@ def test_normalised_and_raw_states_are_not_mixed(tmp_path: Path) -> None:
         (
             lambda: PositionContext.merge([raw, normed]),
             "merge: normalized: expected False, got True",
+        ),
+        (
+            lambda: tlg.compare_bases(raw, normed),
+            "bases: expected states of one kind, normalized=False, got normalized=True",
         ),
         (
             lambda: normed.require_raw("this"),

@@ -17,7 +17,7 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import decompose_tensor, delete_group
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.measures import context_report, contextual, position_report, positional
+from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 from tl_geometry.measures.state_measures import UNBOUNDED
 
 CONTEXTS, POSITIONS, D = 24, 48, 12
@@ -471,3 +471,65 @@ def test_many_contexts_are_thinned_for_similarities_and_flagged(
     assert "similarities from 12 contexts" in thin.provenance.flags
     assert not torch.equal(thin["intra"], full["intra"])
     assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])
+
+
+# --- Comparison -----------------------------------------------------------------------------------
+# ------------------
+
+
+def test_comparison_of_a_basis_with_itself_and_its_rotation(basis: PositionContext) -> None:
+    same = comparison.compare_bases(basis, basis)
+    assert same.rank == (3, 3)
+    assert torch.allclose(same.angle_max, torch.zeros(2).double(), atol=1e-7)
+    assert torch.allclose(same.difference, torch.zeros(2).double(), atol=1e-9)
+    Q = torch.linalg.qr(gaussian(5, D, D)).Q
+    turned = comparison.compare_bases(basis, basis_of(3 * planted() @ Q), rank=3)
+    assert torch.allclose(turned.procrustes, torch.ones(2).double())
+    assert (turned.angle_max > 0.2).all()
+    assert (turned.difference > 0.5).all()
+
+
+def test_comparison_numbers_against_scipy(basis: PositionContext) -> None:
+    import scipy.linalg
+
+    other = basis_of(planted(seed=3) @ (torch.eye(D) + 0.3 * gaussian(6, D, D)))
+    found = comparison.compare_bases(basis, other, rank=3, states=[(0, 1)])
+    A, B = basis.pos[0].numpy(), other.pos[1].numpy()
+    spans = [np.linalg.svd(x)[2][:3].T for x in (A, B)]
+    angles = scipy.linalg.subspace_angles(*spans)
+    assert float(found.angle_max) == pytest.approx(angles.max())
+    assert float(found.angle_mean) == pytest.approx(angles.mean())
+    assert float(found.overlap) == pytest.approx((np.cos(angles) ** 2).mean())
+    _, scale = scipy.linalg.orthogonal_procrustes(A, B)
+    assert float(found.procrustes) == pytest.approx(scale / np.linalg.norm(A) / np.linalg.norm(B))
+    assert float(found.difference) == pytest.approx(
+        np.linalg.norm(A - B) / math.sqrt(np.linalg.norm(A) * np.linalg.norm(B))
+    )
+
+
+def test_two_corpora_agree_to_the_floor_and_two_models_do_not(basis: PositionContext) -> None:
+    corpus = comparison.compare_bases(basis, basis_of(planted(seed=77)))
+    assert (corpus.difference < corpus.difference_floor).all()
+    assert (corpus.procrustes > corpus.procrustes_floor).all()
+    model = planted(seed=78)
+    model[:, :, :, :] = model.flip(-1)
+    apart = comparison.compare_bases(basis, basis_of(model))
+    assert (apart.difference > 3 * apart.difference_floor).all()
+    assert (apart.overlap < apart.overlap_floor).all()
+    assert apart.overlap_random.tolist() == [3 / D] * 2
+
+
+def test_comparison_across_sizes_and_its_refusals(basis: PositionContext) -> None:
+    wide = basis_of(torch.nn.functional.pad(planted(), (0, 3)))
+    found = comparison.compare_bases(basis, wide)
+    assert torch.allclose(found.procrustes, torch.ones(2).double())
+    assert found.angle_max.isnan().all()
+    assert found.mean_cosine.isnan().all()
+    with pytest.raises(GeometryError, match="equal lengths, 48 positions, got 40"):
+        comparison.compare_bases(basis, basis_of(planted(), window=(8, POSITIONS)))
+    with pytest.raises(GeometryError, match="1 to 12 directions"):
+        comparison.compare_bases(basis, basis, rank=13)
+    with pytest.raises(GeometryError, match="pairs of states"):
+        comparison.compare_bases(basis, basis, states=[])
+    one = basis_of(planted()[:, :1])
+    assert comparison.compare_bases(one, one, rank=2).difference_floor.isnan().all()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
-from tl_geometry import decompose, render, split_scores, split_values, sweep_heads
+from tl_geometry import compare_bases, decompose, render, split_scores, split_values, sweep_heads
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import keep_term, remove_term
@@ -246,6 +246,15 @@ def test_the_published_presets_refuse_a_normalised_basis(preset: str) -> None:
     ):
         split_on("normalized", "gpt2", preset=preset)
     assert split_on("raw", "gpt2", preset=preset).parts
+
+
+def test_a_raw_basis_and_a_normalised_one_are_not_compared() -> None:
+    raw, normed = (bases("bridge", "gpt2")[n] for n in ("raw", "normalized"))
+    with pytest.raises(
+        GeometryError, match="states of one kind, normalized=False, got normalized=True"
+    ):
+        compare_bases(raw, normed, states=[0, 1])
+    assert compare_bases(normed, normed, rank=2).angle_max.abs().max() < 1e-3
 
 
 # ------------------------------------------------------------------------------------- sweep,

@@ -133,15 +133,25 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
     return {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
 
 
-def reliability(m: Moments) -> Float[Tensor, " state"]:
-    """Mean cosine over positions between the positional bases of two halves of the contexts: every
-    other group, and the rest. NaN with one group."""
-    used, halves = m.counts.nonzero().flatten(), []
+def half_pos(
+    m: Moments,
+) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
+    """The positional basis from every other group of contexts and from the rest, or ``None`` when
+    there is only one group."""
+    halves, used = [], m.counts.nonzero().flatten()
     if len(used) < 2:
-        return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
+        return None
     for part in (used[0::2], used[1::2]):
         mean = m.sums[part, :, slice(*m.window)].sum(0) / m.counts[part].sum()
         halves.append(mean - mean.mean(1, keepdim=True))
+    return halves[0], halves[1]
+
+
+def reliability(m: Moments) -> Float[Tensor, " state"]:
+    """Mean cosine over positions between the positional bases of two halves of the contexts."""
+    halves = half_pos(m)
+    if halves is None:
+        return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
     return torch.nan_to_num(torch.cosine_similarity(*halves, dim=-1), nan=0.0).mean(-1)
 
 

@@ -1,4 +1,4 @@
-"""Measures of position and context in a basis, with their uncertainty and nulls."""
+"""Measures of position and context in a basis, and the comparison of two bases."""
 
 from __future__ import annotations
 

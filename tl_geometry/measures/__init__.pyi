@@ -1,3 +1,5 @@
+from .comparison import BasisComparison as BasisComparison
+from .comparison import compare_bases as compare_bases
 from .context_report import ContextualReport as ContextualReport
 from .context_report import contextual_report as contextual_report
 from .differences import dct_vectors as dct_vectors
