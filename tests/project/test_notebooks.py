@@ -30,11 +30,16 @@ REDUCED = {
         "range(3)": "range(1)",
     },
     "08_who_wrote_the_keys": {"prompts = 12": "prompts = 2", "before[:4]": "before[:2]"},
+    "09_from_a_logit_to_its_circuit": {
+        "names = 8": "names = 2",
+        "metric=None": "metric=None",
+    },
 }
 """What stands in place of what, once each: the first in the cell tagged ``parameters``."""
 REAL: dict[str, tuple[str, str]] = {
     "07_rotary_induction": ("zoo.smollm2()", "google/gemma-3-270m"),
     "08_who_wrote_the_keys": ("zoo.smollm2()", "google/gemma-3-270m"),
+    "09_from_a_logit_to_its_circuit": ("zoo.smollm2()", "google/gemma-3-270m"),
 }
 """Notebooks of a real model: how it is loaded, and what is offered in its place; the others show
 the embedded model, and offer GPT-2."""
@@ -91,7 +96,7 @@ def check_outputs(outputs: list[Any]) -> None:
         assert not hosts, hosts
 
 
-def test_all_eight_are_here() -> None:
+def test_all_nine_are_here() -> None:
     assert [path.stem for path in NOTEBOOKS] == list(REDUCED)
 
 
