@@ -45,9 +45,8 @@ class World:
             **options,
         )
 
-    def graph(self, tokens: Any = None, **options: Any) -> Any:
-        rows = self.ids[:1] if tokens is None else tokens
-        return tlg.trace_logit(self.model, rows, 5, **({"keep": 0.3} | options))
+    def graph(self, tokens: Any = None) -> Any:
+        return tlg.trace_logit(self.model, self.ids[:1] if tokens is None else tokens, 5, keep=0.3)
 
     def path(self, name: str, content: str | bytes = "") -> Path:
         found = self.folder / name

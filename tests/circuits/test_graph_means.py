@@ -61,7 +61,7 @@ def check_means(average: AverageGraph, graphs: tuple[LogitGraph, ...]) -> None:
     n, reach = len(graphs), stats.t.ppf(0.975, len(graphs) - 1) / len(graphs) ** 0.5
     tables = {name: [complete(g, name) for g in graphs] for name in ("values", "moved")}
     kept = [{(m, int(p)) for m, p in zip(g.names, g.positions, strict=True)} for g in graphs]
-    rows = {tuple(row[:2]): row[2:] for row in average.rows()}
+    rows: dict[Any, Any] = {tuple(row[:2]): row[2:] for row in average.rows()}
     assert len(rows) == len(set().union(*kept))
     for (name, place), (value, low, high, moved, *_, prompts) in rows.items():
         if not place:
@@ -140,7 +140,7 @@ def test_the_mean_of_the_logit_is_the_sum_of_means(mlp: str, positions: Any) -> 
     assert float(into) == pytest.approx(mean, abs=1e-6 * size)
     if positions:
         assert set(average.places) == {"first", "end", "elsewhere", ""}
-        values = {(row[0], row[1]): row[2] for row in average.rows()}
+        values: dict[Any, Any] = {(row[0], row[1]): row[2] for row in average.rows()}
         for name, position in (("first", 1), ("end", LENGTH - 1)):
             for (writer, place), value in values.items():
                 if place == name:
@@ -215,7 +215,7 @@ def test_a_comparison_is_that_of_the_two_graphs() -> None:
     tables = [[complete(g, name) for g in (a, b)] for name in ("values", "moved")]
     kept = [{(m, int(p)) for m, p in zip(g.names, g.positions, strict=True)} for g in (a, b)]
     nodes = {key for key in kept[0] | kept[1] if key[0] not in ("logit", "constants")}
-    rows = {(r[0], int(str(r[1]))): r[2:] for r in found.rows() if r[1]}
+    rows: dict[Any, Any] = {(r[0], int(str(r[1]))): r[2:] for r in found.rows() if r[1]}
     assert set(rows) == nodes
     for key, row in rows.items():
         expected = [table[key] for pair in tables for table in pair]
@@ -227,7 +227,7 @@ def test_a_comparison_is_that_of_the_two_graphs() -> None:
     pairs = torch.tensor([rows[key][:2] for key in sorted(nodes)]).double()
     assert found.value_correlation == pytest.approx(float(torch.corrcoef(pairs.T)[0, 1]))
     edges = [edges_of(a), edges_of(b)]
-    table = {tuple(r[:5]): r[5:] for r in found.edges().rows()}
+    table: dict[Any, Any] = {tuple(r[:5]): r[5:] for r in found.edges().rows()}
     assert set(table) == edges[0].keys() | edges[1].keys()
     for key, weights in table.items():
         expected = [of.get(key, torch.nan) for of in edges]
