@@ -241,8 +241,10 @@ def test_query_and_key_edges_are_the_response_of_attention_to_each_writer(
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "neox", "gpt-oss"])
 def test_mlps_as_leaves(architecture: str) -> None:
     graph = traced(tiny("bridge", architecture), mlp="leaf", keep=1.0)
+    tokens = graph.tokens()  # MLPs are leaves, and stand beside the embeddings
+    assert tokens.parts[-1] == "mlps"
     bound = 2e-6 * size(graph)
-    total = float(graph.tokens().value.sum() + graph.mlp_values.sum())
+    total = float(tokens.value.sum())
     assert total == pytest.approx(graph.value, abs=bound)
     mlps = {i for i, name in enumerate(graph.names) if name.startswith("mlp")}
     assert mlps

@@ -115,8 +115,14 @@ class LogitGraph(Result):
     # ---- the logit by input token
 
     def tokens(self) -> TokenTable:
-        """T by input token, the constants last."""
-        by_part = torch.cat([self.leaf_values.T, torch.zeros(1, len(self.leaf_names))])
+        """T by input token, the constants last; MLPs that are leaves (``mlp="leaf"``) are a part of
+        their own."""
+        leaf_mlps = self.mlp == "leaf"
+        parts = (*self.leaf_names, "mlps") if leaf_mlps else self.leaf_names
+        by_part = self.leaf_values.T
+        if leaf_mlps:
+            by_part = torch.cat([by_part, self.mlp_values.sum(0).unsqueeze(1)], dim=1)
+        by_part = torch.cat([by_part, torch.zeros(1, len(parts))])
         value = by_part.sum(1)
         value[-1] = self.constant_value
         length = self.leaf_values.shape[1]
@@ -124,7 +130,7 @@ class LogitGraph(Result):
         return TokenTable(
             positions=(*range(length), NOWHERE),
             tokens=(*texts, CONSTANTS),
-            parts=self.leaf_names,
+            parts=parts,
             value=value,
             by_part=by_part,
             provenance=self.provenance,
