@@ -17,18 +17,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.files import as_path
+from tl_geometry.circuits.edge_attribution import EdgeScores
 from tl_geometry.circuits.edge_layout import EMBED, OUTPUT, PARALLEL, EdgeLayout
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-
-if TYPE_CHECKING:
-    from tl_geometry.circuits.edge_attribution import EdgeScores
 
 MIB_NAMES = {EMBED: "input", OUTPUT: "logits"}
 """What the file calls the ends of the graph."""
@@ -97,8 +95,6 @@ def read_mib(model: ModelLike, path: str | Path) -> EdgeScores:
     >>> stored.edges() == scores.edges(0.1)
     True
     """
-    from tl_geometry.circuits.edge_attribution import EdgeScores
-
     path, view = as_path(path), as_view(model)
     layout = EdgeLayout.of(view)
     try:
