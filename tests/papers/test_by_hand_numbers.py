@@ -25,15 +25,10 @@ def columns(accuracy: float) -> Any:
 
 
 def check_rows(module: Any) -> None:
-    found = module.LinesOfThought(
-        model="gpt2-medium",
-        quantities=("alpha", "lambda", "KL at K = 256", "ln alpha"),
-        ours=(0.7399, 0.2001, 0.81, -0.4),
-        notes=("a", "b", "c", "d"),
-        provenance=Provenance(),
-    )
-    rows = {row[0]: row for row in found.rows()}
-    assert [rows[q][5] for q in found.quantities] == [
+    quantities = ("alpha", "lambda", "KL at K = 256", "ln alpha")
+    ours = zip(quantities, (0.7399, 0.2001, 0.81, -0.4), "abcd", strict=True)
+    rows = {row[0]: row for row in module._beside_published("gpt2-medium", ours)}
+    assert [rows[q][5] for q in quantities] == [
         "agrees",
         "differs",
         "differs",

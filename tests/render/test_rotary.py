@@ -42,14 +42,12 @@ def containers(drawn: View) -> Any:
     return drawn.figure.axes[0].containers
 
 
-@pytest.mark.parametrize("share", ["cs", "gs"])
-def test_the_atlas_has_the_colour_of_the_largest_band(share: str) -> None:
+def test_the_atlas_has_the_colour_of_the_largest_band() -> None:
     planes, _ = tables()
     bands = planes.by_band()
-    drawn = render.band_atlas(planes, share=share)
+    drawn = render.band_atlas(planes)
     image = np.asarray(drawn.figure.axes[0].images[0].get_array())
-    values = bands.total_cs if share == "cs" else bands.total_gs
-    top, which = values.max(-1)
+    top, which = bands.total_cs.max(-1)
     for i, (layer, head) in enumerate(planes.heads):
         colour = np.array(to_rgb(BANDS[bands.bands[int(which[i])]]))
         strength = 0.15 + 0.85 * min(1.0, float(top[i]))
@@ -103,8 +101,6 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
     assert len(alone.figure.axes) == 1
     with pytest.raises(GeometryError, match="heads of the table and the profile"):
         render.head_planes(planes, profile, heads="L1H3")
-    with pytest.raises(GeometryError, match="share"):
-        render.band_atlas(planes, share="es")
 
 
 def payload(view: PageView) -> dict[str, Any]:
@@ -128,11 +124,11 @@ def check_page(module: Any, share: str) -> None:
     """The page has the shares of the table, in groups, and the profile."""
     planes, split = tables()
     profile = offset_profile(split)
-    view = module.bands_page(planes, profile, share=share)
+    view = module.bands_page(planes, profile)
     data = payload(view)
     assert [name for name, _, _ in data["bands"]] == list(BANDS)
-    assert data["share"] == share
-    assert view.title == render.band_atlas(planes, share=share).title
+    assert data["share"] == "cs"
+    assert view.title == render.band_atlas(planes).title
     total = planes.total_cs if share == "cs" else planes.total_gs
     bands = planes.by_band()
     each = bands.total_cs if share == "cs" else bands.total_gs
@@ -153,16 +149,12 @@ def check_page(module: Any, share: str) -> None:
     for shown, values in zip(curve, (profile.mean, profile.low, profile.high), strict=True):
         assert np.allclose(shown, values[1].numpy(), rtol=1e-3)
     assert payload(module.bands_page(planes))["profile"] is None
-    chosen = payload(module.bands_page(planes, profile, head="L1H3"))["head"]
-    assert planes.heads[chosen] == (1, 3)
     table = bands.by_head()
     assert torch.allclose(table.cs.sum(-1), torch.ones(8).double(), atol=1e-6)
     assert {"near", "far", "pass", "unclear"} >= set(table.dominant)
     fewer = dataclasses.replace(profile, heads=((0, 1), (9, 9)))
     with pytest.raises(GeometryError, match="profile: expected heads of the table"):
         module.bands_page(planes, fewer)
-    with pytest.raises(GeometryError, match="share"):
-        module.bands_page(planes, share="es")
 
 
 BARS = """[...document.querySelectorAll('rect')].map(

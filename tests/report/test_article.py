@@ -103,7 +103,7 @@ def own_figures() -> list[View | PageView]:
     split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
     composed = tlg.composition(model, windows, layers=[1, 2], progress=False)
     return [
-        *(render.band_atlas(planes, share=share) for share in ("cs", "gs")),
+        render.band_atlas(planes),
         render.head_planes(planes),
         render.head_planes(planes, offset_profile(rotary)),
         render.bands_page(planes, offset_profile(rotary)),

@@ -77,6 +77,7 @@ PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
     """Problems of the trained lengths and of shorter ones, from seeds of their own."""
+    # seeds far from those of training runs
     inside = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
     return inside, problems(task, setup.problems, low=1, high=setup.low - 1, seed=90_002)
 
@@ -215,6 +216,7 @@ def _train(
     lines = problems(task, setup.examples, low=setup.low, high=setup.high, seed=seed)
 
     def batch_at(step: int) -> Batch:
+        # more than the steps of any run, so that no two seeds share a batch
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
         return answer_batch([lines[i] for i in rows], positions)

@@ -218,11 +218,11 @@ def _findings(
 ) -> Iterator[Claim]:
     """Each measure beside the published one, and whether the loss falls."""
     for text, measure in product(PUBLISHED_ROWS, SUMMARY):
-        ours = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
+        cells = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
         yield Claim(
             statement=f"{text}: {measure.replace('_', ' ')} over states",
-            expected=f"{ours[0]['published_mean']}({ours[0]['published_sd']}) published",
-            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in ours),
+            expected=f"{cells[0]['published_mean']}({cells[0]['published_sd']}) published",
+            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in cells),
         )
     losses = [
         [r["loss"] for r in rows if (r["measured"], r["seed"]) == ("own text", seed)]

@@ -10,13 +10,13 @@ norm, those of Llama and Mistral are Hugging Face hidden states, whose last one 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Result
 from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.flow.ensemble import Trajectories, trajectories
@@ -27,6 +27,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.untrained import reinitialized
+from tl_geometry.report.tables import Table
 
 
 class Published(NamedTuple):
@@ -96,32 +97,29 @@ Row = tuple[str, float, str]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LinesOfThought(Result):
-    """Our numbers in the order of ``quantities``, beside the published range of ``model`` (NaN
-    where none is published).
+class LinesOfThought(Table):
+    """Our numbers beside the published range of ``model`` (NaN where none is published), a row per
+    quantity.
 
     Verdicts: "agrees" (within the tolerance of the range), "differs", "not published", "not
     measured".
     """
 
+    names: tuple[str, ...] = (
+        *("quantity", "published_low", "published_high", "ours", "tolerance"),
+        *("verdict", "origin", "note"),
+    )
     model: str
-    quantities: tuple[str, ...]
-    ours: tuple[float, ...]
-    notes: tuple[str, ...]
 
-    def columns(self) -> tuple[str, ...]:
-        numbers = ("published_low", "published_high", "ours", "tolerance")
-        return ("quantity", *numbers, "verdict", "origin", "note")
 
-    def rows(self) -> list[tuple[object, ...]]:
-        published = {p.quantity: p for p in PUBLISHED if p.model == self.model}
-        none = Published("", "", math.nan, math.nan, "", math.nan)
-        rows: list[tuple[object, ...]] = []
-        for quantity, ours, note in zip(self.quantities, self.ours, self.notes, strict=True):
-            p = published.get(quantity, none)
-            numbers = (p.low, p.high, ours, p.tolerance)
-            rows.append((quantity, *numbers, _verdict(p, ours), p.origin, note))
-        return rows
+def _beside_published(model: str, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a :class:`LinesOfThought`."""
+    by_quantity = {number.quantity: number for number in PUBLISHED if number.model == model}
+    none = Published("", "", math.nan, math.nan, "", math.nan)
+    for quantity, ours, note in rows:
+        number = by_quantity.get(quantity, none)
+        values = (number.low, number.high, ours, number.tolerance)
+        yield (quantity, *values, _verdict(number, ours), number.origin, note)
 
 
 def _verdict(published: Published, ours: float) -> str:
@@ -174,11 +172,9 @@ def sarfati(
     if separate:
         rows += _separability(paths, seed)
         rows.append(_perceptron(view, text, n, prepend_bos, post_norm, seed, progress))
-    names, values, notes = zip(*rows, strict=True)
     provenance = replace(paths.provenance, preset="paper", seed=seed).flagged(*removed)
-    return LinesOfThought(
-        model=name, quantities=names, ours=values, notes=notes, provenance=provenance
-    )
+    cells = tuple(_beside_published(name, rows))
+    return LinesOfThought(model=name, cells=cells, provenance=provenance)
 
 
 def _without_outliers(chunks: TokenWindows, name: str) -> tuple[TokenWindows, list[str]]:
@@ -215,6 +211,7 @@ def _truncation(
     curve = truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
     kl = dict(zip(curve.K, curve.kl.tolist(), strict=True))
     top5 = dict(zip(curve.K, curve.top5.tolist(), strict=True))
+    # the reply's criterion: a tenth of the KL at the smallest K
     enough = [k for k in curve.K if kl[k] <= 0.1 * kl[curve.K[0]]]
     needed = float(enough[0]) if curve.claimed and enough else math.nan
     note = f"by the text's other criterion, 10% of the baseline: {curve.needed()}"

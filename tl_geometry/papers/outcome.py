@@ -143,6 +143,7 @@ class Outcome:
 
 def bridge_of(model: nn.Module, name: str) -> Any:
     """A copy of a model in training as a TransformerLens model."""
+    # a copy, because a bridge puts hooks into the modules that it wraps
     return from_hf(copy.deepcopy(model), None, name=name, device=next(model.parameters()).device)
 
 

@@ -58,6 +58,7 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     table: list[dict[str, Any]] = []
     for run in dict.fromkeys((r["task"], r["seed"]) for r in rows):
+        # step 0 is the untrained model
         of_run = [r for r in rows if (r["task"], r["seed"]) == run and r["step"] > 0]
         score = torch.tensor([r[SCORE] for r in of_run], dtype=torch.float64)
         for name in PREDICTORS:

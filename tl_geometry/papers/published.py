@@ -99,13 +99,6 @@ class Reproduction(Table):
     row: str | None
     settings: dict[str, Any]
 
-    def value(self, table: str, cell: str) -> float:
-        """Our number in one cell."""
-        by_cell = {(row[0], row[1]): row[2] for row in self.cells}
-        expected = f"one of {sorted({row[0] for row in self.cells})} and its cells"
-        require((table, cell) in by_cell, "cell", expected=expected, got=(table, cell))
-        return float(by_cell[table, cell])
-
 
 def song_zhong(
     model: ModelLike | str | Path | None = None,
@@ -232,6 +225,7 @@ def _cells(
     summary = tables["notebook_similarity"].get(name, {}) | printed_rows().get(name, {})
     for measure in (m for m in SUMMARY if m in measured):
         values = measured[measure]
+        # the published deviation is that of a population
         mean, sd = float(values.mean()), float(values.std(correction=0))
         printed, deviation = summary.get(measure, (nan, nan))
         near, doubt = tolerance(measure, printed, deviation), DOUBTS.get((name, measure), "")

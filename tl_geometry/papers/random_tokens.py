@@ -239,6 +239,7 @@ def randomisation(
         windows = held_out_windows(other, setup.context, setup.contexts, seed)
         for trained in FORMATS:
             run = _train(setup, stream, d_vocab, windows, trained, seed, training)
+            # the loss of a single batch is noisy
             last = run.losses[-50:]
             loss = math.fsum(last) / len(last)
             rows += [{"seed": seed, **record, "training_loss": loss} for record in run.records]

@@ -179,6 +179,7 @@ def run_training(
     if folder is not None:
         _claim(folder, setup)
     checkpoint = None if folder is None else folder / "training.safetensors"
+    # a run that goes on has measured its first steps already
     if checkpoint is None or not checkpoint.exists():
         take(0)
     losses = train(

@@ -93,6 +93,7 @@ def topic_bases(
         batch_size=batch_size,
         progress=progress,
     )
+    # keep_ctx was asked for, and topic_windows gives labels
     assert topic_basis.context_means is not None
     assert topics.labels is not None
     return TopicBases(

@@ -156,6 +156,7 @@ def _draw_curve(axis: Axes, state: int, basis: PositionContext) -> Any:
     # a stream of one dimension has one direction, which then stands on both axes
     drawn = draw_path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
+    # a state without position has no energy
     share = energy[:2].sum() / energy.sum().clamp(min=1e-300)
     off = f", {outliers} off" if outliers else ""
     axis.set_title(f"state {state}: {float(share):.0%}{off}", fontsize=8)
@@ -173,6 +174,7 @@ def _fit_axes(axis: Axes, points: Tensor) -> int:
     shown = points[inside] if bool(inside.any()) else points
     for set_limits, values in ((axis.set_xlim, shown[:, 0]), (axis.set_ylim, shown[:, -1])):
         first, last = float(values.min()), float(values.max())
+        # points that all lie in one place still need a frame
         margin = 0.06 * ((last - first) or 1.0)
         set_limits(first - margin, last + margin)
     return int((~inside).sum())
@@ -261,6 +263,7 @@ def token_norms(
 
     figure, axis = one_axes(ax, (WIDTH, 3.2))
     positions = torch.arange(*window)
+    # thousands of points as vectors would make the SVG heavy
     cloud = {"s": 3, "color": GREY, "alpha": 0.35, "lw": 0, "rasterized": True}
     axis.scatter(positions.expand_as(norms).flatten(), norms.flatten(), **cloud)
     axis.plot(positions, norms.median(0).values, color=BLUE, lw=1, label="median of the contexts")

@@ -74,6 +74,7 @@ def pack(
     masks, which = torch.unique(allowed.cpu().flatten(1), dim=0, return_inverse=True)
     finite = torch.where(torch.isfinite(panels) & allowed.cpu()[:, None], panels, 0.0)
     largest = finite.abs().flatten(2).amax(-1)
+    # a panel of zeros stays zero
     unit = panels / torch.where(largest > 0, largest, 1.0)[..., None, None]
     unit = torch.where(torch.isfinite(unit), unit, torch.nan)
     exact = panels.shape[-1] <= EXACT

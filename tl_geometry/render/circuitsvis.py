@@ -6,8 +6,7 @@ that token text holds, drop tokens that look like tags, ask the network on every
 what follows a figure (tried with 1.43.3). A figure is one page of its own, as all views are
 (:mod:`tl_geometry.render.page`); the script of circuitsvis is read from the installed package (it
 is not shipped here), stored deflated in the page and allowed to run by its hash. Colours run
-symmetrically from ``-limit`` (blue) to ``limit`` (red), the same for all heads of a figure; the
-caption says what lies beyond.
+symmetrically from blue (negative) to red (positive), the same for all heads of a figure.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from tl_geometry.render.figure import (
     NEGATIVE,
     POSITIVE,
     View,
-    check_limit,
     draw_matrix,
     drawable,
     panels,
@@ -54,7 +52,6 @@ def attention_heads(
     names: Sequence[str] | None = None,
     term: str | tuple[str, str] = "pattern",
     context: int = 0,
-    limit: float | None = None,
     title: str = "Attention heads",
 ) -> PageView:
     """Heat maps of several heads, one of them enlarged: hover to enlarge another, click to keep it
@@ -68,17 +65,16 @@ def attention_heads(
         term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are
             row-centred, as softmax sees them.
         context: of a split: which prompt.
-        limit: value of the full colour, by default 1 for a pattern, else the largest absolute
-            value; colours are shared by all heads.
+        title: of the page.
 
-    Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and for
-    values that are not finite.
+    The full colour is 1 for a pattern, else the largest absolute value; colours are shared by all
+    heads. Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and
+    for values that are not finite.
 
     >>> pattern = torch.eye(3).expand(2, 3, 3)
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
     'Attention heads'
     """
-    check_limit(limit)
     if isinstance(attention, ScoreSplit):
         what = "-".join(term) if isinstance(term, tuple) else term
         values = _of_split(attention, what, context)
@@ -98,12 +94,10 @@ def attention_heads(
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
     causal = bool(((values[:, later] == 0) | (values[:, later] == -torch.inf)).all())
     visible = checks.finite(values.tril() if causal else values, "attention")
-    top = limit or (1.0 if what == "pattern" else float(visible.abs().max()) or 1.0)
-    beyond = int((visible.abs() > top * (1 + 1e-9)).sum())
+    top = 1.0 if what == "pattern" else float(visible.abs().max()) or 1.0
     caption = (
         f"{what[0].upper()}{what[1:]} by query (row) and key (column), {len(texts)} tokens; full "
-        f"colour at {top:.3g}, one scale for all heads"
-        f"{f', {beyond} values beyond it' if beyond else ''}."
+        f"colour at {top:.3g}, one scale for all heads."
     )
     props = {
         "attention": [[[rounded(v, 4) for v in row] for row in head] for head in visible.tolist()],
@@ -123,6 +117,7 @@ def attention_heads(
         title=title,
         caption=caption,
         width=800,
+        # below the large map, six small ones in a row
         height=720 + 98 * math.ceil(len(values) / 6),
         image=functools.partial(_image, visible, hidden, names, texts, top, title, caption),
         starts=script,

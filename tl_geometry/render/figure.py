@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +88,7 @@ class View:
         form, data = "svg+xml", self.bytes("svg")
         if len(data) > HEAVY:
             form, data = "png", self.bytes("png")
+        # 100 pixels an inch; in a narrower window the image shrinks
         wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
         source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
         attributes = f'src="{source}" style="{wide};background:white"'
@@ -232,6 +232,7 @@ def legend_outside(
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            # panels repeat their labels: the first handle of each stands for all
             handles.setdefault(label, handle)
     place = {"loc": f"outside {where}", "ncols": len(handles)}
     figure.legend([*handles.values()], [*handles], fontsize=8, frameon=False, **place)
@@ -269,12 +270,6 @@ def require_3d(axis: object) -> None:
     require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=got)
 
 
-def check_limit(limit: float | None) -> None:
-    """Refuse an end of a colour scale that is no positive number; ``None`` is the default."""
-    positive = limit is None or (math.isfinite(limit) and limit > 0)
-    require(positive, "limit", expected="a positive number", got=limit)
-
-
 def head_names(heads: Sequence[tuple[int, int]]) -> str:
     """Names of a few heads, or how many there are.
 
@@ -301,6 +296,7 @@ def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
+    # a single value still needs a scale of some length
     ends = Normalize(values[0], max(values[-1], values[0] + 1))
     scale = ScalarMappable(ends, matplotlib.colormaps[SEQUENTIAL])
     figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))

@@ -4,7 +4,6 @@ its image, and the colours of such a map. The report and notebooks draw it."""
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View, draw_matrix, drawable, one_axes, whole_ticks
-from tl_geometry.render.page import PageView, rounded
+from tl_geometry.render.page import PageView, caption_height, rounded
 from tl_geometry.scores.head_types import HEAD_TYPES
 
 if TYPE_CHECKING:
@@ -61,6 +60,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         if name not in ("layer", "head", *columns)
     }
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
+    # pixels: wide enough for a click, and a map no wider than a page of text
     cell = min(46, max(14, 640 // count))
     width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
     caption = (
@@ -91,7 +91,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         title=title or "Every number of every head",
         caption=caption,
         width=max(width, 708) + 24,
-        height=150 + height + 34 * READ // 6 + 18 * math.ceil(len(f"{caption} {NULL}") / 105),
+        height=150 + height + 34 * READ // 6 + caption_height(f"{caption} {NULL}"),
         image=functools.partial(head_grid, sweep, chosen),
         source=sweep.provenance.line(),
         null=NULL,

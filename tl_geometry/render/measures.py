@@ -90,6 +90,7 @@ def fourier(report: PositionalReport) -> View:
     """
     rows = some(range(len(report.states)), 5)
     count, block = report.fourier.shape[-1], report.fourier[rows]
+    # one scale for all panels, also where all coefficients are zero
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
     for axis, row, coefficients in zip(axes, rows, block, strict=True):

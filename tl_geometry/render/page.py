@@ -211,6 +211,15 @@ def text_lines(text: Mapping[str, Any], width: int, padding: int) -> int:
     return lines
 
 
+def caption_height(caption: str) -> int:
+    """Pixels that a caption takes: lines of 18 pixels, with about 105 characters in each.
+
+    >>> caption_height("a" * 106)
+    36
+    """
+    return 18 * math.ceil(len(caption) / 105)
+
+
 def small_png(view: View, limit: int) -> bytes:
     """The image of a figure in at most ``limit`` bytes: of 128 colours, and of fewer pixels where
     that is not enough."""

@@ -42,22 +42,17 @@ GROUPS = {
     "all terms": PARTS["resid"],
 }
 """Colours of groups of terms."""
-CARRIED = "The band of wavelengths that carries each head"
-"""Title of the map of heads by band."""
 REACH = 32
 """A profile shows offsets below this."""
-ABOUT = {"cs": "covariance of scores", "gs": "gain (where attention goes)"}
-"""Share -> what it is a share of."""
 NULL = "The planes of a head share all of its score: no null is drawn."
 
 
-def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None) -> View:
-    """Every head in the colour of the band of wavelengths with the largest share of its scores, the
-    stronger the larger that share.
+def band_atlas(planes: PlaneTable, *, ax: Axes | None = None) -> View:
+    """Every head in the colour of the band of wavelengths with the largest share of the covariance
+    of its scores, the stronger the larger that share.
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
-        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes).
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -71,14 +66,14 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
-    checks.choice(share, ("cs", "gs"), "share")
-    bands, top, which, counts = _carried(planes, share)
+    bands, top, which, title = _carried(planes)
     layers = sorted({layer for layer, _ in planes.heads})
     width = 1 + max(head for _, head in planes.heads)
     grid = torch.ones(len(layers), width, 3)
     rows = zip(planes.heads, top.clamp(0, 1).tolist(), which.tolist(), strict=True)
     for (layer, head), strength, band in rows:
         colour = torch.tensor(to_rgb(BANDS[bands.bands[band]]))
+        # a small share keeps enough colour to be told from white
         grid[layers.index(layer), head] = 1 - (1 - colour) * (0.15 + 0.85 * strength)
     size = (0.3 * width + 2.6, max(2.6, 0.16 * len(layers) + 1.2))
     figure, axis = one_axes(ax, size)
@@ -91,29 +86,28 @@ def band_atlas(planes: PlaneTable, *, share: str = "cs", ax: Axes | None = None)
     legend_beside(axis, handles=patches, fontsize=7)
     return View(
         figure,
-        title=f"{CARRIED}: {counts}",
+        title=title,
         caption="Each cell is a head, coloured by the band of wavelengths with the largest share "
-        f"of its {ABOUT[share]}; the stronger the colour, the larger that share.",
+        "of the covariance of its scores; the stronger the colour, the larger that share.",
         null=NULL,
         source=planes.provenance.line(),
     )
 
 
-def _carried(planes: PlaneTable, share: str) -> tuple[BandTable, Tensor, Tensor, str]:
-    """Bands, the largest share of each head and the band that has it, and how many have which."""
+def _carried(planes: PlaneTable) -> tuple[BandTable, Tensor, Tensor, str]:
+    """Bands, the largest share of each head and the band that has it, and how many heads each band
+    carries, for a title."""
     bands = planes.by_band()
-    top, which = torch.nan_to_num(bands.total_cs if share == "cs" else bands.total_gs).max(-1)
+    top, which = torch.nan_to_num(bands.total_cs).max(-1)
     each = [(band, int((which == i).sum())) for i, band in enumerate(bands.bands)]
     said = ", ".join(f"{band} in {count}" for band, count in each if count)
-    return bands, top, which, f"{said} of {len(planes.heads)}"
+    title = f"The band of wavelengths that carries each head: {said} of {len(planes.heads)}"
+    return bands, top, which, title
 
 
 def bands_page(
     planes: PlaneTable,
     profile: OffsetProfile | None = None,
-    *,
-    head: Head | None = None,
-    share: str = "cs",
 ) -> PageView:
     """The atlas as an interactive page: choose a head, by a click or the arrow keys, and beside it
     follow its planes (the share of each by its wavelength, position and content stacked) and, where
@@ -122,27 +116,22 @@ def bands_page(
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
         profile: from ``offset_profile(split)`` of some of these heads.
-        head: the head shown at first, by default the first of ``profile``, or the one with the
-            largest share of a band that turns.
-        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (of where attention goes), as
-            shown at first.
+
+    It opens at the first head of ``profile``, or at the one with the largest share of a band that
+    turns.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
-    >>> bands_page(sweep.planes(), head="L1H0").title
+    >>> bands_page(sweep.planes()).title
     'The band of wavelengths that carries each head: pass in 16 of 16'
     """
-    checks.choice(share, ("cs", "gs"), "share")
     profiled = () if profile is None else profile.heads
     missing = [h for h in profiled if h not in planes.heads]
     require(not missing, "profile", expected="heads of the table", got=missing)
     first = profiled[0] if profiled else _strongest(planes)
-    if head is not None:
-        row = checks.head_rows(head, planes.heads, "sweep_heads(..., layers=...)")[0]
-        first = planes.heads[row]
     layers = sorted({layer for layer, _ in planes.heads})
     bands, words = planes.by_band(), _in_words(planes.length)
     totals = {"cs": bands.total_cs, "gs": bands.total_gs}
@@ -160,19 +149,19 @@ def bands_page(
         "waves": [[_short(w) for w in row if w == w] for row in planes.wavelength.tolist()],
         "marks": [NEAR, planes.length],
         "profile": None if profile is None else _profile(planes, profile),
-        "share": share,
+        "share": "cs",
         "head": planes.heads.index(first),
     }
     return PageView(
         "planes",
         data,
-        title=f"{CARRIED}: {_carried(planes, share)[-1]}",
+        title=_carried(planes)[-1],
         caption="Rows are layers, columns heads. Each cell has the colour of the band of "
         "wavelengths with the largest share of the head's scores, the stronger the larger that "
         "share. Choose a head, by a click or the arrow keys, to see its planes.",
         width=1000,
         height=max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40),
-        image=functools.partial(band_atlas, planes, share=share),
+        image=functools.partial(band_atlas, planes),
         source=planes.provenance.line(),
         null=NULL,
         fluid=True,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ from tl_geometry.render.flow import (
     bundle_figure,
     coordinates,
 )
-from tl_geometry.render.page import PageView
+from tl_geometry.render.page import PageView, caption_height
 from tl_geometry.render.weights import SPHERE, SPHERE_NULL, sphere_caption, sphere_paths
 from tl_geometry.sphere.paths import TokenPaths
 
@@ -71,7 +70,7 @@ class SpaceView(PageView):
             title=title,
             caption=caption,
             width=784,
-            height=540 + 18 * math.ceil(len(caption) / 105),
+            height=540 + caption_height(caption),
             image=image,
             source=source,
             null=null,

@@ -31,13 +31,12 @@ from tl_geometry.render.figure import (
     DIVERGING,
     SEQUENTIAL,
     View,
-    check_limit,
     drawable,
     head_names,
     no_ticks,
     one_axes,
 )
-from tl_geometry.render.page import PageView, text_data, text_lines
+from tl_geometry.render.page import PageView, caption_height, text_data, text_lines
 from tl_geometry.scores.split import ScoreSplit
 from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
 
@@ -126,14 +125,14 @@ def split(
     most = max_bytes or SIZES[len(chosen) > 4]
     name = title or f"Split of the scores of {head_names(shown.heads)}"
     for block in _blocks(len(texts), max_cells):
-        drawn = draw_panels(shown, chosen, block, centered)
-        for levels in cells.LEVELS if drawn.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
-            packed = cells.pack(drawn.values, drawn.allowed, levels)
+        grids = draw_panels(shown, chosen, block, centered)
+        for levels in cells.LEVELS if grids.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
+            packed = cells.pack(grids.values, grids.allowed, levels)
             size = len(packed.fields["cells"])
             if size > 1.6 * most:  # the coarsest steps save only a third
                 break
             if size <= most:
-                page = _page(shown, chosen, drawn, packed, texts, limit, query, centered, name)
+                page = _page(shown, chosen, grids, packed, texts, limit, query, centered, name)
                 if len(page.html()) <= most:
                     return page
     room = f"room for {len(rows)} heads x {len(chosen) + 2} panels"
@@ -184,8 +183,8 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
     return {name: members for name, members in groups.items() if members}
 
 
-class Drawn(NamedTuple):
-    """The values shown: the panels, then total and pattern, by block of tokens."""
+class PanelValues(NamedTuple):
+    """Values of the panels, then of total and pattern, by block of tokens."""
 
     values: Float[Tensor, "head term query key"]
     allowed: Bool[Tensor, "head query key"]
@@ -194,7 +193,7 @@ class Drawn(NamedTuple):
 
 def draw_panels(
     split: ScoreSplit, panels: dict[str, list[Term]], block: int = 1, centered: bool = False
-) -> Drawn:
+) -> PanelValues:
     """The panels of the first context, then the total and the pattern, as block maxima, for all
     heads of the split."""
     allowed = split.allowed.expand(len(split.heads), -1, -1)
@@ -204,7 +203,7 @@ def draw_panels(
     if centered:
         shown = [row_center(x, allowed) for x in shown]
     reduced = [cells.block_maxima(x, allowed, block) for x in (*shown, split.pattern()[0])]
-    return Drawn(
+    return PanelValues(
         torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block
     )
 
@@ -239,7 +238,7 @@ def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> lis
 def _page(
     split: ScoreSplit,
     panels: dict[str, list[Term]],
-    drawn: Drawn,
+    grids: PanelValues,
     packed: cells.Payload,
     texts: list[str],
     limit: float | None,
@@ -248,10 +247,11 @@ def _page(
     title: str,
 ) -> PageView:
     names = [*(split.label(name) for name in panels), "total", "pattern"]
-    top, high = _limit(drawn, limit)
-    caption = _caption(split, panels, drawn, packed, len(texts), top, centered)
+    top, high = _limit(grids, limit)
+    caption = _caption(split, panels, grids, packed, len(texts), top, centered)
     rows, columns, places = _layout(split, panels)
-    size = drawn.values.shape[-1]
+    size = grids.values.shape[-1]
+    # pixels across a panel: the fewer there are, the larger they are
     cell = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * size + 16) + 12)
@@ -263,18 +263,17 @@ def _page(
         "planes": names,
         "places": places,
         **text,
-        "block": drawn.block,
+        "block": grids.block,
         "cell": cell,
         "canvas": [width, grid],
         "limit": top,
         "high": high,
-        "query": chosen // drawn.block,
+        "query": chosen // grids.block,
         **packed.fields,
     }
     across = max(width, LEAST)
     readings = math.ceil(len(names) / max(1, (across - 24) // 118))
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / across)
-    said = 18 * math.ceil(len(caption) / 105)
     lines = min(180, 24 * text_lines(text, across, padding=3))
     return PageView(
         "split",
@@ -282,25 +281,27 @@ def _page(
         title=title,
         caption=caption,
         width=across + 24,
-        height=164 + grid + 34 * (readings + buttons) + lines + said,
-        image=functools.partial(_image, split, names, places, drawn, texts, top, title, caption),
+        height=164 + grid + 34 * (readings + buttons) + lines + caption_height(caption),
+        image=functools.partial(_image, split, names, places, grids, texts, top, title, caption),
         null=NULL,
         source=split.provenance.line(),
     )
 
 
-def _allowed(drawn: Drawn, values: Tensor) -> Tensor:
+def _allowed(grids: PanelValues, values: Tensor) -> Tensor:
     """The values of some panels where a key is allowed, as one vector."""
-    return values[drawn.allowed[:, None].expand_as(values)]
+    return values[grids.allowed[:, None].expand_as(values)]
 
 
-def _limit(drawn: Drawn, limit: float | None) -> tuple[float, float]:
+def _limit(grids: PanelValues, limit: float | None) -> tuple[float, float]:
     """Value of the full colour, and the largest absolute value."""
-    shown = _allowed(drawn, drawn.values[:, :-1])
+    shown = _allowed(grids, grids.values[:, :-1])
     sizes = shown[torch.isfinite(shown)].abs()
     high = float(sizes.max()) if len(sizes) else 0.0
-    check_limit(limit)
+    positive = limit is None or (math.isfinite(limit) and limit > 0)
+    require(positive, "limit", expected="a positive number", got=limit)
     percentile = max(1, math.ceil(0.99 * len(sizes)))
+    # a few large cells would make all others pale
     usual = 2 * float(sizes.kthvalue(percentile).values) if len(sizes) else 0.0
     return (limit or (min(high, usual) if usual > 0 else high) or 1.0), high or 1.0
 
@@ -324,13 +325,13 @@ def _layout(
 def _caption(
     split: ScoreSplit,
     panels: dict[str, list[Term]],
-    drawn: Drawn,
+    grids: PanelValues,
     packed: cells.Payload,
     tokens: int,
     top: float,
     centered: bool,
 ) -> str:
-    shown, scores = (_allowed(drawn, v) for v in (drawn.values, drawn.values[:, :-1]))
+    shown, scores = (_allowed(grids, v) for v in (grids.values, grids.values[:, :-1]))
     beyond = int((scores.abs() > top * (1 + 1e-9)).sum())
     holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
@@ -348,8 +349,8 @@ def _caption(
         said.append(f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})")
     if {term for terms in panels.values() for term in terms} != set(split.terms):
         said.append("some of the terms: they do not sum to the total")
-    if drawn.block > 1:
-        blocks = f"each cell is the largest by absolute value of {drawn.block} x {drawn.block}"
+    if grids.block > 1:
+        blocks = f"each cell is the largest by absolute value of {grids.block} x {grids.block}"
         said.append(f"{blocks} (sums do not hold between cells)")
     if holes:
         said.append(f"{holes} cells are not a number (hatched)")
@@ -360,7 +361,7 @@ def _image(
     split: ScoreSplit,
     names: list[str],
     places: list[tuple[int, int]],
-    drawn: Drawn,
+    grids: PanelValues,
     texts: list[str],
     top: float,
     title: str,
@@ -372,18 +373,19 @@ def _image(
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    count, n = min(len(split.heads), ROWS), drawn.values.shape[-1]
+    count, n = min(len(split.heads), ROWS), grids.values.shape[-1]
     single = count == 1
     at = [places] if single else [[(row, i) for i in range(len(names))] for row in range(count)]
     rows, columns = (1 + max(place[i] for panels in at for place in panels) for i in (0, 1))
+    # gaps between panels; one head has room for the names of its tokens
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
     score = ScalarMappable(Normalize(-top, top), signed)
     pattern = ScalarMappable(Normalize(0, 1), SEQUENTIAL)
     sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)
     for row, panels in enumerate(at):
-        for values, name, (r, c) in zip(drawn.values[row], names, panels, strict=True):
-            painted = _painted(values, drawn.allowed[row], pattern if name == "pattern" else score)
+        for values, name, (r, c) in zip(grids.values[row], names, panels, strict=True):
+            painted = _painted(values, grids.allowed[row], pattern if name == "pattern" else score)
             sheet[r * high : r * high + n, c * wide : c * wide + n] = painted
     inch = 2.1 if single else 1.0
     across = 1.15 * inch * columns + 0.8
@@ -398,7 +400,7 @@ def _image(
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=size, va="bottom")
     if single:
         size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
-        _name_tokens(axis, places, texts if drawn.block == 1 else [], high, wide, size)
+        _name_tokens(axis, places, texts if grids.block == 1 else [], high, wide, size)
     else:
         no_ticks(axis)
         labels = [head_name(h) for h in split.heads[:count]]
@@ -406,7 +408,7 @@ def _image(
     axis.tick_params(length=0)
     axis.set_xlabel("key", fontsize=8)
     axis.set_ylabel("query" if single else "head", fontsize=8)
-    shown = _allowed(drawn, drawn.values[:, :-1])
+    shown = _allowed(grids, grids.values[:, :-1])
     beyond = bool((shown.abs() > top * (1 + 1e-9)).any())
     bar = {"shrink": min(1.0, 3 / (inch * rows)), "fraction": 0.05, "pad": 0.02, "aspect": 25}
     figure.colorbar(pattern, ax=axis, label="pattern", **bar)

@@ -74,6 +74,7 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
     contributions = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
     values = contributions[:-1].tolist()  # the last row is that of the constants
     placed = lay_out(table.tokens[:-1])
+    # a text without contributions still needs a scale
     limit = max(map(abs, values)) or 1.0
     lines = placed[-1].line + 1
     figure, (axis,) = canvas(size=(WIDTH, 0.9 + 0.42 * lines))

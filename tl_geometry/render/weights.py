@@ -126,6 +126,7 @@ def _pictures(
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
 
     def scaled(x: Tensor) -> Tensor:
+        # a head without entries above the threshold is white
         return (x / x.amax((-2, -1), keepdim=True).clamp(min=1e-300)).sqrt().unsqueeze(-1)
 
     blue, red = torch.tensor([0.0, 0.45, 0.70]), torch.tensor([0.84, 0.10, 0.11])

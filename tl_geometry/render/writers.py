@@ -66,10 +66,12 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
         row = float(blocks.index(layer))
         if layer < 0:
             return float(embeddings.index(name)), row
+        # MLPs stand right of the heads, and lower: they read what the heads wrote
         return (float(width), row + 0.35) if head < 0 else (float(head), row)
 
     for writer, reader, side, value in reversed(edges):
         (x0, y0), (x1, y1) = place(writer), place(reader)
+        # edges of one pair on several sides lie beside each other
         shift = 0.08 * (SIDES.index(side) - 1)
         style = "-" if value > 0 else "--"
         line = {"linewidth": 0.3 + 5 * min(1.0, abs(value)), "linestyle": style}

@@ -49,6 +49,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "and on both. The squared norms of the last three add up to the variance."
     )
     null, control = _beside(draft, analysis)
+    # the middle state is neither the embedding nor what the output reads
     middle = basis.states[len(basis.states) // 2]
     short = None
     with draft.part("the analysis of variance"):

@@ -134,7 +134,8 @@ def build(
     """
     out.mkdir(parents=True, exist_ok=True)
     stages = 1 + len(request.names)  # decomposing is the first
-    bar = tqdm(total=stages, desc="loading the model", bar_format=PROGRESS, disable=not progress)
+    bar = tqdm(total=stages, bar_format=PROGRESS, disable=not progress)
+    bar.set_description("loading the model")
     with lock(out / LOCK), bar:
         check_folder(out, "report", report_files(request.names), force=force)
         texts = request.texts()

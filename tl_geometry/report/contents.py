@@ -51,8 +51,8 @@ class Request(Inputs):
         choice(self.budget, tuple(BUDGETS), "--budget")
         unknown = ", ".join(name for name in self.sections if name not in SECTIONS)
         expected = f"some of {', '.join(SECTIONS)}"
-        given = bool(self.sections) and not unknown
-        require(given, "--sections", expected=expected, got=unknown or "none")
+        valid = bool(self.sections) and not unknown
+        require(valid, "--sections", expected=expected, got=unknown or "none")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ def excludes(
     False
     """
     level = 1 - 0.05 / among
+    # Bonferroni: each of the candidates gets its share of 5%
     freedom = torch.tensor(samples - 1.0)
     wider = float(t_quantile(freedom, level) / t_quantile(freedom))
     reach = wider * (value - low if null < value else high - value)

@@ -119,7 +119,7 @@ def linked(escaped: str) -> str:
     >>> linked("a \ue000t.csv:0:x\ue0013.2\ue002 b")
     'a <span data-source="t.csv:0:x">3.2</span> b'
     """
-    bare = ATTRIBUTE.sub(lambda found: plain(found[0]), escaped)
+    bare = ATTRIBUTE.sub(lambda match: plain(match[0]), escaped)
     return MARKED.sub(r'<span data-source="\1">\2</span>', bare)
 
 

@@ -90,11 +90,12 @@ def chosen(findings: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list
     those that exclude their null first, at most :data:`EACH` of a section while others have
     some left."""
     ranked = sorted(findings, key=lambda item: not item[1].clear)
+    # first at most EACH of a section; what room is left goes to the next in rank
     head: list[tuple[str, Finding]] = []
     for most in (EACH, SHOWN):
         for section, finding in ranked:
-            held = sum(s == section for s, _ in head)
-            if len(head) < SHOWN and held < most and (section, finding) not in head:
+            of_section = sum(name == section for name, _ in head)
+            if len(head) < SHOWN and of_section < most and (section, finding) not in head:
                 head.append((section, finding))
     rest = [finding for section, finding in ranked if (section, finding) not in head]
     return [finding for _, finding in head], rest

@@ -134,6 +134,7 @@ def upright(
     """
     if len(columns) <= WIDE or len(rows) > WIDE:
         return list(columns), [list(row) for row in rows]
+    # the first column names the rows, and becomes the heading
     head = [columns[0], *(number(row[0]) for row in rows)]
     return head, [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i]
 
