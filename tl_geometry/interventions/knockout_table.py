@@ -162,7 +162,7 @@ def head_knockouts(
     >>> prompts = tlg.zoo.default_windows(model, 16, n=4)
     >>> effects = tlg.interventions.head_knockouts(model, prompts, "loss", progress=False)
     >>> effects.conditions[:2], effects.effects.shape
-    (('L0H0', 'L0H1'), torch.Size([8, 4]))
+    (('L0H0', 'L0H1'), torch.Size([16, 4]))
     """
     checks.choice(by, ("mean", "zero", "prompt"), "by")
     view = as_view(model)
