@@ -98,7 +98,7 @@ def explain_logits(
         others = torch.stack(list(direct.others.values())).cpu()
         values.append(torch.cat([by_source.sum(-1).flatten(1).mT, others]))
         logits.append(direct.logit(tokens).cpu())
-        writers = (*names, *direct.others)
+        names = [*names[: view.n_layers * view.n_heads], *direct.others]
     each, wanted = torch.cat(values, 1), torch.cat(logits)
     error = float(((each.sum(0) - wanted).abs() / each.abs().sum(0)).max())
     bound = TOLERANCE if view.dtype.itemsize >= 4 else 1e-2
@@ -115,7 +115,7 @@ def explain_logits(
         provenance=view.provenance(rows),
         position=at,
         positions=rows.positions,
-        writers=tuple(writers[i] for i in order.tolist()),
+        writers=tuple(names[i] for i in order.tolist()),
         values=each[order],
         logits=wanted,
         sources=sources / len(rows),

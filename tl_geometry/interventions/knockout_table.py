@@ -33,12 +33,12 @@ from tl_geometry.interventions.output_metrics import (
     UserMetric,
     output_metric,
 )
-from tl_geometry.models.live_edits import StreamEdit, edited_scores
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live_edits import StreamEdit, edit_of_outputs, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.write_spec import by_head
 
 CONTROLS = 8
 """Random sets of heads beside chosen ones."""
@@ -162,7 +162,7 @@ def head_knockouts(
     >>> prompts = tlg.zoo.default_windows(model, 16, n=4)
     >>> effects = tlg.interventions.head_knockouts(model, prompts, "loss", progress=False)
     >>> effects.conditions[:2], effects.effects.shape
-    (('L0H0', 'L0H1'), torch.Size([8, 4]))
+    (('L0H0', 'L0H1'), torch.Size([16, 4]))
     """
     checks.choice(by, ("mean", "zero", "prompt"), "by")
     view = as_view(model)
@@ -312,12 +312,11 @@ class _Runs:
             chosen[row, [head for at, head in of if at == layer]] = True
         mask = rearrange(chosen, "c h -> c 1 1 h 1").to(self.view.device)
 
-        def change(value: Tensor) -> Tensor:
-            z = by_head(value, self.view.n_heads)
-            z = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
-            return torch.where(mask, self._replacement(z, layer), z).reshape(value.shape)
+        def change(outputs: Float[Tensor, "batch position head d_head"]) -> Tensor:
+            z = rearrange(outputs, "(c b) i h e -> c b i h e", c=len(sets))
+            return torch.where(mask, self._replacement(z, layer), z).flatten(0, 1)
 
-        return StreamEdit(f"blocks.{layer}.attn.hook_z", change)
+        return edit_of_outputs(self.view, layer, range(self.view.n_heads), change)
 
     def _replacement(
         self, z: Float[Tensor, "*sample batch position head d_head"], layer: int
@@ -327,17 +326,28 @@ class _Runs:
             return z.index_select(-4, self.order.to(z.device))
         return torch.zeros_like(z) if self.means is None else self.means[layer].to(z).expand_as(z)
 
+    def _outputs(self) -> Float[Tensor, "layer batch position head d_head"]:
+        """Mixed values of all heads in the clean run."""
+        parts: list[Tensor] = []
+        for rows in self._parts():
+            z: list[Tensor] = []
+
+            def keep(layer: LayerView, z: list[Tensor] = z) -> None:
+                if layer.z is None:
+                    fail(self.view.name, expected="mixed values", got="none")
+                z.append(layer.z)
+
+            layers = range(self.view.n_layers)
+            self.view.run_layers(self.metric.tokens[rows], layers, keep, verify=False)
+            parts.append(torch.stack(z))
+        return torch.cat(parts, 1)
+
     def attributions(self, sets: Sequence[Heads]) -> dict[str, Float[Tensor, "condition context"]]:
         """What attributions give to the same replacements."""
         view, tokens, at = self.view, self.metric.tokens, self.metric.position
         if self.metric.ids is None or at is None:
             raise RuntimeError("attributions are of a difference of two logits")
-        names = [f"blocks.{l}.attn.hook_z" for l in range(view.n_layers)]
-        z: list[Tensor] = []
-        for rows in self._parts():
-            found = view.activations(tokens[rows], names)
-            z.append(torch.stack([by_head(found[name], view.n_heads) for name in names]))
-        outputs = torch.cat(z, 1)
+        outputs = self._outputs()
         new = [self._replacement(of_layer, l) for l, of_layer in enumerate(outputs)]
         removed, values = outputs - torch.stack(new), []
         for row in tqdm(range(len(tokens)), disable=not self.progress, desc="attributions"):
