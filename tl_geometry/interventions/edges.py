@@ -151,8 +151,9 @@ def _edit(
 
     def on_tokens(tokens: PassTokens | None) -> None:
         """Refuse a pass of other tokens than those of the clean run, or of embeddings."""
-        same_shape = tokens is not None and tokens.shape == tuple(run.tokens.shape)
-        same = same_shape and bool(tokens.are(run.tokens).all())
+        same = False
+        if tokens is not None and tokens.shape == tuple(run.tokens.shape):
+            same = bool(tokens.are(run.tokens).all())
         expected, got = "the tokens of the clean run", "others, or embeddings"
         instead = "remove_edge(model, these tokens, ...)"
         require(same, "tokens inside an edit", expected=expected, got=got, instead=instead)
