@@ -32,10 +32,8 @@ from .flow import flow_report as flow_report
 from .flow import skip_map as skip_map
 from .flow import trajectories as trajectories
 from .flow import truncation_kl as truncation_kl
-from .measures import compare_bases as compare_bases
 from .measures import contextual_report as contextual_report
 from .measures import positional_report as positional_report
-from .models import ModelView as ModelView
 from .models import check_model as check_model
 from .models import view as view
 from .scores import split_scores as split_scores

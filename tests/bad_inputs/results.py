@@ -404,7 +404,9 @@ VIEWS = [
     ),
     Call("a path as a positional basis", lambda w: tlg.positional_report(PATH), "PositionContext"),
     Call("a path as a context basis", lambda w: tlg.contextual_report(PATH), "PositionContext"),
-    Call("a path to compare", lambda w: tlg.compare_bases(w.basis, PATH), "PositionContext"),
+    Call(
+        "a path to compare", lambda w: tlg.measures.compare_bases(w.basis, PATH), "PositionContext"
+    ),
     Call("axes from a path", lambda w: tlg.token_paths(w.model, w.ids, PATH), "PositionContext"),
     Call(
         "kernels of a path",

@@ -154,7 +154,7 @@ def test_every_result_of_a_run_shows_itself() -> None:
         tlg.sweep_heads(model, tokens, basis, progress=False),
         tlg.positional_report(basis, jackknife=False),
         tlg.split_values(model, prompts(1), basis),
-        tlg.compare_bases(basis, basis, rank=2),
+        tlg.measures.compare_bases(basis, basis, rank=2),
     ]
     for result in shown:
         cells = Cells(result._repr_html_())

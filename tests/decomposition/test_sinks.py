@@ -91,7 +91,7 @@ def test_a_quarter_of_the_squares_in_few_tokens_is_said_everywhere() -> None:
     assert table.top_share[1] < 0.05
     for report in (
         tlg.positional_report(basis, jackknife=False, nulls=False),
-        tlg.compare_bases(basis, basis, rank=1),
+        tlg.measures.compare_bases(basis, basis, rank=1),
     ):
         assert any(remark in f for f in report.provenance.flags)
 
@@ -234,7 +234,7 @@ def test_normalised_and_raw_states_are_not_mixed(tmp_path: Path) -> None:
             "merge: normalized: expected False, got True",
         ),
         (
-            lambda: tlg.compare_bases(raw, normed),
+            lambda: tlg.measures.compare_bases(raw, normed),
             "bases: expected states of one kind, normalized=False, got normalized=True",
         ),
         (

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
-from tl_geometry import compare_bases, decompose, render, split_scores, split_values, sweep_heads
+from tl_geometry import decompose, render, split_scores, split_values, sweep_heads
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import keep_term, remove_term
+from tl_geometry.measures import compare_bases
 from tl_geometry.models import attention_spec, view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.render import head_view, sweeps

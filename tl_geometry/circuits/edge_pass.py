@@ -181,7 +181,7 @@ class EdgePass:
         writing = writing_of(view).blocks
         blocks = (
             LiveBlock(
-                spec=view._layers._local(l, layer.h),
+                spec=view._layers.spec_with_weights(l, layer.h),
                 view=layer,
                 after=writing[l].after_attention,
                 mlp=mlp_spec(view, l),
