@@ -32,7 +32,7 @@ REDUCED = {
     "08_who_wrote_the_keys": {"prompts = 12": "prompts = 2", "before[:4]": "before[:2]"},
     "09_from_a_logit_to_its_circuit": {
         "names = 8": "names = 2",
-        "metric=None": "metric=None",
+        "draws=8": "draws=1",
     },
 }
 """What stands in place of what, once each: the first in the cell tagged ``parameters``."""
