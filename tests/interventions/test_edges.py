@@ -128,6 +128,17 @@ def test_swapping_with_the_same_prompts_changes_nothing() -> None:
         assert float((model(PROMPTS) - plain).abs().max()) > 1e-3
 
 
+def test_edited_heads_keep_their_own_slope() -> None:
+    """Only the last key is edited, so that earlier rows stay as they were: with the ALiBi slope of
+    another head they would not."""
+    model = tiny("bridge", "bloom", dtype=torch.float64)
+    plain = model(PROMPTS)
+    with remove_edge(model, PROMPTS, "L0H1", "L1H3", side="key", drop=PROMPTS.shape[1] - 1):
+        edited = model(PROMPTS)
+    assert torch.allclose(edited[:, :-1], plain[:, :-1], atol=1e-10)
+    assert not torch.allclose(edited[:, -1], plain[:, -1], atol=1e-4)
+
+
 def test_a_first_token_that_shares_leave_out_stays() -> None:
     """By default the input at a BOS stays whole; without a BOS nothing does."""
     model = embedded()
