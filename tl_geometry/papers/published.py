@@ -151,9 +151,7 @@ def song_zhong(
     if used.length < chosen.length:
         flags.append(f"windows of {used.length} tokens, not {chosen.length}")
     return Reproduction(
-        provenance=dataclasses.replace(
-            provenance.flagged(*flags), preset="reference", seed=used.seed
-        ),
+        provenance=dataclasses.replace(provenance.flagged(*flags), preset="reference"),
         cells=tuple(_cells(measured, chosen_states(view.n_layers, used.states), row, view)),
         row=row,
         settings=dataclasses.asdict(used),
