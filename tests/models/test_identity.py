@@ -277,6 +277,14 @@ def test_a_basis_of_the_same_weights_under_another_setting_is_refused(
         tlg.split_scores(other, windows, basis)
 
 
+def test_the_score_scale_is_the_number_that_the_model_holds() -> None:
+    """Neither the usual ``d_head**-0.5``, nor a fit to the pattern, which a soft cap forbids."""
+    settings: dict[str, Any] = {"query_pre_attn_scalar": 32, "architecture": "gemma2"}
+    model = from_hf(small_llama(name="Gemma2ForCausalLM", **settings), None)
+    for layer in range(2):
+        assert view(model).layer_facts(layer).scale == pytest.approx(32**-0.5, rel=1e-7)
+
+
 @needs_hooked
 @pytest.mark.parametrize(
     "setting",

@@ -346,6 +346,64 @@ def test_the_largest_of_many_on_their_null_is_rarely_evidence() -> None:
     assert size(10**6) > 0.15
 
 
+def test_only_the_end_that_faces_the_null_counts() -> None:
+    """An interval that is short on one side, with the null on either side of it."""
+    for value, short, long, null in ((0.5, 0.45, 0.9, 0.3), (0.5, 0.55, 0.1, 0.7)):
+        facing, away = sorted((short, long)), sorted((2 * value - short, 2 * value - long))
+        assert findings.excludes(value, facing[0], facing[1], null, samples=8)
+        assert not findings.excludes(value, away[0], away[1], null, samples=8)
+
+
+def test_the_draws_of_a_null_widen_by_one_more_draw_and_by_their_own_mean() -> None:
+    """The distance to the null's mean of n draws has variance s^2 (1 + 1 / n)."""
+    one_more = float(stats.t.ppf(0.975, 1)) * 1.5**0.5  # two draws
+    least = (0.3**2 - 0.1**2) ** 0.5 / one_more  # the spread at which 0.5 +- 0.1 reaches 0.2
+    said = [
+        findings.excludes(0.5, 0.4, 0.6, 0.2, samples=8, spread=factor * least, draws=2)
+        for factor in (0.95, 1.05)
+    ]
+    assert said == [True, False]
+
+
+def test_findings_are_widened_for_all_that_they_were_chosen_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def watched(*bounds: float, among: int = 1, **other: Any) -> bool:
+        seen.append(among)
+        return plain_rule(*bounds, among=among, **other)
+
+    plain_rule = findings.excludes
+    monkeypatch.setattr(findings, "excludes", watched)
+    heads, states = len(sweep().heads), len(basis().states)
+    table, maps = basis().anova(null=null_basis()), skips()
+    for found, among in (
+        (lambda: findings.position_share(table), states),
+        (lambda: findings.smooth(positional_report(basis())), states),
+        (lambda: findings.driver(sweep(), groups=8), heads),
+        (lambda: findings.driver(sweep(), groups=8, rotary=True), 2 * heads),
+        (lambda: findings.head_type(sweep(), "previous"), heads),
+        (lambda: findings.skipped(maps), 4),
+    ):
+        seen.clear()
+        found()
+        assert set(seen) == {among}
+
+
+def test_a_value_between_two_nulls_is_not_beyond_them() -> None:
+    report = positional_report(basis())
+    name = "low_frequency"
+    below, *others = (n for m, n in report.nulls if m == name)
+    none = dict.fromkeys(report.spreads, torch.zeros(len(report.states)).double())
+    for far, clear in ((0.4, False), (-0.4, True)):
+        nulls = {(name, null): report[name] + far for null in others}
+        nulls |= {(name, below): report[name] - 0.3}
+        found = findings.smooth(dataclasses.replace(report, nulls=nulls, spreads=none))
+        assert found is not None
+        assert found.clear is clear
+
+
 WIDE = 48
 """Coordinates: in a narrow stream two directions are often alike by chance."""
 

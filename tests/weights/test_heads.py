@@ -15,7 +15,7 @@ from tests.tiny import HAS_HOOKED, VOCAB, loadable, tiny, tokens
 from tl_geometry.base.errors import BudgetError, GeometryError, UnsupportedModelError
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import paths, projection
-from tl_geometry.weights import bilinear, probes, readout, vocabulary
+from tl_geometry.weights import bilinear, probes, readout, subspaces, vocabulary
 from tl_geometry.weights.heads import TokenReadout, WeightGeometry, token_readout, weight_geometry
 
 ARCHITECTURES = ["gpt2", "llama", "bloom", "bert", "qwen3", "gemma3"]
@@ -190,6 +190,23 @@ def test_table_and_file_of_a_geometry(tmp_path: Any) -> None:
     centring = torch.eye(32).double() - 1 / 32  # positional directions have one dimension less
     reachable = (centring @ W @ centring).square().sum((1, 2)) / W.square().sum((1, 2))
     close(g.null, 16 / 31**2 * reachable)
+
+
+@pytest.mark.parametrize("poor", [1, 2])
+def test_no_more_directions_than_both_sides_of_ov_have(
+    poor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W_OV of layer 1 reads state 1 and writes state 2; either may have fewer directions."""
+    plain = subspaces.Subspaces.at
+
+    def at(of: Any, state: int) -> subspaces.Subspace:
+        found = plain(of, state)
+        return found._replace(rank=2) if state == poor else found
+
+    monkeypatch.setattr(subspaces.Subspaces, "at", at)
+    model = tiny("bridge", "gpt2")
+    found = weight_geometry(model, basis_of(model), "OV", layers=1, rank=4)
+    assert found.ranks == found.k == (2,)
 
 
 def test_refusals() -> None:
