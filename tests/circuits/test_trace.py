@@ -141,7 +141,7 @@ def adjoints(architecture: str, attention: bool) -> Any:
     readout = logit_readout(seen, frozen, AT, 5, 9, False)
     entry = torch.zeros_like(frozen.last)
     entry[0, AT] = readout.direction
-    return frozen.adjoints(entry, attention=attention)
+    return frozen.adjoints(entry, follow_patterns=attention)
 
 
 def close(found: Tensor, expected: Tensor | None, architecture: str) -> bool:

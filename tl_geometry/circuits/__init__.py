@@ -1,5 +1,17 @@
-"""Who wrote what a head reads: writers of the residual stream, composition, dictionary
-features, and one logit by both paths."""
+"""Circuits: who wrote what, which edges matter, and what a head reads. Four questions:
+
+- who wrote a logit: ``logits``, ``logit_means`` (over prompts);
+- the whole graph behind a logit: ``frozen`` (the linear model), ``graph_edges``, ``trace``,
+  ``logit_graph``; several graphs: ``graph_places``, ``graph_means``, ``graph_comparison``; files:
+  ``graph_files``;
+- which edges of the live model matter: ``edge_layout``, ``edge_pass``, ``prompt_pairs``,
+  ``edge_attribution``, ``pruned_runs``, ``edge_files``;
+- what a head reads: ``writer_sweep`` and ``writer_edges`` (writers), ``dictionaries`` and
+  ``features`` (a sparse autoencoder).
+
+An edge of ``logit_graph`` is an exact part of a frozen pass, one of ``edge_layout`` a wire of the
+live model.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class Dictionary:
 
     ``encode`` gives the activations ``[batch position feature]`` of states;
     ``normalization`` is what was done to a state before, and is undone on decoder and bias.
-    ``over_batch`` says that the activations of a state depend on the other states of its batch.
+    ``over_batch`` says that the activations of a state depend on the other states of its batch,
+    ``stored`` that ``encode`` gives those of all prompts, which were given with the dictionary.
     """
 
     layer: int
@@ -43,6 +44,7 @@ class Dictionary:
     normalization: str = "none"
     source: Any = None
     over_batch: bool = False
+    stored: bool = False
 
     def scale(self, h: Float[Tensor, "*batch d_model"]) -> tuple[Tensor, Tensor]:
         """What decoder and bias are multiplied by for each state, and what is added."""
@@ -91,7 +93,7 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
         require(fits, "dictionary", expected=expected, got=got)
         # a caller may go on writing into the tensors that it gave
         activations, decoder, bias = (x.detach().clone() for x in source)
-        return Dictionary(layer, decoder, bias, lambda h: activations.to(h))
+        return Dictionary(layer, decoder, bias, lambda h: activations.to(h), stored=True)
     missing = [name for name in ("encode", "W_dec", "b_dec") if not hasattr(source, name)]
     expected, instead = "an object with encode, W_dec, b_dec", "(activations, decoder, bias)"
     got = f"{type(source).__name__} without {', '.join(missing)}"

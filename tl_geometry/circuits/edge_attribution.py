@@ -226,7 +226,7 @@ def _of_batch(
 
 @torch.enable_grad()
 def _gradients(runs: EdgePass, first: Tensor, metric: Metric, batch: PairBatch) -> Reads:
-    """D metric / d (input of every reader) in the run on a first state."""
+    """Gradients d metric / d (input of every reader) in the run on a first state."""
     stream = SharedStream(first.detach().requires_grad_())
     values = metric(runs.run(stream, metric.positions), batch.rows)
     got, instead = "one without a gradient", "a function of the logits in torch"

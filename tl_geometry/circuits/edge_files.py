@@ -7,9 +7,9 @@ arXiv:2504.13151), JSON::
      "nodes": {"a0.h3": {"in_graph"}},
      "edges": {"input->a0.h0<q>": {"score", "in_graph"}}}
 
-Its nodes are ``input``, heads ``a0.h3``, MLPs ``m0`` and ``logits``. Its keys and values are those
-of a query head: an edge to a group of heads stands there once for each head, with an equal part of
-the score, and reading adds the parts up.
+Its nodes are ``input``, heads ``a0.h3``, MLPs ``m0`` and ``logits``. It has a key and a value for
+every query head. Where heads share a key, the file holds the one edge to it once for each head,
+with an equal part of the score; reading adds the parts up.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -48,7 +49,8 @@ class FeatureShares(Result):
     ``parts`` are ``"bias"`` (the reader's constants), ``"error"``, ``"b_dec"`` and the features
     (``feature_ids`` in order) that were active; ``cs`` and ``gs`` sum to one on each side.
     ``pairs[head]`` are the (query feature, key feature) with the largest summed gain, of the
-    largest of each cell, ``pair_cs`` and ``pair_gs`` their shares. ``unexplained`` is the error's
+    largest of each cell, ``pair_cs`` and ``pair_gs`` their shares (-1 and NaN where a head has
+    fewer). ``unexplained`` is the error's
     part of the stream's squared size.
     """
 
@@ -56,7 +58,7 @@ class FeatureShares(Result):
     feature_ids: Int[Tensor, " feature"]
     cs: Float[Tensor, "head side part"]
     gs: Float[Tensor, "head side part"]
-    pairs: Int[Tensor, "head kept 2"]
+    pairs: Int[Tensor, "head pair 2"]
     pair_cs: Float[Tensor, "head pair"]
     pair_gs: Float[Tensor, "head pair"]
     unexplained: float
@@ -88,6 +90,8 @@ class FeatureShares(Result):
             for (a, b), cs, gs in zip(
                 self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True
             ):
+                if a < 0:
+                    break
                 table.append((*head, "pair", f"f{a}-f{b}", float(cs), float(gs)))
         return table
 
@@ -133,9 +137,9 @@ def feature_shares(
     sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell)
     stream = CorpusPass(view, TokenSource.of(view, rows), batch_size)
     for batch in stream:
-        sums.rows = slice(stream.contexts, stream.contexts + len(batch))
-        sample = stream.sample()
-        view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **sample)
+        contexts = slice(stream.contexts, stream.contexts + len(batch))
+        take, sample = partial(sums.add, contexts=contexts), stream.sample()
+        view.run_layers(batch, [features.layer], take, verify=stream.first, **sample)
     return FeatureShares(
         provenance=view.provenance(rows, window=(start, rows.tokens.shape[1])),
         heads=chosen,
@@ -149,6 +153,9 @@ def _check_request(features: Dictionary, rows: TokenWindows, start: int, **sizes
     for name, value in sizes.items():
         least = int(name == "batch_size")
         require(value >= least, name, expected=f"at least {least}", got=value)
+    stored = len(features.encode(features.bias)) if features.stored else len(rows)
+    expected, got = f"those of {len(rows)} prompts", f"those of {stored}"
+    require(stored == len(rows), "activations", expected=expected, got=got)
     most, size = rows.tokens.shape[1] - 2, sizes["batch_size"]
     require(0 <= start <= most, "drop", expected=f"0 to {most}, to leave two positions", got=start)
     require(
@@ -165,7 +172,6 @@ class _FeatureSums:
 
     def __init__(self, features: Dictionary, heads: list[int], drop: int, per_cell: int) -> None:
         self.features, self.heads, self.drop, self.per_cell = features, heads, drop, per_cell
-        self.rows = slice(None)
         count, wide = len(features.decoder), torch.float64
         # last axis: bias, error, b_dec, then the features
         self.shares = torch.zeros(len(WEIGHTS), len(heads), 2, 3 + count, dtype=wide)
@@ -175,12 +181,12 @@ class _FeatureSums:
         self.pairs = [_PairSums() for _ in heads]
         self.energy = torch.zeros(2, dtype=wide)
 
-    def add(self, layer: LayerView) -> None:
-        """Take in one batch."""
+    def add(self, layer: LayerView, contexts: slice) -> None:
+        """Take in one batch: these ``contexts`` of all."""
         h, positions = layer.h, slice(self.drop, None)
         if hasattr(self.features.source, "decode"):
             check_decoder(self.features, h[:1])
-        activations = self._activations(h)
+        activations = self._activations(h, contexts)
         scale, shift = self.features.scale(h)
         error = h - self.features.explained(h, activations)
         self.energy += torch.stack(
@@ -207,11 +213,11 @@ class _FeatureSums:
         if self.per_cell:
             self._pairs(layer, active, *sides)
 
-    def _activations(self, h: Tensor) -> Float[Tensor, "batch position feature"]:
+    def _activations(self, h: Tensor, contexts: slice) -> Float[Tensor, "batch position feature"]:
         """Activations of a batch; none where positions are left out (a BOS token may have more
         features than all others)."""
         encoded = self.features.encode(h)
-        batch = encoded if len(encoded) == len(h) else encoded[self.rows]
+        batch = encoded[contexts] if self.features.stored else encoded
         fits, got = batch.shape[:2] == h.shape[:2], describe(encoded)
         require(fits, "activations", expected=f"those of {tuple(h.shape[:2])} tokens", got=got)
         batch = checks.finite(batch, "activations").clone()
@@ -256,7 +262,7 @@ class _FeatureSums:
         total = torch.where(self.total[0] <= self.floor, torch.nan, self.total)
         pick = torch.cat([torch.arange(3), 3 + ids])
         shares = self.shares[..., pick] / total[..., None, None]
-        size = min([most, *(len(pairs.code) for pairs in self.pairs)])
+        size = min(most, max(len(pairs.code) for pairs in self.pairs))
         largest = [pairs.largest(size) for pairs in self.pairs]
         code, values = (torch.stack(each) for each in zip(*largest, strict=True))
         count = len(self.features.decoder)
@@ -264,7 +270,7 @@ class _FeatureSums:
             "feature_ids": ids,
             "cs": shares[0],
             "gs": shares[1],
-            "pairs": torch.stack([code // count, code % count], -1),
+            "pairs": torch.stack([code // count, torch.where(code < 0, -1, code % count)], -1),
             "pair_cs": values[:, 0] / total[0].unsqueeze(-1),
             "pair_gs": values[:, 1] / total[1].unsqueeze(-1),
             "unexplained": float(self.energy[0] / self.energy[1]),
@@ -334,8 +340,9 @@ def _largest(
     key's features, and their values, each ``[query key n]``.
 
     They lie in the ``n`` query features whose largest product is largest, so that only these are
-    sorted; all others are looked at once. The key is the last axis, along which the reduction runs
-    in vectors (a reduction of the last axis took 40 times as long).
+    sorted; all others are looked at once. The products have the axes query feature, query, key
+    feature, key. The maximum is taken over the third axis, so that it runs along rows of keys; with
+    the key features last it took 40 times as long.
     """
     x = (q.flatten(0, 1) @ k.flatten(0, 1).mT).view(*q.shape[:2], *k.shape[:2])
     peak = rearrange(torch.maximum(x.amax(2), -x.amin(2)), "f i j -> i j f")
@@ -368,6 +375,8 @@ class _PairSums:
         self.values = each.new_zeros(2, len(self.code)).index_add_(1, place, each)
 
     def largest(self, n: int) -> tuple[Int[Tensor, " pair"], Float[Tensor, "2 pair"]]:
-        """The pairs with the largest summed gain."""
+        """The ``n`` pairs with the largest summed gain; -1 and NaN for those that there are not."""
         best = self.values[1].abs().argsort(descending=True, stable=True)[:n]
-        return self.code[best], self.values[:, best]
+        missing = (0, n - len(best))
+        code = torch.nn.functional.pad(self.code[best], missing, value=-1)
+        return code, torch.nn.functional.pad(self.values[:, best], missing, value=torch.nan)

@@ -1,15 +1,20 @@
 """One forward pass as a linear model: what :func:`tl_geometry.trace_logit` follows a logit through.
 
-For one prompt everything that is not linear is frozen where it is: the scales of all norms, the
-attention patterns, and the MLPs' activations by their secant, ``a(g) -> (a(g) / g) g``; a gated MLP
-``a(g) u`` is halved, ``1/2 (a(g) / g) u g(.) + 1/2 a(g) u(.)``, each factor linear with the other
-frozen. Every write to the residual stream, and every difference T of two logits, is then affine in
-the embeddings, and T itself is exact.
+For one prompt (the batch axis has length 1 everywhere) everything that is not linear is frozen
+where it is: the scales of all norms, the attention patterns, and the MLPs' activations by their
+secant, ``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
+two linear maps of x, one half through g (a(g) / g and u frozen), one half through u (a(g) frozen).
+Every write to the residual stream, and every difference T of two logits, is then affine in the
+embeddings. The sum is exact; that it is split by the secant and by halves is a convention.
 
 The **adjoint** of a write is dT/d(write) in this model: one walk from the logit back through the
-blocks gives all of them. With ``attention=True`` the walk also follows what a change of queries and
-keys does to the patterns (the derivative of the softmax): first order, and not part of the exact
-sum.
+blocks gives all of them. With ``follow_patterns=True`` the walk also follows what a change of
+queries and keys does to the patterns (the derivative of the softmax): first order, and not part of
+the exact sum. Norm scales, QK-norm scales and MLP slopes stay frozen in this walk too.
+
+What a block writes comes from :mod:`tl_geometry.models.writers` (``HeadWrites``), what its MLP
+computes from :mod:`tl_geometry.models.mlp` (``MLPSpec``). A head's **constant write** is what b_V
+and the norm's bias put into its output: the same whichever keys it attends to.
 """
 
 from __future__ import annotations
@@ -96,9 +101,9 @@ class FrozenMLP:
 class FrozenBlock:
     """One block of a forward pass.
 
-    ``spec`` says how its heads read, ``heads`` what they write, in factors (without what they write
-    whatever they attend to); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is
-    frozen, or, as a leaf, its whole output in ``mlp_leaf``.
+    ``spec`` says how its heads read, ``heads`` what they write, in factors (without the constant
+    writes); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is frozen, or, as a
+    leaf, its whole output in ``mlp_leaf``.
     """
 
     layer: LayerView
@@ -118,7 +123,8 @@ class FrozenBlock:
         slope = torch.ones_like(scores)
         if layer.softcap is not None:
             slope = 1 - torch.tanh(scores / layer.softcap).square()
-        rows = replace(layer, allowed=layer.allowed[queries], bias=None)  # bias is in the scores
+        # the bias is in the scores by now, and holds all queries
+        rows = replace(layer, allowed=layer.allowed[queries], bias=None)
         return rows.pattern_of(scores), slope
 
     def turned(
@@ -126,10 +132,10 @@ class FrozenBlock:
     ) -> Float[Tensor, "row head d_head"]:
         """Projections at some positions as they enter the score: the linear part of QK-norm,
         rotation, frozen scale."""
-        turn, scales = self.layer.turn, {"q": self.layer.q_scale, "k": self.layer.k_scale}
+        layer, turn = self.layer, self.layer.turn
         tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
-        scale = scales.get(which, self.layer.v_scale)[0, positions].unsqueeze(-1)
-        return self.spec.head_map(x, which, tables) * scale
+        scale = {"q": layer.q_scale, "k": layer.k_scale, "v": layer.v_scale}[which]
+        return self.spec.head_map(x, which, tables) * scale[0, positions].unsqueeze(-1)
 
     def read(
         self, parts: Float[Tensor, "row d_model"], which: str, positions: Int[Tensor, " row"]
@@ -164,12 +170,13 @@ class FrozenBlock:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adjoints:
     """dT/d(write) of everything that was written: ``stream[l]`` of the input of block l
-    (and of what MLP l - 1 wrote), ``mids[l]`` of what attention l wrote, ``heads[l]`` of the mixed
-    values of its heads; ``mlps[l]`` is dT/d(stream) through MLP l alone (``None`` for a leaf)."""
+    (and of what MLP l - 1 wrote), ``after_attention[l]`` of what attention l wrote, ``heads[l]`` of
+    the mixed values of its heads; ``mlps[l]`` is dT/d(stream) through MLP l alone (``None`` for a
+    leaf)."""
 
     stream: tuple[Float[Tensor, "batch position d_model"], ...]
     heads: tuple[Float[Tensor, "batch position head d_head"], ...]
-    mids: tuple[Float[Tensor, "batch position d_model"], ...]
+    after_attention: tuple[Float[Tensor, "batch position d_model"], ...]
     mlps: tuple[Float[Tensor, "batch position d_model"] | None, ...]
 
 
@@ -222,7 +229,7 @@ class FrozenPass:
             _block(view, layers[l], written, constants[l + 1] - constants[l], states[l + 1], mlp)
             for l in range(view.n_layers)
         ]
-        embeds = {n: x for n, x in written.dense.items() if not n.startswith("mlp")}
+        embeds = {name: written.dense[name] for name, _ in writing_of(view).embeddings}
         return cls(
             view=view,
             blocks=tuple(frozen),
@@ -233,30 +240,33 @@ class FrozenPass:
         )
 
     def adjoints(
-        self, readout: Float[Tensor, "batch position d_model"], *, attention: bool = False
+        self, readout: Float[Tensor, "batch position d_model"], *, follow_patterns: bool = False
     ) -> Adjoints:
         """All adjoints of ``T = sum(last * readout)``, by one walk from the last block to the
         first."""
-        stream, heads, mids, mlps = [readout], [], [], []
+        stream, heads, after_attention, mlps = [readout], [], [], []
         for block in reversed(self.blocks):
             after = stream[0]
             parallel = block.mlp is not None and block.mlp.spec.parallel
             through_mlp = None if block.mlp is None else block.mlp.adjoint(after)
             middle = after if through_mlp is None or parallel else after + through_mlp
-            of_heads = self._of_heads(block, middle)
-            before = middle + self._through_attention(block, of_heads, attention)
+            head_adjoints = self._head_adjoints(block, middle)
+            before = middle + self._through_attention(block, head_adjoints, follow_patterns)
             if through_mlp is not None and parallel:
                 before = before + through_mlp
             stream.insert(0, before)
-            heads.insert(0, of_heads)
-            mids.insert(0, middle)
+            heads.insert(0, head_adjoints)
+            after_attention.insert(0, middle)
             mlps.insert(0, through_mlp)
         return Adjoints(
-            stream=tuple(stream), heads=tuple(heads), mids=tuple(mids), mlps=tuple(mlps)
+            stream=tuple(stream),
+            heads=tuple(heads),
+            after_attention=tuple(after_attention),
+            mlps=tuple(mlps),
         )
 
     @staticmethod
-    def _of_heads(
+    def _head_adjoints(
         block: FrozenBlock, middle: Float[Tensor, "batch position d_model"]
     ) -> Float[Tensor, "batch position head d_head"]:
         """dT/d(mixed values) of the heads from dT/d(what attention wrote)."""
@@ -265,24 +275,25 @@ class FrozenPass:
 
     @staticmethod
     def _through_attention(
-        block: FrozenBlock, of_heads: Float[Tensor, "batch position head d_head"], attention: bool
+        block: FrozenBlock,
+        head_adjoints: Float[Tensor, "batch position head d_head"],
+        follow_patterns: bool,
     ) -> Float[Tensor, "batch position d_model"]:
-        """dT/d(input of the block) through its heads: their values, and with ``attention`` their
-        queries and keys."""
-        layer, values = block.layer, torch.zeros_like(of_heads)
+        """dT/d(input of the block) through its heads: their values, and with ``follow_patterns``
+        their queries and keys."""
+        layer, values = block.layer, torch.zeros_like(head_adjoints)
         queries, keys = torch.zeros_like(layer.q), torch.zeros_like(layer.k)
         for rows in block.query_blocks():
             pattern, slope = block.pattern(rows)
-            values += einsum(pattern, of_heads[:, rows], "b h i j, b i h e -> b j h e")
-            if attention:
-                moved = attention_response(layer, pattern, slope, of_heads[:, rows])
-                queries[:, rows] = layer.scale * einsum(
-                    moved, layer.k, "b h i j, b j h e -> b i h e"
-                )
-                keys += layer.scale * einsum(moved, layer.q[:, rows], "b h i j, b i h e -> b j h e")
+            values += einsum(pattern, head_adjoints[:, rows], "b h i j, b i h e -> b j h e")
+            if follow_patterns:
+                response = attention_response(layer, pattern, slope, head_adjoints[:, rows])
+                response = response * layer.scale
+                queries[:, rows] = einsum(response, layer.k, "b h i j, b j h e -> b i h e")
+                keys += einsum(response, layer.q[:, rows], "b h i j, b i h e -> b j h e")
         everywhere = torch.arange(values.shape[1], device=values.device)
         out = block.to_stream(values[0], "v", everywhere)
-        if attention:
+        if follow_patterns:
             out = out + block.to_stream(queries[0], "q", everywhere)
             out = out + block.to_stream(keys[0], "k", everywhere)
         return out.unsqueeze(0)
@@ -292,14 +303,15 @@ def attention_response(
     layer: LayerView,
     pattern: Float[Tensor, "batch head query key"],
     slope: Float[Tensor, "batch head query key"],
-    of_heads: Float[Tensor, "batch query head d_head"],
+    head_adjoints: Float[Tensor, "batch query head d_head"],
 ) -> Float[Tensor, "batch head query key"]:
-    """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij)``, with ``t_ij`` what one unit of
-    attention to j writes towards T. Its sum over keys is zero (with a sink, which writes nothing,
-    counted as a key)."""
+    """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij) slope_ij``, with ``t_ij`` what one
+    unit of attention to j writes towards T and the ``slope`` that of a soft cap (1 without one).
+    Without a soft cap its sum over keys is zero (with a sink, which writes nothing, counted as a
+    key)."""
     if layer.v is None:
         raise RuntimeError("a verified layer has values")
-    towards = einsum(of_heads, layer.v, "b i h e, b j h e -> b h i j")
+    towards = einsum(head_adjoints, layer.v, "b i h e, b j h e -> b h i j")
     return pattern * (towards - (pattern * towards).sum(-1, keepdim=True)) * slope
 
 

@@ -4,10 +4,11 @@ Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's
 (the logit, or a difference of two) changes with it through the target alone; A is centring, s_j the
 frozen scale of the norm at j:
 
-- value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . adjoint_i``, the adjoint that
-  of the head's mixed value; into an MLP: its adjoint at i; into the logit: the readout;
+- value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . (dT/d mixed value of the
+  head at i)``; into an MLP: its adjoint at i; into the logit: the readout;
 - query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j``;
-- key edges: ``scale c_ij (key of m_j) . q_i``, with attention's response ``c_ij``.
+- key edges: ``scale c_ij (key of m_j) . q_i``, with attention's response ``c_ij``. Their sums are
+  of S without ALiBi, which no writer puts there.
 
 Of the edges of a type into a node the fewest are kept that carry a given share of their absolute
 sum. The others are one number, the node's rest.
@@ -76,10 +77,12 @@ class Edges(NamedTuple):
     attention: Float[Tensor, "node position"]
 
 
-def enough(sizes: Float[Tensor, "*row column"], keep: float) -> Bool[Tensor, "*row column"]:
+def fewest_carrying(
+    sizes: Float[Tensor, "*row column"], keep: float
+) -> Bool[Tensor, "*row column"]:
     """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
 
-    >>> enough(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
+    >>> fewest_carrying(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
     [True, False, True, False]
     """
     size = sizes.abs()
@@ -107,7 +110,7 @@ class EdgeFinder:
         count, length = len(nodes.names), frozen.last.shape[1]
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention = torch.zeros(count, length)
-        self.constant_stream = start[0]
+        self.constant_stream = start[0]  # what constants have written so far: edges() adds to it
         self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
@@ -141,7 +144,7 @@ class EdgeFinder:
         constants: Float[Tensor, " row"],
     ) -> None:
         """Prune the edges of one type into some targets; what comes from the constants stays."""
-        carrying = enough(weights, self.keep)
+        carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).double().sum(1) + constants
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
         rows, columns = (at.cpu() for at in carrying.nonzero().T)
@@ -166,15 +169,17 @@ class EdgeFinder:
         edge_type: int,
         targets: Int[Tensor, " row"],
         vectors: Float[Tensor, "row d_model"],
-        paid: Float[Tensor, "row position"],
+        factor: Float[Tensor, "row position"],
         constants: Float[Tensor, " row"] | None = None,
     ) -> None:
-        """Edges ``paid[position of the write] * vector . write``, and besides the constants that
-        are in the stream those given."""
+        """Edges ``factor[position of the write] * vector . write``, and besides the constants that
+        are in the stream those given. The factor is what each position counts by: the attention
+        paid to it for values, otherwise 1 at the target's own position and 0 elsewhere."""
         sources = self.nodes.read_by(int(targets[0]))  # all targets read at the same time
-        fixed = dot(paid, vectors @ self.constant_stream.mT)
+        fixed = dot(factor, vectors @ self.constant_stream.mT)
         fixed = fixed if constants is None else fixed + constants
-        weights = vectors @ self.nodes.writes[sources].mT * paid[:, self.nodes.positions[sources]]
+        weights = vectors @ self.nodes.writes[sources].mT
+        weights = weights * factor[:, self.nodes.positions[sources]]
         self._add(edge_type, targets, weights, sources, fixed)
 
     def _into_mlp(self, layer: int) -> None:
@@ -189,23 +194,23 @@ class EdgeFinder:
 
     def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
         """Value, query and key edges into heads of one block."""
-        attention, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
+        layer_view, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
         pick = (0, heads, torch.arange(len(rows)))
         patterns, slope = block.pattern(at)
         of_value, of_response = (a.heads[layer] for a in (self.adjoints, self.responsive))
-        response = attention_response(attention, patterns, slope, of_response[:, at])[pick]
-        response, pattern = response * attention.scale, patterns[pick]
+        response = attention_response(layer_view, patterns, slope, of_response[:, at])[pick]
+        response, pattern = response * layer_view.scale, patterns[pick]
         self.attention[rows] = pattern.float().cpu()
-        adjoint, query = of_value[0, at, heads], attention.q[0, at, heads]
-        gradient = einsum(response, attention.k[0][:, heads], "r j, j r e -> r e")
+        adjoint, query = of_value[0, at, heads], layer_view.q[0, at, heads]
+        gradient = einsum(response, layer_view.k[0][:, heads], "r j, j r e -> r e")
         mixed = block.heads.z[0, at, heads]
         for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
             self.totals[rows, edge_type] = dot(*factors).cpu()
         self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
         vectors = block.back(self._only(block, heads, adjoint), "v")
-        self._by_vectors(VALUE, rows, vectors, pattern * attention.v_scale[0, :, heads].mT)
+        self._by_vectors(VALUE, rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
         vectors = block.to_stream(self._only(block, heads, gradient), "q", at)
-        constants = dot(gradient, attention.q_constant[0, at, heads])
+        constants = dot(gradient, layer_view.q_constant[0, at, heads])
         self._by_vectors(QUERY, rows, vectors, self._here(rows), constants)
         self._by_keys(block, rows, self._only(block, heads, query).flatten(1), response)
 
@@ -216,8 +221,8 @@ class EdgeFinder:
         queries: Float[Tensor, "row column"],
         response: Float[Tensor, "row position"],
     ) -> None:
-        """Key edges. A rotation turns with the position of the source, so the writes are made keys
-        rather than the queries directions of the stream."""
+        """Key edges. The rotation of a key depends on the position of the source, so a query is no
+        single direction of the stream. Each write is made a key instead."""
         sources, everywhere = self.nodes.read_by(int(rows[0])), torch.arange(response.shape[1])
         at = self.nodes.positions[sources]
         keys = block.read(self.nodes.writes[sources], "k", at).flatten(1)

@@ -7,9 +7,9 @@ of the last state,
     logit = sum_w w[i] . u / s + constants,      u = A diag(gain) W_U[target],
 
 with A the centring and s the scale of the final norm, and each head's part is a sum over sources,
-``sum_j p_ij (v[j] - v_0) W_O . u / s``, v_0 being what it writes whatever it attends to (part of
-the constants). A source's value is the sum of its parts (writers, or position and content), and so
-is the score that made the head attend to it.
+``sum_j p_ij (v[j] - v_0) W_O . u / s``, v_0 being what b_V and the norm's bias put into every value
+(its constant write, part of the constants). A source's value is the sum of its parts (writers, or
+position and content), and so is the score that made the head attend to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import index
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
+from tl_geometry.base.errors import (
+    BudgetError,
+    ReconstructionError,
+    UnsupportedModelError,
+    fail,
+    require,
+)
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
@@ -163,13 +169,17 @@ def explain_logit(
     length, position = rows.tokens.shape[1], rows.position(position)
     ids = target_ids(view, target)
     require(len(ids) <= 2, "target", expected="a token, or two for their difference", got=len(ids))
-    head = trained_head(view)
+    head = trained_head(view, instead="composition(model, prompts), which needs no logits")
+    require(top >= 1, "top", expected="at least 1", got=top)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
     family = family_of(view, parts, basis, range(view.n_layers))
     splitter = Splitter(view, family, range(view.n_layers))
     names = splitter.names
-    size = 4 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
-    check_request(view, rows, basis, size, memory_budget, view.n_heads)
+    size = 8 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
+    check_request(view, rows, basis, 0, 0, 0)  # the basis; this has no heads= to choose by
+    fits, expected = size <= memory_budget, f"at most memory_budget={memory_budget} bytes"
+    what, instead = "logit", "a shorter prompt, or a larger memory_budget="
+    require(fits, what, expected=expected, got=size, instead=instead, error=BudgetError)
     direct = Direct(view, head, torch.tensor([ids]), position)
     run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
     pairs = direct.largest(top)
@@ -291,7 +301,7 @@ class _Pairs:
         options = {"dtype": torch.float64, "device": view.device}
         self.values = torch.zeros(len(pairs), parts, **options)
         self.terms = torch.zeros(len(pairs), parts, parts, **options)
-        self.alibi, self.patterns = (torch.zeros(len(pairs), **options) for _ in "ab")
+        self.alibi, self.patterns = (torch.zeros(len(pairs), **options) for _ in range(2))
         self.rotary = self.relative = True
 
     def on_layer(self, layer: LayerView, written: Written) -> None:

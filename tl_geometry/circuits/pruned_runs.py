@@ -43,8 +43,6 @@ from tl_geometry.models.reader import as_view
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Shares of the edges that are kept, as in the benchmark."""
-UNITS = ("edges", "nodes", "heads")
-"""What a circuit is made of."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,7 +50,8 @@ class Faithfulness(Result):
     """The metric of pruned runs for each pair of prompts, and f from it.
 
     ``unit`` is what circuits are made of: ``"edges"``, ``"nodes"`` (writers as a whole) or
-    ``"heads"`` (the embedding and MLPs are always kept); there are ``total`` of these, of which
+    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the
+    run that keeps nothing at all); there are ``total`` of these, of which
     ``kept`` are kept at each level. ``clean`` and ``counterfactual`` are the metric of whole runs,
     ``random`` that of random circuits of equal size. For a chosen set there is one level, and
     ``complements`` hold the runs that keep everything else.
@@ -76,37 +75,37 @@ class Faithfulness(Result):
 
     @property
     def f(self) -> Interval:
-        """F at each level, with a 95% interval over pairs of prompts (of a ratio of means by its
-        linearisation; NaN below 10 pairs)."""
+        """Faithfulness f at each level, with a 95% interval over pairs of prompts (of a ratio of
+        means by its linearisation; NaN below 10 pairs)."""
         return self._ratio(self.metrics)
 
     @property
     def completeness(self) -> Interval:
-        """F of everything but the chosen set: near 0 where the set is complete."""
+        """Faithfulness f of everything but the chosen set: near 0 where the set is complete."""
         return self._ratio(self._of_set(self.complements))
 
     @property
     def random_f(self) -> Float[Tensor, "sample level"]:
-        """F of each random circuit."""
+        """Faithfulness f of each random circuit."""
         return self._share(self.random)
 
     @property
     def random_completeness(self) -> Float[Tensor, "sample level"]:
-        """F of everything but each random set."""
+        """Faithfulness f of everything but each random set."""
         return self._share(self._of_set(self.random_complements))
 
     @property
     def cpr(self) -> Interval:
         """Area under f over the share kept, by trapezoids, from (0, 0) to (1, 1)."""
-        f, residuals = self._linearised(self.metrics)
         weights, end = self._weights()
+        f, residuals = self._linearised(self.metrics)
         return paired_interval(residuals @ weights + f @ weights + end)
 
     @property
     def cmd(self) -> Interval:
         """Area under ``|1 - f|`` over the share kept, by trapezoids."""
-        f, residuals = self._linearised(self.metrics)
         weights, _ = self._weights()
+        f, residuals = self._linearised(self.metrics)
         start = 0.5 * float(self.fractions.min())  # |1 - f| is 1 where nothing is kept
         value = (1 - f).abs() @ weights + start
         return paired_interval((residuals * (f - 1).sign()) @ weights + value)
@@ -126,6 +125,9 @@ class Faithfulness(Result):
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
         """What each level counts in an area by trapezoids from 0 to 1, and what its end, f = 1 with
         everything kept, adds."""
+        if self.complements is not None:
+            got, instead = "a chosen set", ".f and .completeness"
+            fail("CPR and CMD", expected="a curve of rankings", got=got, instead=instead)
         order = self.fractions.argsort()
         at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
         weights = torch.empty_like(self.fractions)
@@ -218,9 +220,15 @@ def faithfulness(
         unit = "nodes" if nodes else "edges"
         sets = _ranked_sets(circuit, layout, fractions, nodes)
     else:
-        acts = not nodes and tuple(fractions) == FRACTIONS
+        default_arguments = not nodes and tuple(fractions) == FRACTIONS
         expected, got = "EdgeScores, which they rank", "a chosen set"
-        require(acts, "nodes, fractions", expected=expected, got=got, instead="neither of them")
+        require(
+            default_arguments,
+            "nodes, fractions",
+            expected=expected,
+            got=got,
+            instead="neither of them",
+        )
         unit, sets = _chosen_set(circuit, layout)
     draws_of_sets = _random_sets(sets, count, seed)
     wanted = torch.cat([sets.unsqueeze(0), draws_of_sets])

@@ -5,13 +5,14 @@
 2. One walk back gives dT/d(write) of every write; a node's **value** is ``write . adjoint``. With
    the MLPs followed, embeddings and constants sum to T.
 3. A second walk also follows queries and keys into the softmax; what it adds to a node's number is
-   what the node does by the attention that it **moves**.
+   what the node does by the attention that it **moves**. Over all edges before pruning, it is the
+   sum of the node's query and key edges, plus its value edges counted with what each target moves.
 4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
    Between kept nodes every edge is formed: the source's write, times what the target reads in it.
 
 Value edges, with A the centring and s_j the frozen scale of the head's norm: from writer m at j to
-head h at i ``p_ij (m_j A gain / s_j W_V W_O) . adjoint_i``; to an MLP or the logit alike, without
-attention. Query and key edges of head h at i: attention answers to T by
+head h at i ``p_ij (m_j A gain / s_j W_V W_O) . (dT/d what attention wrote at i)``; to an MLP or the
+logit alike, without attention. Query and key edges of head h at i: attention answers to T by
 ``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, t_ij what one unit of attention to j writes towards T, and
 ``sum_j c_ij S_ij`` is additive in the writers of the query at i and of the keys at j.
 """
@@ -34,7 +35,7 @@ from tl_geometry.circuits.graph_edges import (
     Edges,
     Nodes,
     dot,
-    enough,
+    fewest_carrying,
 )
 from tl_geometry.circuits.logit_graph import CONSTANTS, LOGIT, NOWHERE, LogitGraph
 from tl_geometry.corpus.sources import token_rows
@@ -97,8 +98,9 @@ def trace_logit(
 
     T is the logit of ``target`` at ``position``, less that of ``against``, or with
     ``log_probability`` less the mean logit under the model's own probabilities (the linear part of
-    the log-probability). In the frozen linear model of the pass (norm scales, patterns and MLP
-    slopes fixed) T is a sum over the embeddings of all tokens and the constants, exactly.
+    the log-probability). Logits are those before a soft cap of the output. In the frozen linear
+    model of the pass (norm scales, patterns and MLP slopes fixed) T is a sum over the embeddings of
+    all tokens and the constants, exactly.
 
     Args:
         prompt: one prompt, text or token ids.
@@ -141,12 +143,13 @@ def trace_logit(
     entry = torch.zeros_like(frozen.last)
     entry[0, at] = readout.direction.to(entry)
     adjoints = frozen.adjoints(entry)
-    responsive = frozen.adjoints(entry, attention=True)
+    # these also follow queries and keys into the softmax: every c_ij below is made with them
+    responsive = frozen.adjoints(entry, follow_patterns=True)
     values = _component_values(frozen, leaves, start, adjoints, readout.constant)
     moved = _component_values(frozen, leaves, start, responsive, readout.constant).minus(values)
     T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
     _require_sum(frozen, values, T, mlp)
-    chosen = enough(values.flat(), keep) | enough(moved.flat(), keep)
+    chosen = fewest_carrying(values.flat(), keep) | fewest_carrying(moved.flat(), keep)
     nodes = _nodes(frozen, leaves, values, chosen, at)
     finder = EdgeFinder(frozen, nodes, start, adjoints, responsive, keep)
     edges = finder.edges(readout.direction, readout.constant, T)
@@ -185,9 +188,11 @@ def logit_readout(
     log_probability: bool,
 ) -> Readout:
     """T as a direction of the last state and a constant, at the frozen scale of the final norm."""
-    head = trained_head(view)
+    head = trained_head(view, instead="composition(model, prompts), which needs no logits")
     given = [target] if against is None else [target, against]
     ids = target_ids(view, given)
+    differ, got = len(set(ids)) == len(ids), f"{view.decode(ids[:1])[0]!r} twice"
+    require(differ, "target, against", expected="two different tokens", got=got)
     one, what = len(ids) == 1 or not log_probability, "against, log_probability"
     require(one, what, expected="one of them", got="both")
     last = frozen.last[0, position]
@@ -228,7 +233,7 @@ def _component_values(
     constant = dot(start, adjoints.stream[0]).sum() + readout_constant
     heads, mlps = [], []
     for l, block in enumerate(frozen.blocks):
-        constant = constant + dot(block.attention_constant, adjoints.mids[l]).sum()
+        constant = constant + dot(block.attention_constant, adjoints.after_attention[l]).sum()
         heads.append(dot(block.heads.z, adjoints.heads[l])[0].mT)
         wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
         after = adjoints.stream[l + 1]
@@ -248,7 +253,7 @@ def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str
     total += float(values.mlps.sum()) if mlp == "leaf" else 0.0
     size = sum(float(x.abs().sum()) for x in values[:3]) + abs(values.constant)
     bound = reconstruction_bound(frozen.roundoff, size)
-    if abs(total - T) > bound:
+    if not abs(total - T) <= bound:  # NaN is refused too
         fail(
             f"logit of {frozen.view.name}",
             expected=f"{T:.6g} as the sum over tokens and constants, within {bound:.1e}",

@@ -263,9 +263,9 @@ class _Edges:
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(WEIGHTS), len(SIDES), len(heads), self.width
         wide = torch.float64
-        self.own, self.other = (torch.zeros(shape, dtype=wide) for _ in "ab")
+        self.own, self.other = (torch.zeros(shape, dtype=wide) for _ in range(2))
         self.random = torch.zeros(len(turns), *shape, dtype=wide)
-        self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in "ab")
+        self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in range(2))
         self.products = torch.zeros(2, self.width, dtype=wide)
         self.composed: Tensor | None = None
 

@@ -86,7 +86,7 @@ def pulled(
     bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
     out_q, out_k = (x.new_zeros(len(WEIGHTS), *x.shape) for x in (q, k))
     alibi, total = (
-        torch.zeros(len(WEIGHTS), len(pick), dtype=torch.float64, device=q.device) for _ in "ab"
+        torch.zeros(len(WEIGHTS), len(pick), dtype=torch.float64, device=q.device) for _ in range(2)
     )
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
     for block, centred, block_bias, moved in block_scores(query, key, mask, **options):
@@ -322,7 +322,7 @@ class _Sums:
     def __init__(self, parts: int, heads: int) -> None:
         self.shares = torch.zeros(len(WEIGHTS), len(SIDES), heads, parts, dtype=torch.float64)
         self.total = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
-        self.floor, self.mass = (torch.zeros(heads, dtype=torch.float64) for _ in "ab")
+        self.floor, self.mass = (torch.zeros(heads, dtype=torch.float64) for _ in range(2))
         self.alibi = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
 
     def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
@@ -347,9 +347,8 @@ class _Sums:
             # sums over d_model and all positions; a writer that is missing leaves out far more.
             # A head without scores to explain holds rounding alone, which its floor bounds.
             bound = 2**10 * layer.roundoff * size + 32 * self.floor.sqrt()
-            worst = int((error - bound).max() > 0)
             require(
-                not worst,
+                bool((error <= bound).all()),  # NaN is refused too
                 f"{side} side of layer {layer.layer}",
                 expected="writers' numerators that sum to those of the scores",
                 got=f"a sum that is off by {float(error.max()):.3g}",

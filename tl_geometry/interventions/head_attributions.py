@@ -52,12 +52,14 @@ def head_attributions(
             for l, block in enumerate(frozen.blocks)
         ]
     )
-    paths = (_along(removed, frozen.adjoints(entry, attention=moved)) for moved in (False, True))
-    return HeadAttributions(direct.double().cpu(), *paths)
+    along = (
+        _along(removed, frozen.adjoints(entry, follow_patterns=follow)) for follow in (False, True)
+    )
+    return HeadAttributions(direct.double().cpu(), *along)
 
 
 def _along(
     removed: Float[Tensor, "layer position head d_head"], adjoints: Adjoints
 ) -> Float[Tensor, "layer head"]:
-    of_heads = torch.stack([of_layer[0] for of_layer in adjoints.heads]).double()
-    return einsum(removed.double(), of_heads, "l i h e, l i h e -> l h").cpu()
+    head_adjoints = torch.stack([of_layer[0] for of_layer in adjoints.heads]).double()
+    return einsum(removed.double(), head_adjoints, "l i h e, l i h e -> l h").cpu()

@@ -2,8 +2,8 @@
 embeddings, heads, MLPs and constants; composition, logits and splits by writer ask for it.
 
 1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds. ``constants`` hold b_O,
-   b_out, and what heads write whatever they attend to, ``(beta W_V + b_V) W_O sum_j p_ij`` with
-   beta the norm's bias: so raw and folded weights give the same writers.
+   b_out, and the heads' constant writes, ``(beta W_V + b_V) W_O sum_j p_ij`` with beta the norm's
+   bias, the same whichever keys a head attends to: so raw and folded weights give the same writers.
 2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
    gain and 1/s, and the norm's bias joins the constants. An encoder's norms (BERT) do this to
    everything written before them.
@@ -36,8 +36,8 @@ from tl_geometry.models.reconstruction import reconstruction_bound, require_reco
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
-"""The writer that holds b_O, b_out, the biases of norms behind writes, and what heads write
-whatever they attend to."""
+"""The writer that holds b_O, b_out, the biases of norms behind writes, and the constant writes of
+heads."""
 GRAINS = ("writers", "blocks")
 """How finely the stream is divided: every head by itself, or the attention of a block as a
 whole."""
@@ -147,7 +147,7 @@ class Written:
     def _heads(
         self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
     ) -> tuple[HeadWrites, Tensor, Tensor]:
-        """Heads without what they write whatever they attend to, that constant, and b_O."""
+        """Heads without their constant writes, these, and b_O."""
         weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
         value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
         value, W_O = value.to(z), weights.W_O.to(z)
