@@ -55,6 +55,11 @@ def graph(world: World) -> Any:
 NAN = float("nan")
 CALLS: list[Call] = [
     Call("features as a tuple", lambda w: shares(w, features(w)), None),
+    Call(
+        "activations of as many prompts as a batch has",
+        lambda w: shares(w, features(w, activations=torch.ones(2, 12, FEATURES)), batch_size=2),
+        "those of 4 prompts",
+    ),
     Call("an autoencoder", lambda w: shares(w, autoencoder(w)), None),
     Call("no autoencoder at all", lambda w: shares(w, object()), "encode, W_dec, b_dec"),
     Call("a tuple of two", lambda w: shares(w, features(w)[:2]), "activations, decoder, bias"),

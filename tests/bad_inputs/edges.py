@@ -134,6 +134,7 @@ RUNS: list[Call] = [
         lambda w: pruned(w, scored(w), fractions=[0.5]).completeness,
         "completeness: expected a chosen set",
     ),
+    Call("the area of a chosen set", lambda w: pruned(w, "L1H0").cpr, "CPR and CMD: expected"),
     Call(
         "a curve of a chosen set",
         lambda w: tlg.render.faithfulness_curve(pruned(w, "L1H0")),

@@ -192,6 +192,21 @@ SPLITS = [
         "one of them",
     ),
     Call(
+        "a token against itself",
+        lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, against=5),
+        "two different tokens",
+    ),
+    Call(
+        "a logit without pairs",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 3, 5, top=0),
+        "top: expected at least 1",
+    ),
+    Call(
+        "a logit beyond the budget",
+        lambda w: tlg.explain_logit(w.model, w.ids[:1], 3, 5, memory_budget=100),
+        "a shorter prompt",
+    ),
+    Call(
         "an average of one graph",
         lambda w: tlg.circuits.average_graphs([w.graph()]),
         "two or more graphs",

@@ -141,3 +141,16 @@ def test_figures_by_hand() -> None:
     check_flow(copy_of(flow))
     check_measures(copy_of(measures))
     check_map(copy_of(head_view))
+
+
+def test_a_map_with_both_signs_has_the_diverging_colours_and_zero_in_their_middle() -> None:
+    for values, colours, ends in (
+        ([-0.5, 2.0], figure.DIVERGING, (-2.0, 2.0)),
+        ([0.5, 2.0], figure.SEQUENTIAL, (0.0, 2.0)),
+    ):
+        shown = torch.tensor(values)
+        axis = figure.canvas(1)[1][0]
+        head_view.draw_map(axis, [(0, 0), (0, 1)], shown, "", *head_view.scale("loss", shown))
+        image = axis.images[0]
+        assert image.get_cmap().name == mpl.colormaps[colours].name
+        assert image.get_clim() == ends

@@ -162,6 +162,8 @@ def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
     >>> values = torch.tensor([0.5, 2.0])
     >>> scale("kl_pos-pos", values), scale("cs_pos-pos", values), scale("induction", values)
     ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
+    >>> scale("loss_change", -values)
+    (-2.0, 2.0)
     """
     if name.startswith(("cs_", "gs_")):
         return (-1.0, 1.0)
