@@ -76,7 +76,7 @@ CALLS: list[Call] = [
     Call(
         "activations of other prompts",
         lambda w: shares(w, features(w, activations=torch.ones(3, 12, FEATURES))),
-        "4, 12",
+        "those of 4 prompts",
     ),
     Call(
         "activations of shorter prompts",
