@@ -424,11 +424,6 @@ VIEWS = [
     ),
     Call("axes from a path", lambda w: tlg.token_paths(w.model, w.ids, PATH), "PositionContext"),
     Call(
-        "kernels of a path",
-        lambda w: tlg.measures.kernel_gaps(w.model, PATH),
-        "PositionContext",
-    ),
-    Call(
         "topics without labels",
         lambda w: tlg.contextual_report(w.decompose(w.ids, keep_ctx=False)),
         "ctx",

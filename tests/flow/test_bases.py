@@ -26,7 +26,6 @@ from tl_geometry.flow.alignment import (
     top_directions,
 )
 from tl_geometry.flow.bases import (
-    basis_angles,
     bundle,
     entropy_rank,
     outliers,
@@ -194,24 +193,6 @@ def test_a_nan_names_its_state():
 
 
 # angles, spectra, bundles, outliers
-
-
-@LAWS
-@given(SIZES)
-def test_angles_are_symmetric_and_zero_on_the_diagonal(size):
-    _, states, d, seed = size
-    U = orthogonal(states, d, seed)
-    k = min(2, d)
-    a = basis_angles(U, k)
-    brute = np.degrees(
-        np.arccos(np.clip(np.abs(np.einsum("sdi,tdi->ist", U[..., :k], U[..., :k])), 0, 1))
-    )
-    assert np.allclose(a, brute, atol=1e-5)
-    assert bool((a.diagonal(dim1=1, dim2=2) == 0).all())
-    assert torch.equal(a, a.mT)
-    flipped = U.clone()
-    flipped[0] *= -1
-    assert torch.allclose(basis_angles(flipped, k), a, atol=1e-12)
 
 
 @LAWS

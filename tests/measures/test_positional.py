@@ -261,36 +261,6 @@ def test_published_relative_norm_depends_on_the_mean_and_the_exact_one_does_not(
     ) == pytest.approx(1)
 
 
-@cases
-@given(seeds)
-def test_singular_value_profiles_against_numpy_and_moments(seed: int) -> None:
-    h = random_states(seed)
-    M = h - h.mean((0, 1))
-    P, ctx = M.mean(0), M.mean(1)
-    cvec = M - P
-    resid = (cvec - ctx[:, None]).numpy()
-    first = positional.singular_value_profiles(P, cvec, adjust="first_context", top=3)
-    assert np.allclose(first["Cvec"], np.linalg.svd(cvec[0].numpy(), compute_uv=False)[:3])
-    assert np.allclose(first["R"], np.linalg.svd(resid[0], compute_uv=False)[:3])
-    whole = positional.singular_value_profiles(P, cvec, adjust="sqrt_C")
-    assert np.allclose(whole["P"], np.linalg.svd(np.tile(P.numpy(), (6, 1)), compute_uv=False))
-    assert np.allclose(whole["R"], np.linalg.svd(resid.reshape(-1, 4), compute_uv=False))
-    streamed = positional.spectra_from_moments(P, torch.einsum("cti,ctj->ij", M, M), 6, ctx)
-    assert all(torch.allclose(streamed[k], whole[k], atol=1e-7) for k in ("P", "Cvec", "R"))
-    drawn = positional.singular_value_profiles(P, cvec, adjust="subsample", seed=1)
-    again = positional.singular_value_profiles(P, cvec, adjust="subsample", seed=1)
-    assert torch.equal(drawn["Cvec"], again["Cvec"])
-    assert (drawn["Cvec"] <= whole["Cvec"] + 1e-9).all()
-    profiles = [
-        positional.singular_value_profiles(P, cvec, adjust="subsample", seed=s)["Cvec"]
-        for s in range(4)
-    ]
-    assert len({tuple(profile.tolist()) for profile in profiles}) > 1  # rows drawn by the seed
-    assert not any(torch.allclose(profiles[s][:3], first["Cvec"]) for s in range(4))
-    with pytest.raises(GeometryError, match="'sqrt_C'"):
-        positional.singular_value_profiles(P, cvec, adjust="none")
-
-
 # --- Gram and Fourier
 # -----------------------------------------------------------------------------------------------
 

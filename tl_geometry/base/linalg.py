@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import scipy.linalg
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -301,14 +300,3 @@ def rotation_exp(log: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch 
     True
     """
     return torch.linalg.matrix_exp(log)
-
-
-def outer_moment(
-    rows: Float[Tensor, "*batch position d_model"],
-) -> Float[Tensor, "*batch d_model d_model"]:
-    """Uncentred second moment ``sum_t x_t x_t^T`` of the rows.
-
-    >>> outer_moment(torch.tensor([[1.0, 2.0], [0.0, 1.0]])).tolist()
-    [[1.0, 2.0], [2.0, 5.0]]
-    """
-    return einsum(rows, rows, "... position i, ... position j -> ... i j")

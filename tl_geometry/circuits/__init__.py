@@ -1,4 +1,4 @@
-"""Circuits: who wrote what, which edges matter, and what a head reads. Four questions:
+"""Circuits: who wrote what, which edges matter, and what a head reads.
 
 - who wrote a logit: ``logits``, ``logit_means`` (over prompts);
 - the whole graph behind a logit: ``frozen`` (the linear model), ``graph_edges``, ``trace``,

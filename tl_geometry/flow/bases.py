@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -21,28 +20,6 @@ from tl_geometry.base.linalg import normalize_rows
 
 MAD_TO_SD = 1.4826
 """Median absolute deviation of a Gaussian -> its standard deviation."""
-
-
-def basis_angles(
-    U: Float[Tensor, "state d_model column"], k: int = 4
-) -> Float[Tensor, "rank state state"]:
-    """Angle between direction i at two states, ``arccos |u_i(s).u_i(t)|`` in degrees, 0 to 90, for
-    the first ``k`` directions.
-
-    Symmetric with a zero diagonal. The absolute value (missing from the published formula) makes it
-    free of sign conventions. Sarfati et al. 2025, Fig. 2a.
-
-    >>> basis_angles(torch.eye(2).repeat(3, 1, 1), k=1)[0, 0].tolist()
-    [0.0, 0.0, 0.0]
-    """
-    require(1 <= k <= U.shape[2], "k", expected=f"1 to {U.shape[2]} directions", got=k)
-    u = rearrange(U[:, :, :k], "state d rank -> rank state d").double()
-    cosine = einsum(u, u, "rank s d, rank t d -> rank s t")
-    flip = torch.where(cosine < 0, -1.0, 1.0)
-    # half-angle form: exact at 0, where arccos loses half the digits
-    chord = u[:, :, None] - flip[..., None] * u[:, None]
-    angle = 2 * torch.asin((torch.linalg.vector_norm(chord, dim=-1) / 2).clamp(max=1))
-    return torch.rad2deg(angle)
 
 
 def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:

@@ -5,7 +5,6 @@ from .context_report import contextual_report as contextual_report
 from .differences import dct_vectors as dct_vectors
 from .differences import smoothness as smoothness
 from .differences import theorem1 as theorem1
-from .factorisation import kernel_gaps as kernel_gaps
 from .position_report import PositionalReport as PositionalReport
 from .position_report import positional_report as positional_report
 from .rank import screenot as screenot

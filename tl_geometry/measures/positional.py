@@ -12,17 +12,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows, outer_moment
-
-ADJUSTMENTS = ("first_context", "subsample", "sqrt_C")
-"""How :func:`singular_value_profiles` matches sizes."""
+from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows
 
 
 def explained_ratio(
@@ -72,80 +67,6 @@ def relative_norm(
     """
     size = gram_spectrum(second_moment)[..., 0]
     return torch.where(size > 0, math.sqrt(contexts) * singular_values[..., 0] / size, torch.nan)
-
-
-def singular_value_profiles(
-    pos: Float[Tensor, "*batch position d_model"],
-    cvec: Float[Tensor, "*batch context position d_model"],
-    *,
-    adjust: str = "first_context",
-    top: int = 60,
-    seed: int = 0,
-) -> dict[str, Float[Tensor, "*batch rank"]]:
-    """Leading singular values of P, Cvec and R, made comparable in size (Song & Zhong 2023, Fig. 3
-    left).
-
-    ``cvec`` are states minus mean minus pos. P has T rows, Cvec and R have C T; ``adjust`` says how
-    sizes are matched: ``"first_context"`` the T rows of context 0 (what the published code does);
-    ``"subsample"`` T random rows with ``seed`` (the caption's "downsampled"); ``"sqrt_C"`` all
-    rows, P multiplied by sqrt(C) (see also :func:`spectra_from_moments`).
-
-    >>> parts = singular_value_profiles(torch.eye(2), torch.ones(3, 2, 2), adjust="sqrt_C")
-    >>> {k: [round(float(x), 3) for x in v] for k, v in parts.items()}
-    {'P': [1.732, 1.732], 'Cvec': [3.464, 0.0], 'R': [0.0, 0.0]}
-    """
-    checks.choice(adjust, ADJUSTMENTS, "adjust")
-    resid = cvec - cvec.mean(-2, keepdim=True)
-    contexts, positions = cvec.shape[-3:-1]
-    if adjust == "first_context":
-        rows = [cvec[..., 0, :, :], resid[..., 0, :, :]]
-    else:
-        rows = [
-            rearrange(x, "... context position d_model -> ... (context position) d_model")
-            for x in (cvec, resid)
-        ]
-    if adjust == "subsample":
-        generator = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(contexts * positions, generator=generator)[:positions]
-        rows = [x[..., chosen, :] for x in rows]
-    scale = math.sqrt(contexts) if adjust == "sqrt_C" else 1.0
-    compared = {"P": scale * pos, "Cvec": rows[0], "R": rows[1]}
-    return {name: torch.linalg.svdvals(x)[..., :top] for name, x in compared.items()}
-
-
-def spectra_from_moments(
-    pos: Float[Tensor, "*batch position d_model"],
-    second_moment: Float[Tensor, "*batch d_model d_model"],
-    contexts: int,
-    ctx: Float[Tensor, "*batch context d_model"] | None = None,
-    *,
-    top: int = 60,
-) -> dict[str, Float[Tensor, "*batch rank"]]:
-    """Leading singular values of sqrt(C) P, of all C T rows of Cvec, and (given ``ctx``) of R, from
-    sums alone.
-
-    ``Cvec^T Cvec = S - C P^T P`` and ``R^T R = Cvec^T Cvec - T ctx^T ctx`` with S the centred
-    second moment. Squares are subtracted, so values below about 1e-8 of the largest of S are
-    rounding (1e-3 where S was summed in float32).
-
-    >>> h = torch.randn(5, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    >>> h = h - h.mean((0, 1))
-    >>> P, ctx = h.mean(0), h.mean(1)
-    >>> S = torch.einsum("cti,ctj->ij", h, h)
-    >>> exact = singular_value_profiles(P, h - P, adjust="sqrt_C")
-    >>> streamed = spectra_from_moments(P, S, 5, ctx)
-    >>> all(torch.allclose(exact[k], streamed[k]) for k in exact)
-    True
-    """
-    positions = pos.shape[-2]
-    cvec = second_moment - contexts * outer_moment(pos)
-    spectra = {
-        "P": math.sqrt(contexts) * torch.linalg.svdvals(pos)[..., :top],
-        "Cvec": gram_spectrum(cvec)[..., :top],
-    }
-    if ctx is not None:
-        spectra["R"] = gram_spectrum(cvec - positions * outer_moment(ctx))[..., :top]
-    return spectra
 
 
 def normalized_gram(
