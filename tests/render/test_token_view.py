@@ -56,6 +56,8 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
         numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 5.5]
         assert f"{float(values[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
         assert f"{float(values.sum()):.4g}" in view.caption
+        alone = part != "value"  # of one part, nothing is claimed of the others
+        assert (part in view.title) is ("constants" not in view.caption) is alone
     red, blue = scale.to_rgba([5.0, -5.0])
     assert red[0] > red[2]  # positive is red
     assert blue[2] > blue[0]

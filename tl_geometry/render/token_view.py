@@ -92,12 +92,16 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
     axis.axis("off")
     figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)
     constants, total = float(contributions[-1]), float(contributions.sum())
-    sums = f"The tokens and the constants ({constants:+.3g}) sum to {total:.4g}"
+    whole = part == "value"
+    sums = (
+        f"The tokens{f' and the constants ({constants:+.3g})' if whole else ''} sum to {total:.4g}"
+    )
+    null = "All parts and the constants add up to the logit exactly: they have no null."
     return View(
         figure,
-        title="What each token contributes to the logit",
+        title="What each token contributes to the logit" + ("" if whole else f": {part} alone"),
         caption=f"Each token has the colour of its value, red for the logit and blue against it; "
         f"values above {MARKED:.0%} of the largest stand below. {sums}.",
-        null="All parts and the constants add up to the logit exactly: they have no null.",
+        null=null if whole else "One part of an exact sum, which has no null.",
         source=table.provenance.line(),
     )
