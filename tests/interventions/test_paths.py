@@ -34,6 +34,10 @@ def model_of(architecture: str) -> Any:
     return tiny(loadable(architecture)[0][0], architecture, dtype=torch.float64)
 
 
+def patched(model: Any, senders: Any, receivers: Any, **options: Any) -> HeadPaths:
+    return head_paths(model, PROMPTS, senders, receivers, **(OPTIONS | options))
+
+
 def layout_of(model: Any) -> EdgeLayout:
     return EdgeLayout.of(view(model))
 
@@ -107,9 +111,10 @@ def patched_by_hand(
 
 
 def paths_of(model: Any, between: str = "frozen", **options: Any) -> HeadPaths:
-    fixed = {"by": "prompt", "reference": COUNTERFACTUALS, "between": between}
-    receivers = receivers_of(layout_of(model))
-    return head_paths(model, PROMPTS, SENDERS, receivers, **(OPTIONS | fixed | options))
+    receivers, other = receivers_of(layout_of(model)), COUNTERFACTUALS
+    return patched(
+        model, SENDERS, receivers, between=between, by="prompt", reference=other, **options
+    )
 
 
 def distance(
@@ -205,7 +210,7 @@ def test_all_paths_together_are_the_knockout(architecture: str, between: str) ->
     model = model_of(architecture)
     behind = readers_behind(layout_of(model), 0)
     sets = {"all": behind, "but one": [r for r in behind if r != "L1H0<q>"]}
-    table = head_paths(model, PROMPTS, SENDERS, sets, between=between, by="zero", **OPTIONS)
+    table = patched(model, SENDERS, sets, between=between, by="zero")
     knockout = head_knockouts(model, PROMPTS, heads=SENDERS, by="zero", **OPTIONS)
     # some families compute norms or tables in float32 whatever their dtype
     bound = 2e-5 * float(knockout.clean.abs().max())
@@ -220,12 +225,12 @@ def test_all_paths_together_are_the_knockout(architecture: str, between: str) ->
 def test_the_live_path_to_the_output_is_the_knockout(architecture: str) -> None:
     model = model_of(architecture)
     reference = tokens(5, 12, seed=7)
-    options = OPTIONS | {"reference": reference}
-    table = head_paths(model, PROMPTS, ["L0H2", "L1H1"], "output", between="live", **options)
-    knockout = head_knockouts(model, PROMPTS, heads=["L0H2", "L1H1"], **options)
+    heads = ["L0H2", "L1H1"]
+    table = patched(model, heads, "output", between="live", reference=reference)
+    knockout = head_knockouts(model, PROMPTS, heads=heads, reference=reference, **OPTIONS)
     bound = 2e-5 * float(knockout.clean.abs().max())
     assert float((table.effects[:, 0] - knockout.effects).abs().max()) < bound
-    frozen = head_paths(model, PROMPTS, ["L0H2", "L1H1"], "output", **options).effects[:, 0]
+    frozen = patched(model, heads, "output", reference=reference).effects[:, 0]
     assert float((frozen[0] - knockout.effects[0]).abs().max()) > 50 * bound
 
 
@@ -236,7 +241,7 @@ def test_the_frozen_path_to_the_output_is_the_write_through_the_final_norm(
     """A hook on the last state of the live model adds what replaces the head's write."""
     model = model_of(architecture)
     seen, last = view(model), view(model).state_hooks[-1]
-    table = head_paths(model, PROMPTS, ["L0H2", "L1H1"], "output", by="zero", **OPTIONS)
+    table = patched(model, ["L0H2", "L1H1"], "output", by="zero")
     clean = measured_difference(model)
     for row, (layer, head) in enumerate([(0, 2), (1, 1)]):
         name = f"blocks.{layer}.attn.hook_z"
@@ -266,7 +271,7 @@ def test_live_paths_patch_what_readers_make_of_the_other_stream(architecture: st
     group = f"L1H{HEADS - size}-{HEADS - 1}" if size > 1 else f"L1H{HEADS - 1}"
     queries = [f"L1H{head}<q>" for head in range(HEADS - size, HEADS)]
     inputs = {"heads": [*queries, f"{group}<k>", f"{group}<v>"]}
-    table = head_paths(model, PROMPTS, "L0H1", inputs, between="live", by="zero", **OPTIONS)
+    table = patched(model, "L0H1", inputs, between="live", by="zero")
     sender, reader = (f"blocks.{layer}.attn.hook_z" for layer in (0, 1))
     knocked: list[Tensor] = []
 
@@ -303,7 +308,7 @@ def test_frozen_paths_are_pruned_runs(architecture: str) -> None:
     model = model_of(architecture)
     layout, seen = layout_of(model), view(model)
     sets = receivers_of(layout)
-    table = head_paths(model, PROMPTS, "L0H1", sets, by="zero", **OPTIONS)
+    table = patched(model, "L0H1", sets, by="zero")
     edges, at = EdgePass.of(seen, layout, PROMPTS), slice(-1, None)
     stream, logits = edges.verified(PROMPTS, at)
     sender = layout.writers.index("L0H1")
@@ -328,12 +333,13 @@ def test_passes_of_any_size_give_the_same(
     metric: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("llama")
-    options = OPTIONS | {"by": "prompt", "seed": 2, "between": "live"}
+    options: dict[str, Any] = {"by": "prompt", "seed": 2, "between": "live"}
     if metric != "difference":
         options |= {"targets": None, "metric": "loss" if metric == "loss" else entropy}
-    whole = head_paths(model, PROMPTS, ["L0H0", "L0H3"], ["mlp1", "L1H2-3<v>"], **options)
+    heads, receivers = ["L0H0", "L0H3"], ["mlp1", "L1H2-3<v>"]
+    whole = patched(model, heads, receivers, **options)
     monkeypatch.setattr(paths, "output_batch", lambda *_, **__: rows_at_once)
-    parts = head_paths(model, PROMPTS, ["L0H0", "L0H3"], ["mlp1", "L1H2-3<v>"], **options)
+    parts = patched(model, heads, receivers, **options)
     assert torch.allclose(whole.effects, parts.effects, atol=1e-10)
     assert whole.metric == ("entropy" if metric == "own" else metric)
 
@@ -344,11 +350,11 @@ def entropy(logits: Tensor) -> Tensor:
 
 def test_controls_are_random_heads_on_the_same_receivers() -> None:
     model = model_of("gpt2")
-    receivers, options = ["mlp1", "output"], OPTIONS | {"controls": None}
-    every = head_paths(model, PROMPTS, None, receivers, **options)
+    receivers = ["mlp1", "output"]
+    every = patched(model, None, receivers, controls=None)
     assert every.control is None
     assert every.senders == tuple(f"L{l}H{h}" for l in (0, 1) for h in range(HEADS))
-    table = head_paths(model, PROMPTS, ["L0H1", "L1H3"], receivers, **(OPTIONS | {"controls": 40}))
+    table = patched(model, ["L0H1", "L1H3"], receivers, controls=40)
     assert table.control is not None
     assert table.control_draws is not None
     others = [i for i, name in enumerate(every.senders) if name not in table.senders]
@@ -360,14 +366,13 @@ def test_controls_are_random_heads_on_the_same_receivers() -> None:
     assert torch.allclose(table.control.mean(-1), table.control_draws.mean(-1))
     assert table.excess is not None
     assert torch.allclose(table.excess.value, (table.effects - table.control).mean(-1))
-    first = head_paths(model, PROMPTS, None, "mlp0", **OPTIONS)
+    first = patched(model, None, "mlp0")
     assert first.senders == tuple(f"L0H{h}" for h in range(HEADS))
 
 
 def test_the_table_is_stored_and_read_back(tmp_path: Path) -> None:
     receivers = {"last": ["mlp1", "output"], "output": "output"}
-    options = OPTIONS | {"controls": 2}
-    table = head_paths(model_of("llama"), PROMPTS, SENDERS, receivers, **options)
+    table = patched(model_of("llama"), SENDERS, receivers, controls=2)
     loaded = HeadPaths.load(table.save(tmp_path / "paths.safetensors"))
     assert loaded.sets == table.sets == (((0, 1),), ((0, 0), (0, 3)))
     assert loaded.inputs == table.inputs
@@ -415,13 +420,13 @@ def test_what_makes_no_sense_is_refused(
     senders: Any, receivers: Any, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(GeometryError, match=text):
-        head_paths(model_of("llama"), PROMPTS, senders, receivers, **(OPTIONS | options))
+        patched(model_of("llama"), senders, receivers, **options)
 
 
 def test_models_without_these_inputs_are_refused() -> None:
     for architecture in ("bert", "gpt-oss"):
         with pytest.raises(UnsupportedModelError):
-            head_paths(tiny("bridge", architecture), PROMPTS, "L0H0", "output", **OPTIONS)
+            patched(tiny("bridge", architecture), "L0H0", "output")
     with pytest.raises(GeometryError, match="at least 2 prompts"):
         head_paths(model_of("llama"), PROMPTS[:1], "L0H0", "output", **OPTIONS)
 
@@ -430,4 +435,4 @@ def test_hooks_that_change_the_model_are_refused() -> None:
     model = model_of("llama")
     hooks = [("blocks.0.attn.hook_z", lambda z, hook: 2 * z)]
     with model.hooks(fwd_hooks=hooks), pytest.raises(ReconstructionError):
-        head_paths(model, PROMPTS, "L0H0", "output", **OPTIONS)
+        patched(model, "L0H0", "output")
