@@ -1,4 +1,4 @@
-"""Edge scores and pruned runs."""
+"""Edge scores, pruned runs and patched paths."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def pruned(world: World, circuit: Any, **options: Any) -> Any:
 
 def loaded(world: World, content: str) -> Any:
     return tlg.circuits.read_mib(world.model, world.path("edges.json", content))
+
+
+def patched(world: World, senders: Any, receivers: Any, **options: Any) -> Any:
+    """Patched paths on four windows."""
+    chosen: dict[str, Any] = {"controls": 0, "progress": False, **options}
+    return tlg.interventions.head_paths(
+        world.model, world.ids[:4, :8], senders, receivers, "loss", **chosen
+    )
 
 
 SCORES: list[Call] = [
@@ -148,5 +156,36 @@ RUNS: list[Call] = [
         "expected the edges of",
     ),
 ]
-CALLS: list[Call] = [*SCORES, *RUNS]
+PATHS: list[Call] = [
+    Call("a path to the output", lambda w: patched(w, "L0H0", "output")),
+    Call(
+        "a path to a sender's own block",
+        lambda w: patched(w, "L1H0", ["output", "L1H1<v>"]),
+        "the path from L1H0 to L1H1<v>: expected a receiver that reads behind the sender",
+    ),
+    Call(
+        "a path to a head as a whole",
+        lambda w: patched(w, "L0H0", "L1H0"),
+        "receivers: expected inputs of this model: .*'L1H0<q>'",
+    ),
+    Call("a path to a number", lambda w: patched(w, "L0H0", 7), "receivers: expected"),
+    Call("paths to nothing", lambda w: patched(w, "L0H0", {}), "at least one set of inputs"),
+    Call("paths from nothing", lambda w: patched(w, [], "output"), "at least one head"),
+    Call(
+        "paths of no kind",
+        lambda w: patched(w, "L0H0", "output", between="all"),
+        "between: expected one of 'frozen', 'live'",
+    ),
+    Call(
+        "counterfactuals of other length",
+        lambda w: patched(w, "L0H0", "output", by="prompt", reference=w.ids[:4, :6]),
+        "reference: expected counterfactual prompts",
+    ),
+    Call(
+        "a receiver's position beyond the prompt",
+        lambda w: patched(w, "L0H0", "output", receiver_position=8),
+        "position: expected an index from 0 to 7",
+    ),
+]
+CALLS: list[Call] = [*SCORES, *RUNS, *PATHS]
 COMMANDS: list[Command] = []

@@ -4,6 +4,7 @@ computation that was made before this library had either."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 import tl_geometry as tlg
 
@@ -13,7 +14,16 @@ FORMS = [
     "When {IO} and {S} went to the store, {S} gave a drink to",
     "When {S} and {IO} went to the store, {S} gave a drink to",
 ]
-HEADS = ("L23H3", "L29H1", "L23H0", "L20H0")
+EFFECTS = {
+    "L23H3": (-2.36, 0.22),
+    "L29H1": (-1.27, 0.14),
+    "L23H0": (-0.07, 0.10),
+    "L20H0": (-0.93, 0.18),
+}
+"""Effect of mean ablation on 64 prompts by the other route, with 2 standard errors."""
+DIRECT = (2.31, 1.21, 0.89, 0.03)
+"""Direct contributions of these heads by the other route."""
+HEADS = tuple(EFFECTS)
 
 
 def test_writing_is_not_mattering() -> None:
@@ -36,15 +46,15 @@ def test_writing_is_not_mattering() -> None:
     assert table.direct is not None
     assert table.all_paths is not None
     assert table.disagrees is not None
-    effect = dict(zip(HEADS, table.effect.value.tolist(), strict=True))
-    direct = dict(zip(HEADS, table.direct.mean(1).tolist(), strict=True))
-    # 64 prompts by the other route: direct 2.31, 1.21, 0.89, 0.03; effect -2.36 (0.22), -1.27
-    # (0.14), -0.07 (0.10), -0.93 (0.18) with 2 standard errors
-    assert effect["L23H3"] == pytest.approx(-2.36, abs=1.0)
-    assert effect["L29H1"] == pytest.approx(-1.27, abs=0.6)
-    assert direct["L23H3"] == pytest.approx(2.31, abs=0.8)
-    assert direct["L23H0"] > 0.4 > abs(effect["L23H0"])
-    assert abs(direct["L20H0"]) < 0.1 < 0.4 < -effect["L20H0"]
+    error = table.effect.error
+    for row, (head, (value, two_errors)) in enumerate(EFFECTS.items()):
+        bound = 2 * float(torch.hypot(error[row], torch.tensor(two_errors / 2)))
+        assert float(table.effect.value[row]) == pytest.approx(value, abs=bound), head
+    direct = table.direct.mean(1)
+    # no errors were stated of these: those of 64 prompts with the spread of the prompts here
+    error = table.direct.std(1) * (1 / len(rows) / 2 + 1 / 64) ** 0.5
+    for row, value in enumerate(DIRECT):
+        assert float(direct[row]) == pytest.approx(value, abs=2 * float(error[row])), HEADS[row]
     marked = dict(zip(HEADS, table.disagrees.tolist(), strict=True))
     assert marked["L20H0"]
     assert not marked["L23H3"]

@@ -46,6 +46,8 @@ AXES: dict[str, str] = {
     "active": "features that are active at a token, largest first",
     "source": "positions that a head reads from",
     "writer": "what wrote the stream: embeddings, heads, MLPs, constants",
+    "sender": "heads, or sets of heads, whose output is replaced for some readers",
+    "receiver": "inputs, or sets of inputs, that read the replaced output",
     "node": "nodes of a graph: writers at positions, the logit, the constants",
     "edge": "edges of a graph",
     "level": "sizes of a circuit, as shares of all edges",

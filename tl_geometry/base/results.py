@@ -31,6 +31,10 @@ SOURCES = {
     "arXiv:2410.01545",
     "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, "
     "arXiv:2309.07315",
+    "wang2022": "Wang et al. 2022, Interpretability in the Wild: a Circuit for Indirect Object "
+    "Identification in GPT-2 small, arXiv:2211.00593",
+    "goldowskydill2023": "Goldowsky-Dill et al. 2023, Localizing Model Behavior with Path "
+    "Patching, arXiv:2304.05969",
     "syed2023": "Syed et al. 2023, Attribution Patching Outperforms Automated Circuit Discovery, "
     "arXiv:2310.10348",
     "hanna2024": "Hanna et al. 2024, Have Faith in Faithfulness: Going Beyond Circuit Overlap When "

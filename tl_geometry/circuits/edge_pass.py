@@ -1,6 +1,6 @@
 """One forward pass in which every reader has an input of its own: the queries of a head, the keys
 and values of a group of heads, the MLP, the output. Edge scores take gradients at these inputs,
-pruned runs change them.
+pruned runs and :func:`tl_geometry.interventions.head_paths` change them.
 
 The pass is made of the model's own specifications (norms, projections, QK-norm, rotation, caps,
 sinks, MLPs), everything live. A block adds to the stream
@@ -15,6 +15,7 @@ the writes sum to what the block adds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +27,7 @@ from tl_geometry.base.errors import ReconstructionError, fail
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
 from tl_geometry.models.attention_spec import AttentionSpec, scores_of
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.live_edits import OutputEdit
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
@@ -94,7 +96,36 @@ class PrunedStream:
         self.written = there.stop
 
 
-Stream = SharedStream | PrunedStream
+class PathStream:
+    """The ordinary stream, except that ``receives [position row]`` says which readers read another
+    one, and where: the stream plus ``change``; or, without one, the stream of the first half of the
+    batch, while all others of the second half read the second."""
+
+    def __init__(
+        self,
+        first: Float[Tensor, "batch position d_model"],
+        receives: Bool[Tensor, "position row"],
+        change: Float[Tensor, "batch position d_model"] | None,
+    ) -> None:
+        self.total, self.receives, self.change = first, receives.to(first.device), change
+
+    def read(self, readers: slice) -> Reads:
+        """What each reader gets."""
+        receives = self.receives[:, readers].unsqueeze(-1)
+        if self.change is not None:
+            other, own = (x.unsqueeze(2) for x in (self.total + self.change, self.total))
+            return torch.where(receives, other, own)
+        other, own = self.total.unsqueeze(2).chunk(2)
+        return torch.cat(
+            [other.expand(-1, -1, receives.shape[1], -1), torch.where(receives, other, own)]
+        )
+
+    def add(self, writes: Writes) -> None:
+        """Add to what everyone reads."""
+        self.total = self.total + writes.sum(0)
+
+
+Stream = SharedStream | PrunedStream | PathStream
 """Says what each reader gets, and takes what is written."""
 
 
@@ -108,9 +139,10 @@ class LiveBlock:
     after: NormWeights | None
     mlp: MLPSpec | None
 
-    def run(self, stream: Stream, readers: LayerReaders) -> None:
-        """Read, and write, as the block does."""
-        attention = self.heads(stream.read(readers.attention), readers)
+    def run(self, stream: Stream, readers: LayerReaders, outputs: OutputEdit | None = None) -> None:
+        """Read, and write, as the block does; ``outputs`` gives other mixed values."""
+        z = self.mixed(stream.read(readers.attention), readers)
+        attention = self.written(z if outputs is None else outputs(z))
         # a parallel block reads for its MLP what it reads for its heads
         parallel = self.mlp is not None and self.mlp.parallel
         reads = stream.read(readers.mlp) if parallel else None
@@ -119,8 +151,10 @@ class LiveBlock:
             reads = stream.read(readers.mlp) if reads is None else reads
             stream.add(self.mlp.apply(reads[:, :, 0]).unsqueeze(0))
 
-    def heads(self, reads: Reads, readers: LayerReaders) -> Writes:
-        """What each head writes."""
+    def mixed(
+        self, reads: Reads, readers: LayerReaders
+    ) -> Float[Tensor, "batch position head d_head"]:
+        """The values of each head mixed by its pattern."""
         first = readers.query.start
         parts = (slice(s.start - first, s.stop - first) for s in readers[:3])
         q, k, v = (
@@ -130,10 +164,13 @@ class LiveBlock:
         scores = scores_of(q, k, self.spec.scale)
         if self.view.bias is not None:
             scores = scores + self.view.bias
-        z = einsum(self.view.pattern_of(scores), v, "b h i j, b j h e -> b h i e")
+        return einsum(self.view.pattern_of(scores), v, "b h i j, b j h e -> b i h e")
+
+    def written(self, z: Float[Tensor, "batch position head d_head"]) -> Writes:
+        """What each head writes, from its mixed values."""
         weights = self.spec.weights
         assert weights is not None  # they are absent only between forward passes
-        writes = einsum(z, weights.W_O, "b h i e, h e d -> h b i d") + weights.b_O / len(
+        writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d") + weights.b_O / len(
             weights.W_O
         )
         if self.after is None or self.after.norm_type is None:
@@ -197,11 +234,19 @@ class EdgePass:
         return self.view.activations(tokens, [hook], stop_at=0)[hook].to(self.blocks[0].view.h)
 
     def run(
-        self, stream: Stream, positions: slice = slice(None)
+        self,
+        stream: Stream,
+        positions: slice = slice(None),
+        *,
+        start: int = 0,
+        outputs: Mapping[int, OutputEdit] | None = None,
     ) -> Float[Tensor, "batch position d_vocab"]:
-        """One pass: logits at some positions."""
-        for block, readers in zip(self.blocks, self.layout.layer_readers(), strict=True):
-            block.run(stream, readers)
+        """One pass from block ``start``: logits at some positions. ``outputs`` gives other mixed
+        values in some blocks."""
+        edits = outputs or {}
+        for layer, readers in enumerate(self.layout.layer_readers()):
+            if layer >= start:
+                self.blocks[layer].run(stream, readers, edits.get(layer))
         end = len(self.layout.readers)
         return self.head.logits(stream.read(slice(end - 1, end))[:, positions, 0])
 
@@ -209,15 +254,27 @@ class EdgePass:
         self, tokens: Tensor, positions: slice
     ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
         """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
-        model's own: every block may add the rounding of :func:`reconstruction_bound`, relative to
-        the sums of absolute values behind the logits.
+        model's own (:meth:`require_own`)."""
+        stream = SharedStream(self.first(tokens))
+        logits = self.run(stream, positions)
+        self.require_own(tokens, positions, stream.total[:, positions], logits)
+        return stream, logits
+
+    def require_own(
+        self,
+        tokens: Tensor,
+        positions: slice,
+        last: Float[Tensor, "batch position d_model"],
+        logits: Float[Tensor, "batch position d_vocab"],
+    ) -> None:
+        """Compare the logits of an ordinary pass, which reads them from the states ``last`` at some
+        positions, with the model's own: every block may add the rounding of
+        :func:`reconstruction_bound`, relative to the sums of absolute values behind the logits.
 
         Raises ``ReconstructionError`` where they differ, as under hooks that change the model.
         """
-        stream = SharedStream(self.first(tokens))
-        logits = self.run(stream, positions)
         model_logits = self.view.logits(tokens)[:, positions].to(logits)
-        normed = self.head.norm.apply(stream.total[:, positions])
+        normed = self.head.norm.apply(last)
         size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
         size += float(self.head.b_U.abs().max())
         bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)
@@ -230,4 +287,3 @@ class EdgePass:
                 instead="the model without hooks that change it; check_model(model) says more",
                 error=ReconstructionError,
             )
-        return stream, logits

@@ -10,6 +10,8 @@ from .effects import Effects as Effects
 from .knockout_table import HeadKnockouts as HeadKnockouts
 from .knockout_table import head_knockouts as head_knockouts
 from .knockouts import remove_heads as remove_heads
+from .paths import HeadPaths as HeadPaths
+from .paths import head_paths as head_paths
 from .planes import keep_planes as keep_planes
 from .planes import remove_planes as remove_planes
 from .planes import swap_planes as swap_planes

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
@@ -55,6 +55,20 @@ def by_layer(heads: Heads) -> dict[int, tuple[int, ...]]:
     """
     layers = sorted({layer for layer, _ in heads})
     return {at: tuple(sorted(head for layer, head in heads if layer == at)) for at in layers}
+
+
+def heads_in_sets(
+    sets: Sequence[Heads], layer: int, n_heads: int
+) -> Bool[Tensor, "condition head"]:
+    """Which heads of a layer each set has.
+
+    >>> heads_in_sets([[(0, 1)], [(0, 0), (1, 1)]], 0, 2).tolist()
+    [[False, True], [True, False]]
+    """
+    chosen = torch.zeros(len(sets), n_heads, dtype=torch.bool)
+    for row, of in enumerate(sets):
+        chosen[row, [head for at, head in of if at == layer]] = True
+    return chosen
 
 
 def bias_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "head query key"] | None:

@@ -25,7 +25,13 @@ from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.head_attributions import head_attributions
-from tl_geometry.interventions.head_edits import Heads, HeadsLike, by_layer, derangement
+from tl_geometry.interventions.head_edits import (
+    Heads,
+    HeadsLike,
+    by_layer,
+    derangement,
+    heads_in_sets,
+)
 from tl_geometry.interventions.knockouts import mean_outputs
 from tl_geometry.interventions.output_metrics import (
     OutputMetric,
@@ -85,13 +91,7 @@ class HeadKnockouts(Result):
         """What each row does beyond random sets of as many heads."""
         if self.control is None or self.control_draws is None:
             return None
-        gap, draws = paired_interval((self.effects - self.control).mT), self.control_draws.shape[1]
-        one_more = torch.full_like(gap.value, torch.nan)
-        if draws > 1:
-            quantile = float(t_quantile(torch.tensor(draws - 1.0)))
-            one_more = quantile * self.control_draws.std(1) * (1 + 1 / draws) ** 0.5
-        reach = torch.hypot(gap.value - gap.low, one_more)
-        return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+        return excess_over(self.effects - self.control, self.control_draws)
 
     @property
     def disagrees(self) -> Bool[Tensor, " condition"] | None:
@@ -103,9 +103,9 @@ class HeadKnockouts(Result):
         return (low > larger / 2) | (high < -larger / 2)
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        columns = _with_interval("effect", self.effect)
+        columns = interval_columns("effect", self.effect)
         if self.control is not None and self.excess is not None:
-            columns |= {"control": self.control.mean(1), **_with_interval("excess", self.excess)}
+            columns |= {"control": self.control.mean(1), **interval_columns("excess", self.excess)}
         for name in ATTRIBUTIONS:
             values = getattr(self, name)
             columns |= {} if values is None else {name: values.mean(1)}
@@ -113,7 +113,22 @@ class HeadKnockouts(Result):
         return {name: (values, ("condition",)) for name, values in columns.items()}
 
 
-def _with_interval(name: str, interval: Interval) -> dict[str, Tensor]:
+def excess_over(
+    gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
+) -> Interval:
+    """Mean over prompts of effects less those of controls; its interval is over prompts, and over
+    what one more draw of the controls would give (``draws``: each draw's mean over prompts)."""
+    gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
+    one_more = torch.full_like(gap.value, torch.nan)
+    if count > 1:
+        quantile = float(t_quantile(torch.tensor(count - 1.0)))
+        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
+    reach = torch.hypot(gap.value - gap.low, one_more)
+    return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+
+
+def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
+    """The columns of an interval."""
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
@@ -170,16 +185,17 @@ def head_knockouts(
     rows = token_rows(view, prompts, prepend_bos=prepend_bos)
     several = "at least 2 prompts"
     require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
-    chosen = _sets(view, heads)
+    chosen = head_sets(view, heads)
     measured = output_metric(view, rows, metric, targets, position)
     got = f"the metric {measured.name}"
     has_paths = measured.name == "difference" and measured.ids is not None
     instead = 'metric="difference"'
     what, expected = "attributions", "a difference of two logits"
     require(has_paths or not attributions, what, expected=expected, got=got, instead=instead)
-    means = _means(view, rows, by, reference, prepend_bos)
+    means = reference_means(view, rows, by, reference, prepend_bos)
     draws = (0 if heads is None else CONTROLS) if controls is None else controls
-    drawn = _control_sets(view, list(chosen.values()), draws, seed)
+    every_head = checks.heads(None, view.n_layers, view.n_heads)
+    drawn = control_sets(list(chosen.values()), every_head, draws, seed)
     order = derangement(len(rows), seed)
     runs = _Runs(view, measured, by, means, order, progress)
     fields: dict[str, Any] = {}
@@ -201,7 +217,7 @@ def head_knockouts(
     )
 
 
-def _sets(view: ModelView, heads: Any) -> dict[str, Heads]:
+def head_sets(view: ModelView, heads: Any) -> dict[str, Heads]:
     """The heads of each row by its name."""
     if not isinstance(heads, Mapping):
         each = checks.heads(heads, view.n_layers, view.n_heads)
@@ -213,7 +229,7 @@ def _sets(view: ModelView, heads: Any) -> dict[str, Heads]:
     return {name: list(of) for name, of in chosen.items()}
 
 
-def _means(
+def reference_means(
     view: ModelView, rows: TokenWindows, by: str, reference: Any, prepend_bos: bool | None
 ) -> Float[Tensor, "layer position head d_head"] | None:
     """Mean mixed values of all heads over the reference, at the positions of the prompts."""
@@ -231,15 +247,15 @@ def _means(
     return torch.stack([means[l][:length] for l in range(view.n_layers)])
 
 
-def _control_sets(
-    view: ModelView, chosen: Sequence[Heads], draws: Any, seed: int
+def control_sets(
+    chosen: Sequence[Heads], heads: Heads, draws: Any, seed: int
 ) -> dict[int, list[Heads]]:
-    """Random sets of heads by their size, from the heads that no row has."""
+    """Random sets by their size, from those of ``heads`` that no row has."""
     count = checks.whole(draws)
     if count is None or count < 0:
         fail("controls", expected="a number of random sets", got=repr(draws))
     taken = {head for of in chosen for head in of}
-    others = [h for h in checks.heads(None, view.n_layers, view.n_heads) if h not in taken]
+    others = [head for head in heads if head not in taken]
     generator = torch.Generator().manual_seed(seed)
     sets: dict[int, list[Heads]] = {}
     for size in sorted({len(of) for of in chosen}):
@@ -307,10 +323,8 @@ class _Runs:
 
     def _edit(self, layer: int, sets: Sequence[Heads]) -> StreamEdit:
         """Other mixed values in the rows of the batch whose set has heads of this layer."""
-        chosen = torch.zeros(len(sets), self.view.n_heads, dtype=torch.bool)
-        for row, of in enumerate(sets):
-            chosen[row, [head for at, head in of if at == layer]] = True
-        mask = rearrange(chosen, "c h -> c 1 1 h 1").to(self.view.device)
+        mask = rearrange(heads_in_sets(sets, layer, self.view.n_heads), "c h -> c 1 1 h 1")
+        mask = mask.to(self.view.device)
 
         def change(outputs: Float[Tensor, "batch position head d_head"]) -> Tensor:
             z = rearrange(outputs, "(c b) i h e -> c b i h e", c=len(sets))

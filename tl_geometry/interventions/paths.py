@@ -1,0 +1,447 @@
+"""Through which inputs does a head act? Path patching of the edges from heads (senders) to chosen
+inputs (receivers): queries of heads, keys and values of groups of heads, MLPs, the output.
+:func:`head_knockouts` says what a head does; :func:`head_paths` says which of its readers do it.
+
+A sender's mixed values z become z', as in :func:`remove_heads`, and only the receivers see it. With
+x the running stream at a reader, everything behind a receiver live, norms included,
+
+    frozen    receivers read ``x + write(z') - write(z)``: the direct edges, all else reads x
+    live      receivers read the stream of a run in which the sender is replaced and everything
+              answers; all else reads x
+
+``write`` is what the sender's block adds with these values, through the norm behind attention where
+there is one. Where every reader of a sender is a receiver, both are the knockout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import describe, head_name
+from tl_geometry.base.errors import fail, listed, require
+from tl_geometry.base.intervals import Interval, paired_interval
+from tl_geometry.base.results import Result
+from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.edge_pass import EdgePass, PathStream
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.head_edits import (
+    Heads,
+    HeadsLike,
+    by_layer,
+    derangement,
+    heads_in_sets,
+)
+from tl_geometry.interventions.knockout_table import (
+    CONTROLS,
+    control_sets,
+    excess_over,
+    head_sets,
+    interval_columns,
+    reference_means,
+)
+from tl_geometry.interventions.output_metrics import (
+    OutputMetric,
+    Targets,
+    UserMetric,
+    output_metric,
+)
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.reader import as_view
+
+ReceiversLike = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+"""One receiver, several, or sets of receivers by name."""
+BETWEEN = ("frozen", "live")
+"""What stands between senders and receivers."""
+READ_BYTES = 2**29
+"""The inputs of all readers of a block in one pass, at most."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadPaths(Result):
+    """What edges from heads to some of their readers do to a metric of the output: one row for each
+    sender (a head, or a set of heads) and receiver (an input, or a set of inputs).
+
+    ``effects`` is the metric with the edges patched minus that of the clean run, for each prompt;
+    the table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the
+    mean effect of random sets of as many heads on the same receivers (``control_draws`` each draw's
+    mean over prompts), the excess what the row does beyond them, its interval over prompts and over
+    what one more draw would give. ``heads`` are the heads of each sender, ``inputs`` the readers of
+    each receiver.
+    """
+
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    sets: tuple[tuple[tuple[int, int], ...], ...]
+    inputs: tuple[tuple[str, ...], ...]
+    metric: str
+    by: str
+    between: str
+    clean: Float[Tensor, " context"]
+    effects: Float[Tensor, "sender receiver context"]
+    control: Float[Tensor, "sender receiver context"] | None = None
+    control_draws: Float[Tensor, "sender receiver sample"] | None = None
+    table_axes = ("sender", "receiver")
+
+    @property
+    def effect(self) -> Interval:
+        """Mean effect of each row with its interval, ``[sender receiver]``."""
+        return paired_interval(self.effects.movedim(-1, 0))
+
+    @property
+    def excess(self) -> Interval | None:
+        """What each row does beyond random sets of as many heads."""
+        if self.control is None or self.control_draws is None:
+            return None
+        return excess_over(self.effects - self.control, self.control_draws)
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        columns = interval_columns("effect", self.effect)
+        if self.control is not None and self.excess is not None:
+            columns |= {"control": self.control.mean(-1), **interval_columns("excess", self.excess)}
+        return {name: (values, self.table_axes) for name, values in columns.items()}
+
+
+def head_paths(
+    model: ModelLike,
+    prompts: TokensLike,
+    senders: HeadsLike | Mapping[str, HeadsLike],
+    receivers: ReceiversLike,
+    metric: str | UserMetric = "difference",
+    *,
+    targets: Targets | None = None,
+    position: int | str = -1,
+    between: str = "frozen",
+    receiver_position: int | str | None = None,
+    by: str = "mean",
+    reference: TokensLike | None = None,
+    controls: int | None = None,
+    prepend_bos: bool | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> HeadPaths:
+    """Effect on the output of what heads write, through chosen inputs alone (path patching).
+
+    Args:
+        prompts, metric, targets, position: as in :func:`head_knockouts`.
+        senders: a row for each head (``None``: all before the receivers), or a mapping from names
+            to sets of heads that are replaced together.
+        receivers: a row for each input, ``"L5H1<q>"``, ``"L5H0-2<k>"`` and ``"L5H0-2<v>"`` (heads 0
+            to 2 share them), ``"mlp5"``, ``"output"`` (:class:`~tl_geometry.circuits.EdgeLayout`
+            lists them), or a mapping from names to sets of inputs.
+        between: ``"frozen"``, the edge from sender to receiver alone; ``"live"``, also what the
+            sender does to the receiver through heads and MLPs between them.
+        receiver_position: the only position at which the receivers read it, a number or a name; all
+            by default.
+        by: what stands in place of a sender's mixed values: ``"mean"`` over ``reference`` (by
+            default the prompts themselves) at the same position, ``"zero"``, or ``"prompt"``, those
+            of the same row of ``reference``, counterfactual prompts (by default of another of the
+            prompts).
+        controls: random sets of as many heads beside each sender, drawn from the heads before the
+            receivers that no row has; by default 8, and none where all heads are rows.
+
+    Raises ``GeometryError`` for a sender that does not come before every receiver, for unknown
+    inputs, and as :func:`head_knockouts`; ``UnsupportedModelError`` for encoders and mixtures of
+    experts; ``ReconstructionError`` under hooks that change the model.
+
+    Sources: Wang et al. 2022, arXiv:2211.00593; Goldowsky-Dill et al. 2023, arXiv:2304.05969.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> prompts = tlg.zoo.default_windows(model, 16, n=4)
+    >>> receivers = ["L1H2<q>", "mlp1", "output"]
+    >>> paths = tlg.interventions.head_paths(
+    ...     model, prompts, ["L0H0", "L0H3"], receivers, "loss", controls=0, progress=False
+    ... )
+    >>> paths.effects.shape, paths.columns()[:3]
+    (torch.Size([2, 3, 4]), ('sender', 'receiver', 'effect'))
+    """
+    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(between, BETWEEN, "between")
+    view = as_view(model)
+    require_output(view, "head_paths")
+    layout = EdgeLayout.of(view)
+    rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+    several = "at least 2 prompts"
+    require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
+    columns = _receiver_sets(layout, receivers)
+    before = _heads_before(layout, columns)
+    chosen = head_sets(view, before if senders is None else senders)
+    _require_order(layout, chosen, columns)
+    measured = output_metric(view, rows, metric, targets, position)
+    draws = (0 if senders is None else CONTROLS) if controls is None else controls
+    drawn = control_sets(list(chosen.values()), before, draws, seed)
+    means = others = None
+    if by == "prompt":
+        others = _other_prompts(view, rows, reference, prepend_bos, seed)
+    else:
+        means = reference_means(view, rows, by, reference, prepend_bos)
+    at = None if receiver_position is None else rows.position(receiver_position)
+    receives = _receives(layout, list(columns.values()), rows.tokens.shape[1], at)
+    runs = _PathRuns(
+        EdgePass.of(view, layout, rows.tokens), measured, receives, between, means, others
+    )
+    sets = [*chosen.values(), *(of for draw in drawn.values() for of in draw)]
+    clean, effects = runs.effects(sets, progress)
+    fields: dict[str, Any] = {}
+    if draws:
+        of_draws = effects[len(chosen) :].unflatten(0, (len(drawn), -1))
+        by_size = dict(zip(drawn, of_draws, strict=True))
+        of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])
+        fields = {
+            "control": of_rows.mean(1),
+            "control_draws": rearrange(of_rows.mean(-1), "s n r -> s r n"),
+        }
+    sources = ("wang2022", "goldowskydill2023")
+    return HeadPaths(
+        provenance=view.provenance(rows, sources=sources, seed=seed),
+        senders=tuple(chosen),
+        receivers=tuple(columns),
+        sets=tuple(tuple(of) for of in chosen.values()),
+        inputs=tuple(tuple(layout.readers[i] for i in of) for of in columns.values()),
+        metric=measured.name,
+        by=by,
+        between=between,
+        clean=clean,
+        effects=effects[: len(chosen)],
+        **fields,
+    )
+
+
+def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, ...]]:
+    """Numbers of the readers of each receiver by its name."""
+    number = {name: at for at, name in enumerate(layout.readers)}
+
+    def numbers(names: Any) -> tuple[int, ...]:
+        given = [names] if isinstance(names, str) else names
+        try:
+            given = list(dict.fromkeys(given))
+        except TypeError:
+            fail("receivers", expected="names of inputs", got=describe(names))
+        require(len(given) > 0, "receivers", expected="at least one input", got="none")
+        unknown = [name for name in given if name not in number]
+        if unknown:
+            # of a head without its group the names of its block say which group it is in
+            block = str(unknown[0]).split("H")[0] + "H"
+            near = [name for name in number if name.startswith(block)] or list(number)
+            expected = f"inputs of this model: {listed(near, unknown[0])}"
+            fail("receivers", expected=expected, got=unknown[:3])
+        return tuple(number[name] for name in given)
+
+    if isinstance(receivers, Mapping):
+        require(len(receivers) > 0, "receivers", expected="at least one set of inputs", got="none")
+        return {str(name): numbers(of) for name, of in receivers.items()}
+    return {layout.readers[i]: (i,) for i in numbers(receivers)}
+
+
+def _heads_before(layout: EdgeLayout, columns: Mapping[str, tuple[int, ...]]) -> Heads:
+    """All heads that write before every receiver reads."""
+    seen = min(layout.seen[i] for of in columns.values() for i in of)
+    before = (layout.head_writers < seen).nonzero()[:, 0].tolist()
+    expected, got = "inputs that read some head", "one that comes before all heads"
+    require(len(before) > 0, "receivers", expected=expected, got=got)
+    return [divmod(head, layout.n_heads) for head in before]
+
+
+def _require_order(
+    layout: EdgeLayout, chosen: Mapping[str, Heads], columns: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse a sender that a receiver does not read."""
+    writers = layout.head_writers.view(layout.n_layers, layout.n_heads)
+    for layer, head in (head for of in chosen.values() for head in of):
+        for reader in (reader for of in columns.values() for reader in of):
+            require(
+                int(writers[layer, head]) < layout.seen[reader],
+                f"the path from {head_name((layer, head))} to {layout.readers[reader]}",
+                expected="a receiver that reads behind the sender",
+                got="one that reads before it",
+                instead="receivers of later blocks",
+            )
+
+
+def _receives(
+    layout: EdgeLayout, columns: Sequence[tuple[int, ...]], length: int, at: int | None
+) -> Bool[Tensor, "receiver position row"]:
+    """Which readers read what is replaced for each receiver, and where."""
+    receives = torch.zeros(len(columns), length, len(layout.readers), dtype=torch.bool)
+    for column, readers in enumerate(columns):
+        receives[column, slice(None) if at is None else slice(at, at + 1), list(readers)] = True
+    return receives
+
+
+def _other_prompts(
+    view: ModelView, rows: TokenWindows, reference: Any, prepend_bos: bool | None, seed: int
+) -> Int[Tensor, "batch position"]:
+    """The prompt whose mixed values each prompt gets."""
+    if reference is None:
+        return rows.tokens[derangement(len(rows), seed)]
+    others = token_rows(view, reference, prepend_bos=prepend_bos).tokens
+    shape = tuple(rows.tokens.shape)
+    expected = f"counterfactual prompts {shape}, one for each prompt"
+    require(tuple(others.shape) == shape, "reference", expected=expected, got=tuple(others.shape))
+    return others
+
+
+class _Clean(NamedTuple):
+    """Some prompts in the clean run: the input of every block, the mixed values of its heads, and
+    those that replace them."""
+
+    rows: slice
+    h: list[Float[Tensor, "batch position d_model"]]
+    z: list[Float[Tensor, "batch position head d_head"]]
+    new: list[Float[Tensor, "batch position head d_head"]]
+
+
+@dataclass(frozen=True, eq=False)
+class _PathRuns:
+    """Runs patched paths, several in one pass, and measures them. Mixed values come from ``means``,
+    from the prompts ``others``, or are zero."""
+
+    edges: EdgePass
+    metric: OutputMetric
+    receives: Bool[Tensor, "receiver position row"]
+    between: str
+    means: Float[Tensor, "layer position head d_head"] | None
+    others: Int[Tensor, "batch position"] | None
+
+    @property
+    def positions(self) -> slice:
+        """Where logits are needed."""
+        at = self.metric.position
+        return slice(None) if at is None else slice(at, at + 1)
+
+    def rows_at_once(self) -> int:
+        """Rows of one pass."""
+        view, layout, length = self.edges.view, self.edges.layout, self.metric.tokens.shape[1]
+        fit = output_batch(view, length, all_positions=self.metric.position is None)
+        inputs = layout.n_heads + 2 * max(layout.key_heads)
+        wide = max(4, torch.finfo(view.dtype).bits // 8)
+        fit = min(fit, READ_BYTES // (inputs * length * layout.d_model * wide))
+        return max(1, fit // 2 if self.between == "live" else fit)  # live: two streams a row
+
+    @torch.no_grad()
+    def effects(
+        self, sets: Sequence[Heads], progress: bool
+    ) -> tuple[Float[Tensor, " context"], Float[Tensor, "sender receiver context"]]:
+        """The metric of the clean run, and how far each set of senders moves it through each
+        receiver."""
+        count, at_once = len(self.metric.tokens), self.rows_at_once()
+        # a user's function sees all prompts
+        size = count if self.metric.own is not None else min(count, at_once)
+        parts = [slice(at, at + size) for at in range(0, count, size)]
+        # senders of neighbouring layers share a pass, which begins at the first of them
+        order = torch.tensor(sorted(range(len(sets)), key=lambda i: min(sets[i])))
+        chunks = order.split(max(1, at_once // size))
+        clean = torch.zeros(count, dtype=torch.float64)
+        values = torch.zeros(len(sets), len(self.receives), count, dtype=torch.float64)
+        total, name = len(parts) * len(chunks) * len(self.receives), self.edges.view.name
+        with tqdm(total=total, disable=not progress, desc=name, unit="pass") as bar:
+            for rows in parts:
+                clean[rows] = self._clean_metric(rows).cpu()
+                run = self._clean_run(rows)
+                for column, chosen in self._cells(chunks):
+                    some = [sets[i] for i in chosen.tolist()]
+                    values[chosen, column, rows] = self._patched(run, some, column).cpu()
+                    bar.update(1)
+        return clean, values - clean
+
+    def _cells(self, chunks: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return ((column, chunk) for column in range(len(self.receives)) for chunk in chunks)
+
+    def _clean_metric(self, rows: slice) -> Float[Tensor, " batch"]:
+        """The metric of the ordinary pass, which is compared with the model's own."""
+        tokens = self.metric.tokens[rows]
+        first = self.edges.first(tokens)
+        stream = PathStream(first, torch.zeros_like(self.receives[0]), torch.zeros_like(first))
+        logits, last = self.edges.run(stream, self.positions), stream.total[:, self.positions]
+        self.edges.require_own(tokens, self.positions, last, logits)
+        return self.metric.of(logits, rows)
+
+    def _clean_run(self, rows: slice) -> _Clean:
+        h, z = self._inputs(self.metric.tokens[rows])
+        if self.others is not None:
+            return _Clean(rows, h, z, self._inputs(self.others[rows])[1])
+        means = [torch.zeros_like(z[0][0])] * len(z) if self.means is None else list(self.means)
+        new = [mean.to(z[0]).expand_as(z[0]) for mean in means]
+        return _Clean(rows, h, z, new)
+
+    def _inputs(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The input of every block and the mixed values of its heads."""
+        h: list[Tensor] = []
+        z: list[Tensor] = []
+        view = self.edges.view
+
+        def keep(layer: LayerView) -> None:
+            if layer.z is None:
+                fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
+            h.append(layer.h)
+            z.append(layer.z)
+
+        view.run_layers(tokens, range(view.n_layers), keep, verify=False)
+        return h, z
+
+    def _patched(
+        self, run: _Clean, sets: Sequence[Heads], column: int
+    ) -> Float[Tensor, "sender batch"]:
+        """The metric with each set of senders replaced for one receiver."""
+        receives, layers = self.receives[column], by_layer([head for of in sets for head in of])
+        if self.between == "frozen":
+            # all is clean up to the first receiver; the last block runs even for the output alone
+            start = min(self._first_block(receives), len(run.h) - 1)
+            first, outputs = run.h[start].repeat(len(sets), 1, 1), {}
+            change = self._change(run, sets, list(layers))
+        else:
+            start, change = min(layers), None
+            first = run.h[start].repeat(2 * len(sets), 1, 1)
+            outputs = {layer: partial(self._first_half, run, sets, layer) for layer in layers}
+        stream = PathStream(first, receives, change)
+        logits = self.edges.run(stream, self.positions, start=start, outputs=outputs)
+        each = rearrange(logits, "(n c b) i v -> n c b i v", c=len(sets), b=len(run.h[0]))[-1]
+        return torch.stack([self.metric.of(of_set, run.rows) for of_set in each])
+
+    def _first_block(self, receives: Bool[Tensor, "position row"]) -> int:
+        """The block of the first receiver."""
+        first = int(receives.any(0).nonzero()[0])
+        ends = [readers.mlp.stop for readers in self.edges.layout.layer_readers()]
+        return sum(first >= end for end in ends)
+
+    def _replaced(
+        self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor
+    ) -> Float[Tensor, "row position head d_head"]:
+        """Mixed values of a layer, ``(set prompt)`` by row, with the heads of each set replaced."""
+        mask = heads_in_sets(sets, layer, z.shape[2]).to(z.device)
+        each = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
+        mask = rearrange(mask, "c h -> c 1 1 h 1")
+        return torch.where(mask, run.new[layer], each).flatten(0, 1)
+
+    def _first_half(
+        self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor
+    ) -> Float[Tensor, "row position head d_head"]:
+        """The same for the first half of the rows, in which senders are replaced."""
+        replaced, own = z.chunk(2)
+        return torch.cat([self._replaced(run, sets, layer, replaced), own])
+
+    def _change(
+        self, run: _Clean, sets: Sequence[Heads], layers: Sequence[int]
+    ) -> Float[Tensor, "row position d_model"]:
+        """What replacing each set adds to the stream."""
+        change = torch.zeros_like(run.h[0].repeat(len(sets), 1, 1))
+        for layer in layers:
+            block, z = self.edges.blocks[layer], run.z[layer]
+            rows = repeat(z, "b i h e -> (c b) i h e", c=len(sets))
+            new = block.written(self._replaced(run, sets, layer, rows)).sum(0)
+            change = change + new - block.written(z).sum(0).repeat(len(sets), 1, 1)
+        return change
