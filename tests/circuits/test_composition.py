@@ -12,8 +12,8 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_edges import SIDES, Composition, composition
-from tl_geometry.circuits.writer_sweep import Reader
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -137,7 +137,7 @@ def test_chosen_queries_are_rows_of_the_split(
     architecture: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pairs of heads and token by token, against scores as matrices."""
-    monkeypatch.setattr(Reader, "_few_tokens", lambda *_: not side_by_side)
+    monkeypatch.setattr(Reader, "few_tokens", lambda *_: not side_by_side)
     model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
     table = found(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
     assert table.queries == (5, 9, 13)

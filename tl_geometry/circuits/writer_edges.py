@@ -29,7 +29,8 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled, stream_writers
+from tl_geometry.circuits.head_readers import Reader, numerators
+from tl_geometry.circuits.writer_sweep import WEIGHTS, pulled, stream_writers
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
@@ -277,24 +278,24 @@ class _Edges:
         cotangents = pulled(layer, drop, self.heads, queries)
         value, energy = _value_weight(layer, self.view, drop, self.heads, queries)
         several = len(layer.h) > 1
-        turns = [None, *(turn.to(layer.h) for turn in self.turns)]
-        readers = []
-        for at, (which, weight) in enumerate(
-            (("q", cotangents.query), ("k", cotangents.key), ("v", value))
-        ):
-            positions = queries if which == "q" else None
-            reader = Reader.of(layer, which, weight, self.heads, positions)
-            readers.append(reader)
-            samples = reader.numerators(written, self.grain, turns=turns).cpu()
+        sides = (("q", cotangents.query), ("k", cotangents.key), ("v", value))
+        readers = [
+            Reader.of(layer, which, weight, self.heads, queries if which == "q" else None)
+            for which, weight in sides
+        ]
+        turns = [turn.to(layer.h) for turn in self.turns]
+        found = numerators(readers, written, self.grain, turns=turns, others=several)
+        for at, (reader, samples) in enumerate(zip(readers, found, strict=True)):
+            samples = samples.cpu()
+            on_values = SIDES[at] == "value"
             n = slice(samples.shape[1])  # the value side has no gain
-            constant = reader.constant.cpu().unsqueeze(-1) * (which != "v")
+            constant = reader.constant.cpu().unsqueeze(-1) * (not on_values)
             self.own[n, at] += torch.cat([constant, samples[0]], -1)
-            self.random[:, n, at, :, 1:] += samples[1:]
-            total = energy.unsqueeze(0) if which == "v" else cotangents.total
+            self.random[:, n, at, :, 1:] += samples[1 : 1 + len(turns)]
+            total = energy.unsqueeze(0) if on_values else cotangents.total
             self.total[n, at] += total.cpu()
             if several:
-                other = reader.numerators(written, self.grain, shift=1)[0].cpu()
-                self.other[n, at, :, 1:] += other
+                self.other[n, at, :, 1:] += samples[-1]
                 self.other_total[n, at] += total.cpu()
         self.pairs += several
         if several:
