@@ -189,11 +189,13 @@ def _by_token(
             if not rows:
                 continue
             pulled = rearrange(reader.pulled[:, :, rows], "n b i h e -> h (n b i) e")
-            back = rearrange(
-                pulled @ matrix, "t h (n b i) d -> t h n b (i d)", b=batch, i=len(rows)
+            back = pulled.new_empty(
+                samples, len(pulled), len(reader.pulled), batch, len(rows) * d_model
             )
+            turned = len(matrix)
+            torch.matmul(pulled, matrix, out=back[:turned].view(turned, *pulled.shape[:2], d_model))
             if others:  # the cotangents of the context behind meet what was written in this one
-                back = torch.cat([back, back[:1].roll(-1, 3)])
+                back[-1] = back[0].roll(-1, 2)
             products = writes[:, :, here].flatten(1) @ back.flatten(3).flatten(0, 2).mT
             total += products.view(total.shape).double()
     return [rearrange(total, "part t h n -> t n h part") for total in totals]

@@ -388,6 +388,12 @@ def _composed(
     W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].to(q), layer.norm.norm_type)
     gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
     gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
+    # heads that share keys and values share these products
+    share = view.n_heads // view._layers.key_heads(layer.layer)
+    groups = torch.tensor([head // share for head in heads]).unique(return_inverse=True)[1].tolist()
+    own = list(range(len(heads)))
+    sides = ((q, gram["k"], own), (k, gram["q"], groups), (v, gram["o"], groups))
+    reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
     names = [w.name for w in written.names()]
     for writers in written.heads:
         norm = view.attention_norm(writers.layer)
@@ -396,11 +402,12 @@ def _composed(
         W = remove_mean(writers.W.to(q), layer.norm.norm_type)
         size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
         first = names.index(f"L{writers.layer}H0") + 1
-        for s, (side, other) in enumerate(((q, gram["k"]), (k, gram["q"]), (v, gram["o"]))):
-            pair = einsum(W, side, "w f d, d h e -> w f h e")
-            both = einsum(inner, pair, other, pair, "w f g, w f h e, h e i, w g h i -> h w")
-            reads = einsum(side, other, side, "d h e, h e f, d h f -> h").sqrt()
-            norms = reads[:, None] * size[None]
+        for s, (side, other, group) in enumerate(sides):
+            firsts = [group.index(g) for g in range(max(group) + 1)]
+            pair = einsum(W, side[:, firsts], "w f d, d r e -> w r f e")
+            product = pair.mT @ inner.unsqueeze(1) @ pair
+            both = einsum(product[:, group], other, "w h e i, h e i -> h w")
+            norms = reads[s][:, None] * size[None]
             score = both.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
             out[:, s, first : first + len(W)] = score.cpu()
     return out
