@@ -116,7 +116,7 @@ def test_edges_and_rows() -> None:
     table = found(tlg.zoo.embedded(), heads=["L1H0", "L2H1"])
     edges = table.edges(n=5)
     assert [abs(e[3]) for e in edges] == sorted((abs(e[3]) for e in edges), reverse=True)
-    assert all(writer[:1] == "L" for writer, *_ in table.edges(side="key", heads_only=True))
+    assert all(writer[:1] == "L" for writer, *_ in table.edges(side="key", writers="heads"))
     assert not any(row[0] == 1 and row[3] == "L1H0" for row in table.rows())
     assert any(row[0] == 2 and row[3] == "L1H0" for row in table.rows())
     blocks = found(tlg.zoo.embedded(), heads="L2H1", parts="blocks")

@@ -43,6 +43,8 @@ from tl_geometry.scores.families import BIAS
 
 SIDES = ("query", "key", "value")
 """What a head does with what it reads."""
+WRITERS = ("all", "heads")
+"""Which writers edges start from."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,9 +109,11 @@ class Composition(Result):
         return table
 
     def edges(
-        self, *, side: str | None = None, share: str = "cs", heads_only: bool = False, n: int = 20
+        self, *, side: str | None = None, share: str = "cs", writers: str = "all", n: int = 20
     ) -> list[tuple[str, str, str, float]]:
-        """The ``n`` strongest edges (writer, reader, side, share) by absolute share."""
+        """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
+        ``writers="heads"`` leaves embeddings, MLPs and constants out."""
+        heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
         values = getattr(self, checks.choice(share, WEIGHTS, "share"))
         sides = SIDES if side is None else (checks.choice(side, SIDES, "side"),)
         strongest = [
@@ -122,25 +126,30 @@ class Composition(Result):
         strongest = [edge for edge in strongest if not math.isnan(edge[3])]
         return sorted(strongest, key=lambda edge: -abs(edge[3]))[:n]
 
-    def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
-        """The ``n`` strongest edges as a node-link graph in JSON: nodes with id, layer and head,
-        edges with source, target, side and weight. ``networkx.node_link_graph`` reads it."""
-        edges = self.edges(share=share, n=n)
-        place = dict(zip(self.parts, zip(self.wrote, self.writer_heads, strict=True), strict=True))
-        place |= {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
-        used = dict.fromkeys(name for edge in edges for name in edge[:2])
-        return {
-            "directed": True,
-            "multigraph": True,
-            "graph": {"model": self.provenance.model, "share": share},
-            "nodes": [
-                {"id": name, "layer": place[name][0], "head": place[name][1]} for name in used
-            ],
-            "edges": [
-                {"source": writer, "target": reader, "side": side, "weight": value}
-                for writer, reader, side, value in edges
-            ],
-        }
+    def place(self, name: str) -> tuple[int, int]:
+        """Block and head of a writer or reader, -1 for none."""
+        readers = {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        if name in readers:
+            return readers[name]
+        part = self.parts.index(checks.choice(name, self.parts, "name"))
+        return self.wrote[part], self.writer_heads[part]
+
+    def to_json(
+        self, layout: str = "neuronpedia", *, share: str = "cs", writers: str = "all", n: int = 100
+    ) -> dict[str, Any]:
+        """The ``n`` strongest edges in the JSON that Neuronpedia's and circuit-tracer's pages read;
+        see :mod:`tl_geometry.circuits.composition_files`."""
+        from tl_geometry.circuits.composition_files import neuronpedia
+
+        checks.choice(layout, ("neuronpedia",), "layout")
+        return neuronpedia(self, share=share, writers=writers, n=n)
+
+    def to_networkx(self, *, share: str = "cs", writers: str = "all", n: int = 100) -> Any:
+        """The ``n`` strongest edges as a ``networkx.MultiDiGraph``, which
+        ``networkx.write_graphml`` writes as GraphML."""
+        from tl_geometry.circuits.composition_files import networkx_graph
+
+        return networkx_graph(self, share=share, writers=writers, n=n)
 
 
 def composition(
