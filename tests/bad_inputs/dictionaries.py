@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import networkx
 import torch
 
 import tl_geometry as tlg
@@ -49,7 +48,7 @@ def without_threshold(world: World, **options: Any) -> Any:
 
 def graph(world: World) -> Any:
     found = tlg.composition(world.model, world.windows[:4], heads="L1H0", progress=False)
-    return networkx.node_link_graph(found.graph(n=3))
+    return found.to_networkx(n=3)
 
 
 NAN = float("nan")

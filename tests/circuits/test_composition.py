@@ -12,8 +12,8 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_edges import SIDES, Composition, composition
-from tl_geometry.circuits.writer_sweep import Reader
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -116,7 +116,7 @@ def test_edges_and_rows() -> None:
     table = found(tlg.zoo.embedded(), heads=["L1H0", "L2H1"])
     edges = table.edges(n=5)
     assert [abs(e[3]) for e in edges] == sorted((abs(e[3]) for e in edges), reverse=True)
-    assert all(writer[:1] == "L" for writer, *_ in table.edges(side="key", heads_only=True))
+    assert all(writer[:1] == "L" for writer, *_ in table.edges(side="key", writers="heads"))
     assert not any(row[0] == 1 and row[3] == "L1H0" for row in table.rows())
     assert any(row[0] == 2 and row[3] == "L1H0" for row in table.rows())
     blocks = found(tlg.zoo.embedded(), heads="L2H1", parts="blocks")
@@ -137,7 +137,7 @@ def test_chosen_queries_are_rows_of_the_split(
     architecture: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By pairs of heads and token by token, against scores as matrices."""
-    monkeypatch.setattr(Reader, "_few_tokens", lambda *_: not side_by_side)
+    monkeypatch.setattr(Reader, "few_tokens", lambda *_: not side_by_side)
     model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
     table = found(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
     assert table.queries == (5, 9, 13)

@@ -4,9 +4,6 @@ text."""
 from __future__ import annotations
 
 import dataclasses
-import json
-
-import networkx
 
 import tl_geometry as tlg
 from tl_geometry.render.writers import composition_figure, logit_figure
@@ -21,10 +18,7 @@ def test_the_composition_and_its_graph() -> None:
     edges = found.edges(n=12)
     assert texts == {name for edge in edges for name in edge[:2]}
     assert "12 strongest" in view.caption
-    graph = json.loads(json.dumps(found.graph(n=12)))
-    assert {node["id"] for node in graph["nodes"]} == texts
-    read = networkx.node_link_graph(graph)
-    assert {(a, b, at["side"], at["weight"]) for a, b, at in read.edges(data=True)} == set(edges)
+    assert set(found.to_networkx(n=12)) == texts
 
 
 def test_a_logit_shows_its_sources_and_why() -> None:

@@ -26,12 +26,14 @@ from torch import Tensor
 from tl_geometry.base.errors import ReconstructionError, fail
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
 from tl_geometry.models.attention_spec import AttentionSpec, scores_of
+from tl_geometry.models.forward import keep
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import OutputEdit
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.precision import in_single
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.scores.values import trained_head
@@ -206,15 +208,22 @@ class EdgePass:
     @classmethod
     def of(cls, view: ModelView, layout: EdgeLayout, tokens: Tensor) -> EdgePass:
         """Read the model once, over the first of the prompts ``tokens [batch position]``; its
-        attention is verified there."""
-        layers: list[LayerView] = []
-        roundoffs: list[float] = []
+        attention is verified there. A half-precision model is read, here and in :meth:`verified`,
+        as it runs with its weights in float32: this pass computes in float32, and the rounding of
+        bfloat16 would hide faults of some percent."""
 
-        def on_layer(layer: LayerView) -> None:
-            roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
-            layers.append(replace(layer, pattern=None, scores=None, z=None))
+        def read() -> tuple[list[LayerView], list[float]]:
+            layers: list[LayerView] = []
+            roundoffs: list[float] = []
 
-        view.run_layers(tokens[:1], range(view.n_layers), on_layer)
+            def on_layer(layer: LayerView) -> None:
+                roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
+                layers.append(replace(layer, pattern=None, scores=None, z=None))
+
+            view.run_layers(tokens[:1], range(view.n_layers), on_layer)
+            return layers, roundoffs
+
+        (layers, roundoffs), _ = in_single(view._model, read)
         writing = writing_of(view).blocks
         blocks = (
             LiveBlock(
@@ -227,11 +236,6 @@ class EdgePass:
         )
         head = trained_head(view, instead="a language model whose logits are such a readout")
         return cls(view, layout, tuple(blocks), head, max(roundoffs))
-
-    def first(self, tokens: Tensor) -> Float[Tensor, "batch position d_model"]:
-        """The first state of prompts: what the embedding writes."""
-        hook = self.view.state_hooks[0]
-        return self.view.activations(tokens, [hook], stop_at=0)[hook].to(self.blocks[0].view.h)
 
     def run(
         self,
@@ -255,26 +259,34 @@ class EdgePass:
     ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
         """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
         model's own (:meth:`require_own`)."""
-        stream = SharedStream(self.first(tokens))
+        first, model_logits = self.own(tokens, positions)
+        stream = SharedStream(first)
         logits = self.run(stream, positions)
-        self.require_own(tokens, positions, stream.total[:, positions], logits)
+        self.require_own(model_logits, stream.total[:, positions], logits)
         return stream, logits
+
+    def own(self, tokens: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
+        """The model's own first state ``[batch position d_model]``, which its embedding writes, and
+        its logits ``[batch position d_vocab]`` at some positions."""
+        seen: dict[str, Tensor] = {}
+        hook = self.view.state_hooks[0]
+        hooks = {hook: keep(seen, hook)}
+        logits, _ = in_single(self.view._model, lambda: self.view.logits(tokens, hooks))
+        return seen[hook].to(self.blocks[0].view.h), logits[:, positions]
 
     def require_own(
         self,
-        tokens: Tensor,
-        positions: slice,
+        model_logits: Float[Tensor, "batch position d_vocab"],
         last: Float[Tensor, "batch position d_model"],
         logits: Float[Tensor, "batch position d_vocab"],
     ) -> None:
         """Compare the logits of an ordinary pass, which reads them from the states ``last`` at some
-        positions, with the model's own: every block may add the rounding of
+        positions, with the model's own there: every block may add the rounding of
         :func:`reconstruction_bound`, relative to the sums of absolute values behind the logits.
 
         Raises ``ReconstructionError`` where they differ, as under hooks that change the model.
         """
-        model_logits = self.view.logits(tokens)[:, positions].to(logits)
-        normed = self.head.norm.apply(last)
+        model_logits, normed = model_logits.to(logits), self.head.norm.apply(last)
         size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
         size += float(self.head.b_U.abs().max())
         bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)

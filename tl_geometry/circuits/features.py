@@ -26,7 +26,8 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
-from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled
+from tl_geometry.circuits.head_readers import Reader
+from tl_geometry.circuits.writer_sweep import WEIGHTS, pulled
 from tl_geometry.corpus.sources import TokenSource, token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView

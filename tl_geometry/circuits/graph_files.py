@@ -1,5 +1,6 @@
 """A logit's graph in the formats of other tools: the JSON that Neuronpedia and circuit-tracer's
-pages draw, ``networkx``, and the edge list of MIB.
+pages draw, and ``networkx``. The records of these formats are made here for composition too
+(:mod:`tl_geometry.circuits.composition_files`).
 
 In Neuronpedia's JSON every node has an integer ``feature``; two nodes with the same feature in one
 layer and position hide each other, so each head, MLP and rest gets a number of its own by Cantor's
@@ -11,13 +12,17 @@ links into every node sum to its value in the file too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
 
+REST_TYPE = "mlp reconstruction error"
+"""What the front ends call a part that a graph leaves out."""
 SHOWN_CONTRIBUTORS = 10
 """Writers of query and key that a head's node lists in the file."""
 
@@ -47,13 +52,10 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
     this one carry.
     """
     ids = [node_id(graph, i) for i in range(len(graph.names))]
-    size = graph.values.abs()
-    order = size.argsort(descending=True, stable=True)
-    influence = torch.empty_like(size)
-    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)
-    nodes = [_node(graph, i, ids, float(influence[i])) for i in range(len(graph.names))]
+    influence = influences(graph.values).tolist()
+    nodes = [_node(graph, i, ids, influence[i]) for i in range(len(graph.names))]
     links = [
-        _link(ids[source], ids[target], weight)
+        link_record(ids[source], ids[target], weight)
         for source, target, weight, edge_type in zip(
             graph.sources.tolist(),
             graph.targets.tolist(),
@@ -66,46 +68,126 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
     for i, rest in enumerate(graph.rest[:, 0].tolist()):
         if rest:
             nodes.append(_rest_node(graph, i, rest))
-            links.append(_link(nodes[-1]["node_id"], ids[i], rest))
+            links.append(link_record(nodes[-1]["node_id"], ids[i], rest))
+    tokens = list(graph.str_tokens) or [f"<{i}>" for i in graph.token_ids]
+    settings = {
+        "mlp": graph.mlp,
+        "position": graph.position,
+        "value": graph.value,
+        "log_probability": graph.log_probability,
+    }
+    about = metadata(
+        graph.provenance.model,
+        tokens,
+        "".join(tokens),
+        {"target": list(graph.target_tokens)},
+        settings,
+        {"node_threshold": graph.keep, "edge_threshold": graph.keep},
+    )
+    return file_record(about, nodes, links, pinned=ids[:1])
+
+
+def influences(values: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
+    """The share of all absolute values that the nodes down to each one carry, the largest first."""
+    size = values.abs()
+    order = size.argsort(descending=True, stable=True)
+    influence = torch.empty_like(size)
+    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)
+    return influence
+
+
+def file_record(
+    about: dict[str, Any],
+    nodes: list[dict[str, Any]],
+    links: list[dict[str, Any]],
+    pinned: list[str],
+) -> dict[str, Any]:
+    """A graph as Neuronpedia's JSON."""
+    opened = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
     return {
-        "metadata": metadata(graph),
-        "qParams": {
-            "pinnedIds": [ids[0]],
-            "supernodes": [],
-            "linkType": "both",
-            "clickedId": "",
-            "sg_pos": "",
-        },
+        "metadata": about,
+        "qParams": {"pinnedIds": pinned, **opened},
         "nodes": nodes,
         "links": links,
     }
 
 
-def metadata(graph: LogitGraph) -> dict[str, Any]:
-    """What the graph is of; one entry of ``graph-metadata.json``."""
-    tokens = list(graph.str_tokens) or [f"<{i}>" for i in graph.token_ids]
-    about = graph.provenance
+def metadata(
+    model: str | None,
+    tokens: list[str],
+    prompt: str,
+    generator: dict[str, Any],
+    settings: dict[str, Any],
+    pruning: dict[str, Any],
+) -> dict[str, Any]:
+    """What a graph is of; one entry of ``graph-metadata.json``. ``tokens`` head the columns."""
     return {
-        "slug": slug("".join(tokens)),
-        "scan": slug(about.model or "model"),
+        "slug": slug(prompt),
+        "scan": slug(model or "model"),
         "transcoder_list": [],
         "prompt_tokens": tokens,
-        "prompt": "".join(tokens),
-        "node_threshold": graph.keep,
+        "prompt": prompt,
+        "node_threshold": pruning["node_threshold"],
         "schema_version": 1,
         "info": {
             "creator_name": "tl_geometry",
             "source_urls": [],
-            "generator": {"name": "tl_geometry", "target": list(graph.target_tokens)},
+            "generator": {"name": "tl_geometry", **generator},
         },
-        "generation_settings": {
-            "mlp": graph.mlp,
-            "position": graph.position,
-            "value": graph.value,
-            "log_probability": graph.log_probability,
-        },
-        "pruning_settings": {"node_threshold": graph.keep, "edge_threshold": graph.keep},
+        "generation_settings": settings,
+        "pruning_settings": pruning,
     }
+
+
+def node_record(
+    node_id: str,
+    feature: int,
+    layer: str,
+    position: int,
+    node_type: str,
+    text: str,
+    activation: float,
+    influence: float = 1.0,
+    **more: Any,
+) -> dict[str, Any]:
+    """A node: ``feature`` is a number that no other node of its layer and position has."""
+    return {
+        "node_id": node_id,
+        "feature": feature,
+        "layer": layer,
+        "ctx_idx": position,
+        "feature_type": node_type,
+        "token_prob": 0.0,
+        "is_target_logit": False,
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": node_id,
+        "clerp": text,
+        "influence": influence,
+        "activation": activation,
+        **more,
+    }
+
+
+def link_record(source: str, target: str, weight: float) -> dict[str, Any]:
+    """An edge."""
+    return {"source": source, "target": target, "weight": weight, "signed": True}
+
+
+def multigraph(
+    nodes: Iterable[tuple[Hashable, dict[str, Any]]],
+    edges: Iterable[tuple[Hashable, Hashable, str, float]],
+    **about: Any,
+) -> Any:
+    """A ``networkx.MultiDiGraph`` of nodes with attributes and edges (source, target, type,
+    weight)."""
+    import networkx
+
+    out = networkx.MultiDiGraph(**about)
+    out.add_nodes_from(nodes)
+    for source, target, edge_type, weight in edges:
+        out.add_edge(source, target, edge_type=edge_type, weight=weight)
+    return out
 
 
 def node_id(graph: LogitGraph, node: int) -> str:
@@ -149,22 +231,19 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
     shown = graph.label(node)
     if logit:  # the front end reads the probability out of this text
         shown = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
-    record: dict[str, Any] = {
-        "node_id": ids[node],
-        "feature": graph.target[0] if logit else _feature(graph, node),
-        "layer": str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
-        "ctx_idx": position,
-        "feature_type": node_type,
-        "token_prob": graph.probability if logit else 0.0,
-        "is_target_logit": logit,
-        "run_idx": 0,
-        "reverse_ctx_idx": 0,
-        "jsNodeId": ids[node],
-        "clerp": shown,
-        "influence": influence,
-        "activation": float(graph.values[node]),
-        "moved": float(graph.moved[node]),
-    }
+    record = node_record(
+        ids[node],
+        graph.target[0] if logit else _feature(graph, node),
+        str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
+        position,
+        node_type,
+        shown,
+        float(graph.values[node]),
+        influence,
+        moved=float(graph.moved[node]),
+    )
+    if logit:
+        record |= {"token_prob": graph.probability, "is_target_logit": True}
     if head >= 0:
         record["qk_tracing_results"] = {
             "pair_wise_contributors": [],
@@ -185,51 +264,37 @@ def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
     at = _last_layer(graph) - 1 if layer < 0 else layer
     position = max(0, int(graph.positions[node]))
     name = f"{at}_rest-{graph.names[node]}_{position}"
-    return {
-        "node_id": name,
-        "feature": _feature(graph, node, rest=True),
-        "layer": str(at),
-        "ctx_idx": position,
-        "feature_type": "mlp reconstruction error",
-        "token_prob": 0.0,
-        "is_target_logit": False,
-        "run_idx": 0,
-        "reverse_ctx_idx": 0,
-        "jsNodeId": name,
-        "clerp": f"rest of {graph.label(node)}",
-        "influence": 1.0,
-        "activation": rest,
-    }
-
-
-def _link(source: str, target: str, weight: float) -> dict[str, Any]:
-    return {"source": source, "target": target, "weight": weight, "signed": True}
+    feature, text = _feature(graph, node, rest=True), f"rest of {graph.label(node)}"
+    return node_record(name, feature, str(at), position, REST_TYPE, text, rest)
 
 
 def networkx_graph(graph: LogitGraph) -> Any:
     """The graph as a ``networkx.MultiDiGraph``; edges have ``edge_type`` and ``weight``, nodes
     their numbers. ``networkx.write_graphml`` takes it."""
-    import networkx
-
-    out = networkx.MultiDiGraph(value=graph.value, model=graph.provenance.model or "")
-    for i, name in enumerate(graph.names):
-        out.add_node(
+    nodes = (
+        (
             i,
-            label=graph.label(i),
-            writer=name,
-            layer=int(graph.layers[i]),
-            head=int(graph.heads_of[i]),
-            position=int(graph.positions[i]),
-            value=float(graph.values[i]),
-            moved=float(graph.moved[i]),
-            rest=float(graph.rest[i, 0]),
+            {
+                "label": graph.label(i),
+                "writer": name,
+                "layer": int(graph.layers[i]),
+                "head": int(graph.heads_of[i]),
+                "position": int(graph.positions[i]),
+                "value": float(graph.values[i]),
+                "moved": float(graph.moved[i]),
+                "rest": float(graph.rest[i, 0]),
+            },
         )
-    for edge, (source, target) in enumerate(
-        zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
-    ):
-        edge_type = EDGE_TYPES[int(graph.edge_types[edge])]
-        out.add_edge(source, target, edge_type=edge_type, weight=float(graph.weights[edge]))
-    return out
+        for i, name in enumerate(graph.names)
+    )
+    edges = zip(
+        graph.sources.tolist(),
+        graph.targets.tolist(),
+        (EDGE_TYPES[edge_type] for edge_type in graph.edge_types.tolist()),
+        graph.weights.tolist(),
+        strict=True,
+    )
+    return multigraph(nodes, edges, value=graph.value, model=graph.provenance.model or "")
 
 
 LAYOUTS: dict[str, Callable[[LogitGraph], dict[str, Any]]] = {"neuronpedia": neuronpedia}

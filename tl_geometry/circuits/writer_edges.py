@@ -29,7 +29,8 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.writer_sweep import WEIGHTS, Reader, pulled, stream_writers
+from tl_geometry.circuits.head_readers import Reader, numerators
+from tl_geometry.circuits.writer_sweep import WEIGHTS, pulled, stream_writers
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
@@ -42,6 +43,8 @@ from tl_geometry.scores.families import BIAS
 
 SIDES = ("query", "key", "value")
 """What a head does with what it reads."""
+WRITERS = ("all", "heads")
+"""Which writers edges start from."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,9 +109,11 @@ class Composition(Result):
         return table
 
     def edges(
-        self, *, side: str | None = None, share: str = "cs", heads_only: bool = False, n: int = 20
+        self, *, side: str | None = None, share: str = "cs", writers: str = "all", n: int = 20
     ) -> list[tuple[str, str, str, float]]:
-        """The ``n`` strongest edges (writer, reader, side, share) by absolute share."""
+        """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
+        ``writers="heads"`` leaves embeddings, MLPs and constants out."""
+        heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
         values = getattr(self, checks.choice(share, WEIGHTS, "share"))
         sides = SIDES if side is None else (checks.choice(side, SIDES, "side"),)
         strongest = [
@@ -121,25 +126,30 @@ class Composition(Result):
         strongest = [edge for edge in strongest if not math.isnan(edge[3])]
         return sorted(strongest, key=lambda edge: -abs(edge[3]))[:n]
 
-    def graph(self, *, share: str = "cs", n: int = 100) -> dict[str, Any]:
-        """The ``n`` strongest edges as a node-link graph in JSON: nodes with id, layer and head,
-        edges with source, target, side and weight. ``networkx.node_link_graph`` reads it."""
-        edges = self.edges(share=share, n=n)
-        place = dict(zip(self.parts, zip(self.wrote, self.writer_heads, strict=True), strict=True))
-        place |= {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
-        used = dict.fromkeys(name for edge in edges for name in edge[:2])
-        return {
-            "directed": True,
-            "multigraph": True,
-            "graph": {"model": self.provenance.model, "share": share},
-            "nodes": [
-                {"id": name, "layer": place[name][0], "head": place[name][1]} for name in used
-            ],
-            "edges": [
-                {"source": writer, "target": reader, "side": side, "weight": value}
-                for writer, reader, side, value in edges
-            ],
-        }
+    def place(self, name: str) -> tuple[int, int]:
+        """Block and head of a writer or reader, -1 for none."""
+        readers = {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        if name in readers:
+            return readers[name]
+        part = self.parts.index(checks.choice(name, self.parts, "name"))
+        return self.wrote[part], self.writer_heads[part]
+
+    def to_json(
+        self, layout: str = "neuronpedia", *, share: str = "cs", writers: str = "all", n: int = 100
+    ) -> dict[str, Any]:
+        """The ``n`` strongest edges in the JSON that Neuronpedia's and circuit-tracer's pages read;
+        see :mod:`tl_geometry.circuits.composition_files`."""
+        from tl_geometry.circuits.composition_files import neuronpedia
+
+        checks.choice(layout, ("neuronpedia",), "layout")
+        return neuronpedia(self, share=share, writers=writers, n=n)
+
+    def to_networkx(self, *, share: str = "cs", writers: str = "all", n: int = 100) -> Any:
+        """The ``n`` strongest edges as a ``networkx.MultiDiGraph``, which
+        ``networkx.write_graphml`` writes as GraphML."""
+        from tl_geometry.circuits.composition_files import networkx_graph
+
+        return networkx_graph(self, share=share, writers=writers, n=n)
 
 
 def composition(
@@ -277,24 +287,24 @@ class _Edges:
         cotangents = pulled(layer, drop, self.heads, queries)
         value, energy = _value_weight(layer, self.view, drop, self.heads, queries)
         several = len(layer.h) > 1
-        turns = [None, *(turn.to(layer.h) for turn in self.turns)]
-        readers = []
-        for at, (which, weight) in enumerate(
-            (("q", cotangents.query), ("k", cotangents.key), ("v", value))
-        ):
-            positions = queries if which == "q" else None
-            reader = Reader.of(layer, which, weight, self.heads, positions)
-            readers.append(reader)
-            samples = reader.numerators(written, self.grain, turns=turns).cpu()
+        sides = (("q", cotangents.query), ("k", cotangents.key), ("v", value))
+        readers = [
+            Reader.of(layer, which, weight, self.heads, queries if which == "q" else None)
+            for which, weight in sides
+        ]
+        turns = [turn.to(layer.h) for turn in self.turns]
+        found = numerators(readers, written, self.grain, turns=turns, others=several)
+        for at, (reader, samples) in enumerate(zip(readers, found, strict=True)):
+            samples = samples.cpu()
+            on_values = SIDES[at] == "value"
             n = slice(samples.shape[1])  # the value side has no gain
-            constant = reader.constant.cpu().unsqueeze(-1) * (which != "v")
+            constant = reader.constant.cpu().unsqueeze(-1) * (not on_values)
             self.own[n, at] += torch.cat([constant, samples[0]], -1)
-            self.random[:, n, at, :, 1:] += samples[1:]
-            total = energy.unsqueeze(0) if which == "v" else cotangents.total
+            self.random[:, n, at, :, 1:] += samples[1 : 1 + len(turns)]
+            total = energy.unsqueeze(0) if on_values else cotangents.total
             self.total[n, at] += total.cpu()
             if several:
-                other = reader.numerators(written, self.grain, shift=1)[0].cpu()
-                self.other[n, at, :, 1:] += other
+                self.other[n, at, :, 1:] += samples[-1]
                 self.other_total[n, at] += total.cpu()
         self.pairs += several
         if several:
@@ -387,6 +397,12 @@ def _composed(
     W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].to(q), layer.norm.norm_type)
     gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
     gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
+    # heads that share keys and values share these products
+    share = view.n_heads // view._layers.key_heads(layer.layer)
+    groups = torch.tensor([head // share for head in heads]).unique(return_inverse=True)[1].tolist()
+    own = list(range(len(heads)))
+    sides = ((q, gram["k"], own), (k, gram["q"], groups), (v, gram["o"], groups))
+    reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
     names = [w.name for w in written.names()]
     for writers in written.heads:
         norm = view.attention_norm(writers.layer)
@@ -395,11 +411,12 @@ def _composed(
         W = remove_mean(writers.W.to(q), layer.norm.norm_type)
         size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
         first = names.index(f"L{writers.layer}H0") + 1
-        for s, (side, other) in enumerate(((q, gram["k"]), (k, gram["q"]), (v, gram["o"]))):
-            pair = einsum(W, side, "w f d, d h e -> w f h e")
-            both = einsum(inner, pair, other, pair, "w f g, w f h e, h e i, w g h i -> h w")
-            reads = einsum(side, other, side, "d h e, h e f, d h f -> h").sqrt()
-            norms = reads[:, None] * size[None]
+        for s, (side, other, group) in enumerate(sides):
+            firsts = [group.index(g) for g in range(max(group) + 1)]
+            pair = einsum(W, side[:, firsts], "w f d, d r e -> w r f e")
+            product = pair.mT @ inner.unsqueeze(1) @ pair
+            both = einsum(product[:, group], other, "w h e i, h e i -> h w")
+            norms = reads[s][:, None] * size[None]
             score = both.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
             out[:, s, first : first + len(W)] = score.cpu()
     return out

@@ -9,12 +9,9 @@ side,
     G[j] = sum_i S~_ij q[i],
 
 and the query side is alike; with ``p - u`` in place of S~ these are gain shares
-(:mod:`tl_geometry.scores.sums`). So no term is needed, and no writer is projected:
-
-1. G is formed once for each head and turned back through rotation, QK-norm and frozen scale;
-2. embeddings and MLPs are compared with G taken back to the stream, ``w . (W_K G)``;
-3. a head writes ``z W_O``: ``sum_j z[j] G[j]^T`` is one small matrix for each pair of heads, and
-   its product with the composite ``W_O^writer W_K^reader`` (Elhage et al. 2021) the numerator.
+(:mod:`tl_geometry.scores.sums`). So no term is needed, and no writer is projected: G is formed once
+for each head, turned back through rotation, QK-norm and frozen scale, and compared with what was
+written (:mod:`tl_geometry.circuits.head_readers`).
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -33,11 +30,12 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Provenance, Result
+from tl_geometry.circuits.head_readers import Reader, numerators
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.writers import CONSTANTS, Writer, Written, run_written, writer_names
+from tl_geometry.models.writers import Writer, Written, run_written, writer_names
 from tl_geometry.scores.blockwise import block_scores
 from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
 from tl_geometry.scores.families import BIAS
@@ -48,8 +46,6 @@ SIDES = ("query", "key")
 """Sides of a score that a writer can be read on."""
 WEIGHTS = ("cs", "gs")
 """What a cell counts by: the row-centred score, and how attention differs from uniform."""
-WORKING_SET = 2**27
-"""Bytes of one step over vectors of the stream."""
 
 
 class Pulled(NamedTuple):
@@ -106,138 +102,6 @@ def pulled(
         for x, before in ((out_q, drop if queries is None else 0), (out_k, drop))
     )
     return Pulled(query, key, alibi, total, floor)
-
-
-@dataclass(frozen=True, eq=False)
-class Reader:
-    """One side of some heads of a layer as a linear function of the stream: ``matrix`` is centring,
-    gain and projection, ``pulled`` what their products are multiplied by (turned back through
-    rotation, QK-norm and frozen scale), ``constant`` numerators of the layer's own constants;
-    ``positions`` are those that it reads (``None``: all)."""
-
-    matrix: Float[Tensor, "d_model head d_head"]
-    pulled: Float[Tensor, "weight batch position head d_head"]
-    constant: Float[Tensor, "weight head"]
-    positions: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        layer: LayerView,
-        which: str,
-        weight: Float[Tensor, "weight batch position head d_head"],
-        heads: Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> Reader:
-        """The ``"q"``, ``"k"`` or ``"v"`` side; ``weight`` is for the chosen heads and
-        positions."""
-        length, count = layer.q.shape[1:3]
-        pick = list(range(count) if heads is None else heads)
-        at = list(range(length) if positions is None else positions)
-        frozen, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
-        constants = einsum(weight, constant[:, at][:, :, pick], "n b i h e, b i h e -> n h")
-        everywhere = weight.new_zeros(*weight.shape[:2], length, count, weight.shape[-1])
-        here = torch.tensor(at)[:, None], torch.tensor(pick)
-        everywhere[:, :, *here] = weight
-        back = _adjoint(layer, which, everywhere)[:, :, *here] * frozen[:, *here].unsqueeze(-1)
-        eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
-        matrix = layer.projected(eye, which)[:, pick]
-        return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
-
-    def numerators(
-        self,
-        written: Written,
-        grain: str = "writers",
-        *,
-        shift: int = 0,
-        turns: Sequence[Float[Tensor, "d_model d_model"] | None] = (None,),
-    ) -> Float[Tensor, "sample weight head part"]:
-        """``sum_i w_a[i] . (matrix pulled[i])`` of each writer, for each of ``turns``, orthogonal
-        maps of what it wrote. ``shift`` takes what it wrote in another context of the batch."""
-        matrices = [self.matrix if t is None else (t @ self.matrix.flatten(1)) for t in turns]
-        matrix = torch.stack([m.reshape(self.matrix.shape) for m in matrices])
-        if self._few_tokens(len(turns)):
-            return self._by_token(written, grain, shift, matrix)
-        by_turn = self._vectors(written, shift, turns)
-        flat = rearrange(self.pulled, "n b i h e -> (b i) (n h e)")
-        size = self.pulled.shape[0], *self.matrix.shape[1:]
-        for heads in written.heads:
-            z = self._read((heads.z * heads.scale[..., None, None]), shift)
-            small = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
-            small = small.view(*heads.W.shape[:2], *size)
-            for each_turn, turned_matrix in zip(by_turn, matrix, strict=True):
-                pair = einsum(heads.W, turned_matrix, "w f d, d h e -> w f h e")
-                each = einsum(small, pair, "w f n h e, w f h e -> n h w")
-                if grain == "writers":
-                    each_turn |= {f"L{heads.layer}H{h}": x for h, x in enumerate(each.unbind(-1))}
-                else:
-                    each_turn[f"attn{heads.layer}"] = each.sum(-1)
-        names = [w.name for w in written.names(grain)]
-        return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in by_turn])
-
-    def _read(self, x: Float[Tensor, "batch position ..."], shift: int) -> Tensor:
-        """What was written at the positions that are read, in the context ``shift`` before."""
-        at = slice(None) if self.positions is None else list(self.positions)
-        return x.roll(shift, 0)[:, at]
-
-    def _few_tokens(self, turns: int) -> bool:
-        """Whether writes as vectors, token by token, take fewer products than all pairs of
-        heads, and fit the working set."""
-        n, batch, length, heads, width = self.pulled.shape
-        d_model, tokens, columns = len(self.matrix), batch * length, turns * n * heads
-        by_token = tokens * d_model * (width + columns)
-        by_pair = width * heads * width * (turns * d_model + n * tokens)
-        return by_token < by_pair and tokens * d_model * columns * 4 <= WORKING_SET
-
-    def _by_token(
-        self,
-        written: Written,
-        grain: str,
-        shift: int,
-        matrix: Float[Tensor, "sample d_model head d_head"],
-    ) -> Float[Tensor, "sample weight head part"]:
-        """The numerators from every write as a vector of the stream."""
-        n, heads = self.pulled.shape[0], self.pulled.shape[3]
-        back = einsum(self.pulled, matrix, "n b i h e, t d h e -> t b i d n h")
-        back = rearrange(back, "t b i d n h -> (b i d) (t n h)")
-        writes: dict[str, Tensor] = {**written.dense, CONSTANTS: written.constants}
-        dense = torch.stack([self._read(x, shift).flatten() for x in writes.values()])
-        out = dict(zip(writes, dense @ back, strict=True))
-        for heads_of in written.heads:
-            z = self._read(heads_of.z * heads_of.scale[..., None, None], shift)
-            each = einsum(z, heads_of.W, "b i w f, w f d -> w b i d").flatten(1) @ back
-            if grain == "writers":
-                out |= {f"L{heads_of.layer}H{h}": x for h, x in enumerate(each)}
-            else:
-                out[f"attn{heads_of.layer}"] = each.sum(0)
-        ordered = torch.stack([out[w.name] for w in written.names(grain)], -1)
-        return ordered.unflatten(0, (-1, n, heads)).double()
-
-    def _vectors(
-        self, written: Written, shift: int, turns: Sequence[Tensor | None]
-    ) -> list[dict[str, Float[Tensor, "weight head"]]]:
-        """Numerators of what is held as vectors of the stream, for each turn."""
-        held = {**written.dense, CONSTANTS: written.constants}
-        n, batch, length, heads, _ = self.pulled.shape
-        out = self.pulled.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
-        each = length * len(self.matrix) * (n * heads + 2 * len(held)) * out.element_size() // 2
-        for rows in torch.arange(batch).split(max(1, WORKING_SET // each)):
-            values = torch.stack([self._read(x, shift)[rows] for x in held.values()])
-            back = einsum(self.pulled[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
-            back = back.flatten(2).flatten(0, 1).mT
-            for turn, total in zip(turns, out, strict=True):
-                turned = values if turn is None else values @ turn
-                total += (turned.flatten(1) @ back).double()
-        return [dict(zip(held, of.view(-1, n, heads), strict=True)) for of in out]
-
-
-def _adjoint(layer: LayerView, which: str, weight: Tensor) -> Tensor:
-    """The transpose of QK-norm's linear part and the rotation, which leave heads and positions
-    apart."""
-    # autograd of a linear map gives its transpose, at zero as anywhere
-    with torch.enable_grad():
-        start = torch.zeros_like(weight, requires_grad=True)
-        return torch.autograd.grad(layer.turned(start, which), start, weight)[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -328,10 +192,11 @@ class _Sums:
     def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
         """Take in one batch."""
         cotangents = pulled(layer, drop)
-        for at, (which, weight) in enumerate((("q", cotangents.query), ("k", cotangents.key))):
-            reader = Reader.of(layer, which, weight)
-            by_writer = reader.numerators(written, grain)[0]
-            self.shares[:, at] += torch.cat([reader.constant.unsqueeze(-1), by_writer], -1).cpu()
+        sides = (("q", cotangents.query), ("k", cotangents.key))
+        readers = [Reader.of(layer, which, weight) for which, weight in sides]
+        for at, by_writer in enumerate(numerators(readers, written, grain)):
+            constant = readers[at].constant.unsqueeze(-1)
+            self.shares[:, at] += torch.cat([constant, by_writer[0]], -1).cpu()
         self.total += cotangents.total.cpu()
         self.floor += cotangents.floor.cpu()
         self.alibi += cotangents.alibi.cpu()

@@ -60,6 +60,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.precision import in_single
 from tl_geometry.models.reader import as_view
 
 ReceiversLike = str | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -364,10 +365,10 @@ class _PathRuns:
     def _clean_metric(self, rows: slice) -> Float[Tensor, " batch"]:
         """The metric of the ordinary pass, which is compared with the model's own."""
         tokens = self.metric.tokens[rows]
-        first = self.edges.first(tokens)
+        first, model_logits = self.edges.own(tokens, self.positions)
         stream = PathStream(first, torch.zeros_like(self.receives[0]), torch.zeros_like(first))
         logits, last = self.edges.run(stream, self.positions), stream.total[:, self.positions]
-        self.edges.require_own(tokens, self.positions, last, logits)
+        self.edges.require_own(model_logits, last, logits)
         return self.metric.of(logits, rows)
 
     def _clean_run(self, rows: slice) -> _Clean:
@@ -390,7 +391,8 @@ class _PathRuns:
             h.append(layer.h)
             z.append(layer.z)
 
-        view.run_layers(tokens, range(view.n_layers), keep, verify=False)
+        layers = range(view.n_layers)
+        in_single(view._model, lambda: view.run_layers(tokens, layers, keep, verify=False))
         return h, z
 
     def _patched(

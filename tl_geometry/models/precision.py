@@ -8,9 +8,9 @@ and each is verified on it with the bound of float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ LIMIT = 2**32
 """Bytes that the widened weights may take; larger models are verified in their own precision
 only."""
 HALF = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
 
 
 def is_half(model: Any) -> bool:
@@ -52,3 +53,16 @@ def widened(model: nn.Module) -> Iterator[None]:
                     stack.callback(module._buffers.__setitem__, name, buffer)
                     module._buffers[name] = buffer.float()
         yield
+
+
+def in_single(model: nn.Module, run: Callable[[], T]) -> tuple[T, torch.dtype]:
+    """What ``run`` gives of a model, and the precision it had: a half-precision model runs in
+    float32 where its widened weights are not too large."""
+    if is_half(model) and can_widen(model):
+        try:
+            with widened(model):
+                return run(), torch.float32
+        # a model that casts by itself cannot run in float32: it is checked in its own precision
+        except RuntimeError:
+            pass
+    return run(), next(model.parameters()).dtype

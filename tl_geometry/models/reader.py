@@ -25,7 +25,7 @@ from tl_geometry.models.forward import Runner, collect, require_full_precision
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import Parameters
-from tl_geometry.models.precision import can_widen, is_half, widened
+from tl_geometry.models.precision import can_widen, in_single, is_half
 from tl_geometry.models.states import BEFORE, block_output, state_hooks
 from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, without_hooks
 
@@ -176,12 +176,8 @@ def _probe(
     )
     patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
     if is_half(model) and can_widen(model):
-        try:
-            with without_hooks(model), widened(model):
-                activations = collect(run, ids, list(activations))
-        # a model that casts by itself cannot run in float32: it is verified in its own precision
-        except RuntimeError:
-            pass
+        with without_hooks(model):
+            activations, _ = in_single(model, lambda: collect(run, ids, list(activations)))
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
     return Probe(made_of, activations, causal, {})
 

@@ -1,5 +1,6 @@
 """Infers how a model writes into its residual stream: its embeddings, and what each block adds. Of
-the candidates that its modules suggest, the one that reproduces the model's own states is taken.
+the candidates that its modules suggest, the one that reproduces the model's own states is taken (in
+float32 also for a half-precision model, whose rounding would hide small writes).
 :mod:`tl_geometry.models.writers` applies it.
 
 A decoder's block adds what attention and MLP give, in some families (Gemma 2 and 3, OLMo 2) each
@@ -26,6 +27,7 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.precision import in_single
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.verify import largest
@@ -96,21 +98,26 @@ def _infer(view: ModelView) -> Writing:
     z = [f"blocks.{layer}.attn.hook_z" for layer in range(view.n_layers)]
     ids = torch.arange(8).unsqueeze(0) % view.d_vocab
     names = [*view.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
+    ids, names = ids[:, : view.n_ctx], list(dict.fromkeys(names))
     with without_hooks(view._model):
-        activations = view.activations(ids[:, : view.n_ctx], list(dict.fromkeys(names)))
-    activations = {name: upcast(value) for name, value in activations.items()}
-    blocks = [_block(view, layer, activations, mlp) for layer, mlp in enumerate(mlps)]
-    return Writing(*_embedding(view, activations, embeds, added), tuple(blocks))
+        seen, precision = in_single(view._model, lambda: view.activations(ids, names))
+    activations, u = {name: upcast(x) for name, x in seen.items()}, unit_roundoff(precision)
+    blocks = [_block(view, layer, activations, mlp, u) for layer, mlp in enumerate(mlps)]
+    return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks))
 
 
-def _tolerance(view: ModelView, h: Tensor) -> float:
+def _tolerance(roundoff: float, h: Tensor) -> float:
     """Far above rounding (of sums of three parts, each rounded by itself, and 1e-5 for streams near
     zero), far below another norm or a missing bias."""
-    return 8 * reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max())) + 1e-5
+    return 8 * reconstruction_bound(roundoff, float(h.abs().max())) + 1e-5
 
 
 def _embedding(
-    view: ModelView, activations: Mapping[str, Tensor], embeds: list[str], added: list[str]
+    view: ModelView,
+    activations: Mapping[str, Tensor],
+    embeds: list[str],
+    added: list[str],
+    roundoff: float,
 ) -> tuple[tuple[tuple[str, str], ...], NormWeights | None]:
     """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
     h = activations[view.state_hooks[0]]
@@ -121,7 +128,7 @@ def _embedding(
         hooks = [embed, *added[:count]]
         total = sum((activations[name] for name in hooks), torch.zeros_like(h))
         total = total if norm is None else norm.apply(total)
-        if largest(total - h) <= _tolerance(view, h):
+        if largest(total - h) <= _tolerance(roundoff, h):
             named = ["pos_embed" if hook in POSITION else "type_embed" for hook in hooks[1:]]
             return tuple(zip(["embed", *named], hooks, strict=True)), norm
     return fail(
@@ -134,7 +141,11 @@ def _embedding(
 
 
 def _block(
-    view: ModelView, layer: int, activations: Mapping[str, Tensor], mlp: str | None
+    view: ModelView,
+    layer: int,
+    activations: Mapping[str, Tensor],
+    mlp: str | None,
+    roundoff: float,
 ) -> BlockWriting:
     """The candidate for a block that reproduces its output."""
     h = activations[f"blocks.{layer}.hook_resid_pre"]
@@ -146,21 +157,24 @@ def _block(
     block = view._model.blocks[layer]
     b_out = part(part(block, "mlp"), "b_out")
     b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
-    candidates: list[tuple[float, BlockWriting]] = []
+    candidates: list[tuple[Tensor, BlockWriting]] = []
     for norm in _behind(view, block, h):
         total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
         # such models have a norm behind the MLP too, whose output its hook holds: b_out, in front
         # of that norm, cannot be separated
         bias = b_out if norm is None else torch.zeros_like(b_out)
-        candidates.append((largest(total - after), BlockWriting(norm, None, mlp, bias)))
+        candidates.append((total - after, BlockWriting(norm, None, mlp, bias)))
     readings = view._layers.parameters.norm_candidates
     for first in readings(part(block, "ln1"), h):
         for second in readings(part(block, "ln2"), h):
             total = second.apply(first.apply(h + attention) + mlp_out)
             writing = BlockWriting(None, (first, second), mlp, b_out)
-            candidates.append((largest(total - after), writing))
-    error, best = min(candidates, key=lambda pair: pair[0])  # of equals the first
-    if error <= _tolerance(view, after):
+            candidates.append((total - after, writing))
+    # on average over tokens, each by its own size: one token of enormous norm rounds by more than
+    # attention writes; of equals the first
+    size = after.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    error, best = min(candidates, key=lambda pair: float((pair[0] / size).abs().mean()))
+    if largest(error) <= _tolerance(roundoff, after):
         return best
     return fail(
         f"block {layer} of {view.name}",

@@ -15,7 +15,7 @@ embeddings, heads, MLPs and constants; composition, logits and splits by writer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -170,11 +170,18 @@ class Written:
 
     def context(self, row: int) -> Written:
         """What was written in one context of the batch."""
-        one, at = copy(self), slice(row, row + 1)
-        one.dense = {name: value[at] for name, value in self.dense.items()}
-        one.constants = self.constants[at]
-        one.heads = [replace(x, z=x.z[at], scale=x.scale[at]) for x in self.heads]
-        return one
+        return self._some((slice(row, row + 1),))
+
+    def at(self, positions: slice) -> Written:
+        """What was written at some positions."""
+        return self._some((slice(None), positions))
+
+    def _some(self, at: tuple[slice, ...]) -> Written:
+        some = copy(self)
+        some.dense = {name: value[at] for name, value in self.dense.items()}
+        some.constants = self.constants[at]
+        some.heads = [replace(x, z=x.z[at], scale=x.scale[at]) for x in self.heads]
+        return some
 
     def names(self, grain: str = "writers") -> tuple[Writer, ...]:
         """The writers so far, in the order of :meth:`parts`."""
@@ -182,13 +189,22 @@ class Written:
 
     def parts(self, grain: str = "writers") -> dict[str, Float[Tensor, "batch position d_model"]]:
         """Every writer's part of the stream by name; they sum to it."""
-        parts = dict(self.dense) | {CONSTANTS: self.constants}
+        names = [writer.name for writer in self.names(grain)]
+        return dict(zip(names, (part for of in self._in_order(grain) for part in of), strict=True))
+
+    def stacked(self, grain: str = "writers") -> Float[Tensor, "part batch position d_model"]:
+        """:meth:`parts` as one tensor."""
+        return torch.cat(list(self._in_order(grain)))
+
+    def _in_order(self, grain: str) -> Iterator[Float[Tensor, "part batch position d_model"]]:
+        """What was written, in the order of :meth:`names`."""
+        for name, _ in self.writing.embeddings:
+            yield self.dense[name].unsqueeze(0)
+        yield self.constants.unsqueeze(0)
         for heads in self.heads:
-            if grain == "writers":
-                parts |= {f"L{heads.layer}H{h}": x for h, x in enumerate(heads.each())}
-            else:
-                parts[f"attn{heads.layer}"] = heads.whole()
-        return {writer.name: parts[writer.name] for writer in self.names(grain)}
+            yield heads.each() if grain == "writers" else heads.whole().unsqueeze(0)
+            if f"mlp{heads.layer}" in self.dense:
+                yield self.dense[f"mlp{heads.layer}"].unsqueeze(0)
 
     def check(self, h: Float[Tensor, "batch position d_model"], roundoff: float) -> None:
         """Compare the sum of all parts with the stream (:func:`reconstruction_bound`).
