@@ -4,7 +4,6 @@ claims to, it begins with the nodes that a smaller graph would have, and no toke
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -14,14 +13,24 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import (
+    BLUE,
+    FITS,
+    HOSTILE,
+    RED,
+    Browser,
+    check_beside_itself,
+    check_escapes_matter,
+    check_notebook,
+    payload,
+    without_policy,
+)
 from tests.modules import copy_of
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.render import graph_view
-from tl_geometry.render.page import PageView
 
 
 @cache
@@ -36,10 +45,6 @@ def hostile() -> LogitGraph:
     graph = traced()
     texts = (HOSTILE * 3)[: len(graph.token_ids)]
     return dataclasses.replace(graph, str_tokens=texts, target_tokens=(HOSTILE[0], HOSTILE[3]))
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 def held_nodes(graph: LogitGraph, data: dict[str, Any]) -> list[int]:
@@ -221,7 +226,6 @@ DRAWN = """[...svg.querySelectorAll('path[data-edge]')].map(p => {
 MARKS = """[...svg.querySelectorAll('.node')].map(g => [N[+g.dataset.node].value,
   getComputedStyle(g.querySelector('.disc')).fill, N[+g.dataset.node].moved,
   g.querySelector('.ring') && getComputedStyle(g.querySelector('.ring')).stroke])"""
-RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
 
 
 def check_drawn(page: Any) -> None:
@@ -253,7 +257,7 @@ def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
     text = render.graph_page(traced()).page
     with browser.open(text, width=1100) as page:
         check_drawn(page)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    free = without_policy(text)
     for old, new in [
         ("colour = v => v < 0", "colour = v => v > 0"),
         ("style.stroke = colour(n.moved)", "style.stroke = colour(-n.moved)"),
@@ -273,7 +277,6 @@ def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
 def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> None:
     graph = hostile()
     view = render.graph_page(graph)
-    fits = "document.documentElement.scrollWidth <= innerWidth"
     with browser.open(view.page, dark=dark, width=400) as page:
         page.wait("document.body.dataset.drawn")
         page.evaluate("slider.value = N.length; slider.oninput(); 0")
@@ -284,44 +287,20 @@ def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> 
             cut[i] for i in sorted({int(p) for p in graph.positions if p >= 0})
         ]
         page.evaluate("N.forEach((_, i) => choose(i)); 0")
-        assert page.evaluate(fits)
+        assert page.evaluate(FITS)
         page.assert_harmless()
-    with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
-        for frame in (1, 2):
-            page.wait("document.body.dataset.drawn", frame=frame)
-            assert page.evaluate(fits, frame=frame)
-        assert page.evaluate(fits)
-        assert page.evaluate("document.getElementById('after').textContent") == "the end"
-        page.assert_harmless()
+    check_beside_itself(browser, view, dark=dark)
 
 
 @pytest.mark.slow
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
     """The twin: the page with tokens as they are."""
-    text = render.graph_page(hostile()).page
-    for character in "<>&":
-        text = text.replace(f"\\u{ord(character):04x}", character)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    with browser.open(free) as page:
-        page.wait("window.planted")
-        with pytest.raises(AssertionError):
-            page.assert_harmless()
+    check_escapes_matter(browser, render.graph_page(hostile()))
 
 
 @pytest.mark.slow
 def test_a_notebook_holds_the_image_and_the_page_above_it(browser: Browser) -> None:
-    whole = render.graph_page(hostile())._repr_mimebundle_()["text/html"]
-    assert len(whole) < 900_000
-    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
-        assert page.wait("document.querySelector('img').naturalWidth") > 400
-        page.assert_harmless()
-    covered = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
-      f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
-        n => document.querySelector(n).getBoundingClientRect()))"""
-    for width in (400, 1200):
-        with browser.open(as_cells(whole), width=width) as page:
-            page.wait("document.body.dataset.drawn", frame=1)
-            assert page.wait(covered)
+    check_notebook(browser, render.graph_page(hostile()), limit=900_000)
 
 
 @pytest.mark.slow
