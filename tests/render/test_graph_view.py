@@ -4,7 +4,6 @@ claims to, it begins with the nodes that a smaller graph would have, and no toke
 from __future__ import annotations
 
 import dataclasses
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
