@@ -26,10 +26,10 @@ from tests.browser import (
 )
 from tests.modules import copy_of
 from tl_geometry import render
-from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.logit_graph import LogitGraph
-from tl_geometry.render import graph_view
+from tl_geometry.render import graph_nodes, graph_view
+from tl_geometry.render.graph_nodes import DrawnGraph
 
 
 @cache
@@ -69,7 +69,7 @@ def check_numbers(module: Any) -> None:
             assert paid == near(float(graph.attention[i, position]), rel=1e-2)
         assert bool(n["paid"]) == bool(graph.heads_of[i] >= 0)
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for source, target, kind, weight in data["edges"]:
+    for source, target, kind, weight, *_ in data["edges"]:
         found.setdefault((held[target], kind), []).append((held[source], weight))
     for i in range(len(graph.names)):
         for kind, name in enumerate(("value", "query", "key")):
@@ -84,7 +84,7 @@ def check_numbers(module: Any) -> None:
 
 
 def test_faults_of_the_numbers_are_seen() -> None:
-    def smallest(graph: LogitGraph, held: torch.Tensor) -> Any:
+    def smallest(graph: DrawnGraph, held: torch.Tensor) -> Any:
         weights = 1 / graph.weights  # the order is that of the smallest
         return graph_view._largest_edges(dataclasses.replace(graph, weights=weights), held)
 
@@ -103,14 +103,14 @@ def test_faults_of_the_numbers_are_seen() -> None:
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 def test_a_node_appears_with_the_share_of_a_graph_that_has_it(keep: float) -> None:
     small, graph = traced(keep), traced()
-    reached = graph_view.reach(graph)
+    reached = graph_nodes.reach(graph)
     names = lambda g, rows: {(g.names[i], int(g.positions[i])) for i in rows if i > 1}
     shown = (reached < keep * (1 - 1e-6)).nonzero()[:, 0].tolist()
     assert names(graph, shown) == names(small, range(len(small.names)))
     assert 2 < len(small.names) < len(graph.names)
     # the twin: by what a node writes alone, nodes that matter by moving attention are missed
     without = dataclasses.replace(graph, moved=torch.zeros_like(graph.moved))
-    assert not torch.equal(graph_view.reach(without), reached)
+    assert not torch.equal(graph_nodes.reach(without), reached)
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert len(data["nodes"]) == 10
     left = f"({len(graph.names) - 10} smaller are left out)"
     assert left in render.graph_page(graph).caption
-    last = int(graph_view.reach(graph).argmax())
+    last = int(graph_nodes.reach(graph).argmax())
     data = payload(render.graph_page(graph, node=last))
     assert held_nodes(graph, data)[data["chosen"]] == last
     assert data["all"] == len(graph.names)
@@ -139,7 +139,7 @@ def test_refusals_and_a_graph_without_texts() -> None:
 
 def test_the_image_has_every_node_that_the_page_begins_with() -> None:
     graph = traced()
-    view = graph_view.graph_figure(graph)
+    view = render.graph_page(graph).image()
     assert len(view.figure.axes[0].collections) == min(graph_view.START, len(graph.names))
     assert view.title == render.graph_page(graph).title
 
@@ -280,8 +280,7 @@ def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> 
         page.wait("document.body.dataset.drawn")
         page.evaluate("slider.value = N.length; slider.oninput(); 0")
         shown = page.evaluate("[...tokens.querySelectorAll('b')].map(b => b.textContent)")
-        expected = [html.token_text(t) for t in graph.str_tokens]
-        cut = [t if len(t) <= graph_view.LONGEST else t[: graph_view.LONGEST - 1] for t in expected]
+        cut = [graph_nodes.shown_token(t).removesuffix("…") for t in graph.str_tokens]
         assert [t.removesuffix("…") for t in shown if t != "constants"] == [
             cut[i] for i in sorted({int(p) for p in graph.positions if p >= 0})
         ]

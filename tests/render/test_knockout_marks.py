@@ -112,7 +112,9 @@ def test_planted_heads_are_marked_and_listed() -> None:
     figure = render.logit_page(explained(), knockouts=table).image().figure
     ticks = [t.get_text() for t in figure.axes[1].get_yticklabels()]
     assert {t.split()[1] for t in ticks if t.startswith("≠")} == {head_name(first)}
-    assert "≠ marks heads" in figure.axes[1].get_xlabel()
+    told = figure.axes[1].get_xlabel().replace("\n", " ")
+    assert "≠ marks heads" in told
+    assert f"≠ {head_name(hidden)} writes 0.00, removing it costs 0.70 ± 0.01" in told
     plain = render.logit_page(explained())
     assert "≠" not in plain.page.split('id="data">')[1].split("</script>")[0]
     assert "≠" not in plain.image().figure.axes[1].get_xlabel()

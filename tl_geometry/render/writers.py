@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base import html
+from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.circuits.writer_edges import SIDES, Composition
@@ -38,6 +39,8 @@ COLOURS = {"query": BLUE, "key": VERMILION, "value": GREEN}
 """One colour for each side that a writer is read on."""
 TERMS = 2
 """Terms of a score named beside its bar."""
+TOLD = 4
+"""Heads of which the image of a logit says what knockouts do."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
@@ -125,7 +128,8 @@ def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None
     place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for row, value in enumerate(written.tolist()):
         bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row)}"), **place)
-    marked = knockouts.disagreeing if knockouts else ()
+    knockouts = knockouts or KnockoutMarks({}, (), "")
+    marked = knockouts.disagreeing
     mark = dict.fromkeys(marked, f"{MARK} ")
     labels = [
         f"{mark.get((layer, head), '')}L{layer}H{head} from {source} {texts[source]}"
@@ -135,8 +139,9 @@ def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None
     bars.axvline(0, color="0.6", linewidth=0.5)
     bars.invert_yaxis()
     axis_label = "written towards the target (logits); the score with its largest terms"
-    legend = "".join(f"\n{line}" for line in textwrap.wrap(knockouts.legend if knockouts else ""))
-    bars.set_xlabel(axis_label + legend, fontsize=8)
+    legend = textwrap.wrap(knockouts.legend)
+    legend += [f"{MARK} {head_name(h)} {knockouts.sentences[h]}" for h in marked[:TOLD]]
+    bars.set_xlabel("\n".join([axis_label, *legend]), fontsize=8)
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
     return View(
