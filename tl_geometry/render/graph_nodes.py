@@ -194,8 +194,10 @@ def _placed(
     order = torch.tensor([logit, *(i for i in range(len(graph.names)) if i != logit)])
     place, is_value = order.argsort(), graph.edge_types == VALUE
     read = torch.zeros_like(values).index_add_(0, graph.targets[is_value], weights[is_value])
-    reads = torch.zeros_like(values, dtype=torch.bool)
-    reads[graph.targets[is_value]] = True
+    is_mlp = (graph.layers >= 0) & (graph.heads_of < 0)
+    reads = (graph.heads_of >= 0) | (torch.arange(len(values)) == logit)
+    # MLPs that are leaves read nothing, and then none of them does
+    reads |= is_mlp & bool(is_mlp[graph.targets[is_value]].any())
     totals = torch.full((len(values), len(EDGE_TYPES)), torch.nan, dtype=torch.float64)
     totals[:, VALUE] = torch.where(reads, values, 0.0) if rest is None else read + rest
     apart = torch.arange(len(values)) != logit
