@@ -392,7 +392,7 @@ VIEWS = [
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
     Call(
         "a basis as knockouts",
-        lambda w: tlg.interventions.beside_knockouts(w.graph(), w.basis),
+        lambda w: tlg.interventions.beside_knockouts(w.graph(), w.basis),  # pyright: ignore[reportArgumentType]
         "knockouts of heads.*head_knockouts",
     ),
     Call(

@@ -125,7 +125,7 @@ def test_few_prompts_have_no_interval_and_no_dots() -> None:
 
 def check_pair(view: Any, graph: GraphComparison) -> None:
     edges = keys_of(payload(view))
-    table = {tuple(row[:5]): row[5:] for row in graph.edges().rows()}
+    table: dict[Any, Any] = {tuple(row[:5]): row[5:] for row in graph.edges().rows()}
     for key, (weight, mark, first, other) in edges.items():
         expected: Any = [None if math.isnan(v) else v for v in table[key]]
         assert [first, other] == [None if v is None else near(v, rel=5e-3) for v in expected]

@@ -141,6 +141,7 @@ def compare_graphs(
         names=tuple(name for name, _ in named),
         places=tuple(place for _, place in named),
         **placed.where(nodes),
+        place_tokens=placed.place_tokens,
         values=values,
         moved=moved,
         kept=kept,

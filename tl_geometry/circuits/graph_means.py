@@ -189,6 +189,7 @@ def average_graphs(
         names=names,
         places=places,
         **placed.where(nodes),
+        place_tokens=placed.place_tokens,
         **_fields("values", of_nodes),
         **_fields("moved", of_moved),
         node_prompts=node_prompts,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -71,7 +71,7 @@ class PlacedGraphs:
         component, place = divmod(row, len(self.places))
         return self.components[component], self.places[place]
 
-    def where(self, rows: Int[Tensor, " node"]) -> dict[str, Any]:
+    def where(self, rows: Int[Tensor, " node"]) -> dict[str, Int[Tensor, " node"]]:
         """Block, head and place of rows (-1: none), as fields of a result."""
         is_component = rows < self.size - 2
         components = torch.where(is_component, rows // len(self.places), 0)
@@ -80,7 +80,6 @@ class PlacedGraphs:
             "layers": torch.where(is_component, (self.steps[components] - 1) // 2, NOWHERE),
             "heads_of": torch.where(is_component, self.heads_of[components], NOWHERE),
             "positions": torch.where(is_component, rows % len(self.places), none),
-            "place_tokens": self.place_tokens,
         }
 
     def ends(

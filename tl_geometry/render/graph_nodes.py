@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -187,7 +188,7 @@ def _placed(
     node_numbers: Float[Tensor, "node row"],
     node_marks: Int[Tensor, " node"],
     rest: Float[Tensor, " node"] | None,
-    **fields: object,
+    **fields: Any,
 ) -> DrawnGraph:
     """A graph over places, with the logit as its first node."""
     logit = _logit(graph)
@@ -227,7 +228,7 @@ def _placed(
         numbers=tuple(order.tolist()),
         target="",
         source=graph.provenance.line(),
-        **fields,  # pyright: ignore[reportArgumentType]
+        **fields,
     )
 
 

@@ -221,7 +221,7 @@ def graph_figure(graph: DrawnGraph) -> View:
         mark = {"mlp": "s", "logit": "D", "token": "^"}.get(_shape(graph, i), "o")
         colour = POSITIVE if value > 0 else NEGATIVE
         face = "white" if graph.node_marks[i] else colour
-        look = {"marker": mark, "facecolor": face, "edgecolor": colour}
+        look: dict[str, Any] = {"marker": mark, "facecolor": face, "edgecolor": colour}
         axis.scatter(*points[i], s=15 + 150 * size, **look, zorder=2)
         if graph.heads_of[i] >= 0:
             note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "zorder": 3}
