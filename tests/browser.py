@@ -12,12 +12,17 @@ Chromium or no playwright), opens HTML in it and asks::
             page.assert_harmless()                             # no planted code ran, nothing was
             page.screenshot(Path("look.png"))                  # requested, nothing failed
 
+:func:`check_beside_itself`, :func:`check_notebook` and :func:`check_escapes_matter` are what every
+page promises.
+
 Tokens of :data:`HOSTILE` set ``window.planted`` where they are not escaped; ``planted`` says in how
 many frames that happened, so that an unescaped twin proves that the detector detects.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import tempfile
 import time
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser as Chromium
     from playwright.sync_api import Frame
     from playwright.sync_api import Page as Tab
+
+    from tl_geometry.render.page import PageView
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 FLAGS = (
@@ -57,6 +64,15 @@ HOSTILE = (
     "</textarea></style></iframe></title>",
 )
 """Tokens that break pages which do not escape them."""
+
+RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
+"""Colours of the two signs on a light page."""
+FITS = "document.documentElement.scrollWidth <= innerWidth"
+"""Whether a page is no wider than its window."""
+COVERED = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
+  f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
+    n => document.querySelector(n).getBoundingClientRect()))"""
+"""Whether the frame of a live view lies over its image."""
 
 
 def find() -> str | None:
@@ -185,3 +201,52 @@ class Page:
         assert self.planted == 0
         assert self.requests == [], self.requests
         assert self.errors == [], self.errors
+
+
+# ---- what every page promises
+
+
+def payload(view: PageView) -> dict[str, Any]:
+    """The data that a page draws."""
+    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
+
+
+def without_policy(page: str) -> str:
+    """A page that may run any script."""
+    return re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+
+
+def check_beside_itself(browser: Browser, view: PageView, *, dark: bool) -> None:
+    """Two frames of a view in a narrow notebook fit, are drawn and leave what follows them."""
+    with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
+        for frame in (1, 2):
+            page.wait("document.body.dataset.drawn", frame=frame)
+            assert page.evaluate(FITS, frame=frame)
+        assert page.evaluate(FITS)
+        assert page.evaluate("document.getElementById('after').textContent") == "the end"
+        page.assert_harmless()
+
+
+def check_notebook(browser: Browser, view: PageView, *, limit: int) -> None:
+    """A notebook holds the image, which is seen where frames are forbidden, and the page above it,
+    in at most ``limit`` bytes."""
+    whole = view._repr_mimebundle_()["text/html"]
+    assert len(whole) < limit
+    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
+        assert page.wait("document.querySelector('img').naturalWidth") > 400
+        page.assert_harmless()
+    for width in (400, 1200):
+        with browser.open(as_cells(whole), width=width) as page:
+            page.wait("document.body.dataset.drawn", frame=1)
+            assert page.wait(COVERED)
+
+
+def check_escapes_matter(browser: Browser, view: PageView) -> None:
+    """The twin of every check with hostile tokens: without escapes and policy they run."""
+    text = view.page
+    for character in "<>&":
+        text = text.replace(f"\\u{ord(character):04x}", character)
+    with browser.open(without_policy(text)) as page:
+        page.wait("window.planted")
+        with pytest.raises(AssertionError):
+            page.assert_harmless()

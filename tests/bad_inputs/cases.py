@@ -48,6 +48,12 @@ class World:
     def graph(self, tokens: Any = None) -> Any:
         return tlg.trace_logit(self.model, self.ids[:1] if tokens is None else tokens, 5, keep=0.3)
 
+    def knockouts(self) -> Any:
+        options: dict[str, Any] = {"heads": "L1H0", "controls": 0, "progress": False}
+        return tlg.interventions.head_knockouts(
+            self.model, self.ids[:2], targets=[(5, 9)] * 2, **options
+        )
+
     def path(self, name: str, content: str | bytes = "") -> Path:
         found = self.folder / name
         found.write_bytes(content if isinstance(content, bytes) else content.encode())

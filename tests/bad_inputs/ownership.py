@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 import tl_geometry as tlg
 from tests.bad_inputs.cases import PATH, Call, Command, World, loader, same_pos
+from tl_geometry.render.figure import View
+from tl_geometry.render.page import PageView
 
 WRITABLE = "a file that can be written"
 LONG = "a" * 300
@@ -275,6 +279,24 @@ def equal_files(world: World) -> int:
     return len({path.read_bytes() for path in paths})
 
 
+def figure_of(world: World) -> View:
+    return tlg.render.head_types(world.table)
+
+
+def page_of(world: World) -> PageView:
+    return tlg.render.split(world.split)
+
+
+def kept_from_writing(view: View | PageView, path: Path) -> None:
+    """Permissions stop nobody who runs tests as root, hence the patch. What was there stays."""
+    path.write_text("before")
+    try:
+        with patch.object(Path, "touch", side_effect=PermissionError(13, "Permission denied")):
+            view.save(path)
+    finally:
+        assert path.read_text() == "before"
+
+
 FILES = [
     Call("a basis saved through a link", saved_through_a_link, check=lambda w, v: v),
     Call("equal results are equal files", equal_files, check=lambda w, v: v == 1),
@@ -301,6 +323,17 @@ FILES = [
     Call("a basis saved under a number", lambda w: w.basis.save(3), "a path"),  # pyright: ignore
     Call("a basis loaded from a number", lambda w: tlg.PositionContext.load(3), "a path"),  # pyright: ignore
     Call("a basis saved onto a folder", lambda w: w.basis.save(w.folder), WRITABLE),
+    *[
+        Call(
+            f"{name} in a folder that takes no files",
+            lambda w, view=view, form=form: kept_from_writing(view(w), w.folder / f"a.{form}"),
+            WRITABLE,
+        )
+        for form in ("html", "png")
+        for name, view in (("a page", page_of), ("a figure", figure_of))
+    ],
+    Call("a figure saved under a number", lambda w: figure_of(w).save(3), "a path"),  # pyright: ignore
+    Call("a page saved under a number", lambda w: page_of(w).save(3), "a path"),  # pyright: ignore
     Call(
         "a name of 250 characters",
         lambda w: tlg.PositionContext.load(w.basis.save(w.folder / ("b" * 250))),

@@ -405,6 +405,31 @@ VIEWS = [
     ),
     Call("a basis as heads", lambda w: tlg.render.heads(w.basis, "induction"), "table|heads"),  # pyright: ignore[reportArgumentType]
     Call("a value that is not there", lambda w: tlg.render.heads(w.table, "nothing"), "nothing"),
+    Call(
+        "a basis as knockouts",
+        lambda w: tlg.interventions.beside_knockouts(w.graph(), w.basis),  # pyright: ignore[reportArgumentType]
+        "knockouts of heads.*head_knockouts",
+    ),
+    Call(
+        "a number as a table of attributions",
+        lambda w: tlg.interventions.beside_knockouts(3, w.knockouts()),  # pyright: ignore[reportArgumentType]
+        "table: expected a column 'writer'",
+    ),
+    Call(
+        "knockouts without attributions on a page",
+        lambda w: tlg.render.logit_page(
+            tlg.explain_logit(w.model, w.ids[:1], -1, 5), knockouts=w.knockouts()
+        ),
+        "attributions=True",
+    ),
+    Call(
+        "a basis as knockouts on a page",
+        lambda w: tlg.render.logit_page(
+            tlg.explain_logit(w.model, w.ids[:1], -1, 5),
+            knockouts=w.basis,  # pyright: ignore[reportArgumentType]
+        ),
+        "got PositionContext. Use head_knockouts",
+    ),
     Call("a split as a graph", lambda w: tlg.render.graph_page(w.split), "a graph of trace_logit"),  # pyright: ignore[reportArgumentType]
     Call(
         "a node that is not there",

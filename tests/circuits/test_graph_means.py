@@ -106,6 +106,33 @@ def test_means_and_counts_are_those_of_the_graphs() -> None:
             check_means(wrong, graphs)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_blocks_heads_and_places_are_those_of_the_names(named: bool) -> None:
+    graphs = traced()[:6]
+    positions = NAMED if named else None
+    average = average_graphs(graphs, positions=positions)
+    pair = graphs[0].compare(graphs[1], positions=positions and positions[:2])
+    for found in (average, pair):
+        order = ["first", "end", "elsewhere"] if named else [str(i) for i in range(LENGTH)]
+        where = zip(found.layers.tolist(), found.heads_of.tolist(), strict=True)
+        for name, place, at, (layer, head) in zip(
+            found.names, found.places, found.positions.tolist(), where, strict=True
+        ):
+            if head >= 0:
+                assert name == f"L{layer}H{head}"
+            else:
+                assert name == f"mlp{layer}" if layer >= 0 else not name.startswith(("mlp", "L"))
+            assert place == ("" if name in ("logit", "constants") else order[at])
+            end = order.index("end" if named else str(LENGTH - 1))
+            assert name != "logit" or at == end
+            assert name != "constants" or at == -1
+        assert len(found.place_tokens) == len(order)
+    texts = [{g.str_tokens[i] for g in graphs[:2] if g.str_tokens} for i in (1, LENGTH - 1)]
+    if named:
+        assert [set(t.split("|")) - {""} for t in pair.place_tokens[:2]] == texts
+        assert pair.place_tokens[2] == ""  # more than two tokens
+
+
 def unbalanced(average: AverageGraph, size: float) -> int:
     """Nodes whose value edges and rest do not sum to their value."""
     incoming = average.rest.clone()

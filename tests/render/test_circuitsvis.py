@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 
 import tl_geometry as tlg
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import HOSTILE, Browser, as_cells, payload
 from tests.induction import corpus, induction_model, prompts
 from tl_geometry import GeometryError
 from tl_geometry.base.rows import row_center
@@ -44,10 +42,6 @@ def figures() -> dict[str, PageView]:
         "heads": views.attention_heads(split, title="<b>heads</b>"),
         "one": views.attention_heads(split.terms["cvec", "cvec"][0, 1:], TEXTS, names=HOSTILE[:1]),
     }
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 def test_red_is_positive_and_blue_negative_as_in_every_view() -> None:

@@ -4,8 +4,6 @@ claims to, it begins with the nodes that a smaller graph would have, and no toke
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,24 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import (
+    BLUE,
+    FITS,
+    HOSTILE,
+    RED,
+    Browser,
+    check_beside_itself,
+    check_escapes_matter,
+    check_notebook,
+    payload,
+    without_policy,
+)
 from tests.modules import copy_of
 from tl_geometry import render
-from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.logit_graph import LogitGraph
-from tl_geometry.render import graph_view
-from tl_geometry.render.page import PageView
+from tl_geometry.render import graph_nodes, graph_view
+from tl_geometry.render.graph_nodes import DrawnGraph
 
 
 @cache
@@ -36,10 +44,6 @@ def hostile() -> LogitGraph:
     graph = traced()
     texts = (HOSTILE * 3)[: len(graph.token_ids)]
     return dataclasses.replace(graph, str_tokens=texts, target_tokens=(HOSTILE[0], HOSTILE[3]))
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 def held_nodes(graph: LogitGraph, data: dict[str, Any]) -> list[int]:
@@ -65,7 +69,7 @@ def check_numbers(module: Any) -> None:
             assert paid == near(float(graph.attention[i, position]), rel=1e-2)
         assert bool(n["paid"]) == bool(graph.heads_of[i] >= 0)
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-    for source, target, kind, weight in data["edges"]:
+    for source, target, kind, weight, *_ in data["edges"]:
         found.setdefault((held[target], kind), []).append((held[source], weight))
     for i in range(len(graph.names)):
         for kind, name in enumerate(("value", "query", "key")):
@@ -80,7 +84,7 @@ def check_numbers(module: Any) -> None:
 
 
 def test_faults_of_the_numbers_are_seen() -> None:
-    def smallest(graph: LogitGraph, held: torch.Tensor) -> Any:
+    def smallest(graph: DrawnGraph, held: torch.Tensor) -> Any:
         weights = 1 / graph.weights  # the order is that of the smallest
         return graph_view._largest_edges(dataclasses.replace(graph, weights=weights), held)
 
@@ -99,14 +103,14 @@ def test_faults_of_the_numbers_are_seen() -> None:
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 def test_a_node_appears_with_the_share_of_a_graph_that_has_it(keep: float) -> None:
     small, graph = traced(keep), traced()
-    reached = graph_view.reach(graph)
+    reached = graph_nodes.reach(graph)
     names = lambda g, rows: {(g.names[i], int(g.positions[i])) for i in rows if i > 1}
     shown = (reached < keep * (1 - 1e-6)).nonzero()[:, 0].tolist()
     assert names(graph, shown) == names(small, range(len(small.names)))
     assert 2 < len(small.names) < len(graph.names)
     # the twin: by what a node writes alone, nodes that matter by moving attention are missed
     without = dataclasses.replace(graph, moved=torch.zeros_like(graph.moved))
-    assert not torch.equal(graph_view.reach(without), reached)
+    assert not torch.equal(graph_nodes.reach(without), reached)
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +122,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert len(data["nodes"]) == 10
     left = f"({len(graph.names) - 10} smaller are left out)"
     assert left in render.graph_page(graph).caption
-    last = int(graph_view.reach(graph).argmax())
+    last = int(graph_nodes.reach(graph).argmax())
     data = payload(render.graph_page(graph, node=last))
     assert held_nodes(graph, data)[data["chosen"]] == last
     assert data["all"] == len(graph.names)
@@ -130,12 +134,12 @@ def test_refusals_and_a_graph_without_texts() -> None:
     with pytest.raises(GeometryError, match="node: expected"):
         render.graph_page(graph, node=len(graph.names))
     bare = dataclasses.replace(graph, str_tokens=())
-    assert dict(payload(render.graph_page(bare))["tokens"])[14] == f"<{graph.token_ids[14]}>"
+    assert [14, f"<{graph.token_ids[14]}>", "14"] in payload(render.graph_page(bare))["tokens"]
 
 
 def test_the_image_has_every_node_that_the_page_begins_with() -> None:
     graph = traced()
-    view = graph_view.graph_figure(graph)
+    view = render.graph_page(graph).image()
     assert len(view.figure.axes[0].collections) == min(graph_view.START, len(graph.names))
     assert view.title == render.graph_page(graph).title
 
@@ -221,7 +225,6 @@ DRAWN = """[...svg.querySelectorAll('path[data-edge]')].map(p => {
 MARKS = """[...svg.querySelectorAll('.node')].map(g => [N[+g.dataset.node].value,
   getComputedStyle(g.querySelector('.disc')).fill, N[+g.dataset.node].moved,
   g.querySelector('.ring') && getComputedStyle(g.querySelector('.ring')).stroke])"""
-RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
 
 
 def check_drawn(page: Any) -> None:
@@ -253,7 +256,7 @@ def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
     text = render.graph_page(traced()).page
     with browser.open(text, width=1100) as page:
         check_drawn(page)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    free = without_policy(text)
     for old, new in [
         ("colour = v => v < 0", "colour = v => v > 0"),
         ("style.stroke = colour(n.moved)", "style.stroke = colour(-n.moved)"),
@@ -273,55 +276,29 @@ def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
 def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> None:
     graph = hostile()
     view = render.graph_page(graph)
-    fits = "document.documentElement.scrollWidth <= innerWidth"
     with browser.open(view.page, dark=dark, width=400) as page:
         page.wait("document.body.dataset.drawn")
         page.evaluate("slider.value = N.length; slider.oninput(); 0")
         shown = page.evaluate("[...tokens.querySelectorAll('b')].map(b => b.textContent)")
-        expected = [html.token_text(t) for t in graph.str_tokens]
-        cut = [t if len(t) <= graph_view.LONGEST else t[: graph_view.LONGEST - 1] for t in expected]
+        cut = [graph_nodes.shown_token(t).removesuffix("…") for t in graph.str_tokens]
         assert [t.removesuffix("…") for t in shown if t != "constants"] == [
             cut[i] for i in sorted({int(p) for p in graph.positions if p >= 0})
         ]
         page.evaluate("N.forEach((_, i) => choose(i)); 0")
-        assert page.evaluate(fits)
+        assert page.evaluate(FITS)
         page.assert_harmless()
-    with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
-        for frame in (1, 2):
-            page.wait("document.body.dataset.drawn", frame=frame)
-            assert page.evaluate(fits, frame=frame)
-        assert page.evaluate(fits)
-        assert page.evaluate("document.getElementById('after').textContent") == "the end"
-        page.assert_harmless()
+    check_beside_itself(browser, view, dark=dark)
 
 
 @pytest.mark.slow
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
     """The twin: the page with tokens as they are."""
-    text = render.graph_page(hostile()).page
-    for character in "<>&":
-        text = text.replace(f"\\u{ord(character):04x}", character)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    with browser.open(free) as page:
-        page.wait("window.planted")
-        with pytest.raises(AssertionError):
-            page.assert_harmless()
+    check_escapes_matter(browser, render.graph_page(hostile()))
 
 
 @pytest.mark.slow
 def test_a_notebook_holds_the_image_and_the_page_above_it(browser: Browser) -> None:
-    whole = render.graph_page(hostile())._repr_mimebundle_()["text/html"]
-    assert len(whole) < 900_000
-    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
-        assert page.wait("document.querySelector('img').naturalWidth") > 400
-        page.assert_harmless()
-    covered = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
-      f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
-        n => document.querySelector(n).getBoundingClientRect()))"""
-    for width in (400, 1200):
-        with browser.open(as_cells(whole), width=width) as page:
-            page.wait("document.body.dataset.drawn", frame=1)
-            assert page.wait(covered)
+    check_notebook(browser, render.graph_page(hostile()), limit=900_000)
 
 
 @pytest.mark.slow

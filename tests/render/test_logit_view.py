@@ -4,7 +4,6 @@ claims to, clicks change what is shown, and no token runs."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,18 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import (
+    BLUE,
+    FITS,
+    HOSTILE,
+    RED,
+    Browser,
+    check_beside_itself,
+    check_escapes_matter,
+    check_notebook,
+    payload,
+    without_policy,
+)
 from tests.modules import copy_of
 from tl_geometry import render
 from tl_geometry.base import html
@@ -22,7 +32,6 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.render import logit_view
 from tl_geometry.render.logit_view import followers
-from tl_geometry.render.page import PageView
 
 PROMPT = "def f(width, height):\n    return width * height"
 
@@ -45,10 +54,6 @@ def hostile() -> list[LogitExplanation]:
         dataclasses.replace(e, str_tokens=texts, target_tokens=(HOSTILE[i], HOSTILE[i + 1]))
         for i, e in enumerate(explained())
     ]
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 @pytest.mark.parametrize("writers", [False, True])
@@ -228,52 +233,27 @@ def test_a_click_on_a_token_shows_its_logit(browser: Browser, tmp_path: Path) ->
 @pytest.mark.parametrize("dark", [False, True])
 def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> None:
     view = render.logit_page(hostile())
-    wide = "document.documentElement.scrollWidth <= innerWidth"
     with browser.open(view.page, dark=dark, width=400) as page:
         page.wait("document.body.dataset.drawn")
         shown = page.evaluate("tokens.map(t => t.textContent)")
         assert shown == [html.token_text(t) for t in hostile()[0].str_tokens]
         page.evaluate("tokens.forEach(t => t.click()); 0")
-        assert page.evaluate(wide)
+        assert page.evaluate(FITS)
         page.assert_harmless()
         unlit = "[...document.querySelectorAll('.bars u')].every(u => u.offsetWidth < 200)"
         assert page.evaluate(unlit)
-    with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
-        for frame in (1, 2):
-            page.wait("document.body.dataset.drawn", frame=frame)
-            assert page.evaluate(wide, frame=frame)
-        assert page.evaluate(wide)
-        assert page.evaluate("document.getElementById('after').textContent") == "the end"
-        page.assert_harmless()
+    check_beside_itself(browser, view, dark=dark)
 
 
 @pytest.mark.slow
 def test_a_notebook_holds_the_image_and_the_page_above_it(browser: Browser) -> None:
-    whole = render.logit_page(hostile())._repr_mimebundle_()["text/html"]
-    assert len(whole) < 500_000
-    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
-        assert page.wait("document.querySelector('img').naturalWidth") > 400
-        page.assert_harmless()
-    covered = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
-      f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
-        n => document.querySelector(n).getBoundingClientRect()))"""
-    for width in (400, 1200):
-        with browser.open(as_cells(whole), width=width) as page:
-            page.wait("document.body.dataset.drawn", frame=1)
-            assert page.wait(covered)
+    check_notebook(browser, render.logit_page(hostile()), limit=500_000)
 
 
 @pytest.mark.slow
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
     """The twin: the page with tokens as they are."""
-    text = render.logit_page(hostile()).page
-    for character in "<>&":
-        text = text.replace(f"\\u{ord(character):04x}", character)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    with browser.open(free) as page:
-        page.wait("window.planted")
-        with pytest.raises(AssertionError):
-            page.assert_harmless()
+    check_escapes_matter(browser, render.logit_page(hostile()))
 
 
 DRAWN = """({
@@ -287,7 +267,6 @@ DRAWN = """({
   written: Object.fromEntries(pairs().map(([h, _, p]) => [
     `${at().heads[h].name} ${p.source}`, p.written])),
 })"""
-RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
 
 
 def check_drawn(page: Any) -> None:
@@ -312,7 +291,7 @@ def test_bars_and_arcs_are_drawn_to_their_numbers(browser: Browser) -> None:
     text = render.logit_page(explained()).page
     with browser.open(text, width=1100) as page:
         check_drawn(page)
-    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    free = without_policy(text)
     for old, new in [
         ("colour = v => v < 0", "colour = v => v > 0"),
         ("value < 0 ? 'right' : 'left'", "value > 0 ? 'right' : 'left'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from functools import cache
 from pathlib import Path
@@ -15,14 +14,13 @@ import pytest
 import torch
 from matplotlib.colors import to_rgb
 
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import HOSTILE, Browser, as_cells, payload
 from tests.modules import copy_of
 from tests.tiny import tiny, tokens
 from tl_geometry import decompose, render, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.render import rotary
 from tl_geometry.render.figure import PARTS, View
-from tl_geometry.render.page import PageView
 from tl_geometry.render.rotary import BANDS
 from tl_geometry.scores import PlaneTable, ScoreSplit, offset_profile
 
@@ -101,10 +99,6 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
     assert len(alone.figure.axes) == 1
     with pytest.raises(GeometryError, match="heads of the table and the profile"):
         render.head_planes(planes, profile, heads="L1H3")
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 @pytest.mark.parametrize("share", ["cs", "gs"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import subprocess
 import sys
 import zlib
@@ -17,20 +16,14 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.browser import HOSTILE
+from tests.browser import HOSTILE, payload
 from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import cells
-from tl_geometry.render.page import PageView
 from tl_geometry.render.split_view import draw_panels, panels_of
 from tl_geometry.scores.split import ScoreSplit
-
-
-def payload(view: PageView) -> dict[str, Any]:
-    """The data that a page holds."""
-    return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
 
 def unpacked(data: dict[str, Any]) -> np.ndarray:

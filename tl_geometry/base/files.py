@@ -1,8 +1,8 @@
-"""Writes and reads the library's safetensors files. A file is whole or absent: it is written beside
-its place and renamed, with a checksum over every bit.
+"""Writes the library's files and reads its safetensors files. A file is whole or absent: it is
+written beside its place and renamed. Results, checkpoints, training states and figures use it.
 
-The header is JSON: ``schema`` (what the file holds), then every value that is no tensor, then
-``checksum``. Nothing is pickled. Used by results, checkpoints and training states.
+A safetensors file has a checksum over every bit. Its header is JSON: ``schema`` (what the file
+holds), then every value that is no tensor, then ``checksum``. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,15 +58,33 @@ def _named(path: Path) -> str:
 
 
 def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> None:
-    """Write a safetensors file so that ``path`` always holds a whole file: a temporary neighbour,
-    synced, then renamed. Equal contents are equal bytes, and a link goes on leading to its file.
+    """Write a safetensors file (see :func:`replaced`). Equal contents are equal bytes."""
+    # cloned: safetensors refuses tensors that share memory
+    copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    metadata = {**header, "checksum": json.dumps(checksum(copies, header))}
+    with replaced(path) as part:
+        # the mode that the user's umask leaves; safetensors lets nobody else read its files
+        mode = stat.S_IMODE(part.stat().st_mode)
+        save_file(copies, part, metadata=metadata)
+        part.chmod(mode)
+        with part.open("r+b") as handle:
+            _sort_header(handle)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write any other file (see :func:`replaced`)."""
+    with replaced(path) as part:
+        part.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary neighbour to write to, which is then synced and renamed: ``path`` always holds a
+    whole file, and a link goes on leading to its file.
 
     Raises ``GeometryError`` where it cannot be written (a full disk, no permission); the file that
     was there stays.
     """
-    # cloned: safetensors refuses tensors that share memory
-    copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    metadata = {**header, "checksum": json.dumps(checksum(copies, header))}
     part: Path | None = None
     try:
         # Path.resolve raises for a loop of links
@@ -75,12 +93,8 @@ def write_atomically(path: Path, tensors: Mapping[str, Tensor], header: Mapping[
         # 40 characters of the name: all of them with the suffix may be too long for a file name
         part = place.with_name(f".{place.name[:40]}.{secrets.token_hex(8)}.part")
         part.touch()
-        # the mode that the user's umask leaves; safetensors lets nobody else read its files
-        mode = stat.S_IMODE(part.stat().st_mode)
-        save_file(copies, part, metadata=metadata)
-        part.chmod(mode)
+        yield part
         with part.open("r+b") as handle:
-            _sort_header(handle)
             os.fsync(handle.fileno())
         part.replace(place)
     except (OSError, ValueError, SafetensorError) as error:

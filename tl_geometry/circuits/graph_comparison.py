@@ -48,17 +48,22 @@ class GraphComparison(Result):
     """What two graphs share (of :meth:`LogitGraph.compare`); the table has a row for each node that
     either has, the largest first.
 
-    ``values`` and ``moved`` are those of both graphs, complete whether a graph has the node
-    (``kept``) or not; ``value_correlation`` and ``moved_correlation`` are Pearson's over the
-    components among them. ``sources``, ``targets``, ``edge_types`` are the edges of either graph,
-    ``weights`` NaN where a graph does not have the edge; ``edge_correlation`` is over those that
-    both have. ``node_jaccard`` and
-    ``edge_jaccard`` (edges between nodes that both have) stand beside ``*_by_chance``. NaN where
-    there is nothing to compare.
+    ``layers``, ``heads_of``, ``positions`` and ``place_tokens`` are as in
+    :class:`~tl_geometry.circuits.graph_means.AverageGraph`. ``values`` and ``moved`` are those of
+    both graphs, complete whether a graph has the node (``kept``) or not; ``value_correlation`` and
+    ``moved_correlation`` are Pearson's over the components among them. ``sources``, ``targets``,
+    ``edge_types`` are the edges of either graph, ``weights`` NaN where a graph does not have the
+    edge; ``edge_correlation`` is over those that both have. ``node_jaccard`` and ``edge_jaccard``
+    (edges between nodes that both have) stand beside ``*_by_chance``. NaN where there is nothing to
+    compare.
     """
 
     names: tuple[str, ...]
     places: tuple[str, ...]
+    layers: Int[Tensor, " node"]
+    heads_of: Int[Tensor, " node"]
+    positions: Int[Tensor, " node"]
+    place_tokens: tuple[str, ...]
     values: Float[Tensor, "node side"]
     moved: Float[Tensor, "node side"]
     kept: Bool[Tensor, "node side"]
@@ -135,6 +140,8 @@ def compare_graphs(
         provenance=graph.provenance,
         names=tuple(name for name, _ in named),
         places=tuple(place for _, place in named),
+        **placed.where(nodes),
+        place_tokens=placed.place_tokens,
         values=values,
         moved=moved,
         kept=kept,

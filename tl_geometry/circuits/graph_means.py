@@ -50,10 +50,11 @@ class AverageGraph(Result):
 
     ``value`` is the mean of T, ``value_low`` and ``value_high`` its 95% interval, as for every
     mean here (NaN below 10 prompts). Nodes are those that any prompt's graph has, a component
-    (``names``) at a place (``places``); ``values`` and ``moved`` are means over all prompts,
-    ``node_prompts`` says in how many graphs the node is. Edges run between nodes; the value edges
-    into a node and its ``rest`` sum to its value. The table has a row for each node, the largest
-    first.
+    (``names``; ``layers`` and ``heads_of`` are -1 where it has none) at a place (``places``,
+    ``positions`` their numbers, ``place_tokens`` the texts there, where they are one or two).
+    ``values`` and ``moved`` are means over all prompts, ``node_prompts`` says in how many graphs
+    the node is. Edges run between nodes; the value edges into a node and its ``rest`` sum to its
+    value. The table has a row for each node, the largest first.
     """
 
     prompts: int
@@ -62,6 +63,10 @@ class AverageGraph(Result):
     value_high: float
     names: tuple[str, ...]
     places: tuple[str, ...]
+    layers: Int[Tensor, " node"]
+    heads_of: Int[Tensor, " node"]
+    positions: Int[Tensor, " node"]
+    place_tokens: tuple[str, ...]
     values: Float[Tensor, " node"]
     values_low: Float[Tensor, " node"]
     values_high: Float[Tensor, " node"]
@@ -183,6 +188,8 @@ def average_graphs(
         value_high=float(of_nodes.high[logit]),
         names=names,
         places=places,
+        **placed.where(nodes),
+        place_tokens=placed.place_tokens,
         **_fields("values", of_nodes),
         **_fields("moved", of_moved),
         node_prompts=node_prompts,

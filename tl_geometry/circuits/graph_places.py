@@ -42,7 +42,8 @@ class PlacedGraphs:
     last two rows are the logit and the constants. ``values`` and ``moved`` are complete, ``kept``
     are the nodes and edges of each graph.
 
-    ``steps`` say when a component writes: leaves 0, heads of block l 2 l + 1, its MLP 2 l + 2.
+    ``steps`` say when a component writes: leaves 0, heads of block l 2 l + 1, its MLP 2 l + 2;
+    ``heads_of`` is its head (-1: none). ``place_tokens`` are the texts at each place (up to two).
     ``spans`` are the first and the last position of each place over all graphs, ``logit_place`` is
     where the logit is read.
     """
@@ -50,6 +51,8 @@ class PlacedGraphs:
     places: tuple[str, ...]
     components: tuple[str, ...]
     steps: Int[Tensor, " writer"]
+    heads_of: Int[Tensor, " writer"]
+    place_tokens: tuple[str, ...]
     spans: Int[Tensor, "position side"]
     logit_place: int
     values: Float[Tensor, "sample row"]
@@ -67,6 +70,17 @@ class PlacedGraphs:
             return (LOGIT, CONSTANTS)[row - self.size + 2], ""
         component, place = divmod(row, len(self.places))
         return self.components[component], self.places[place]
+
+    def where(self, rows: Int[Tensor, " node"]) -> dict[str, Int[Tensor, " node"]]:
+        """Block, head and place of rows (-1: none), as fields of a result."""
+        is_component = rows < self.size - 2
+        components = torch.where(is_component, rows // len(self.places), 0)
+        none = torch.where(rows == self.size - 2, self.logit_place, NOWHERE)
+        return {
+            "layers": torch.where(is_component, (self.steps[components] - 1) // 2, NOWHERE),
+            "heads_of": torch.where(is_component, self.heads_of[components], NOWHERE),
+            "positions": torch.where(is_component, rows % len(self.places), none),
+        }
 
     def ends(
         self, keys: Int[Tensor, " edge"]
@@ -96,6 +110,8 @@ def place_graphs(graphs: Sequence[LogitGraph], positions: Positions | None) -> P
             2 * torch.arange(layers) + 2,
         ]
     )
+    heads_of = torch.full_like(steps, NOWHERE)
+    heads_of[steps % 2 == 1] = torch.arange(heads).repeat(layers)
     spans = torch.tensor(
         [
             [min(ends), max(ends)]
@@ -110,6 +126,8 @@ def place_graphs(graphs: Sequence[LogitGraph], positions: Positions | None) -> P
         places=places,
         components=tuple(names),
         steps=steps,
+        heads_of=heads_of,
+        place_tokens=_place_tokens(graphs, place_of, len(places)),
         spans=spans,
         logit_place=_logit_place(graphs, places, place_of),
         values=torch.stack([values for values, _ in tables]),
@@ -149,6 +167,17 @@ def _places(
         place_of.append(of)
     rest = any(bool((of == len(names)).any()) for of in place_of)
     return (*names, ELSEWHERE) if rest else names, place_of
+
+
+def _place_tokens(
+    graphs: Sequence[LogitGraph], place_of: list[Int[Tensor, " position"]], places: int
+) -> tuple[str, ...]:
+    """Texts of the tokens at each place: one or two, or none where there are more."""
+    texts: list[dict[str, None]] = [{} for _ in range(places)]
+    for graph, of in zip(graphs, place_of, strict=True):
+        for place, text in zip(of.tolist(), graph.str_tokens, strict=False):
+            texts[place][text] = None
+    return tuple("|".join(of) if len(of) <= 2 else "" for of in texts)
 
 
 def _logit_place(

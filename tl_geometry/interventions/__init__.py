@@ -5,7 +5,8 @@ Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``remove_planes
 ``swap_planes``, ``remove_edge``, ``swap_edge``, ``project_stream``, ``surrogate``) leave the model
 as it was, and are lists of hooks too: ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
 (:class:`~tl_geometry.interventions.LiveEdit`). Functions (``necessity_sufficiency``,
-``dominant_only``, ``edge_necessity``, ``surrogate_effect``) use them and return tables.
+``dominant_only``, ``edge_necessity``, ``surrogate_effect``, ``head_knockouts``) use them and
+return tables; ``beside_knockouts`` sets knockouts beside a table of attributions.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+from .attribution_tables import AttributionTable as AttributionTable
+from .attribution_tables import beside_knockouts as beside_knockouts
 from .causal import Dominance as Dominance
 from .causal import NecessitySufficiency as NecessitySufficiency
 from .causal import dominant_only as dominant_only

@@ -82,6 +82,11 @@ class HeadKnockouts(Result):
     table_axes = ("condition",)
 
     @property
+    def by_head(self) -> dict[tuple[int, int], int]:
+        """The row of each head that is knocked out alone."""
+        return {heads[0]: row for row, heads in enumerate(self.sets) if len(heads) == 1}
+
+    @property
     def effect(self) -> Interval:
         """Mean effect of each row with its interval."""
         return paired_interval(self.effects.mT)

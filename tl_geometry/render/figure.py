@@ -13,6 +13,7 @@ from torch import Tensor
 from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.base.printable import unicode_escape
 
 if TYPE_CHECKING:
@@ -104,13 +105,13 @@ class View:
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
-        path = Path(path)
+        path = as_path(path)
         form = path.suffix.lower().removeprefix(".")
         if form not in ("html", "png", "svg", "pdf"):
             fail("path", expected="a name ending in .html, .png, .svg or .pdf", got=str(path))
         head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
         page = f"{head}{self.html()}"
-        path.write_bytes(page.encode() if form == "html" else self.bytes(form))
+        write_bytes(path, page.encode() if form == "html" else self.bytes(form))
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

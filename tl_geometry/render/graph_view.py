@@ -1,8 +1,9 @@
 """The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
 looked where they looked. Notebooks, the gallery and ``tl-geometry trace`` show it.
 
-1. A :class:`~tl_geometry.circuits.LogitGraph`: tokens along x, blocks from the embeddings below to
-   the logit above, a mark for each writer at its position, a line for each value edge.
+1. A :class:`~tl_geometry.circuits.LogitGraph`, an average of several, or two side by side
+   (:mod:`tl_geometry.render.graph_nodes`): tokens along x, blocks from the embeddings below to the
+   logit above, a mark for each writer at its position, a line for each value edge.
 2. A node appears where the slider reaches its share: the share of all that is written (or of all
    that is moved) which larger writers carry already. So the page begins with few nodes, those that
    ``trace_logit(..., keep=share)`` would keep.
@@ -13,17 +14,18 @@ looked where they looked. Notebooks, the gallery and ``tl-geometry trace`` show 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base import checks, html
-from tl_geometry.base.errors import require
+from tl_geometry.base import checks
+from tl_geometry.circuits.graph_comparison import GraphComparison
+from tl_geometry.circuits.graph_means import AverageGraph
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, LogitGraph
 from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
+from tl_geometry.render.graph_nodes import SUMS, DrawnGraph, drawn_graph
 from tl_geometry.render.page import PageView, rounded
 
 START, MOST, LISTED = 40, 400, 12
@@ -33,11 +35,11 @@ SOURCES, LEAST_PAID = 6, 0.0005
 """Positions that the attention of a head names, and the least attention (smaller shows as 0)."""
 WIDTH, TALLEST = 1080, 1180
 """Pixels of the page across, and down at most."""
-LONGEST = 24
-"""Characters of a token: longer ones are cut."""
 
 
-def graph_page(graph: LogitGraph, *, node: int = 0) -> PageView:
+def graph_page(
+    graph: LogitGraph | AverageGraph | GraphComparison, *, node: int | None = None
+) -> PageView:
     """A logit's graph to look at: tokens along x, blocks upwards, marks for what writes at each
     position, lines for value edges, red for the logit and blue against it.
 
@@ -47,8 +49,11 @@ def graph_page(graph: LogitGraph, *, node: int = 0) -> PageView:
     its keys. All lists sum to the node's number.
 
     Args:
-        graph: of :func:`tl_geometry.trace_logit`.
-        node: the node chosen at first, of ``graph.node(name, position)``; the logit by default.
+        graph: of :func:`tl_geometry.trace_logit`; or an average of
+            :func:`tl_geometry.circuits.average_graphs`, in which edges whose interval contains 0
+            are dotted; or two graphs side by side (:meth:`LogitGraph.compare`), in which
+            edges of one graph alone are dashed or dotted.
+        node: the node chosen at first, its number in ``graph.names``; the logit by default.
 
     The page holds the 400 largest nodes and of each the 12 largest edges of a type, and says what
     it leaves out.
@@ -60,73 +65,39 @@ def graph_page(graph: LogitGraph, *, node: int = 0) -> PageView:
     >>> graph_page(graph).title  # .save("graph.html") writes the page
     'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
     """
-    expected, got = "a graph of trace_logit", type(graph).__name__
-    require(isinstance(graph, LogitGraph), "graph", expected=expected, got=got)
-    checks.index(node, len(graph.names), "node")
-    reached = reach(graph)
-    order = reached.argsort(stable=True)
-    held = order[:MOST] if node in order[:MOST].tolist() else order[: MOST - 1]
-    held = held if node in held.tolist() else torch.cat([held, order.new_tensor([node])])
-    data = _payload(graph, held, reached, node)
+    drawn = drawn_graph(graph)
+    chosen = 0
+    if node is not None:
+        chosen = drawn.numbers.index(checks.index(node, len(drawn.names), "node"))
+    order = drawn.reached.argsort(stable=True)
+    held = order[:MOST] if chosen in order[:MOST].tolist() else order[: MOST - 1]
+    held = held if chosen in held.tolist() else torch.cat([held, order.new_tensor([chosen])])
+    data = _payload(drawn, held, chosen)
     return PageView(
         "graph",
         data,
-        title=finding(graph),
-        caption=_caption(graph, data),
+        title=drawn.title,
+        caption=_caption(drawn, data),
         width=WIDTH,
         height=_height(data),
-        image=functools.partial(graph_figure, graph),
-        source=graph.provenance.line(),
-        null="Value edges and what is left out add up to the logit exactly: they have no null. "
-        "Query and key edges are first order in the attention.",
+        image=functools.partial(graph_figure, drawn),
+        source=drawn.source,
+        null=drawn.null,
         fluid=True,
     )
 
 
-def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
-    """The share at which each node appears: what larger writers carry already of all that is
-    written, or of all that is moved (the smaller of the two). The logit appears at 0."""
-    tables = (("values", graph.values, graph.constant_value), ("moved", graph.moved, 0.0))
-    shares = []
-    for name, sizes, constant in tables:
-        every = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
-        ordered = torch.cat([*every, torch.tensor([constant])]).double().abs()
-        ordered = ordered.sort(descending=True).values
-        before = ordered.cumsum(0) - ordered
-        place = torch.searchsorted(-ordered, -sizes.abs().contiguous()).clamp(max=len(ordered) - 1)
-        shares.append(before[place] / ordered.sum().clamp(min=1e-300))
-    reached = torch.minimum(*shares)
-    reached[0] = 0.0
-    return reached
-
-
-def finding(graph: LogitGraph) -> str:
-    """The head at a position that wrote most of the logit, in a sentence."""
-    logit = f"the logit {graph.value:.2f} of {target_text(graph)}".replace("-", "−")
-    heads = (graph.heads_of >= 0).nonzero()[:, 0]
-    if not len(heads):
-        return f"What wrote {logit}"
-    node = int(heads[graph.values[heads].abs().argmax()])
-    value = f"{float(graph.values[node]):+.2f}".replace("-", "−")
-    return f"{graph.names[node]} at {int(graph.positions[node])} wrote {value} of {logit}"
-
-
-def target_text(graph: LogitGraph) -> str:
-    """The tokens of the logit, as a page names them."""
-    return " minus ".join(f"“{html.token_text(t)}”" for t in graph.target_tokens)
-
-
-def row_of(graph: LogitGraph) -> Int[Tensor, " node"]:
+def row_of(graph: DrawnGraph) -> Int[Tensor, " node"]:
     """The row of each node, from the embeddings (0) upwards: heads of block l stand on 2 l + 1, its
     MLP above them, the logit on top."""
     rows = 2 * graph.layers + 1 + (graph.heads_of < 0)
     rows[graph.layers < 0] = 0
-    rows[0] = 2 * len(graph.head_values) + 1
+    rows[0] = 2 * graph.blocks + 1
     return rows
 
 
 def _largest_edges(
-    graph: LogitGraph, held: Int[Tensor, " row"]
+    graph: DrawnGraph, held: Int[Tensor, " row"]
 ) -> tuple[Int[Tensor, " edge"], Int[Tensor, " node"]]:
     """The :data:`LISTED` largest edges of each type into each held node, from held nodes; and the
     place of each node among the held ones (-1: not held)."""
@@ -141,13 +112,10 @@ def _largest_edges(
     return inside[torch.arange(len(into)) - first < LISTED], place
 
 
-def _payload(
-    graph: LogitGraph, held: Int[Tensor, " row"], reached: Float[Tensor, " node"], node: int
-) -> dict[str, Any]:
+def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[str, Any]:
     """What the page draws."""
     edges, place = _largest_edges(graph, held)
     rows = row_of(graph).tolist()
-    texts = texts_of(graph)
     paid = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
     nodes = [
         {
@@ -157,8 +125,10 @@ def _payload(
             "shape": _shape(graph, i),
             "value": rounded(float(graph.values[i]), 7),
             "moved": rounded(float(graph.moved[i])),
-            "reached": rounded(float(reached[i]), 4),
+            "reached": rounded(float(graph.reached[i]), 4),
             "totals": [rounded(v, 7) for v in graph.totals[i].tolist()],
+            "numbers": [rounded(v, 4) for v in graph.node_numbers[i].tolist()],
+            "mark": int(graph.node_marks[i]),
             "paid": [
                 [j, rounded(p, 3)]
                 for j, p in zip(paid.indices[i].tolist(), paid.values[i].tolist(), strict=True)
@@ -170,31 +140,30 @@ def _payload(
         for i in held.tolist()
     ]
     named = {n["position"] for n in nodes} | {j for n in nodes for j, _ in n["paid"]}
-    every = (graph.leaf_values, graph.head_values, graph.mlp_values)
-    written = sum(float(x.abs().sum()) for x in every) + abs(graph.constant_value)
+    ends = (place[graph.sources[edges]], place[graph.targets[edges]], graph.edge_types[edges])
+    columns = [x.tolist() for x in (*ends, graph.weights[edges], graph.edge_marks[edges])]
+    numbers = graph.edge_numbers[edges].tolist()
     return {
         "nodes": nodes,
         "edges": [
-            [int(place[s]), int(place[t]), int(kind), rounded(w, 4)]
-            for s, t, kind, w in zip(
-                graph.sources[edges].tolist(),
-                graph.targets[edges].tolist(),
-                graph.edge_types[edges].tolist(),
-                graph.weights[edges].tolist(),
-                strict=True,
-            )
+            [s, t, kind, rounded(w, 4), mark, *(rounded(x, 3) for x in more)]
+            for s, t, kind, w, mark, more in zip(*columns, numbers, strict=True)
         ],
-        "tokens": [[i, texts[i]] for i in sorted(named) if i != NOWHERE],
-        "blocks": len(graph.head_values),
-        "target": " − ".join(html.token_text(t) for t in graph.target_tokens),
-        "written": rounded(written),
+        "tokens": [[i, *graph.columns[i]] for i in sorted(named) if i != NOWHERE],
+        "blocks": graph.blocks,
+        "target": graph.target,
+        "written": rounded(graph.written),
+        "whole": graph.whole,
+        "legend": graph.legend,
+        "dashes": [list(dash) for dash in graph.dashes],
+        "prompts": graph.prompts,
         "start": min(START, len(nodes)),
         "all": len(graph.names),
         "chosen": int(place[node]),
     }
 
 
-def _shape(graph: LogitGraph, node: int) -> str:
+def _shape(graph: DrawnGraph, node: int) -> str:
     """What a node is, for its mark."""
     if node == 0:
         return "logit"
@@ -203,20 +172,11 @@ def _shape(graph: LogitGraph, node: int) -> str:
     return "head" if graph.heads_of[node] >= 0 else "mlp"
 
 
-def texts_of(graph: LogitGraph) -> list[str]:
-    """Texts of the tokens, cut to what has room."""
-    texts: Sequence[str] = graph.str_tokens or [f"<{i}>" for i in graph.token_ids]
-    shown = [html.token_text(text) for text in texts]
-    return [t if len(t) <= LONGEST else f"{t[: LONGEST - 1]}…" for t in shown]
-
-
-def _caption(graph: LogitGraph, data: dict[str, Any]) -> str:
+def _caption(graph: DrawnGraph, data: dict[str, Any]) -> str:
     left_out = len(graph.names) - len(data["nodes"])
-    share = (
-        f"all that carry {graph.keep:.0%}" if not left_out else f"{left_out} smaller are left out"
-    )
+    share = f"{left_out} smaller are left out" if left_out else graph.kept
     return (
-        f"T is {graph.value:.4f}, before any soft cap. The page holds {len(data['nodes'])} of the "
+        f"{graph.value} The page holds {len(data['nodes'])} of the "
         f"graph’s {len(graph.names)} nodes ({share}) and of each node the {LISTED} largest edges "
         f"of a type, {len(data['edges'])} of {len(graph.weights)}; the other edges are in its last "
         "line, “everything else”. What is written adds up along value edges; what is moved is "
@@ -230,12 +190,11 @@ def _height(data: dict[str, Any]) -> int:
     return min(TALLEST, 640 + 22 * len(rows) + 3 * (2 * data["blocks"] + 2 - len(rows)))
 
 
-def graph_figure(graph: LogitGraph) -> View:
+def graph_figure(graph: DrawnGraph) -> View:
     """The graph as the page begins, as a still image. The image of
     :func:`tl_geometry.render.graph_page`."""
-    reached, rows = reach(graph), row_of(graph)
-    shown = sorted(reached.argsort(stable=True)[:START].tolist())
-    texts = texts_of(graph)
+    rows = row_of(graph)
+    shown = sorted(graph.reached.argsort(stable=True)[:START].tolist())
     lines = {r: y for y, r in enumerate(sorted({int(rows[i]) for i in shown}))}
     columns = {p: x for x, p in enumerate(sorted({int(graph.positions[i]) for i in shown}))}
     cells: dict[tuple[int, int], list[int]] = {}
@@ -253,29 +212,35 @@ def graph_figure(graph: LogitGraph) -> View:
         ends = [points[int(of[e])] for of in (graph.sources, graph.targets)]
         weight = float(graph.weights[e])
         x, y = zip(*ends, strict=True)
-        line = {"lw": 0.2 + 4 * abs(weight) / largest, "alpha": 0.6, "zorder": 1}
+        line: dict[str, Any] = {"lw": 0.2 + 4 * abs(weight) / largest, "alpha": 0.6, "zorder": 1}
+        if mark := int(graph.edge_marks[e]):
+            line["ls"] = (0, graph.dashes[mark - 1])
         axis.plot(x, y, color=POSITIVE if weight > 0 else NEGATIVE, **line)
     for i in shown:
         value, size = float(graph.values[i]), abs(float(graph.values[i])) / largest
         mark = {"mlp": "s", "logit": "D", "token": "^"}.get(_shape(graph, i), "o")
         colour = POSITIVE if value > 0 else NEGATIVE
-        axis.scatter(*points[i], s=15 + 150 * size, marker=mark, color=colour, zorder=2)
+        face = "white" if graph.node_marks[i] else colour
+        look: dict[str, Any] = {"marker": mark, "facecolor": face, "edgecolor": colour}
+        axis.scatter(*points[i], s=15 + 150 * size, **look, zorder=2)
         if graph.heads_of[i] >= 0:
             note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "zorder": 3}
             axis.annotate(f"H{int(graph.heads_of[i])}", points[i], (4, 4), **note)
-    names = ["constants" if p == NOWHERE else f"{drawable(texts[p])} {p}" for p in columns]
+    labels = {p: " ".join(filter(None, column)) for p, column in enumerate(graph.columns)}
+    labels[NOWHERE] = CONSTANTS
+    names = [drawable(labels[p]) for p in columns]
     axis.set_xticks(range(len(columns)), names, fontsize=7, rotation=45, ha="right")
-    top = 2 * len(graph.head_values) + 1
+    top = 2 * graph.blocks + 1
     said = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
     axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else said(r) for r in lines])
     axis.tick_params(length=0, labelsize=7)
     axis.set(xlabel="token and its position", ylabel="block (those with a node)")
     return View(
         figure,
-        title=finding(graph),
-        caption=f"The {len(shown)} largest of {len(graph.names)} nodes, as large as what they "
-        f"write towards the logit ({graph.value:.2f}); lines are value edges, red for it and blue "
-        "against it; triangles are tokens, squares MLPs.",
-        null="Value edges and what is left out add up to the logit exactly: they have no null.",
-        source=graph.provenance.line(),
+        title=graph.title,
+        caption=f"{graph.value} The {len(shown)} largest of {len(graph.names)} nodes, as large as "
+        "what they write towards the logit; lines are value edges, red for it and blue against it; "
+        f"triangles are tokens, squares MLPs. {graph.legend}".strip(),
+        null=SUMS,
+        source=graph.source,
     )

@@ -7,6 +7,7 @@ terms of the score that made it look there. Notebooks and the gallery show it.
 2. Each head has a card with its (head, source) pairs; terms are summed to the groups of
    ``render.split`` (of writers: by the writer of the key), and listed one by one.
 3. The last card holds the rest, so that the page adds up to the model's logit.
+4. With knockouts, each head has what removing it costs, and a mark where it writes something else.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.circuits.logits import LogitExplanation
+from tl_geometry.interventions.knockout_table import HeadKnockouts
+from tl_geometry.render.knockout_marks import KnockoutMarks, knockout_marks
 from tl_geometry.render.page import PageView, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9
-"""Heads that have a card; writers that a list names at first, and when opened."""
+"""Heads that have a card; writers (and heads without a card) that a list names at first, and when
+opened."""
 SAID = {
     "bias": "constants (bias)",
     "pos": "position (pos)",
@@ -50,6 +54,7 @@ def logit_page(
     *,
     query: int | None = None,
     head: Head | None = None,
+    knockouts: HeadKnockouts | None = None,
 ) -> PageView:
     """What wrote a logit, over the text: arcs run from the chosen token to the sources that heads
     read there, as wide as what was written from them towards the target, red where it raised the
@@ -65,10 +70,13 @@ def logit_page(
         explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
         query: the position shown at first, by default that of the first explanation.
         head: the head shown at first, by default all.
+        knockouts: of :func:`tl_geometry.interventions.head_knockouts` with ``attributions=True``:
+            each head has what it writes in those prompts and what removing it costs; heads where
+            the two disagree are marked, those without a card listed.
 
     Raises ``GeometryError`` for explanations of several prompts or parts, or two of one position,
-    for a ``query`` that is not explained and a ``head`` that is in none of the pairs there, and for
-    pages of more than 2 MB.
+    for a ``query`` that is not explained and a ``head`` that is in none of the pairs there, for
+    knockouts of another model or without attributions, and for pages of more than 2 MB.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -89,7 +97,8 @@ def logit_page(
         wanted = checks.heads(head, 10**6, 10**6)[0]  # any pair of numbers; refused below
         expected = f"one of {', '.join(map(head_name, names))}"
         require(wanted in names, "head", expected=expected, got=head_name(wanted))
-    queries = [_query(e, wanted) for e in each]
+    marks = knockout_marks(each[0], knockouts)
+    queries = [_query(e, wanted, marks) for e in each]
     text = text_data(texts_of(each[0]))
     sizes = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
     data = {
@@ -100,6 +109,8 @@ def logit_page(
         "queries": queries,
         "first": first,
         "head": -1 if wanted is None else 0,
+        "legend": marks.legend,
+        "most": MANY,
     }
     view = PageView(
         "logit",
@@ -108,7 +119,7 @@ def logit_page(
         caption=_caption(each[first]),
         width=WIDTH,
         height=_height(text, queries[first]),
-        image=functools.partial(logit_figure, each[first]),
+        image=functools.partial(logit_figure, each[first], marks),
         source=each[first].provenance.line(),
         null=EXACT,
         fluid=True,
@@ -146,7 +157,9 @@ def followers(found: LogitExplanation) -> list[int]:
     return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
 
 
-def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str, Any]:
+def _query(
+    found: LogitExplanation, wanted: tuple[int, int] | None, knockouts: KnockoutMarks
+) -> dict[str, Any]:
     """What the page shows of one explanation: heads of the largest pairs, ``wanted`` first."""
     at, texts = found.position, texts_of(found)
     order = dict.fromkeys(pair[:2] for pair in found.pairs)
@@ -157,7 +170,10 @@ def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str,
     for h in heads:
         pairs = [_pair(found, p) for p in shown if found.pairs[p][:2] == h]
         total, marks = _short(float(written[h].sum())), _row(written[h])
-        cards.append({"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs})
+        removed = {"removed": knockouts.sentences.get(h, ""), "differs": h in knockouts.disagreeing}
+        card = {"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs}
+        cards.append(card | removed)
+    unseen = [h for h in knockouts.disagreeing if h not in heads]
     inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
     rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
     rest.insert(0, ("other heads and sources", _short(float(found.heads.sum()) - inside)))
@@ -172,6 +188,7 @@ def _query(found: LogitExplanation, wanted: tuple[int, int] | None) -> dict[str,
         "token": html.token_text(texts[at]),
         "heads": cards,
         "rest": rest,
+        "unseen": [[head_name(h), knockouts.sentences[h]] for h in unseen],
     }
 
 
@@ -252,7 +269,7 @@ def _short(value: float) -> float:
 def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     """Pixels that the page is likely to need; what is taller scrolls."""
     lines = text_lines(text, WIDTH - 40, padding=7)
-    tall = [100 + 17 * len(query["rest"])]
+    tall = [100 + 17 * len(query["rest"]), 60 + 36 * min(MANY, len(query["unseen"]))]
     for head in query["heads"]:
         first = head["pairs"][0]
         bars = len(first["score"][0]) + len(first["value"][0])

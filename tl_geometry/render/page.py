@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.base import html
+from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.render.figure import View, drawable, folded
 
 FALLBACK = 300_000
@@ -124,10 +125,10 @@ class PageView:
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, or the image to ``x.png``, ``x.svg`` or ``x.pdf``, and return the
         path."""
-        path = Path(path)
+        path = as_path(path)
         if path.suffix.lower() == ".html":
             end = f"{folded(self.source)}</body>"
-            path.write_text(self.page.replace("</body>", end, 1), encoding="utf-8")
+            write_bytes(path, self.page.replace("</body>", end, 1).encode())
             return path
         return self.image().save(path)
 

@@ -4,10 +4,13 @@ page of a logit."""
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 from torch import Tensor
 
 from tl_geometry.base import html
+from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.circuits.writer_edges import SIDES, Composition
@@ -25,6 +28,7 @@ from tl_geometry.render.figure import (
     legend_outside,
     one_axes,
 )
+from tl_geometry.render.knockout_marks import MARK, KnockoutMarks
 from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40
@@ -35,6 +39,8 @@ COLOURS = {"query": BLUE, "key": VERMILION, "value": GREEN}
 """One colour for each side that a writer is read on."""
 TERMS = 2
 """Terms of a score named beside its bar."""
+TOLD = 4
+"""Heads of which the image of a logit says what knockouts do."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
@@ -101,10 +107,10 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
     )
 
 
-def logit_figure(found: LogitExplanation) -> View:
+def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None) -> View:
     """One logit: what was written from each token of the text, and the largest (head, source) pairs
-    with the terms of the score that made the head look there. The image of
-    :func:`tl_geometry.render.logit_page`."""
+    with the terms of the score that made the head look there, and marks where a head's knockout is
+    not what it writes. The image of :func:`tl_geometry.render.logit_page`."""
     texts = [drawable(html.token_text(t), TOKEN) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
     height = 2.3 + 0.19 * len(pairs)
@@ -122,12 +128,20 @@ def logit_figure(found: LogitExplanation) -> View:
     place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for row, value in enumerate(written.tolist()):
         bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row)}"), **place)
-    labels = [f"L{layer}H{head} from {source} {texts[source]}" for layer, head, source in pairs]
+    knockouts = knockouts or KnockoutMarks({}, (), "")
+    marked = knockouts.disagreeing
+    mark = dict.fromkeys(marked, f"{MARK} ")
+    labels = [
+        f"{mark.get((layer, head), '')}L{layer}H{head} from {source} {texts[source]}"
+        for layer, head, source in pairs
+    ]
     bars.set_yticks(range(len(labels)), labels, fontsize=7)
     bars.axvline(0, color="0.6", linewidth=0.5)
     bars.invert_yaxis()
     axis_label = "written towards the target (logits); the score with its largest terms"
-    bars.set_xlabel(axis_label, fontsize=8)
+    legend = textwrap.wrap(knockouts.legend)
+    legend += [f"{MARK} {head_name(h)} {knockouts.sentences[h]}" for h in marked[:TOLD]]
+    bars.set_xlabel("\n".join([axis_label, *legend]), fontsize=8)
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
     return View(

@@ -5,15 +5,24 @@ const say = v => Math.abs(v) < 0.0005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.to
 const percent = v => `${(100 * v).toFixed(0)}%`;
 const colour = v => v < 0 ? 'var(--negative)' : 'var(--positive)';
 const TYPES = ['value', 'query', 'key'], DASHES = ['', '6 3', '2 2.5'];
-const N = DATA.nodes, texts = new Map(DATA.tokens);
+const N = DATA.nodes, texts = new Map(DATA.tokens.map(([p, text]) => [p, text])), places = new Map(DATA.tokens.map(([p, , place]) => [p, place]));
 const into = N.map(() => []), outOf = N.map(() => []);
 DATA.edges.forEach((edge, e) => { outOf[edge[0]].push(e); into[edge[1]].push(e); });
 const largest = Math.max(...N.map(n => Math.abs(n.value)), ...N.map(n => Math.abs(n.moved))) || 1;
-const place = n => n.position < 0 ? '' : ` at ${n.position}`;
+const place = n => n.position < 0 ? '' : ` at ${places.get(n.position)}`;
 const name = n => n.shape === 'logit' ? `logit ${DATA.target}` : n.name + place(n) + (n.position < 0 ? '' : ` ${texts.get(n.position)}`);
+/* What stands beside a mean (its interval, in how many prompts) or a comparison (both numbers). */
+function note(numbers, mark) {
+  if (!numbers.length) return '';
+  const [a, b, count] = numbers, both = v => v === null ? 'not' : say(v);
+  if (DATA.prompts) return (a === null ? '' : `${say(a)} to ${say(b)}, `) + `in ${count} of ${DATA.prompts} prompts`;
+  return `${both(a)} in the first, ${both(b)} in the second` + (mark && b !== null && a !== null ? `; only the ${mark === 1 ? 'first' : 'second'} graph has it` : '');
+}
+const about = n => `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}` + (n.numbers.length ? ` (written: ${note(n.numbers, n.mark)})` : '');
+const dash = (mark, wide) => DATA.dashes[mark - 1].map(length => (length * Math.max(1, wide / 2)).toFixed(1)).join(' ');
 
 make('h1', DATA.title);
-make('p', 'Discs are heads, squares MLPs, triangles tokens. A mark is as large as what it writes towards the logit, its ring as wide as what it does by the attention that it moves; lines are value edges. Red is for the logit, blue against it. Click a mark, or go from mark to mark with the arrow keys.', {class: 'how'});
+make('p', 'Discs are heads, squares MLPs, triangles tokens. A mark is as large as what it writes towards the logit, its ring as wide as what it does by the attention that it moves; lines are value edges. Red is for the logit, blue against it. ' + (DATA.legend ? DATA.legend + ' ' : '') + 'Click a mark, or go from mark to mark with the arrow keys.', {class: 'how'});
 const tools = make('div', null, {class: 'row tools'}), label = make('label', 'nodes ', null, tools);
 const slider = make('input', null, {type: 'range', min: 1, max: N.length, value: DATA.start, 'aria-label': 'nodes shown'}, label);
 slider.oninput = () => { state.count = +slider.value; draw(); reveal(); };
@@ -84,9 +93,10 @@ function draw() {
   const drawn = drawnEdges(seen), own = new Set([...into[state.node], ...outOf[state.node]]);
   const lines = [...drawn.filter(e => !own.has(e)), ...[...own].filter(e => seen[DATA.edges[e][0]] && seen[DATA.edges[e][1]])];
   for (const e of lines) {
-    const [s, t, type, weight] = DATA.edges[e], [x0, y0] = at.points.get(s), [x1, y1] = at.points.get(t), middle = (y0 + y1) / 2;
-    const options = {d: `M${x0},${y0} C${x0},${middle} ${x1},${middle} ${x1},${y1}`, 'stroke-width': (0.7 + 7 * Math.sqrt(Math.abs(weight) / largest) ** 1.5).toFixed(2), opacity: own.has(e) ? 0.9 : 0.3, 'data-edge': e};
-    if (DASHES[type]) options['stroke-dasharray'] = DASHES[type];
+    const [s, t, type, weight, marked] = DATA.edges[e], [x0, y0] = at.points.get(s), [x1, y1] = at.points.get(t), middle = (y0 + y1) / 2;
+    const thick = 0.7 + 7 * Math.sqrt(Math.abs(weight) / largest) ** 1.5, options = {d: `M${x0},${y0} C${x0},${middle} ${x1},${middle} ${x1},${y1}`, 'stroke-width': thick.toFixed(2), opacity: own.has(e) ? 0.9 : 0.3, 'data-edge': e};
+    if (marked) options['stroke-dasharray'] = dash(marked, thick);
+    else if (DASHES[type]) options['stroke-dasharray'] = DASHES[type];
     add('path', options, svg).style.stroke = colour(weight);
   }
   N.forEach((n, i) => seen[i] && mark(n, i, at.points.get(i)));
@@ -96,30 +106,31 @@ function draw() {
   }
   for (const [p, [x, w]] of at.columns) {
     const box = make('span', null, {style: `left:${x + w / 2}px;max-width:${w - 4}px`, title: p < 0 ? '' : texts.get(p)}, tokens);
-    make('b', p < 0 ? 'constants' : texts.get(p), null, box); box.append(p < 0 ? '' : p);
+    make('b', p < 0 ? 'constants' : texts.get(p) || places.get(p), null, box); box.append(p < 0 || !texts.get(p) ? '' : places.get(p));
   }
   if (focused) pressed().focus({preventScroll: true});
   const written = N.reduce((sum, n, i) => sum + (seen[i] && n.shape !== 'logit' ? Math.abs(n.value) : 0), 0);
   const reaching = drawn.filter(e => N[DATA.edges[e][1]].shape === 'logit').reduce((sum, e) => sum + DATA.edges[e][3], 0);
   const count = seen.filter(Boolean).length, T = N[0].value;
-  said.textContent = `${count} of ${DATA.all} nodes, ${percent(written / (DATA.written || 1))} of all that is written; the edges into the logit sum to ${minus(reaching.toFixed(2))} of T = ${minus(T.toFixed(2))}` + (Math.abs(T) > 0.05 ? ` (${minus(percent(reaching / T))})` : '');
+  said.textContent = `${count} of ${DATA.all} nodes, ${percent(written / (DATA.written || 1))} of ${DATA.whole}; the edges into the logit sum to ${minus(reaching.toFixed(2))} of T = ${minus(T.toFixed(2))}` + (Math.abs(T) > 0.05 ? ` (${minus(percent(reaching / T))})` : '');
   said.dataset.reaching = reaching; said.dataset.count = count;
 }
 
 /* One mark: its area is what it writes, its ring what it does by moving attention. */
 function mark(n, i, [x, y]) {
-  const node = add('g', {class: 'node', transform: `translate(${x},${y})`, role: 'button', tabindex: i === state.node ? 0 : -1, 'aria-pressed': i === state.node, 'aria-label': `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}`, 'data-node': i}, svg);
+  const node = add('g', {class: 'node', transform: `translate(${x},${y})`, role: 'button', tabindex: i === state.node ? 0 : -1, 'aria-pressed': i === state.node, 'aria-label': about(n), 'data-node': i}, svg);
   const r = n.shape === 'logit' ? 9 : 3 + 7 * Math.sqrt(Math.abs(n.value) / largest), ring = 6 * Math.abs(n.moved) / largest;
   const shape = size => ({head: `M${-size},0a${size},${size} 0 1,0 ${2 * size},0a${size},${size} 0 1,0 ${-2 * size},0z`,
     mlp: `M${-size},${-size}h${2 * size}v${2 * size}h${-2 * size}z`, token: `M0,${-size}L${size},${size}H${-size}z`}[n.shape]
     || `M0,${-size}L${size},0L0,${size}L${-size},0z`);
   const around = r * (n.shape === 'head' ? 1 : 1.4) + 1.5;
   if (ring > 0.4) add('circle', {r: around + ring / 2, class: 'ring', 'stroke-width': ring.toFixed(2)}, node).style.stroke = colour(n.moved);
-  add('path', {d: shape(r), class: 'disc'}, node).style.fill = colour(n.value);
+  const disc = add('path', {d: shape(r), class: n.mark ? 'disc hollow' : 'disc'}, node);
+  disc.style.fill = disc.style.stroke = colour(n.value);
   add('circle', {r: around + ring + 2.5, class: 'here'}, node);
   add('circle', {r: 11, fill: 'transparent'}, node);
   if (n.shape === 'head' || n.shape === 'logit') add('text', {x: around + ring + 1, y: 3}, node).textContent = n.shape === 'head' ? n.name.slice(n.name.indexOf('H')) : 'T';
-  add('title', {}, node).textContent = `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}`;
+  add('title', {}, node).textContent = about(n);
   node.onclick = () => choose(i);
   node.onkeydown = event => step(event, i, x, y);
 }
@@ -154,15 +165,16 @@ function list(title, about, edges, end, total, parent, what) {
   make('h3', title, null, card);
   if (about) make('p', about, null, card);
   const order = [...edges].sort((a, b) => Math.abs(DATA.edges[b][3]) - Math.abs(DATA.edges[a][3])).slice(0, 12);
-  const shown = order.map(e => [N[DATA.edges[e][end]], DATA.edges[e][3], DATA.edges[e][end], DATA.edges[e][2]]);
+  const shown = order.map(e => [N[DATA.edges[e][end]], DATA.edges[e][3], DATA.edges[e][end], DATA.edges[e][2], note(DATA.edges[e].slice(5))]);
   const rest = total === null ? 0 : total - shown.reduce((sum, s) => sum + s[1], 0);
   const longest = Math.max(...shown.map(s => Math.abs(s[1])), Math.abs(rest)) || 1;
-  for (const [n, weight, i, type] of shown) {
+  for (const [n, weight, i, type, beside] of shown) {
     const row = line(weight, longest, card);
     const text = name(n) + (what ? `, its ${TYPES[type]}` : '');
     const button = make('button', text, {type: 'button', title: text}, row);
     button.onclick = () => { choose(i); reveal(); };
     row.prepend(button);
+    if (beside) make('small', beside, null, row);
   }
   if (total !== null) {
     const row = line(rest, longest, card);
@@ -182,7 +194,8 @@ function explain() {
   const n = N[state.node];
   heading.replaceChildren(); cards.replaceChildren();
   make('h2', name(n), null, heading);
-  make('p', n.shape === 'logit' ? `T = ${minus(n.value.toFixed(4))}` : `It writes ${say(n.value)} towards the logit, and does ${say(n.moved)} by the attention that it moves (first order).`, {class: 'numbers'}, heading);
+  make('p', (n.shape === 'logit' ? `T = ${minus(n.value.toFixed(4))}` : `It writes ${say(n.value)} towards the logit, and does ${say(n.moved)} by the attention that it moves (first order).`)
+    + (n.numbers.length ? (n.shape === 'logit' ? ': ' : ' Written: ') + `${note(n.numbers, n.mark)}.` : ''), {class: 'numbers'}, heading);
   const of = (edges, type) => edges.filter(e => DATA.edges[e][2] === type);
   if (n.shape !== 'token' && n.shape !== 'constants')
     list(n.shape === 'logit' ? 'Who wrote it' : 'What it read (value edges)', n.shape === 'logit' ? 'Value edges into the logit.' : 'Whose write it passed on towards the logit: sums to what it writes.', of(into[state.node], 0), 0, n.totals[0], cards);
@@ -191,10 +204,12 @@ function explain() {
     make('h3', 'Where it looked', null, card); make('p', 'The attention that it paid from this position.', null, card);
     for (const [p, paid] of n.paid) {
       const row = make('div', null, {class: 'line', 'data-paid': paid}, card), text = make('span', null, null, row);
-      make('code', texts.get(p), null, text); text.append(` at ${p}`);
+      make('code', texts.get(p), null, text); text.append(` at ${places.get(p)}`);
       make('i', null, {style: `background:linear-gradient(var(--soft),var(--soft)) 0 0/${100 * paid}% 100% no-repeat`, 'aria-hidden': 'true'}, row);
       make('b', paid.toFixed(3), null, row);
     }
+  }
+  if (n.shape === 'head') {
     const first = 'Whose write made the attention help the logit (red) or harm it (blue); to first order.';
     list('Why: who wrote its query', first, of(into[state.node], 1), 0, n.totals[1], cards);
     list('Why: who wrote the keys', first, of(into[state.node], 2), 0, n.totals[2], cards);

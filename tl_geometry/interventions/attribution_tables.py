@@ -1,0 +1,104 @@
+"""Do heads that write a logit matter to it? Any table of attributions to heads with two more
+columns, what a knockout of each head does and whether the two disagree. Researchers call
+:func:`beside_knockouts` on the tables of ``explain_logit``, ``explain_logits``, ``trace_logit``,
+``average_graphs`` and ``edge_scores(...).nodes()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Result
+from tl_geometry.interventions.knockout_table import HeadKnockouts
+
+WRITER = "writer"
+"""The column of a table that names its heads."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttributionTable(Result):
+    """A table of attributions (``names`` and ``cells`` are its columns and rows) beside knockouts:
+    the ``effect`` on their metric with its interval, their ``direct`` contribution and whether the
+    two disagree (:class:`HeadKnockouts`). NaN in rows of writers that were not knocked out."""
+
+    names: tuple[str, ...]
+    cells: tuple[tuple[object, ...], ...]
+    effect: Float[Tensor, " row"]
+    effect_low: Float[Tensor, " row"]
+    effect_high: Float[Tensor, " row"]
+    direct: Float[Tensor, " row"] | None
+    disagrees: Bool[Tensor, " row"] | None
+
+    def _added(self) -> dict[str, Tensor]:
+        names = ("effect", "effect_low", "effect_high", "direct", "disagrees")
+        each = {name: getattr(self, name) for name in names}
+        return {name: values for name, values in each.items() if values is not None}
+
+    def columns(self) -> Sequence[str]:
+        return (*self.names, *self._added())
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        added = zip(*(values.tolist() for values in self._added().values()), strict=True)
+        return [(*cells, *more) for cells, more in zip(self.cells, added, strict=True)]
+
+
+def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTable:
+    """A table of attributions to heads with what knockouts of these heads do.
+
+    Args:
+        table: with a column ``"writer"`` that names heads (``"L5H1"``), of the same model.
+        knockouts: of :func:`head_knockouts`; rows of several heads are left out. With
+            ``attributions=True`` the direct contributions of its prompts come too, and whether they
+            disagree with the knockouts.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> prompts = tlg.zoo.default_windows(model, 16, n=12)
+    >>> knockouts = tlg.interventions.head_knockouts(
+    ...     model, prompts, targets=[(5, 9)] * 12, controls=0, progress=False
+    ... )
+    >>> table = tlg.circuits.explain_logits(model, prompts, [(5, 9)] * 12)
+    >>> tlg.interventions.beside_knockouts(table, knockouts).columns()[-3:]
+    ('effect', 'effect_low', 'effect_high')
+    """
+    got, instead = type(knockouts).__name__, "head_knockouts(model, prompts, targets=targets)"
+    fits, expected = isinstance(knockouts, HeadKnockouts), "knockouts of heads"
+    require(fits, "knockouts", expected=expected, got=got, instead=instead)
+    got = f"{type(table).__name__} with {table.columns() if isinstance(table, Result) else 'none'}"
+    fits, expected = isinstance(table, Result) and WRITER in table.columns(), f"a column {WRITER!r}"
+    require(fits, "table", expected=expected, got=got, instead="explain_logit or trace_logit")
+    require_same_model(table, knockouts)
+    at = list(table.columns()).index(WRITER)
+    cells = tuple(map(tuple, table.rows()))
+    rows = {head_name(head): row for head, row in knockouts.by_head.items()}
+    place = torch.tensor([rows.get(str(row[at]), -1) for row in cells])
+
+    def of(values: Tensor, missing: float | bool) -> Tensor:
+        return torch.where(place >= 0, values[place], missing)
+
+    value, low, high, _ = (of(x, torch.nan) for x in knockouts.effect)
+    direct, disagrees = knockouts.direct, knockouts.disagrees
+    return AttributionTable(
+        provenance=table.provenance,
+        names=tuple(table.columns()),
+        cells=cells,
+        effect=value,
+        effect_low=low,
+        effect_high=high,
+        direct=None if direct is None else of(direct.mean(1), torch.nan),
+        disagrees=None if disagrees is None else of(disagrees, False),
+    )
+
+
+def require_same_model(result: Result, knockouts: HeadKnockouts) -> None:
+    """Refuse knockouts of another model than that of a result."""
+    ours, theirs = (of.provenance for of in (result, knockouts))
+    expected, got = f"knockouts of {ours.model} with the same weights", f"those of {theirs.model}"
+    require(ours.fingerprint == theirs.fingerprint, "knockouts", expected=expected, got=got)

@@ -1,0 +1,269 @@
+"""What the page of a graph draws: the nodes and edges of one logit's graph, of an average over
+prompts, or of two graphs side by side, all in one form. :func:`tl_geometry.render.graph_page` and
+its image draw it.
+
+Node 0 is the logit. A comparison is drawn as the mean of its two graphs (an edge that one of them
+does not have counts as 0 there), and each mark and line says by its style which graph has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import html
+from tl_geometry.base.errors import require
+from tl_geometry.circuits.graph_comparison import GraphComparison
+from tl_geometry.circuits.graph_means import AverageGraph
+from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, LogitGraph
+
+VALUE = EDGE_TYPES.index("value")
+LONGEST = 24
+"""Characters of a token: longer ones are cut."""
+SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
+FIRST_ORDER = "Query and key edges are first order in the attention."
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DrawnGraph:
+    """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, with what a page needs:
+    ``reached``, the share at which each node appears, ``written``, the sum of absolute values of
+    ``whole``, ``columns``, token and place of each position, and sentences.
+
+    ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts of
+    an average (of ``prompts``), both values of a comparison. ``edge_marks`` and ``node_marks`` are
+    0, or one more than the index of the mark's line style in ``dashes``.
+    """
+
+    names: tuple[str, ...]
+    layers: Int[Tensor, " node"]
+    heads_of: Int[Tensor, " node"]
+    positions: Int[Tensor, " node"]
+    values: Float[Tensor, " node"]
+    moved: Float[Tensor, " node"]
+    totals: Float[Tensor, "node side"]
+    attention: Float[Tensor, "node position"]
+    sources: Int[Tensor, " edge"]
+    targets: Int[Tensor, " edge"]
+    edge_types: Int[Tensor, " edge"]
+    weights: Float[Tensor, " edge"]
+    node_numbers: Float[Tensor, "node row"]
+    edge_numbers: Float[Tensor, "edge column"]
+    node_marks: Int[Tensor, " node"]
+    edge_marks: Int[Tensor, " edge"]
+    dashes: tuple[tuple[int, int], ...] = ()
+    prompts: int = 0
+    blocks: int
+    reached: Float[Tensor, " node"]
+    written: float
+    whole: str
+    columns: tuple[tuple[str, str], ...]
+    numbers: tuple[int, ...]
+    title: str
+    target: str
+    value: str
+    kept: str
+    legend: str = ""
+    null: str
+    source: str
+
+
+def drawn_graph(graph: LogitGraph | AverageGraph | GraphComparison) -> DrawnGraph:
+    """Any graph in the form that is drawn."""
+    if isinstance(graph, LogitGraph):
+        return _one(graph)
+    if isinstance(graph, AverageGraph):
+        return _average(graph)
+    expected, got = "a graph of trace_logit", type(graph).__name__
+    require(isinstance(graph, GraphComparison), "graph", expected=expected, got=got)
+    return _comparison(graph)
+
+
+def _one(graph: LogitGraph) -> DrawnGraph:
+    every = (graph.leaf_values, graph.head_values, graph.mlp_values)
+    texts: Sequence[str] = graph.str_tokens or [f"<{i}>" for i in graph.token_ids]
+    nodes, edges = len(graph.names), len(graph.weights)
+    logit = f"{graph.value:.2f}".replace("-", "−")
+    target = " minus ".join(f"“{html.token_text(t)}”" for t in graph.target_tokens)
+    alike = ("names", "layers", "heads_of", "positions", "values", "moved", "totals", "attention")
+    same = (*alike, "sources", "targets", "edge_types", "weights")
+    return DrawnGraph(
+        **{name: getattr(graph, name) for name in same},
+        node_numbers=torch.zeros(nodes, 0),
+        edge_numbers=torch.zeros(edges, 0),
+        node_marks=torch.zeros(nodes, dtype=torch.int64),
+        edge_marks=torch.zeros(edges, dtype=torch.int64),
+        blocks=len(graph.head_values),
+        reached=reach(graph),
+        written=sum(float(x.abs().sum()) for x in every) + abs(graph.constant_value),
+        whole="all that is written",
+        columns=tuple((shown_token(text), str(i)) for i, text in enumerate(texts)),
+        numbers=tuple(range(nodes)),
+        title=_finding(graph, graph.positions.tolist(), f"the logit {logit} of {target}"),
+        target=" − ".join(html.token_text(t) for t in graph.target_tokens),
+        value=f"T is {graph.value:.4f}, before any soft cap.",
+        kept=f"all that carry {graph.keep:.0%}",
+        null=f"{SUMS} {FIRST_ORDER}",
+        source=graph.provenance.line(),
+    )
+
+
+def _average(graph: AverageGraph) -> DrawnGraph:
+    uncertain = ~((graph.weights_low > 0) | (graph.weights_high < 0))
+    uncertain &= ~graph.weights_low.isnan()
+    columns = zip(graph.values_low, graph.values_high, graph.node_prompts, strict=True)
+    interval = f" (95%: {graph.value_low:.2f} to {graph.value_high:.2f})"
+    few = graph.value_low != graph.value_low
+    value = f"{graph.value:.4f}{'' if few else interval}".replace("-", "−")
+    mean = f"{graph.value:.2f}".replace("-", "−")
+    has_interval = (
+        "no intervals: these take 10 prompts" if few else "with 95% intervals in the lists"
+    )
+    return _placed(
+        graph,
+        values=graph.values,
+        moved=graph.moved,
+        weights=graph.weights,
+        node_numbers=torch.tensor([[float(x) for x in of] for of in columns]),
+        edge_numbers=torch.stack([graph.weights_low, graph.weights_high, graph.edge_prompts], 1),
+        node_marks=torch.zeros(len(graph.names), dtype=torch.int64),
+        edge_marks=uncertain.long(),
+        rest=graph.rest,
+        dashes=((2, 3),),
+        prompts=graph.prompts,
+        title=_finding(graph, graph.places, f"T = {mean}, means of {graph.prompts} prompts"),
+        value=f"T is {value} in the mean of {graph.prompts} prompts, before any soft cap; an edge "
+        "counts as 0 in a prompt whose graph does not have it.",
+        kept="all that any prompt’s graph has",
+        legend=f"Numbers are means of {graph.prompts} prompts, {has_interval}."
+        + ("" if few else " A dotted line has an interval that contains 0."),
+        null=f"{SUMS} {FIRST_ORDER}",
+    )
+
+
+def _comparison(graph: GraphComparison) -> DrawnGraph:
+    has = ~graph.weights.isnan()
+    # 0 where both have it, 1 where only the first has, 2 where only the second has
+    only = lambda kept: torch.where(kept.all(1), 0, torch.where(kept[:, 0], 1, 2))  # noqa: E731
+    node_marks, values = only(graph.kept), graph.values.mean(1)
+    first, other = (f"{float(v):.2f}".replace("-", "−") for v in graph.values[_logit(graph)])
+    share = lambda x, chance: f"{x:.0%} (by chance {chance:.0%})"  # noqa: E731
+    nodes = share(graph.node_jaccard, graph.node_jaccard_by_chance)
+    edges = share(graph.edge_jaccard, graph.edge_jaccard_by_chance)
+    return _placed(
+        graph,
+        values=values,
+        moved=graph.moved.mean(1),
+        weights=graph.weights.nan_to_num().mean(1),
+        node_numbers=torch.cat([graph.values, node_marks[:, None]], 1),
+        edge_numbers=graph.weights,
+        node_marks=node_marks,
+        edge_marks=only(has),
+        rest=None,
+        dashes=((9, 4), (2, 4)),
+        title=f"Two graphs share {nodes} of their nodes and {edges} of the edges between these",
+        value=f"T is {first} in the first graph and {other} in the second, before any soft cap.",
+        kept="all that either graph has",
+        legend="Sizes are means of both graphs. A solid line is in both, a dashed one in the first "
+        "alone, a dotted one in the second alone; marks that one graph has are hollow.",
+        null=f"{SUMS} {FIRST_ORDER}",
+    )
+
+
+def _logit(graph: AverageGraph | GraphComparison) -> int:
+    return graph.names.index(LOGIT)
+
+
+def _placed(
+    graph: AverageGraph | GraphComparison,
+    *,
+    values: Float[Tensor, " node"],
+    moved: Float[Tensor, " node"],
+    weights: Float[Tensor, " edge"],
+    node_numbers: Float[Tensor, "node row"],
+    node_marks: Int[Tensor, " node"],
+    rest: Float[Tensor, " node"] | None,
+    **fields: Any,
+) -> DrawnGraph:
+    """A graph over places, with the logit as its first node."""
+    logit = _logit(graph)
+    order = torch.tensor([logit, *(i for i in range(len(graph.names)) if i != logit)])
+    place, is_value = order.argsort(), graph.edge_types == VALUE
+    read = torch.zeros_like(values).index_add_(0, graph.targets[is_value], weights[is_value])
+    is_mlp = (graph.layers >= 0) & (graph.heads_of < 0)
+    reads = (graph.heads_of >= 0) | (torch.arange(len(values)) == logit)
+    # MLPs that are leaves read nothing, and then none of them does
+    reads |= is_mlp & bool(is_mlp[graph.targets[is_value]].any())
+    totals = torch.full((len(values), len(EDGE_TYPES)), torch.nan, dtype=torch.float64)
+    totals[:, VALUE] = torch.where(reads, values, 0.0) if rest is None else read + rest
+    apart = torch.arange(len(values)) != logit
+    shares = [_appears(of, of[apart]) for of in (values, moved)]
+    reached = torch.minimum(*shares)
+    reached[logit] = 0.0
+    named = {p: of for p, of in zip(graph.positions.tolist(), graph.places, strict=True) if of}
+    texts = [shown_token(text) if text else "" for text in graph.place_tokens]
+    return DrawnGraph(
+        names=tuple(graph.names[i] for i in order.tolist()),
+        **{name: getattr(graph, name)[order] for name in ("layers", "heads_of", "positions")},
+        values=values[order],
+        moved=moved[order],
+        totals=totals[order],
+        attention=torch.zeros(len(values), 0),
+        sources=place[graph.sources],
+        targets=place[graph.targets],
+        edge_types=graph.edge_types,
+        weights=weights,
+        node_numbers=node_numbers[order],
+        node_marks=node_marks[order],
+        blocks=1 + int(graph.layers.max()),
+        reached=reached[order],
+        written=float(values[apart].abs().sum()),
+        whole="what its nodes write",
+        columns=tuple((text, named.get(p, str(p))) for p, text in enumerate(texts)),
+        numbers=tuple(order.tolist()),
+        target="",
+        source=graph.provenance.line(),
+        **fields,
+    )
+
+
+def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
+    """The share at which each node appears: what larger writers carry already of all that is
+    written, or of all that is moved (the smaller of the two). The logit appears at 0."""
+    tables = (("values", graph.values, graph.constant_value), ("moved", graph.moved, 0.0))
+    shares = []
+    for name, sizes, constant in tables:
+        every = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
+        shares.append(_appears(sizes, torch.cat([*every, torch.tensor([constant])])))
+    reached = torch.minimum(*shares)
+    reached[0] = 0.0
+    return reached
+
+
+def _appears(sizes: Float[Tensor, " node"], every: Float[Tensor, " row"]) -> Tensor:
+    """What is larger than each of some sizes, as a share of the sum of all."""
+    ordered = every.double().abs().sort(descending=True).values
+    before = ordered.cumsum(0) - ordered
+    place = torch.searchsorted(-ordered, -sizes.abs().contiguous()).clamp(max=len(ordered) - 1)
+    return before[place] / ordered.sum().clamp(min=1e-300)
+
+
+def _finding(graph: LogitGraph | AverageGraph, places: Sequence[object], logit: str) -> str:
+    """The head at a place that wrote most of the logit, in a sentence."""
+    heads = (graph.heads_of >= 0).nonzero()[:, 0]
+    if not len(heads):
+        return f"What wrote {logit}"
+    node = int(heads[graph.values[heads].abs().argmax()])
+    value = f"{float(graph.values[node]):+.2f}".replace("-", "−")
+    return f"{graph.names[node]} at {places[node]} wrote {value} of {logit}"
+
+
+def shown_token(text: str) -> str:
+    """The text of a token, cut to what has room."""
+    shown = html.token_text(text)
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
