@@ -128,6 +128,7 @@ def test_blocks_as_writers_and_what_no_file_can_show() -> None:
     first = composition(model, PROMPTS, layers=0, progress=False)
     with pytest.raises(GeometryError, match="readers behind block 0"):
         first.to_json()
-    for wrong in ({"layout": "mib"}, {"writers": "mlps"}, {"share": "es"}):
+    wrongs: tuple[dict[str, Any], ...] = ({"layout": "mib"}, {"writers": "mlps"}, {"share": "es"})
+    for wrong in wrongs:
         with pytest.raises(GeometryError, match=next(iter(wrong))):
             blocks.to_json(**wrong)

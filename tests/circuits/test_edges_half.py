@@ -84,7 +84,7 @@ def test_a_wrong_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.smollm2
 @pytest.mark.slow
 def test_scores_of_a_real_decoder_in_bfloat16() -> None:
-    few = {name: x[:2] if isinstance(x, list) else x for name, x in NAMES.items()}
+    few: dict[str, Any] = {name: x[:2] if isinstance(x, list) else x for name, x in NAMES.items()}
     found, expected = (
         tlg.edge_scores(tlg.zoo.smollm2(dtype=dtype), **few, method="gradient").scores
         for dtype in (torch.bfloat16, torch.float32)

@@ -144,6 +144,13 @@ def test_a_graph_comes_back_from_its_file(graph: LogitGraph, tmp_path: Path) -> 
     assert loaded.provenance == graph.provenance
 
 
+def test_the_table_begins_with_what_writes_most(graph: LogitGraph) -> None:
+    sizes = [abs(float(row[3])) for row in graph.rows()]  # type: ignore[arg-type]
+    assert sizes == sorted(sizes, reverse=True)
+    moved = [abs(float(row[4])) for row in graph.rows()]  # type: ignore[arg-type]
+    assert moved != sorted(moved, reverse=True)
+
+
 def test_networkx_has_every_number(graph: LogitGraph) -> None:
     found = graph.to_networkx()
     assert found.number_of_nodes() == len(graph.names)

@@ -212,9 +212,9 @@ class LogitGraph(Result):
         return ("writer", "position", "token", "value", "moved", "rest")
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """The nodes of the graph, the largest first (by value or moved)."""
-        size = torch.maximum(self.values.abs(), self.moved.abs())
-        order = size.argsort(descending=True, stable=True).tolist()
+        """The nodes of the graph, the largest absolute ``value`` first. ``moved`` does not decide:
+        it is first order, and largest at attention sinks, which write next to nothing."""
+        order = self.values.abs().argsort(descending=True, stable=True).tolist()
         # position -1 (none) takes the last text, which is empty
         tokens = [*(self.str_tokens or [f"<{i}>" for i in self.token_ids]), ""]
         return [
