@@ -40,7 +40,8 @@ class KnownModel:
 
     ``does`` says what each head does. ``labels`` and ``terms`` are the group and the term that a
     planted head deserves (``terms`` where one is dominant); ``offset`` is that of the planted heads
-    that attend at an offset. ``edges`` are the edges that carry the difference between the prompts
+    that attend at an offset, ``directions`` are those that heads read: of each token, then of each
+    learned position. ``edges`` are the edges that carry the difference between the prompts
     and counterfactuals of :meth:`pairs`, by what was ``changed``, as
     :func:`tl_geometry.edge_scores` names them, and ``head_pairs`` the heads that read what another
     wrote (writer, reader, side); both are empty where they were not planted.
@@ -53,6 +54,7 @@ class KnownModel:
     labels: Mapping[tuple[int, int], str]
     terms: Mapping[tuple[int, int], str] = field(default_factory=dict)
     offset: int | None = None
+    directions: Float[Tensor, "row d_model"] | None = None
     edges: Mapping[str, frozenset[str]] = field(default_factory=dict)
     head_pairs: frozenset[tuple[str, str, str]] = frozenset()
 
@@ -118,16 +120,17 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
 def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     from tl_geometry.zoo import planted, planted_heads
 
-    hf, names, offset = planted_heads.planted_heads(positions, seed)
-    does = {(0, head): what for head, what in enumerate(names)}
+    made = planted_heads.planted_heads(positions, seed)
+    does = {(0, head): what for head, what in enumerate(made.does)}
     terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
-    return hf, {
+    return made.model, {
         "vocab": planted.VOCAB,
         "length": planted.LENGTH,
         "does": does,
         "labels": {head: planted_heads.LABELS[what] for head, what in does.items()},
         "terms": {head: terms[what] for head, what in does.items() if what in terms},
-        "offset": offset,
+        "offset": made.offset,
+        "directions": made.directions,
     }
 
 

@@ -18,7 +18,7 @@ key, and random numbers r:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -67,10 +67,20 @@ COPIED = 0.5
 """Size of the token that a head copies, over the size of the current one."""
 
 
-def planted_heads(positions: str, seed: int) -> tuple[Any, tuple[str, ...], int]:
-    """The Hugging Face model, what each of its heads does, and the offset o.
+class Planted(NamedTuple):
+    """The Hugging Face model, what each of its heads does, the offset o, and the directions of
+    tokens and (learned) positions."""
 
-    >>> planted_heads("learned", 0)[1][:2]
+    model: Any
+    does: tuple[str, ...]
+    offset: int
+    directions: Float[Tensor, "row d_model"]
+
+
+def planted_heads(positions: str, seed: int) -> Planted:
+    """The model with its heads in random order.
+
+    >>> planted_heads("learned", 0).does[:2]
     ('token', 'offset')
     """
     generator = torch.Generator().manual_seed(seed)
@@ -92,7 +102,7 @@ def planted_heads(positions: str, seed: int) -> tuple[Any, tuple[str, ...], int]
     plant(model, 0, heads, basis, 2.0 if positions == "learned" else 1.0, generator)
     places = basis[VOCAB:] if positions == "learned" else None
     embed(model, basis[:VOCAB], places, basis[:VOCAB])
-    return model, names, offset
+    return Planted(model, names, offset, basis)
 
 
 def learned_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
