@@ -1,5 +1,5 @@
-"""How is a measure judged where the answer is known? Recovered, missed and false, AUROC and its null;
-what one edge does, by live runs. :mod:`benchmarks.known` and the tests call it."""
+"""How is a measure judged where the answer is known? Recovered, missed and false, AUROC and its
+null; and what one edge does, by live runs. :mod:`benchmarks.known` and the tests call it."""
 
 from __future__ import annotations
 

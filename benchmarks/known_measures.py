@@ -1,4 +1,4 @@
-"""What does each measure find in a model whose circuit is known? One function for each question, which
+"""What does each measure find in a model whose circuit is known? One function for each question
 gives the findings of one seed; :mod:`benchmarks.known` runs them."""
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tl_geometry as tlg
-from benchmarks.known_judging import Counts, Finding, by_name, exact_effects
+from benchmarks.known_judging import (
+    Counts,
+    Finding,
+    auroc,
+    auroc_by_chance,
+    by_name,
+    exact_effects,
+)
 from tl_geometry.base.checks import head_name
 from tl_geometry.circuits.writer_edges import SIDES, Composition
 from tl_geometry.scores import offset_profile, relative_kernel
+from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, UNCLEAR, UNIFORM
 from tl_geometry.zoo import induction, known
 from tl_geometry.zoo.known_models import CHANGED, KnownModel
 from tl_geometry.zoo.planted import SLOW, VOCAB
@@ -53,9 +61,13 @@ def labels(name: str, positions: str, seed: int) -> Iterator[Finding]:
     basis = tlg.decompose(truth.model, for_basis, **QUIET)
     table = tlg.sweep_heads(truth.model, tokens, basis, **QUIET)
     groups, terms = table.by_group, table.by_term
+    by_cs = [
+        name if name == UNIFORM or (share > SHARE_OVER and margin > MARGIN_OVER) else UNCLEAR
+        for name, share, margin in zip(groups.by_cs, groups.share, groups.margin, strict=True)
+    ]
     for measure, given in (
         ("label of a head", groups.labels),
-        ("label by covariance alone", groups.by_cs),
+        ("label by covariance alone (rival)", by_cs),
     ):
         by_head = dict(zip(table.heads, given, strict=True))
         yield Finding.of_labels(measure, title, by_head, truth.labels)
@@ -63,7 +75,9 @@ def labels(name: str, positions: str, seed: int) -> Iterator[Finding]:
         by_head = dict(zip(table.heads, terms.labels, strict=True))
         yield Finding.of_labels("dominant term", title, by_head, truth.terms)
     if name == "induction":
-        yield removals(truth, title, basis, tokens, dict(zip(table.heads, groups.labels)))
+        yield removals(
+            truth, title, basis, tokens, dict(zip(table.heads, groups.labels, strict=True))
+        )
 
 
 @torch.no_grad()
@@ -164,6 +178,9 @@ def edges(name: str, positions: str, seed: int) -> Iterator[Finding]:
         pairs = truth.pairs(PAIRS, changed=changed, seed=7)
         names, effects = exact_effects(truth.model, pairs)
         inside = by_name(names, truth.edges[changed]) if truth.edges else effects > NEEDED
+        if truth.edges:  # of a trained model they are the truth themselves
+            measure = "edges, one by one in live runs"
+            yield Finding.of_ranking(measure, title, effects.abs(), inside)
         for method in ("integrated", "gradient"):
             given = {"targets": pairs.targets, "method": method}
             scores = tlg.edge_scores(truth.model, *pairs[:2], **given)
@@ -202,10 +219,13 @@ def features(seed: int) -> Iterator[Finding]:
     dictionary = tlg.circuits.dictionary(given, 0)
     chosen = {h: d for h, d in truth.does.items() if d in ("offset", "identity", "table")}
     found = tlg.circuits.feature_shares(truth.model, tokens, dictionary, heads=list(chosen))
-    is_token = torch.arange(len(directions)) < VOCAB
-    rows = [is_token if chosen[head] != "offset" else ~is_token for head in found.heads]
-    count = len(directions)
-    keys = found.cs[:, 1, :count].abs().double()
+    at = found.feature_ids
+    assert truth.offset is not None
+    # BOS is left out, and no query reads the last keys at an offset
+    tokens_read = (at > 0) & (at < VOCAB)
+    places_read = (at > VOCAB) & (at < len(directions) - truth.offset)
+    rows = [places_read if chosen[head] == "offset" else tokens_read for head in found.heads]
+    keys = found.cs[:, 1, len(found.parts) - len(at) :].abs().double()
     yield Finding.of_ranking("features of keys", title, keys.flatten(), torch.cat(rows))
 
 
@@ -240,18 +260,23 @@ def separated(seed: int) -> Iterator[Finding]:
 
 
 def anomalous(seed: int) -> Iterator[Finding]:
-    """Maps of pairs of 12 states of which one state is off by five standard deviations."""
+    """Maps of pairs of 12 states of which one state is off by five standard deviations of the
+    others."""
     from tl_geometry.flow.noise import layer_anomalies
 
-    counts = Counts(0, 0, 0)
+    counts, sizes, odd = Counts(0, 0, 0), [], []
     t = torch.arange(1, 13).double()
     for draw in range(5):
         g = torch.Generator().manual_seed(1000 * seed + draw)
         tau = (t - t[:, None]).clamp(min=1)
         values = 0.2 * t - 0.1 * tau.log() + 0.3 * torch.randn(12, generator=g).double()
         off = int(torch.randint(2, 12, (), generator=g))
-        values[:, off] += 1.5
-        flagged = layer_anomalies(values).flagged
-        hit = int(flagged[off])
-        counts += Counts(hit, 1 - hit, int(flagged.sum()) - hit)
-    yield Finding("anomalous layers", "five maps, one odd layer each", counts, 5 * 0.05)
+        values[:, off] += 5 * 0.3
+        found = layer_anomalies(values)
+        hit = int(found.flagged[off])
+        counts += Counts(hit, 1 - hit, int(found.flagged.sum()) - hit)
+        sizes.append(found.z[1:].abs())
+        odd.append(torch.arange(1, 12) == off)
+    scores, inside = torch.cat(sizes), torch.cat(odd)
+    ranked = (auroc(scores, inside), auroc_by_chance(scores, inside))
+    yield Finding("anomalous layers", "five maps, one odd layer each", counts, 5 * 0.05, *ranked)

@@ -1,9 +1,9 @@
-"""The trained induction circuits of ``zoo.known("induction")``, two layers of attention without MLPs:
-``python -m tl_geometry.zoo.induction --out DIR`` trains and stores them.
+"""How are the induction circuits of ``zoo.known("induction")`` trained, and where are they stored?
+Two layers of attention without MLPs; ``python -m tl_geometry.zoo.induction --out DIR`` makes them.
 
-Rows are BOS and random tokens repeated with a period of each row's own. Only tokens of a second copy
-or later are predicted, so that nothing but induction lowers the loss. Weights are stored in half
-precision (0.1 MB a model).
+Rows are BOS and random tokens repeated with a period of each row's own. Only tokens of a second
+copy or later are predicted, so that nothing but induction lowers the loss. Weights are stored in
+half precision (0.1 MB a model).
 """
 
 from __future__ import annotations

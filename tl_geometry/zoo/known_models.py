@@ -176,7 +176,7 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     does = {}
     for layer in range(induction.LAYERS):
         for head in range(induction.HEADS):
-            best = max(scores, key=lambda name: float(scores[name][layer, head]))  # noqa: B023
+            best = max(scores, key=lambda name: float(scores[name][layer, head]))
             over = float(scores[best][layer, head]) > ATTENDED
             does[layer, head] = best if over else ""
     return hf, {

@@ -1,5 +1,6 @@
-"""Which weights give a head a known reason to attend? Models whose heads are planted by hand, without
-training; :func:`tl_geometry.zoo.known` calls them.
+"""Which weights give a head a known reason to attend? Parts of models whose heads are planted by
+hand, without training; :mod:`~tl_geometry.zoo.planted_heads` and
+:mod:`~tl_geometry.zoo.planted_circuit` use them.
 
 The stream has orthonormal directions ``E [column d_model]``, drawn at random and orthogonal to the
 vector of ones, so that a LayerNorm only rescales. A token and a position are one-hot in them. With

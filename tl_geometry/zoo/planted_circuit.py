@@ -1,5 +1,5 @@
-"""Which edges make induction, by construction? The two-layer model of ``zoo.known("circuit")``, with
-heads that look alike and do not matter.
+"""Which edges make induction, by construction? The two-layer model of ``zoo.known("circuit")``,
+with heads that look alike and do not matter.
 
 The stream has blocks of one-hot directions: the token, the token before, a first and a second
 scratch block that the output does not read (and the position, in the learned model).

@@ -1,5 +1,5 @@
-"""Which heads attend by offset, by position, by token identity, by both, or evenly, by construction?
-The one-layer model of ``zoo.known("heads")``.
+"""Which heads attend by offset, by position, by token identity, by both, or evenly, by
+construction? The one-layer model of ``zoo.known("heads")``.
 
 Scores of the planted heads, with strength a, token t and position i of the query, t' and j of the
 key, and random numbers r:
