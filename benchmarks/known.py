@@ -176,10 +176,10 @@ are sums over seeds; in brackets the least and most of one seed. AUROC is the me
 to most), and its null the AUROC that 95% of random orders stay below. Planes, composition and edges
 are ranked by absolute value.
 
-**Edges.** A pair of prompts repeats seven tokens. In the counterfactual all tokens are others in the
-same form, or only the last token is another. True edges of the planted circuit are the planted ones
-that differ between the two; those of a trained model carry more than 10% of the difference each,
-by live runs in which one edge alone has the counterfactual's write.
+**Edges.** A pair of prompts repeats seven tokens. In the counterfactual all tokens are others in
+the same form, or only the last token is another. True edges of the planted circuit are the planted
+ones that differ between the two; those of a trained model carry more than 10% of the difference
+each, by live runs in which one edge alone has the counterfactual's write.
 
 **Rivals** run on the same models and are judged alike: attribution patching of whole writers (each
 edge gets the score of its writer), composition scores of the weights alone (Frobenius ratio, Elhage
@@ -204,9 +204,9 @@ LOSSES = """## Where the library loses
 - **A label by covariance alone does as well as the label that also asks for gain**: nothing was
   planted, and nothing was learnt here, on which the two disagree.
 - **A head whose attention is even to within 2% still gets a label.** The rotary head `query` has
-  scores that are constant in each row but for a rotation of at most 0.03 radians. Shares are ratios,
-  so that what is left is divided by itself; "uniform" is said only where nothing above rounding is
-  left.
+  scores that are constant in each row but for a rotation of at most 0.03 radians. Shares are
+  ratios, so that what is left is divided by itself; "uniform" is said only where nothing above
+  rounding is left.
 - **An odd layer among few layers is seldom flagged.** With 12 states, one that is off by five
   standard deviations ranks first almost always, and passes the limit for 5% of null runs in about
   one of four.

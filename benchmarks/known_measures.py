@@ -147,7 +147,7 @@ def composed(positions: str, seed: int) -> Iterator[Finding]:
     alone."""
     truth, title = model_of("circuit", positions, seed), f"circuit, {positions}"
     tokens = truth.random_tokens(32, seed=6)
-    table = tlg.composition(truth.model, tokens, layers=1, **QUIET)
+    table = tlg.composition(truth.model, tokens, layers=1, drop=1, **QUIET)
     writers = tlg.sweep_heads(truth.model, tokens, parts="writers", layers=1, **QUIET)
     reads = writers.cs.abs().double()
     keys, scores = [], []
@@ -218,7 +218,7 @@ def features(seed: int) -> Iterator[Finding]:
     given = (stream @ directions.T, directions, torch.zeros(directions.shape[1]))
     dictionary = tlg.circuits.dictionary(given, 0)
     chosen = {h: d for h, d in truth.does.items() if d in ("offset", "identity", "table")}
-    found = tlg.circuits.feature_shares(truth.model, tokens, dictionary, heads=list(chosen))
+    found = tlg.circuits.feature_shares(truth.model, tokens, dictionary, heads=list(chosen), drop=1)
     at = found.feature_ids
     assert truth.offset is not None
     # BOS is left out, and no query reads the last keys at an offset

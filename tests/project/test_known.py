@@ -1,5 +1,5 @@
-"""The page of known circuits is judged rightly: AUROC, misses and false findings, chance; and what it
-says of the library is what the measures give."""
+"""The page of known circuits is judged rightly: AUROC, misses and false findings, chance; and what
+it says of the library is what the measures give."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_sets_and_rankings_are_counted() -> None:
 
 
 def test_chance_is_the_mean_over_all_deals() -> None:
-    truth, given = {i: x for i, x in enumerate("aabc")}, {i: x for i, x in enumerate("abbc")}
+    truth, given = dict(enumerate("aabc")), dict(enumerate("abbc"))
     g, n = torch.Generator().manual_seed(0), 4000
     hits = 0
     for _ in range(n):
@@ -103,7 +103,7 @@ def test_labels_and_writers_of_planted_models_are_found(positions: str) -> None:
 def test_the_page_is_the_one_that_the_benchmark_writes() -> None:
     """Its prose; the numbers are compared where the benchmark runs."""
     stored = known.PAGE.read_text(encoding="utf-8")
-    for part in (known.INTRODUCTION.split("In {right}")[0].replace("{{", "{").replace("}}", "}"),):
-        assert part in stored
+    prose = known.INTRODUCTION.split("In {right}")[0]
+    assert prose.replace("{{", "{").replace("}}", "}") in stored
     assert known.LOSSES in stored
     assert known.HEAD in stored
