@@ -208,8 +208,8 @@ LOSSES = """## Where the library loses
   ratios, so that what is left is divided by itself; "uniform" is said only where nothing above
   rounding is left.
 - **An odd layer among few layers is seldom flagged.** With 12 states, one that is off by five
-  standard deviations ranks first almost always, and passes the limit for 5% of null runs in about
-  one of four.
+  standard deviations ranks high (AUROC near 1), but passes the limit for 5% of null runs in about
+  one map of four.
 
 Every row in which something is missed or false:
 """

@@ -4,6 +4,7 @@ edges (and no other) carry the next token, and trained models have learnt induct
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from benchmarks.known_judging import exact_effects
 from tl_geometry import zoo
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.zoo import induction, planted, planted_circuit, planted_heads
 from tl_geometry.zoo.known_models import POSITIONS, KnownModel
@@ -146,6 +148,25 @@ def test_the_stored_weights_are_small_and_what_the_trainer_makes_begins_alike() 
     assert all(torch.equal(a, b) for a, b in pairs)
     other = induction.new_model("rotary", 1).lm_head.weight
     assert not torch.equal(first.lm_head.weight, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("bracket", {}, "heads"),
+        ("heads", {"positions": "alibi"}, "rotary"),
+        ("induction", {"seed": 3}, "which are stored"),
+        ("circuit", {"seed": -1}, "seed"),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(GeometryError, match=says):
+        zoo.known(name, **options)
+
+
+def test_an_unknown_change_of_the_prompts_is_refused() -> None:
+    with pytest.raises(GeometryError, match="last"):
+        zoo.known("circuit").pairs(2, changed="first")
 
 
 def test_seeds_change_what_is_random() -> None:

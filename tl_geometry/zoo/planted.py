@@ -85,7 +85,7 @@ def empty_model(
         settings |= {"max_position_embeddings": length, "rms_norm_eps": 1e-12}
         settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
         config_class, model_class = transformers.Qwen2Config, transformers.Qwen2ForCausalLM
-    shared = {"vocab_size": vocab, "bos_token_id": 0, "eos_token_id": 0}
+    shared: dict[str, Any] = {"vocab_size": vocab, "bos_token_id": 0, "eos_token_id": 0}
     config: Any = config_class(**settings, **shared, tie_word_embeddings=False)
     config._attn_implementation = "eager"
     model: Any = model_class(config).eval()
