@@ -82,13 +82,15 @@ def questions(size: str) -> Iterator[Callable[[], Iterator[Finding]]]:
     seeds = SEEDS[size]
     for seed in seeds:
         for positions in POSITIONS:
-            for name in ("heads", "circuit", "induction"):
+            for name in ("heads", "retrieval", "circuit", "induction"):
                 yield partial(measures.labels, name, positions, seed)
             yield partial(measures.planes, positions, seed)
             yield partial(measures.composed, positions, seed)
             for name in ("circuit", "induction"):
                 yield partial(measures.edges, name, positions, seed)
-        for ask in (measures.features, measures.ranks, measures.separated, measures.anomalous):
+        for name, positions in (("heads", "learned"), *(("retrieval", p) for p in POSITIONS)):
+            yield partial(measures.features, name, positions, seed)
+        for ask in (measures.ranks, measures.separated, measures.anomalous):
             yield partial(ask, seed)
 
 
@@ -160,6 +162,8 @@ Made by `python -m benchmarks --only known` (about a minute on one core), on the
 - **heads**: one layer of heads planted by hand, which attend at one offset, by position, by token
   identity, by a random table of tokens, by the key's token, by query position times key token, by
   offset and identity with equal energy (the right label is "unclear"), or evenly;
+- **retrieval**: one layer of heads planted by hand that match both attributes of a token (colour
+  and shape), or one of them;
 - **circuit**: an induction circuit of two layers planted by hand, among heads that look alike and
   do not matter for the output;
 - **induction**: two layers of attention that were trained on repeated random tokens. Their heads

@@ -207,24 +207,20 @@ def edge_weights(truth: KnownModel) -> dict[str, float]:
     return dict(zip(named, values.tolist(), strict=True))
 
 
-def features(seed: int) -> Iterator[Finding]:
-    """Directions of a dictionary that heads read: those of tokens, or those of positions."""
-    truth, title = model_of("heads", "learned", seed), "heads, learned"
-    tokens = truth.random_tokens(16, seed=6)
-    directions = truth.directions
+def features(name: str, positions: str, seed: int) -> Iterator[Finding]:
+    """Directions of a dictionary that the keys of heads read: tokens or positions, or attributes of
+    tokens."""
+    truth, title = model_of(name, positions, seed), f"{name}, {positions}"
+    tokens, directions = truth.random_tokens(16, seed=6), truth.directions
     assert directions is not None
     with torch.no_grad():
         stream = truth.model.run_with_cache(tokens)[1]["blocks.0.hook_resid_pre"]
     given = (stream @ directions.T, directions, torch.zeros(directions.shape[1]))
     dictionary = tlg.circuits.dictionary(given, 0)
-    chosen = {h: d for h, d in truth.does.items() if d in ("offset", "identity", "table")}
-    found = tlg.circuits.feature_shares(truth.model, tokens, dictionary, heads=list(chosen), drop=1)
+    heads = list(truth.reads)
+    found = tlg.circuits.feature_shares(truth.model, tokens, dictionary, heads=heads, drop=1)
     at = found.feature_ids
-    assert truth.offset is not None
-    # BOS is left out, and no query reads the last keys at an offset
-    tokens_read = (at > 0) & (at < VOCAB)
-    places_read = (at > VOCAB) & (at < len(directions) - truth.offset)
-    rows = [places_read if chosen[head] == "offset" else tokens_read for head in found.heads]
+    rows = [torch.isin(at, torch.tensor(truth.reads[head])) for head in found.heads]
     keys = found.cs[:, 1, len(found.parts) - len(at) :].abs().double()
     yield Finding.of_ranking("features of keys", title, keys.flatten(), torch.cat(rows))
 

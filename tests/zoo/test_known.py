@@ -84,6 +84,25 @@ def test_planted_heads_attend_where_they_should(positions: str) -> None:
         assert float((last - 1 / truth.length).abs().max()) < 1e-6
 
 
+@BOTH
+def test_retrieval_heads_read_the_attributes_that_they_say(positions: str) -> None:
+    """Another colour of one key changes the heads that read colours, and no other; shapes alike."""
+    truth = zoo.known("retrieval", seed=2, positions=positions)
+    tokens = truth.random_tokens(16, seed=1)
+    tokens[:, 5] = 5
+    before = pattern(truth, tokens)
+    for changed, token in (("colour", 9), ("shape", 6)):
+        others = tokens.clone()
+        others[:, 5] = token
+        differs = (pattern(truth, others) - before)[:, :, 6:].abs().amax((0, 2, 3))
+        for (_, head), does in truth.does.items():
+            reads = does in ("retrieval", changed)
+            assert float(differs[head]) > 0.1 if reads else float(differs[head]) < 1e-4, does
+    equal = (tokens[:, :, None] == tokens[:, None]) & causal_mask(truth.length)
+    ((_, head),) = truth.heads("retrieval")
+    assert float((before[:, head] * equal).sum(-1)[:, 1:].mean()) > 0.6
+
+
 def test_two_reasons_have_equal_energy() -> None:
     """By drawing tokens, not by the formula that sets it."""
     kernel = planted_heads.offsets(2)

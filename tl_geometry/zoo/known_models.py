@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed
 
-NAMES = ("heads", "circuit", "induction")
+NAMES = ("heads", "retrieval", "circuit", "induction")
 POSITIONS = ("learned", "rotary")
 CHANGED = ("all", "last")
 """Which tokens of a counterfactual differ from its prompt."""
@@ -40,9 +40,9 @@ class KnownModel:
 
     ``does`` says what each head does. ``labels`` and ``terms`` are the group and the term that a
     planted head deserves (``terms`` where one is dominant); ``offset`` is that of the planted heads
-    that attend at an offset, ``directions`` are those that heads read: of each token, then of each
-    learned position. ``edges`` are the edges that carry the difference between the prompts
-    and counterfactuals of :meth:`pairs`, by what was ``changed``, as
+    that attend at an offset, ``directions`` are those of what is planted in the stream, and
+    ``reads`` the rows of them that the keys of a head read. ``edges`` are the edges that carry the
+    difference between the prompts and counterfactuals of :meth:`pairs`, by what was ``changed``, as
     :func:`tl_geometry.edge_scores` names them, and ``head_pairs`` the heads that read what another
     wrote (writer, reader, side); both are empty where they were not planted.
     """
@@ -55,6 +55,7 @@ class KnownModel:
     terms: Mapping[tuple[int, int], str] = field(default_factory=dict)
     offset: int | None = None
     directions: Float[Tensor, "row d_model"] | None = None
+    reads: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     edges: Mapping[str, frozenset[str]] = field(default_factory=dict)
     head_pairs: frozenset[tuple[str, str, str]] = frozenset()
 
@@ -93,9 +94,10 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     Args:
         name: ``"heads"``, one layer of heads planted by hand that attend at one offset, by
             position, by token identity, by a random table of tokens, by the key's token, by both
-            offset and identity, or evenly; ``"circuit"``, an induction circuit of two layers
-            planted by hand among heads that do not matter; ``"induction"``, a trained one, whose
-            heads are named by where they attend.
+            offset and identity, or evenly; ``"retrieval"``, heads that match the two attributes of
+            a token, or one; ``"circuit"``, an induction circuit of two layers planted by hand among
+            heads that do not matter; ``"induction"``, a trained one, whose heads are named by where
+            they attend.
         seed: what is random about it: order and strengths of heads, directions, gains and biases;
             or the seed of the training (0, 1 or 2).
         positions: ``"learned"`` (GPT-2) or ``"rotary"`` (Qwen2; the trained ones are Llama).
@@ -111,7 +113,9 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     checks.choice(name, NAMES, "name")
     checks.choice(positions, POSITIONS, "positions")
     check_seed(seed)
-    make = {"heads": _heads, "circuit": _circuit, "induction": _induction}[name]
+    make = {"heads": _heads, "retrieval": _retrieval, "circuit": _circuit, "induction": _induction}[
+        name
+    ]
     hf, truth = make(positions, seed)
     title = f"{name} ({positions}, seed {seed})"
     return KnownModel(model=from_hf(hf, None, name=title), **truth)
@@ -123,6 +127,12 @@ def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     made = planted_heads.planted_heads(positions, seed)
     does = {(0, head): what for head, what in enumerate(made.does)}
     terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
+    # BOS has no part in it, and no query reads the last keys at an offset
+    tokens = tuple(range(1, planted.VOCAB))
+    rows = {"identity": tokens, "table": tokens}
+    if positions == "learned":
+        last = planted.VOCAB + planted.LENGTH - made.offset
+        rows["offset"] = tuple(range(planted.VOCAB + 1, last))
     return made.model, {
         "vocab": planted.VOCAB,
         "length": planted.LENGTH,
@@ -131,6 +141,24 @@ def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
         "terms": {head: terms[what] for head, what in does.items() if what in terms},
         "offset": made.offset,
         "directions": made.directions,
+        "reads": {head: rows[what] for head, what in does.items() if what in rows},
+    }
+
+
+def _retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import planted, planted_retrieval
+
+    made = planted_retrieval.planted_retrieval(positions, seed)
+    does = {(0, head): what for head, what in enumerate(made.does)}
+    matching = [head for head, what in does.items() if what != "even"]
+    return made.model, {
+        "vocab": planted.VOCAB,
+        "length": planted.LENGTH,
+        "does": does,
+        "labels": dict.fromkeys(does, "uniform") | dict.fromkeys(matching, "content"),
+        "terms": dict.fromkeys(matching, "cvec-cvec"),
+        "directions": made.directions,
+        "reads": {head: planted_retrieval.READS[does[head]] for head in matching},
     }
 
 
