@@ -183,9 +183,13 @@ def test_what_is_not_known_is_refused(name: str, options: dict[str, Any], says: 
         zoo.known(name, **options)
 
 
-def test_an_unknown_change_of_the_prompts_is_refused() -> None:
+def test_an_unknown_change_of_the_prompts_and_no_rows_are_refused() -> None:
+    truth = zoo.known("circuit")
     with pytest.raises(GeometryError, match="last"):
-        zoo.known("circuit").pairs(2, changed="first")
+        truth.pairs(2, changed="first")
+    for ask in (truth.pairs, truth.random_tokens):
+        with pytest.raises(GeometryError, match="at least 1, got 0"):
+            ask(0)
 
 
 def test_seeds_change_what_is_random() -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import check_seed
+from tl_geometry.base.errors import check_seed, require
 
 NAMES = ("heads", "retrieval", "circuit", "induction")
 POSITIONS = ("learned", "rotary")
@@ -61,6 +61,7 @@ class KnownModel:
 
     def random_tokens(self, n: int, *, seed: int = 0) -> Int[Tensor, "batch position"]:
         """BOS, then independent tokens, all equally likely, to the model's full length."""
+        _require_rows(n)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(1, self.vocab, (n, self.length - 1), generator=generator)
         return torch.nn.functional.pad(rows, (1, 0))
@@ -70,6 +71,7 @@ class KnownModel:
         the same form (``changed="all"``), or another last token of the same prompt
         (``changed="last"``). Targets are the tokens that follow in each."""
         checks.choice(changed, CHANGED, "changed")
+        _require_rows(n)
         generator = torch.Generator().manual_seed(seed)
         rows = torch.stack([torch.randperm(self.vocab - 1, generator=generator) for _ in range(n)])
         first, second = (1 + rows[:, at : at + PERIOD] for at in (0, PERIOD))
@@ -86,6 +88,12 @@ class KnownModel:
     def heads(self, does: str) -> list[tuple[int, int]]:
         """The heads that do this."""
         return [head for head, what in self.does.items() if what == does]
+
+
+def _require_rows(n: int) -> None:
+    count = checks.whole(n)
+    fits = count is not None and count >= 1
+    require(fits, "n", expected="a whole number of rows, at least 1", got=repr(n))
 
 
 def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel:
