@@ -7,6 +7,8 @@ from .embedded_model import directory as directory
 from .embedded_model import embedded as embedded
 from .embedded_model import hugging_face as hugging_face
 from .embedded_model import tokenizer as tokenizer
+from .known_models import KnownModel as KnownModel
+from .known_models import known as known
 from .pretrained import minilm as minilm
 from .pretrained import minilm_directory as minilm_directory
 from .pretrained import smollm2 as smollm2

@@ -1,0 +1,202 @@
+"""Models whose circuit is known do what they say: planted heads attend where they should, planted
+edges (and no other) carry the next token, and trained models have learnt induction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.known_judging import exact_effects
+from tl_geometry import zoo
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.zoo import induction, planted, planted_circuit, planted_heads
+from tl_geometry.zoo.known_models import POSITIONS, KnownModel
+
+BOTH = pytest.mark.parametrize("positions", POSITIONS)
+
+
+def pattern(truth: KnownModel, tokens: Tensor, layer: int = 0) -> Tensor:
+    return truth.model.run_with_cache(tokens)[1]["pattern", layer]
+
+
+def scores_of(truth: KnownModel, tokens: Tensor) -> Tensor:
+    """Row-centred logarithms of the first layer's patterns (position 0 apart)."""
+    return row_center(pattern(truth, tokens).clamp(min=1e-30).log(), causal_mask(tokens.shape[1]))[
+        ..., 1:, 1:
+    ]
+
+
+@BOTH
+def test_planted_scores_depend_on_what_they_say_and_on_nothing_else(positions: str) -> None:
+    """Two prompts that agree in it have the same scores; twins differ in it."""
+    truth = zoo.known("heads", seed=1, positions=positions)
+    a, b = (truth.random_tokens(8, seed=seed) for seed in (1, 2))
+    inside = causal_mask(truth.length - 1)
+
+    def centred(tokens: Tensor) -> Tensor:
+        return row_center(scores_of(truth, tokens), inside)
+
+    at, other = centred(a), centred(b)
+    turned = centred(torch.cat([a[:, :1], a[:, 1:].roll(1, 1)], 1))
+    moved = torch.zeros_like(at)
+    moved[..., 1:, 1:] = row_center(at[..., :-1, :-1], inside[1:, 1:])
+    for (_, head), does in truth.does.items():
+        size = float(at[:, head].abs().max())
+        by_tokens = float((at[:, head] - other[:, head]).abs().max())
+        if does in ("uniform", "query"):
+            assert size < 0.02, does
+            continue
+        assert size > 1, does
+        if truth.labels[0, head] == "position":
+            assert by_tokens < 1e-3, does
+        else:
+            assert by_tokens > 1, does
+        if truth.labels[0, head] == "content" or does == "token":
+            # keys and queries one place on, over the keys that both have
+            after = row_center(turned[:, head, 1:, 1:], inside[1:, 1:])
+            assert float((after - moved[:, head, 1:, 1:]).abs().max()) < 0.02 * size, does
+        if does == "relation":
+            after = row_center(turned[:, head, 1:, 1:], inside[1:, 1:])
+            assert float((after - moved[:, head, 1:, 1:]).abs().max()) > 1, "the twin"
+
+
+@BOTH
+def test_planted_heads_attend_where_they_should(positions: str) -> None:
+    for seed in (0, 4):
+        truth = zoo.known("heads", seed=seed, positions=positions)
+        tokens = truth.random_tokens(16, seed=3)
+        by_name = {does: pattern(truth, tokens)[:, head] for (_, head), does in truth.does.items()}
+        assert truth.offset is not None
+        rows = range(truth.offset + 2, truth.length)
+        peak = by_name["offset"][:, list(rows), 2:].argmax(-1) + 2
+        assert bool((peak == torch.tensor(rows) - truth.offset).all())
+        equal = (tokens[:, :, None] == tokens[:, None]) & causal_mask(truth.length)
+        on_equal = (by_name["identity"] * equal).sum(-1)[:, 1:].mean()
+        evenly = (by_name["uniform"] * equal).sum(-1)[:, 1:].mean()
+        assert float(on_equal) > 0.7 > 3 * float(evenly)
+        last = by_name["uniform"][:, -1]
+        assert float((last - 1 / truth.length).abs().max()) < 1e-6
+
+
+@BOTH
+def test_retrieval_heads_read_the_attributes_that_they_say(positions: str) -> None:
+    """Another colour of one key changes the heads that read colours, and no other; shapes alike."""
+    truth = zoo.known("retrieval", seed=2, positions=positions)
+    tokens = truth.random_tokens(16, seed=1)
+    tokens[:, 5] = 5
+    before = pattern(truth, tokens)
+    for changed, token in (("colour", 9), ("shape", 6)):
+        others = tokens.clone()
+        others[:, 5] = token
+        differs = (pattern(truth, others) - before)[:, :, 6:].abs().amax((0, 2, 3))
+        for (_, head), does in truth.does.items():
+            reads = does in ("retrieval", changed)
+            assert float(differs[head]) > 0.1 if reads else float(differs[head]) < 1e-4, does
+    equal = (tokens[:, :, None] == tokens[:, None]) & causal_mask(truth.length)
+    ((_, head),) = truth.heads("retrieval")
+    assert float((before[:, head] * equal).sum(-1)[:, 1:].mean()) > 0.6
+
+
+def test_two_reasons_have_equal_energy() -> None:
+    """By drawing tokens, not by the formula that sets it."""
+    kernel = planted_heads.offsets(2)
+    ratio = planted_heads.balance(kernel)
+    tokens = torch.randint(
+        1, planted.VOCAB, (4000, planted.LENGTH - 1), generator=torch.Generator().manual_seed(0)
+    )
+    equal = (tokens[:, :, None] == tokens[:, None]).double() * ratio
+    allowed = causal_mask(planted.LENGTH - 1)
+    energy = row_center(equal, allowed).square().sum((1, 2)).mean()
+    wanted = row_center(kernel[1:, 1:].double(), allowed).square().sum()
+    assert abs(float(energy / wanted) - 1) < 0.02
+
+
+@BOTH
+def test_planted_edges_and_no_other_carry_the_next_token(positions: str) -> None:
+    """One edge at a time from the counterfactual, in live runs."""
+    truth = zoo.known("circuit", seed=2, positions=positions)
+    for changed in ("all", "last"):
+        pairs = truth.pairs(4, changed=changed, seed=1)
+        assert bool((truth.model(pairs.prompts)[:, -1].argmax(-1) == pairs.targets[:, 0]).all())
+        names, effects = exact_effects(truth.model, pairs)
+        assert truth.edges[changed] < set(names)
+        for name, effect in zip(names, effects.tolist(), strict=True):
+            needed = name in truth.edges[changed]
+            assert effect > 0.3 if needed else abs(effect) < 0.05, (name, effect)
+
+
+def test_a_head_reads_what_the_planted_pairs_say() -> None:
+    truth = zoo.known("circuit", seed=5)
+    does = {f"L{layer}H{head}": what for (layer, head), what in truth.does.items()}
+    named = {(does[a], does[b], side) for a, b, side in truth.head_pairs}
+    assert named == {
+        ("previous", "induction", "key"),
+        ("second", "decoy", "key"),
+        ("itself", "decoy", "key"),
+        ("previous", "match", "value"),
+        ("even", "even", "value"),
+    }
+
+
+@BOTH
+@pytest.mark.parametrize("seed", induction.SEEDS)
+def test_trained_circuits_have_learnt_induction(positions: str, seed: int) -> None:
+    truth = zoo.known("induction", seed=seed, positions=positions)
+    tokens, counted = induction.repeats(32, torch.Generator().manual_seed(11))
+    with torch.no_grad():
+        losses = F.cross_entropy(truth.model(tokens)[:, :-1].mT, tokens[:, 1:], reduction="none")
+    assert float(losses[counted[:, 1:]].mean()) < 0.35
+    assert float(losses[~counted[:, 1:]].mean()) > math.log(induction.VOCAB) - 0.5, "unpredictable"
+    assert truth.heads("offset")
+    assert truth.heads("induction")
+    assert all(layer == 0 for layer, _ in truth.heads("offset"))
+    assert all(layer == 1 for layer, _ in truth.heads("induction"))
+
+
+def test_the_stored_weights_are_small_and_what_the_trainer_makes_begins_alike() -> None:
+    sizes = [induction.path(p, s).stat().st_size for p in POSITIONS for s in induction.SEEDS]
+    assert sum(sizes) < 2**20
+    first, second = (induction.new_model("rotary", 0) for _ in range(2))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    other = induction.new_model("rotary", 1).lm_head.weight
+    assert not torch.equal(first.lm_head.weight, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("bracket", {}, "heads"),
+        ("heads", {"positions": "alibi"}, "rotary"),
+        ("induction", {"seed": 3}, "which are stored"),
+        ("circuit", {"seed": -1}, "seed"),
+    ],
+)
+def test_what_is_not_known_is_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(GeometryError, match=says):
+        zoo.known(name, **options)
+
+
+def test_an_unknown_change_of_the_prompts_and_no_rows_are_refused() -> None:
+    truth = zoo.known("circuit")
+    with pytest.raises(GeometryError, match="last"):
+        truth.pairs(2, changed="first")
+    for ask in (truth.pairs, truth.random_tokens):
+        with pytest.raises(GeometryError, match="at least 1, got 0"):
+            ask(0)
+
+
+def test_seeds_change_what_is_random() -> None:
+    one, same, other = (planted_heads.planted_heads("learned", seed) for seed in (0, 0, 1))
+    assert one[1:3] == same[1:3]
+    weights = [x[0].transformer.h[0].attn.c_attn.weight for x in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    does = [planted_circuit.planted_circuit("learned", seed).does for seed in (0, 3)]
+    assert does[0] != does[1]

@@ -1,0 +1,234 @@
+"""Models whose circuit is known, to see what a measure finds: :func:`tl_geometry.zoo.known`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import check_seed, require
+
+NAMES = ("heads", "retrieval", "circuit", "induction")
+POSITIONS = ("learned", "rotary")
+CHANGED = ("all", "last")
+"""Which tokens of a counterfactual differ from its prompt."""
+PERIOD = 7
+"""Tokens that :meth:`KnownModel.pairs` repeats."""
+ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
+"""A trained head that pays more than half of its attention at one offset, or at one shift of 1 to 7
+tokens behind the same token of earlier copies, whatever the period, is said to do so. (A trained
+circuit need not use the token before: in the rotary ones a head reads four tokens back, and the
+induction head finds the answer three tokens after it.)"""
+
+
+class TokenPairs(NamedTuple):
+    """Prompts, counterfactuals, and the two tokens whose logits are compared."""
+
+    prompts: Int[Tensor, "batch position"]
+    counterfactuals: Int[Tensor, "batch position"]
+    targets: Int[Tensor, "batch 2"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KnownModel:
+    """A model and what is true of it. Token 0 is BOS.
+
+    ``does`` says what each head does. ``labels`` and ``terms`` are the group and the term that a
+    planted head deserves (``terms`` where one is dominant); ``offset`` is that of the planted heads
+    that attend at an offset, ``directions`` are those of what is planted in the stream, and
+    ``reads`` the rows of them that the keys of a head read. ``edges`` are the edges that carry the
+    difference between the prompts and counterfactuals of :meth:`pairs`, by what was ``changed``, as
+    :func:`tl_geometry.edge_scores` names them, and ``head_pairs`` the heads that read what another
+    wrote (writer, reader, side); both are empty where they were not planted.
+    """
+
+    model: Any
+    vocab: int
+    length: int
+    does: Mapping[tuple[int, int], str]
+    labels: Mapping[tuple[int, int], str]
+    terms: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    offset: int | None = None
+    directions: Float[Tensor, "row d_model"] | None = None
+    reads: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    edges: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    head_pairs: frozenset[tuple[str, str, str]] = frozenset()
+
+    def random_tokens(self, n: int, *, seed: int = 0) -> Int[Tensor, "batch position"]:
+        """BOS, then independent tokens, all equally likely, to the model's full length."""
+        _require_rows(n)
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(1, self.vocab, (n, self.length - 1), generator=generator)
+        return torch.nn.functional.pad(rows, (1, 0))
+
+    def pairs(self, n: int, *, changed: str = "all", seed: int = 0) -> TokenPairs:
+        """BOS and distinct random tokens that are repeated; counterfactuals have other tokens in
+        the same form (``changed="all"``), or another last token of the same prompt
+        (``changed="last"``). Targets are the tokens that follow in each."""
+        checks.choice(changed, CHANGED, "changed")
+        _require_rows(n)
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.stack([torch.randperm(self.vocab - 1, generator=generator) for _ in range(n)])
+        first, second = (1 + rows[:, at : at + PERIOD] for at in (0, PERIOD))
+        prompts, others = (
+            torch.nn.functional.pad(x.repeat(1, (self.length - 1) // PERIOD), (1, 0))
+            for x in (first, second)
+        )
+        if changed == "all":
+            return TokenPairs(prompts, others, torch.stack([first[:, 0], second[:, 0]], 1))
+        others = prompts.clone()
+        others[:, -1] = first[:, 2]
+        return TokenPairs(prompts, others, first[:, [0, 3]])
+
+    def heads(self, does: str) -> list[tuple[int, int]]:
+        """The heads that do this."""
+        return [head for head, what in self.does.items() if what == does]
+
+
+def _require_rows(n: int) -> None:
+    count = checks.whole(n)
+    fits = count is not None and count >= 1
+    require(fits, "n", expected="a whole number of rows, at least 1", got=repr(n))
+
+
+def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel:
+    """A model whose circuit is known, as a TransformerBridge, and the truth about it.
+
+    Args:
+        name: ``"heads"``, one layer of heads planted by hand that attend at one offset, by
+            position, by token identity, by a random table of tokens, by the key's token, by both
+            offset and identity, or evenly; ``"retrieval"``, heads that match the two attributes of
+            a token, or one; ``"circuit"``, an induction circuit of two layers planted by hand among
+            heads that do not matter; ``"induction"``, a trained one, whose heads are named by where
+            they attend.
+        seed: what is random about it: order and strengths of heads, directions, gains and biases;
+            or the seed of the training (0, 1 or 2).
+        positions: ``"learned"`` (GPT-2) or ``"rotary"`` (Qwen2; the trained ones are Llama).
+
+    Raises ``GeometryError`` for an unknown name, and for a seed whose training is not stored.
+
+    >>> truth = known("heads", positions="rotary")
+    >>> truth.labels[truth.heads("identity")[0]]
+    'content'
+    """
+    from tl_geometry.models import from_hf
+
+    checks.choice(name, NAMES, "name")
+    checks.choice(positions, POSITIONS, "positions")
+    check_seed(seed)
+    make = {"heads": _heads, "retrieval": _retrieval, "circuit": _circuit, "induction": _induction}[
+        name
+    ]
+    hf, truth = make(positions, seed)
+    title = f"{name} ({positions}, seed {seed})"
+    return KnownModel(model=from_hf(hf, None, name=title), **truth)
+
+
+def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import planted, planted_heads
+
+    made = planted_heads.planted_heads(positions, seed)
+    does = {(0, head): what for head, what in enumerate(made.does)}
+    terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
+    # BOS has no part in it, and no query reads the last keys at an offset
+    tokens = tuple(range(1, planted.VOCAB))
+    rows = {"identity": tokens, "table": tokens}
+    if positions == "learned":
+        last = planted.VOCAB + planted.LENGTH - made.offset
+        rows["offset"] = tuple(range(planted.VOCAB + 1, last))
+    return made.model, {
+        "vocab": planted.VOCAB,
+        "length": planted.LENGTH,
+        "does": does,
+        "labels": {head: planted_heads.LABELS[what] for head, what in does.items()},
+        "terms": {head: terms[what] for head, what in does.items() if what in terms},
+        "offset": made.offset,
+        "directions": made.directions,
+        "reads": {head: rows[what] for head, what in does.items() if what in rows},
+    }
+
+
+def _retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import planted, planted_retrieval
+
+    made = planted_retrieval.planted_retrieval(positions, seed)
+    does = {(0, head): what for head, what in enumerate(made.does)}
+    matching = [head for head, what in does.items() if what != "even"]
+    return made.model, {
+        "vocab": planted.VOCAB,
+        "length": planted.LENGTH,
+        "does": does,
+        "labels": dict.fromkeys(does, "uniform") | dict.fromkeys(matching, "content"),
+        "terms": dict.fromkeys(matching, "cvec-cvec"),
+        "directions": made.directions,
+        "reads": {head: planted_retrieval.READS[does[head]] for head in matching},
+    }
+
+
+def _circuit(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import planted, planted_circuit
+
+    made = planted_circuit.planted_circuit(positions, seed)
+    return made.model, {
+        "vocab": planted.VOCAB,
+        "length": planted.LENGTH,
+        "does": made.does,
+        "labels": {h: _LABELS[what] for h, what in made.does.items() if what in _LABELS},
+        "edges": made.edges,
+        "head_pairs": made.pairs,
+    }
+
+
+_LABELS = {"previous": "position", "second": "position", "itself": "position"}
+_LABELS |= {"offset": "position", "induction": "content", "match": "content", "decoy": "content"}
+"""Labels by what a head of a circuit does."""
+
+
+def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import induction
+
+    hf = induction.hugging_face(positions, seed)
+    on_offset, on_repeat = [], []
+    for period in TRIED_PERIODS:
+        periods, generator = (period, period), torch.Generator().manual_seed(0)
+        tokens, _ = induction.repeats(32, generator, periods)
+        with torch.inference_mode():
+            patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
+        every, repeated = (
+            _paid(patterns[..., at:, :].mean(1)) for at in (max(SHIFTS), max(TRIED_PERIODS))
+        )
+        on_offset.append(torch.stack([every[..., c] for c in SHIFTS]))
+        on_repeat.append(torch.stack([repeated[..., period - c :: period].sum(-1) for c in SHIFTS]))
+    # what holds with both periods is no accident of one
+    scores = {
+        name: torch.stack(x).amin(0).amax(0)
+        for name, x in (("offset", on_offset), ("induction", on_repeat))
+    }
+    does = {}
+    for layer in range(induction.LAYERS):
+        for head in range(induction.HEADS):
+            best = max(scores, key=lambda name: float(scores[name][layer, head]))
+            over = float(scores[best][layer, head]) > ATTENDED
+            does[layer, head] = best if over else ""
+    return hf, {
+        "vocab": induction.VOCAB,
+        "length": induction.LENGTH,
+        "does": does,
+        "labels": {head: _LABELS[what] for head, what in does.items() if what},
+    }
+
+
+def _paid(
+    pattern: Float[Tensor, "layer head query key"],
+) -> Float[Tensor, "layer head offset"]:
+    """Attention by offset i - j, mean over the queries (the last ones of the keys)."""
+    queries, keys = pattern.shape[-2:]
+    padded = torch.nn.functional.pad(pattern, (keys, 0))
+    first = keys - queries
+    rows = [padded[..., i, first + i + 1 : first + i + 1 + keys].flip(-1) for i in range(queries)]
+    return torch.stack(rows).mean(0)

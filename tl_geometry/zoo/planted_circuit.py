@@ -1,0 +1,140 @@
+"""Which edges make induction, by construction? The two-layer model of ``zoo.known("circuit")``,
+with heads that look alike and do not matter.
+
+The stream has blocks of one-hot directions: the token, the token before, a first and a second
+scratch block that the output does not read (and the position, in the learned model).
+
+    layer 0   previous    at offset 1     copies the token to "before"
+              second      at offset 2     copies the token to the first scratch block
+              itself      at offset 0     copies the token to the first scratch block
+              even        evenly          copies the token to the second scratch block
+    layer 1   induction   token, before   copies the token to the token: the output reads it
+              decoy       token, scratch  copies the token to the second scratch block
+              match       token, token    copies "before" to the second scratch block
+              even        evenly          copies the second scratch block to itself
+
+(query and key that are matched, then the value). On tokens that repeat, the induction head and what
+it reads make the next token, and nothing else does. Every matrix has random entries added, so that
+no other edge is exactly zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_geometry.zoo.planted import (
+    D_ROTARY,
+    LENGTH,
+    SLOW,
+    VOCAB,
+    HeadWeights,
+    directions,
+    embed,
+    empty_model,
+    plant,
+)
+from tl_geometry.zoo.planted_heads import constants
+
+FIRST = ("previous", "second", "itself", "even")
+SECOND = ("induction", "decoy", "match", "even")
+OFFSETS = {"previous": 1, "second": 2, "itself": 0}
+TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
+"""Blocks of directions."""
+READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKEN, BEFORE)}
+"""Blocks that the heads of layer 1 read as keys and as values; queries are tokens."""
+STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
+"""Score of a match, size of the predicted token, and norm of the random entries of a matrix over
+that of its planted ones."""
+SHARP = range(4)
+"""Rotary planes that tell an offset from the next."""
+SQUARED_NORMS = {"learned": (2.0, 5.0), "rotary": (1.0, 4.0)}
+"""Squared norm of the input of each layer: tokens, positions and what layer 0 copies."""
+
+
+class Planted(NamedTuple):
+    """The Hugging Face model, what its heads do, the edges that make the next token differ where
+    all tokens or only the last differ, and the pairs (writer, reader, side) of heads of which one
+    reads what the other wrote."""
+
+    model: Any
+    does: dict[tuple[int, int], str]
+    edges: dict[str, frozenset[str]]
+    pairs: frozenset[tuple[str, str, str]]
+
+
+def planted_circuit(positions: str, seed: int) -> Planted:
+    """The model with the heads of each layer in random order.
+
+    >>> sorted(planted_circuit("learned", 0).edges["last"])
+    ['L1H0->output', 'embed->L1H0<q>']
+    """
+    g = torch.Generator().manual_seed(seed)
+    orders = [[names[i] for i in torch.randperm(4, generator=g)] for names in (FIRST, SECOND)]
+    learned = positions == "learned"
+    columns = 4 * VOCAB + (LENGTH if learned else 0)
+    d_head = LENGTH if learned else D_ROTARY
+    model = empty_model(positions, 2, 4, d_head, VOCAB, LENGTH)
+    basis = directions(columns, 4 * d_head, g)
+    for layer, (names, norm) in enumerate(zip(orders, SQUARED_NORMS[positions], strict=True)):
+        make = first_head if layer == 0 else second_head
+        heads = [noisy(make(name, columns, d_head), g) for name in names]
+        plant(model, layer, heads, basis, norm, g)
+    places = basis[4 * VOCAB :] if learned else None
+    embed(model, basis[:VOCAB], places, basis[:VOCAB])
+    at = {f"{layer}{n}": f"L{layer}H{h}" for layer in (0, 1) for h, n in enumerate(orders[layer])}
+    previous, induction = at["0previous"], at["1induction"]
+    last = frozenset({f"embed->{induction}<q>", f"{induction}->output"})
+    edges = last | {f"embed->{previous}<v>", f"{previous}->{induction}<k>"}
+    edges |= {f"embed->{induction}<v>"}
+    pairs = {(previous, induction, "key"), (previous, at["1match"], "value")}
+    pairs |= {(at[f"0{name}"], at["1decoy"], "key") for name in ("second", "itself")}
+    pairs |= {(at["0even"], at["1even"], "value")}
+    does = {(layer, h): name for layer in (0, 1) for h, name in enumerate(orders[layer])}
+    return Planted(model, does, {"all": edges, "last": last}, frozenset(pairs))
+
+
+def block(number: int) -> slice:
+    """Columns of a block of directions."""
+    return slice(number * VOCAB, (number + 1) * VOCAB if number < PLACE else None)
+
+
+def first_head(name: str, columns: int, d_head: int) -> HeadWeights:
+    """A head of layer 0: it attends at an offset, or evenly."""
+    head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
+    if name in OFFSETS and columns > 4 * VOCAB:
+        offset = OFFSETS[name]
+        head.query[block(PLACE)] = size * torch.eye(LENGTH)
+        head.key[block(PLACE)] = size * torch.ones(LENGTH - offset).diag(offset)
+    elif name in OFFSETS:
+        head.query_bias, head.key_bias = constants(SHARP, OFFSETS[name], size)
+    head.value[block(TOKEN), :VOCAB] = torch.eye(VOCAB)
+    to = {"previous": BEFORE, "second": SCRATCH, "itself": SCRATCH, "even": UNREAD}[name]
+    head.out[:VOCAB, block(to)] = torch.eye(VOCAB)
+    return head
+
+
+def second_head(name: str, columns: int, d_head: int) -> HeadWeights:
+    """A head of layer 1: it matches the query's token with a block of the key, or attends
+    evenly."""
+    head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
+    start = 0 if columns > 4 * VOCAB else SLOW
+    at = slice(start, start + VOCAB)
+    key, value = READS.get(name, (None, UNREAD))
+    if key is not None:
+        head.query[block(TOKEN), at] = head.key[block(key), at] = size * torch.eye(VOCAB)
+    head.value[block(value), :VOCAB] = torch.eye(VOCAB)
+    to, copied = (TOKEN, COPIED) if name == "induction" else (UNREAD, 1.0)
+    head.out[:VOCAB, block(to)] = copied * torch.eye(VOCAB)
+    return head
+
+
+def noisy(head: HeadWeights, g: torch.Generator) -> HeadWeights:
+    """The head with random entries added to each matrix; zero matrices stay zero."""
+    for name in ("query", "key", "value", "out"):
+        matrix = getattr(head, name)
+        noise = torch.randn(matrix.shape, generator=g) * matrix.norm() / math.sqrt(matrix.numel())
+        setattr(head, name, matrix + NOISE * noise)
+    return head

@@ -1,0 +1,206 @@
+"""Which heads attend by offset, by position, by token identity, by both, or evenly, by
+construction? The one-layer model of ``zoo.known("heads")``.
+
+Scores of the planted heads, with strength a, token t and position i of the query, t' and j of the
+key, and random numbers r:
+
+    offset      a [i - j = o]            position      (rotary: a mean_f cos((i - j - o) w_f))
+    position    a r_j                    position      (rotary: the same kernel with o = 0)
+    identity    a [t = t']               content
+    table       a r_t . r'_t'            content
+    token       a r_t'                   mixed         (bias-cvec)
+    relation    a r_i r_t'               mixed         (pos-cvec; learned positions only)
+    query       a r_t                    uniform       (constant in each row; rotary only)
+    both        offset + identity of equal energy      (no clear label)
+    uniform     0                        uniform
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.zoo.planted import (
+    D_ROTARY,
+    LENGTH,
+    SLOW,
+    VOCAB,
+    HeadWeights,
+    directions,
+    embed,
+    empty_model,
+    frequencies,
+    plant,
+)
+
+LEARNED = ("offset", "position", "identity", "table", "token", "relation", "both", "uniform")
+ROTARY = ("offset", "position", "identity", "table", "token", "query", "both", "uniform")
+"""What the heads do, before they are shuffled."""
+LABELS = {
+    "offset": "position",
+    "position": "position",
+    "identity": "content",
+    "table": "content",
+    "token": "mixed",
+    "relation": "mixed",
+    "both": "unclear",
+    "query": "uniform",
+    "uniform": "uniform",
+}
+"""The label that each deserves."""
+TERMS = {
+    "learned": {"offset": "pos-pos", "position": "bias-pos", "relation": "pos-cvec"},
+    "rotary": {"offset": "bias-bias", "position": "bias-bias"},
+}
+"""The dominant term of each, where position differs; :data:`CONTENT_TERMS` in both models."""
+CONTENT_TERMS = {"identity": "cvec-cvec", "table": "cvec-cvec", "token": "bias-cvec"}
+RANK = 4
+"""Rank of the random table of tokens."""
+FAST, RECENT = range(8), range(4, 8)
+"""Rotary planes of the offset head and of the head that prefers recent keys."""
+COPIED = 0.5
+"""Size of the token that a head copies, over the size of the current one."""
+
+
+class Planted(NamedTuple):
+    """The Hugging Face model, what each of its heads does, the offset o, and the directions of
+    tokens and (learned) positions."""
+
+    model: Any
+    does: tuple[str, ...]
+    offset: int
+    directions: Float[Tensor, "row d_model"]
+
+
+def planted_heads(positions: str, seed: int) -> Planted:
+    """The model with its heads in random order.
+
+    >>> planted_heads("learned", 0).does[:2]
+    ('token', 'offset')
+    """
+    generator = torch.Generator().manual_seed(seed)
+    kinds = LEARNED if positions == "learned" else ROTARY
+    order = torch.randperm(len(kinds), generator=generator).tolist()
+    names = tuple(kinds[i] for i in order)
+    offset = int(torch.randint(1, 4, (), generator=generator))
+    columns, d_head = (VOCAB + LENGTH,) * 2 if positions == "learned" else (VOCAB, D_ROTARY)
+    make = learned_head if positions == "learned" else rotary_head
+    heads = []
+    for name in names:
+        strength = 5 + float(torch.rand((), generator=generator))
+        head = make(name, offset, strength, generator)
+        head.value[:VOCAB, :VOCAB] = torch.eye(VOCAB)
+        head.out[:VOCAB, :VOCAB] = COPIED * torch.eye(VOCAB)
+        heads.append(head)
+    model = empty_model(positions, 1, len(heads), d_head, VOCAB, LENGTH)
+    basis = directions(columns, len(heads) * d_head, generator)
+    plant(model, 0, heads, basis, 2.0 if positions == "learned" else 1.0, generator)
+    places = basis[VOCAB:] if positions == "learned" else None
+    embed(model, basis[:VOCAB], places, basis[:VOCAB])
+    return Planted(model, names, offset, basis)
+
+
+def learned_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
+    """A head on one-hot tokens (columns 0 to VOCAB - 1) and positions (the rest), which match in
+    coordinates of the same number."""
+    columns = VOCAB + LENGTH
+    head = HeadWeights.zeros(columns, columns)
+    tokens, places = slice(0, VOCAB), slice(VOCAB, None)
+    size = math.sqrt(strength * math.sqrt(columns))
+    if name in ("offset", "both"):
+        head.query[places, places] = size * torch.eye(LENGTH)
+        # key j answers query j + offset
+        head.key[places, places] = size * torch.ones(LENGTH - offset).diag(offset)
+    if name in ("identity", "both"):
+        match = size * math.sqrt(balance(offsets(offset)) if name == "both" else 1.0)
+        head.query[tokens, tokens] = head.key[tokens, tokens] = match * torch.eye(VOCAB)
+    if name == "table":
+        fill_table(head, tokens, slice(0, RANK), size, g)
+    if name in ("position", "token"):
+        head.query_bias[0] = size
+    if name == "relation":
+        head.query[places, 0] = size * signs(LENGTH, g)
+    if name in ("token", "relation"):
+        head.key[tokens, 0] = 0.5 * size * signs(VOCAB, g)
+    if name == "position":
+        head.key[places, 0] = 0.5 * size * signs(LENGTH, g)
+    return head
+
+
+def rotary_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
+    """A head on one-hot tokens: position in constants on fast planes, content on slow ones."""
+    head = HeadWeights.zeros(VOCAB, D_ROTARY)
+    slow = slice(SLOW, SLOW + VOCAB)
+    size = math.sqrt(strength * math.sqrt(D_ROTARY))
+    if name in ("offset", "both"):
+        head.query_bias, head.key_bias = constants(FAST, offset, size)
+    if name == "position":
+        head.query_bias, head.key_bias = constants(RECENT, 0, size)
+    if name in ("identity", "both"):
+        match = size * math.sqrt(balance(cosines(FAST, offset)) if name == "both" else 1.0)
+        head.query[:, slow] = head.key[:, slow] = match * torch.eye(VOCAB)
+    if name == "table":
+        fill_table(head, slice(None), slice(SLOW, SLOW + RANK), size, g)
+    if name == "token":
+        head.query_bias[SLOW] = size
+        head.key[:, SLOW] = 0.5 * size * signs(VOCAB, g)
+    if name == "query":
+        head.query[:, SLOW] = 0.5 * size * signs(VOCAB, g)
+        head.key_bias[SLOW] = size
+    return head
+
+
+def signs(n: int, g: torch.Generator) -> Float[Tensor, " row"]:
+    """Random signs."""
+    return torch.randint(0, 2, (n,), generator=g) * 2.0 - 1
+
+
+def fill_table(head: HeadWeights, rows: slice, at: slice, size: float, g: torch.Generator) -> None:
+    """Query and key of a random table of tokens, each with mean zero over the tokens but BOS."""
+    for side in (head.query, head.key):
+        table = torch.randn(VOCAB, RANK, generator=g)
+        table[0] = 0
+        table[1:] -= table[1:].mean(0)
+        side[rows, at] = size * table / math.sqrt(RANK)
+
+
+def constants(
+    planes: range, offset: int, size: float
+) -> tuple[Float[Tensor, " d_head"], Float[Tensor, " d_head"]]:
+    """Constant query and key with the score ``size^2 mean_f cos((i - j - offset) w_f)`` before the
+    division by ``sqrt(d_head)``."""
+    turn = offset * frequencies()
+    parts = torch.zeros(D_ROTARY // 2)
+    parts[planes.start : planes.stop] = size / math.sqrt(len(planes))
+    query = torch.cat([parts, torch.zeros_like(parts)])
+    return query, torch.cat([parts * turn.cos(), parts * turn.sin()])
+
+
+def offsets(offset: int) -> Float[Tensor, "query key"]:
+    """One at a fixed offset of query and key."""
+    return torch.ones(LENGTH - offset).diag(-offset)
+
+
+def cosines(planes: range, offset: int) -> Float[Tensor, "query key"]:
+    """The kernel of :func:`constants` with size one."""
+    i = torch.arange(LENGTH)
+    angles = (i[:, None] - i - offset)[..., None] * frequencies()[planes.start : planes.stop]
+    return angles.cos().mean(-1)
+
+
+def balance(kernel: Float[Tensor, "query key"]) -> float:
+    """The size of a token match whose row-centred energy over uniform tokens is that of a kernel of
+    offsets (BOS apart)."""
+    inside = kernel[1:, 1:]
+    energy = float(row_center(inside, causal_mask(LENGTH - 1)).square().sum())
+    keys = torch.arange(1, LENGTH).double()
+    # a query matches itself, and each of the m others with probability p: the sum of squares of a
+    # row is E[s (1 - s / n)] with s = 1 + Binomial(m, p)
+    p, m = 1 / (VOCAB - 1), keys - 1
+    mean, second = 1 + m * p, (1 + m * p) ** 2 + m * p * (1 - p)
+    return math.sqrt(energy / float((mean - second / keys).sum()))

@@ -1,0 +1,76 @@
+"""Which subspaces do keys read, by construction? The one-layer model of ``zoo.known("retrieval")``.
+
+A token is a colour and a shape, ``t = 4 colour + shape``, each one-hot in directions of its own.
+The retrieval head scores ``a [colour = colour'] + a [shape = shape']`` for query and key, others
+one attribute alone, and one attends evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.zoo.planted import (
+    D_ROTARY,
+    LENGTH,
+    SLOW,
+    VOCAB,
+    HeadWeights,
+    directions,
+    embed,
+    empty_model,
+    plant,
+)
+
+EACH = 4
+"""Colours, and shapes."""
+READS = {
+    "retrieval": tuple(range(2 * EACH)),
+    "colour": tuple(range(EACH)),
+    "shape": tuple(range(EACH, 2 * EACH)),
+    "even": (),
+}
+"""Directions that queries and keys of each head read: colours, then shapes."""
+STRENGTH, COPIED = 4.0, 0.5
+"""Score of one attribute that matches, and size of the copied attributes."""
+
+
+class Planted(NamedTuple):
+    """The Hugging Face model, what each head does, and the directions of colours, shapes and
+    (learned) positions."""
+
+    model: Any
+    does: tuple[str, ...]
+    directions: Float[Tensor, "row d_model"]
+
+
+def planted_retrieval(positions: str, seed: int) -> Planted:
+    """The model with its heads in random order.
+
+    >>> sorted(planted_retrieval("rotary", 0).does)
+    ['colour', 'even', 'retrieval', 'shape']
+    """
+    g = torch.Generator().manual_seed(seed)
+    names = tuple(list(READS)[i] for i in torch.randperm(len(READS), generator=g))
+    learned, attributes = positions == "learned", 2 * EACH
+    d_head, start = (LENGTH, 0) if learned else (D_ROTARY, SLOW)
+    columns = attributes + (LENGTH if learned else 0)
+    size, heads = math.sqrt(STRENGTH * math.sqrt(d_head)), []
+    for name in names:
+        head = HeadWeights.zeros(columns, d_head)
+        for row in READS[name]:
+            head.query[row, start + row] = head.key[row, start + row] = size
+        head.value[:attributes, :attributes] = torch.eye(attributes)
+        head.out[:attributes, :attributes] = COPIED * torch.eye(attributes)
+        heads.append(head)
+    model = empty_model(positions, 1, len(heads), d_head, VOCAB, LENGTH)
+    basis = directions(columns, len(heads) * d_head, g)
+    plant(model, 0, heads, basis, 3.0 if learned else 2.0, g)
+    token = torch.arange(VOCAB)
+    tokens = basis[token // EACH] + basis[EACH + token % EACH]
+    embed(model, tokens, basis[attributes:] if learned else None, tokens)
+    return Planted(model, names, basis)
