@@ -15,7 +15,7 @@ from tests.circuits.frozen_hf import frozen_run
 from tests.tiny import HEADS, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.results import Provenance
-from tl_geometry.interventions import HeadKnockouts, head_knockouts, knockout_table, remove_heads
+from tl_geometry.interventions import HeadKnockouts, head_knockouts, knockouts, remove_heads
 from tl_geometry.models import view
 
 PROMPTS = tokens(batch=4, length=12, seed=4)
@@ -64,7 +64,7 @@ def test_effects_are_those_of_one_knockout_at_a_time(
     options: dict[str, Any] = {"reference": REFERENCE} if by == "mean" else {}
     targets = TARGETS if metric in ("difference", "probability") else None
     position = AT if targets else -1
-    with mock.patch.object(knockout_table, "output_batch", return_value=at_once):
+    with mock.patch.object(knockouts, "output_batch", return_value=at_once):
         table = head_knockouts(
             model,
             PROMPTS,

@@ -9,9 +9,9 @@ from .edge_effects import edge_necessity as edge_necessity
 from .edges import remove_edge as remove_edge
 from .edges import swap_edge as swap_edge
 from .effects import Effects as Effects
-from .knockout_table import HeadKnockouts as HeadKnockouts
-from .knockout_table import head_knockouts as head_knockouts
-from .knockouts import remove_heads as remove_heads
+from .head_removal import remove_heads as remove_heads
+from .knockouts import HeadKnockouts as HeadKnockouts
+from .knockouts import head_knockouts as head_knockouts
 from .paths import HeadPaths as HeadPaths
 from .paths import head_paths as head_paths
 from .planes import keep_planes as keep_planes

@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.interventions.knockout_table import HeadKnockouts
+from tl_geometry.interventions.knockouts import HeadKnockouts
 
 WRITER = "writer"
 """The column of a table that names its heads."""

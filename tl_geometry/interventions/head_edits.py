@@ -1,5 +1,5 @@
-"""How is an edit of chosen heads in a live model made? What edits of terms, planes, edges and
-surrogates share."""
+"""Helpers that every live edit of chosen heads shares: terms, planes, edges, surrogates, knockouts
+and paths."""
 
 from __future__ import annotations
 

@@ -1,108 +1,384 @@
-"""Does a head matter? Knockouts: the output of whole heads replaced in a live model.
+"""What does each head do to the output, and do attributions see it? :func:`head_knockouts` runs the
+live model without each head (or set of heads) and compares a metric prompt by prompt.
 
-What a head writes towards a logit (its direct effect, :func:`tl_geometry.explain_logit`) is not
-what it does: on SmolLM2 some heads that write nothing matter by where later heads look, and some
-that write much are made up for. A knockout measures the effect with everything behind it live. The
-mixed values ``z_i = sum_j pattern_ij v_j`` of the chosen heads become zero, their mean over
-reference prompts at the same position, or those of another prompt of the batch.
+Several knockouts share one forward pass: its batch is (knockout, prompt), and each row has its own
+heads replaced. Beside a knockout stand random sets of as many heads, and on request what three
+attributions give to the same replacement (:mod:`tl_geometry.interventions.head_attributions`).
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from einops import rearrange
+from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
+from tl_geometry.base.intervals import Interval, paired_interval, t_quantile
+from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.head_edits import HeadsLike, by_layer, from_another_prompt
-from tl_geometry.models.batches import default_batch
-from tl_geometry.models.edit_lists import LiveEdit
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.head_attributions import head_attributions
+from tl_geometry.interventions.head_edits import (
+    Heads,
+    HeadsLike,
+    by_layer,
+    derangement,
+    heads_in_sets,
+)
+from tl_geometry.interventions.head_removal import mean_outputs
+from tl_geometry.interventions.output_metrics import (
+    OutputMetric,
+    Targets,
+    UserMetric,
+    output_metric,
+)
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live_edits import OutputEdit, StreamEdit, edit_of_outputs
+from tl_geometry.models.live_edits import StreamEdit, edit_of_outputs, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.reader import as_view
 
+CONTROLS = 8
+"""Random sets of heads beside chosen ones."""
+ATTRIBUTIONS = ("direct", "value_paths", "all_paths")
+"""Columns of attributions, in the order of :class:`HeadAttributions`."""
 
-def remove_heads(
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class HeadKnockouts(Result):
+    """What knockouts of heads do to a metric of the output: one row for each head, or set of heads.
+
+    ``effects`` is the metric without the heads minus that of the clean run, for each prompt; the
+    table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the mean
+    effect of random sets of as many heads (``control_draws`` each draw's mean over prompts; all
+    rows of one size share the sets). ``excess`` is effect minus control; its interval covers chance
+    over prompts and the spread of one more random draw.
+
+    ``direct``, ``value_paths`` and ``all_paths`` are what attributions say that the heads
+    contribute: where an attribution is all that a head does, ``effect = -attribution``.
+    ``disagrees`` marks rows of which effect and direct contribution do not cancel: the interval of
+    their sum is farther from zero than half of the larger of the two. With a soft cap on the output
+    logits effects are measured behind it, attributions before it.
+    """
+
+    conditions: tuple[str, ...]
+    sets: tuple[tuple[tuple[int, int], ...], ...]
+    metric: str
+    by: str
+    clean: Float[Tensor, " context"]
+    effects: Float[Tensor, "condition context"]
+    control: Float[Tensor, "condition context"] | None = None
+    control_draws: Float[Tensor, "condition sample"] | None = None
+    direct: Float[Tensor, "condition context"] | None = None
+    value_paths: Float[Tensor, "condition context"] | None = None
+    all_paths: Float[Tensor, "condition context"] | None = None
+    table_axes = ("condition",)
+
+    @property
+    def by_head(self) -> dict[tuple[int, int], int]:
+        """The row of each head that is knocked out alone."""
+        return {heads[0]: row for row, heads in enumerate(self.sets) if len(heads) == 1}
+
+    @property
+    def effect(self) -> Interval:
+        """Mean effect of each row with its interval."""
+        return paired_interval(self.effects.mT)
+
+    @property
+    def excess(self) -> Interval | None:
+        """What each row does beyond random sets of as many heads."""
+        if self.control is None or self.control_draws is None:
+            return None
+        return excess_over(self.effects - self.control, self.control_draws)
+
+    @property
+    def disagrees(self) -> Bool[Tensor, " condition"] | None:
+        """Rows of which the knockout is not what the direct contribution says."""
+        if self.direct is None:
+            return None
+        _, low, high, _ = paired_interval((self.effects + self.direct).mT)
+        larger = torch.maximum(self.effects.mean(1).abs(), self.direct.mean(1).abs())
+        return (low > larger / 2) | (high < -larger / 2)
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        columns = interval_columns("effect", self.effect)
+        if self.control is not None and self.excess is not None:
+            columns |= {"control": self.control.mean(1), **interval_columns("excess", self.excess)}
+        for name in ATTRIBUTIONS:
+            values = getattr(self, name)
+            columns |= {} if values is None else {name: values.mean(1)}
+        columns |= {} if self.disagrees is None else {"disagrees": self.disagrees}
+        return {name: (values, ("condition",)) for name, values in columns.items()}
+
+
+def excess_over(
+    gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
+) -> Interval:
+    """Mean over prompts of effects less those of controls; its interval is over prompts, and over
+    what one more draw of the controls would give (``draws``: each draw's mean over prompts)."""
+    gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
+    one_more = torch.full_like(gap.value, torch.nan)
+    if count > 1:
+        quantile = float(t_quantile(torch.tensor(count - 1.0)))
+        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
+    reach = torch.hypot(gap.value - gap.low, one_more)
+    return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+
+
+def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
+    """The columns of an interval."""
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def head_knockouts(
     model: ModelLike,
-    heads: HeadsLike = None,
-    by: str = "mean",
+    prompts: TokensLike,
+    metric: str | UserMetric = "difference",
     *,
+    targets: Targets | None = None,
+    position: int | str = -1,
+    heads: HeadsLike | Mapping[str, HeadsLike] = None,
+    by: str = "mean",
     reference: TokensLike | None = None,
+    controls: int | None = None,
+    attributions: bool = False,
     prepend_bos: bool | None = None,
+    progress: bool = True,
     seed: int = 0,
-) -> LiveEdit:
-    """Context manager, and list of hooks: run the live model without what ``heads`` put out.
+) -> HeadKnockouts:
+    """Effect on the output of taking each head out of the live model, beside what attributions say.
 
     Args:
-        heads: one head, several, or all (``None``), as (layer, head) or ``"L5H1"``.
-        by: what stands in place of their mixed values: ``"mean"``, the mean over ``reference`` at
-            the same position; ``"zero"``; ``"prompt"``, those of another prompt of the batch.
-        reference: prompts at least as long as those of the passes inside, for ``by="mean"``. The
-            means are taken when the context is entered.
-        seed: which other prompt each gets.
+        prompts: of one length, at least 2 (10 for intervals).
+        metric: ``"difference"`` of the logits of each prompt's two targets, ``"probability"`` of
+            its first, the next-token ``"loss"``, or a function of the logits of all prompts
+            ``[batch position d_vocab]`` that gives one number for each.
+        targets: ``[(right, wrong), ...]``, one pair for each prompt, as ids or texts of one token
+            (``"probability"`` takes one token each).
+        position: where these logits are read, a number or a name.
+        heads: a row for each of them (all by default), or a mapping from names to sets of heads
+            that are knocked out together.
+        by: what stands in place of a head's mixed values, as in :func:`remove_heads`: ``"mean"``
+            over ``reference`` (by default the prompts themselves) at the same position, ``"zero"``,
+            or ``"prompt"``, those of another of the prompts, run without the same heads.
+        controls: random sets of as many heads beside each row, drawn from the heads that no row
+            has; by default 8, and none where all heads are rows.
+        attributions: also the direct contribution to the difference of logits, that along value
+            paths, and that along all paths, of the same replacement.
 
-    User hooks at ``hook_z`` act on what the edit leaves. Raises ``GeometryError`` for a mean
-    without reference prompts, for passes longer than these, and for ``"prompt"`` in a batch of one.
+    Raises ``GeometryError`` for attributions of a metric other than ``"difference"``, for a
+    reference shorter than the prompts, and for controls where too few heads are left;
+    ``UnsupportedModelError`` for encoders and without a trained output head.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> prompts = tlg.zoo.default_windows(model, 16, n=4).tokens
-    >>> with tlg.interventions.remove_heads(model, "L1H0", reference=prompts) as edit:
-    ...     without = model(prompts)
-    >>> edit.passes, bool((without == model(prompts)).all())
-    (1, False)
+    >>> prompts = tlg.zoo.default_windows(model, 16, n=4)
+    >>> effects = tlg.interventions.head_knockouts(model, prompts, "loss", progress=False)
+    >>> effects.conditions[:2], effects.effects.shape
+    (('L0H0', 'L0H1'), torch.Size([16, 4]))
     """
     checks.choice(by, ("mean", "zero", "prompt"), "by")
     view = as_view(model)
-    chosen = by_layer(checks.heads(heads, view.n_layers, view.n_heads))
-    given, instead = reference is not None, 'reference=prompts, or by="zero" or by="prompt"'
-    what, expected = f'remove_heads(..., by="{by}")', "prompts to take the mean over"
-    require(given or by != "mean", what, expected=expected, got="none", instead=instead)
-    rows = None if reference is None else token_rows(view, reference, prepend_bos=prepend_bos)
-
-    def prepare() -> tuple[ModelView, list[StreamEdit]]:
-        now = as_view(model)
-        if by == "mean" and rows is not None:
-            means = mean_outputs(now, rows.tokens, chosen)
-            new: dict[int, OutputEdit] = {l: partial(_mean, mean=m) for l, m in means.items()}
-        elif by == "zero":
-            new = dict.fromkeys(chosen, torch.zeros_like)
-        else:
-            new = dict.fromkeys(chosen, partial(from_another_prompt, seed=seed, what=what))
-        return now, [edit_of_outputs(now, at, chosen[at], new[at]) for at in chosen]
-
-    return LiveEdit(prepare)
-
-
-def mean_outputs(
-    view: ModelView, tokens: Tensor, heads: dict[int, tuple[int, ...]]
-) -> dict[int, Float[Tensor, "position head d_head"]]:
-    """Mean over prompts of the mixed values of some heads of each layer, by position."""
-    sums: dict[int, Tensor] = {}
-
-    def on_layer(layer: LayerView) -> None:
-        if layer.z is None:
-            fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
-        total = layer.z[:, :, list(heads[layer.layer])].double().sum(0)
-        sums[layer.layer] = sums.get(layer.layer, 0.0) + total
-
-    for batch in tokens.split(default_batch(tokens.shape[1], view.device)):
-        view.run_layers(batch, list(heads), on_layer, verify=False)
-    return {layer: total / len(tokens) for layer, total in sums.items()}
+    require_output(view, "head_knockouts")
+    rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+    several = "at least 2 prompts"
+    require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
+    chosen = head_sets(view, heads)
+    measured = output_metric(view, rows, metric, targets, position)
+    got = f"the metric {measured.name}"
+    has_paths = measured.name == "difference" and measured.ids is not None
+    instead = 'metric="difference"'
+    what, expected = "attributions", "a difference of two logits"
+    require(has_paths or not attributions, what, expected=expected, got=got, instead=instead)
+    means = reference_means(view, rows, by, reference, prepend_bos)
+    every_head = checks.heads(None, view.n_layers, view.n_heads)
+    drawn = control_sets(list(chosen.values()), every_head, controls, seed)
+    order = derangement(len(rows), seed)
+    runs = _Runs(view, measured, by, means, order, progress)
+    fields: dict[str, Any] = {}
+    if drawn:
+        by_size = {size: runs.effects(sets) for size, sets in drawn.items()}
+        of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])
+        fields = {"control": of_rows.mean(1), "control_draws": of_rows.mean(2)}
+    if attributions:
+        fields |= runs.attributions(list(chosen.values()))
+    return HeadKnockouts(
+        provenance=view.provenance(rows, seed=seed),
+        conditions=tuple(chosen),
+        sets=tuple(tuple(of) for of in chosen.values()),
+        metric=measured.name,
+        by=by,
+        clean=runs.clean,
+        effects=runs.effects(list(chosen.values())),
+        **fields,
+    )
 
 
-def _mean(
-    z: Float[Tensor, "batch query head d_head"], mean: Float[Tensor, "position head d_head"]
-) -> Tensor:
-    length, seen = z.shape[1], len(mean)
-    instead = "reference= prompts at least as long"
-    expected = f"prompts of at most {seen} tokens, as in the reference"
-    require(length <= seen, "remove_heads", expected=expected, got=length, instead=instead)
-    return mean[:length].to(z).expand_as(z)
+def head_sets(view: ModelView, heads: Any) -> dict[str, Heads]:
+    """The heads of each row by its name."""
+    if not isinstance(heads, Mapping):
+        each = checks.heads(heads, view.n_layers, view.n_heads)
+        return {checks.head_name(head): [head] for head in each}
+    require(len(heads) > 0, "heads", expected="at least one set of heads", got="none")
+    chosen = {
+        str(name): checks.heads(of, view.n_layers, view.n_heads) for name, of in heads.items()
+    }
+    return {name: list(of) for name, of in chosen.items()}
+
+
+def reference_means(
+    view: ModelView, rows: TokenWindows, by: str, reference: Any, prepend_bos: bool | None
+) -> Float[Tensor, "layer position head d_head"] | None:
+    """Mean mixed values of all heads over the reference, at the positions of the prompts."""
+    require(by == "mean" or reference is None, "reference", expected='by="mean"', got=f'by="{by}"')
+    if by != "mean":
+        return None
+    length = rows.tokens.shape[1]
+    if reference is not None:
+        rows = token_rows(view, reference, prepend_bos=prepend_bos)
+    seen = rows.tokens.shape[1]
+    expected = f"prompts of at least {length} tokens, as those that are run"
+    require(seen >= length, "reference", expected=expected, got=f"prompts of {seen} tokens")
+    all_heads = tuple(range(view.n_heads))
+    means = mean_outputs(view, rows.tokens, dict.fromkeys(range(view.n_layers), all_heads))
+    return torch.stack([means[l][:length] for l in range(view.n_layers)])
+
+
+def control_sets(
+    chosen: Sequence[Heads], heads: Heads, controls: Any, seed: int
+) -> dict[int, list[Heads]]:
+    """Random sets by their size, from those of ``heads`` that no row has; none are drawn for
+    ``controls=0``, and by default where every head has a row."""
+    taken = {head for of in chosen for head in of}
+    others = [head for head in heads if head not in taken]
+    by_default = CONTROLS if others else 0
+    count = by_default if controls is None else checks.whole(controls)
+    if count is None or count < 0:
+        fail("controls", expected="a number of random sets", got=repr(controls))
+    if count == 0:
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    sets: dict[int, list[Heads]] = {}
+    for size in sorted({len(of) for of in chosen}):
+        expected, got = f"at least {size} heads that no row has", len(others)
+        require(got >= size, "controls", expected=expected, got=got, instead="controls=0")
+        orders = [torch.randperm(got, generator=generator)[:size] for _ in range(count)]
+        sets[size] = [[others[i] for i in order.tolist()] for order in orders]
+    return sets
+
+
+class _Runs:
+    """Runs knockouts, several in one pass, and measures them."""
+
+    def __init__(
+        self,
+        view: ModelView,
+        metric: OutputMetric,
+        by: str,
+        means: Float[Tensor, "layer position head d_head"] | None,
+        order: Tensor,
+        progress: bool,
+    ) -> None:
+        self.view, self.metric, self.by, self.means = view, metric, by, means
+        self.order, self.progress = order, progress
+        count, length = metric.tokens.shape
+        at_once = output_batch(view, length, all_positions=metric.position is None)
+        # a user's function sees all prompts, and another prompt may be any of them
+        together = metric.own is not None or by == "prompt"
+        self.prompts = count if together else min(count, at_once)
+        self.knockouts = max(1, at_once // self.prompts)
+        self.clean = torch.cat([self._run([[]], rows)[0] for rows in self._parts()]).cpu()
+
+    def _parts(self) -> list[slice]:
+        count = len(self.metric.tokens)
+        return [slice(at, at + self.prompts) for at in range(0, count, self.prompts)]
+
+    def effects(self, sets: Sequence[Heads]) -> Float[Tensor, "condition context"]:
+        """The metric without each set of heads, less that of the clean run."""
+        # neighbouring layers share a pass, so that few layers of it are edited
+        order = sorted(range(len(sets)), key=lambda i: min(sets[i], default=(0, 0)))
+        values = torch.zeros(len(sets), len(self.metric.tokens), dtype=torch.float64)
+        starts = range(0, len(order), self.knockouts)
+        for start in tqdm(starts, disable=not self.progress, desc=self.view.name, unit="pass"):
+            chosen = order[start : start + self.knockouts]
+            for rows in self._parts():
+                values[chosen, rows] = self._run([sets[i] for i in chosen], rows).cpu()
+        return values - self.clean
+
+    def _run(self, sets: Sequence[Heads], rows: slice) -> Float[Tensor, "condition batch"]:
+        """The metric of some prompts without each set of heads."""
+        tokens = self.metric.tokens[rows].repeat(len(sets), 1)
+        layers = by_layer([head for of in sets for head in of])
+        edits = [self._edit(layer, sets) for layer in layers]
+        hooks, at = {}, self.metric.position
+        point = self.view.unembed_hook
+        if at is not None and point is not None:
+            hooks = {point: lambda h: h[:, [at]]}
+        with edited_scores(self.view, edits):
+            logits = self.view.logits(tokens, hooks)
+        if at is not None and point is None:
+            logits = logits[:, [at]]
+        each = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
+        return torch.stack([self.metric.of(of_set, rows) for of_set in each])
+
+    def _edit(self, layer: int, sets: Sequence[Heads]) -> StreamEdit:
+        """Other mixed values in the rows of the batch whose set has heads of this layer."""
+        mask = rearrange(heads_in_sets(sets, layer, self.view.n_heads), "c h -> c 1 1 h 1")
+        mask = mask.to(self.view.device)
+
+        def change(outputs: Float[Tensor, "batch position head d_head"]) -> Tensor:
+            z = rearrange(outputs, "(c b) i h e -> c b i h e", c=len(sets))
+            return torch.where(mask, self._replacement(z, layer), z).flatten(0, 1)
+
+        return edit_of_outputs(self.view, layer, range(self.view.n_heads), change)
+
+    def _replacement(
+        self, z: Float[Tensor, "*sample batch position head d_head"], layer: int
+    ) -> Tensor:
+        """What stands in place of the mixed values of a layer."""
+        if self.by == "prompt":
+            return z.index_select(-4, self.order.to(z.device))
+        return torch.zeros_like(z) if self.means is None else self.means[layer].to(z).expand_as(z)
+
+    def _outputs(self) -> Float[Tensor, "layer batch position head d_head"]:
+        """Mixed values of all heads in the clean run."""
+        parts: list[Tensor] = []
+        for rows in self._parts():
+            z: list[Tensor] = []
+
+            def keep(layer: LayerView, z: list[Tensor] = z) -> None:
+                if layer.z is None:
+                    fail(self.view.name, expected="mixed values", got="none")
+                z.append(layer.z)
+
+            layers = range(self.view.n_layers)
+            self.view.run_layers(self.metric.tokens[rows], layers, keep, verify=False)
+            parts.append(torch.stack(z))
+        return torch.cat(parts, 1)
+
+    def attributions(self, sets: Sequence[Heads]) -> dict[str, Float[Tensor, "condition context"]]:
+        """What attributions give to the same replacements."""
+        view, tokens, at = self.view, self.metric.tokens, self.metric.position
+        if self.metric.ids is None or at is None:
+            raise RuntimeError("attributions are of a difference of two logits")
+        outputs = self._outputs()
+        new = [self._replacement(of_layer, l) for l, of_layer in enumerate(outputs)]
+        removed, values = outputs - torch.stack(new), []
+        for row in tqdm(range(len(tokens)), disable=not self.progress, desc="attributions"):
+            right, wrong = self.metric.ids[row].tolist()
+            prompt = tokens[row : row + 1]
+            of_heads = torch.stack(
+                head_attributions(view, prompt, removed[:, row], at, (right, wrong))
+            )
+            layers, heads = ([[head[i] for head in of] for of in sets] for i in (0, 1))
+            sums = [of_heads[:, l, h].sum(1) for l, h in zip(layers, heads, strict=True)]
+            values.append(torch.stack(sums, 1))
+        return dict(zip(ATTRIBUTIONS, torch.stack(values, -1), strict=True))

@@ -90,5 +90,7 @@ def output_metric(
     expected = expected if metric == "difference" else f"a token for each of {len(rows)} prompts"
     fits = len(texts) == len(rows) and all(len(pair) in sizes for pair in texts)
     require(fits, "targets", expected=expected, got=got)
-    ids = torch.tensor([target_ids(view, pair[: max(sizes)]) for pair in texts])
+    # a probability is that of the first token alone
+    read = 2 if metric == "difference" else 1
+    ids = torch.tensor([target_ids(view, pair[:read]) for pair in texts])
     return OutputMetric(str(metric), rows.tokens, ids, at)

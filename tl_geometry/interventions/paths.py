@@ -42,8 +42,7 @@ from tl_geometry.interventions.head_edits import (
     derangement,
     heads_in_sets,
 )
-from tl_geometry.interventions.knockout_table import (
-    CONTROLS,
+from tl_geometry.interventions.knockouts import (
     control_sets,
     excess_over,
     head_sets,
@@ -79,9 +78,9 @@ class HeadPaths(Result):
     ``effects`` is the metric with the edges patched minus that of the clean run, for each prompt;
     the table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the
     mean effect of random sets of as many heads on the same receivers (``control_draws`` each draw's
-    mean over prompts), the excess what the row does beyond them, its interval over prompts and over
-    what one more draw would give. ``heads`` are the heads of each sender, ``inputs`` the readers of
-    each receiver.
+    mean over prompts). ``excess`` is effect minus control; its interval covers chance over prompts
+    and the spread of one more random draw. ``sets`` are the heads of each sender, ``inputs`` the
+    readers of each receiver.
     """
 
     senders: tuple[str, ...]
@@ -183,8 +182,7 @@ def head_paths(
     chosen = head_sets(view, before if senders is None else senders)
     _require_order(layout, chosen, columns)
     measured = output_metric(view, rows, metric, targets, position)
-    draws = (0 if senders is None else CONTROLS) if controls is None else controls
-    drawn = control_sets(list(chosen.values()), before, draws, seed)
+    drawn = control_sets(list(chosen.values()), before, controls, seed)
     means = others = None
     if by == "prompt":
         others = _other_prompts(view, rows, reference, prepend_bos, seed)
@@ -198,7 +196,7 @@ def head_paths(
     sets = [*chosen.values(), *(of for draw in drawn.values() for of in draw)]
     clean, effects = runs.effects(sets, progress)
     fields: dict[str, Any] = {}
-    if draws:
+    if drawn:
         of_draws = effects[len(chosen) :].unflatten(0, (len(drawn), -1))
         by_size = dict(zip(drawn, of_draws, strict=True))
         of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])

@@ -235,11 +235,11 @@ def _placed(
 def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
     """The share at which each node appears: what larger writers carry already of all that is
     written, or of all that is moved (the smaller of the two). The logit appears at 0."""
-    tables = (("values", graph.values, graph.constant_value), ("moved", graph.moved, 0.0))
     shares = []
-    for name, sizes, constant in tables:
+    for name, sizes in (("values", graph.values), ("moved", graph.moved)):
+        # as trace_logit chooses nodes: the constants, which are always shown, do not count
         every = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
-        shares.append(_appears(sizes, torch.cat([*every, torch.tensor([constant])])))
+        shares.append(_appears(sizes, torch.cat(every)))
     reached = torch.minimum(*shares)
     reached[0] = 0.0
     return reached

@@ -12,7 +12,7 @@ from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.interventions.attribution_tables import require_same_model
-from tl_geometry.interventions.knockout_table import HeadKnockouts
+from tl_geometry.interventions.knockouts import HeadKnockouts
 
 MARK = "≠"
 """Stands at heads of which direct contribution and knockout disagree."""

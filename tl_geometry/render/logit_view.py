@@ -23,7 +23,7 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.circuits.logits import LogitExplanation
-from tl_geometry.interventions.knockout_table import HeadKnockouts
+from tl_geometry.interventions.knockouts import HeadKnockouts
 from tl_geometry.render.knockout_marks import KnockoutMarks, knockout_marks
 from tl_geometry.render.page import PageView, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
