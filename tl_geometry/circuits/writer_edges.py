@@ -2,7 +2,7 @@
 weights alone suggest, and two nulls.
 
 On the query and key side shares are those of :mod:`tl_geometry.circuits.writer_sweep`. On the value
-side the output of a head (without what it writes whatever it attends to) is linear in the writers,
+side the output of a head (without its constant write) is linear in the writers,
 ``o[i] = sum_j p_ij sum_a v_a[j] W_O``, and the share of writer a is ``sum o_a . o / sum o^2``.
 
 Nulls, each as a share beside the writer's own:
@@ -389,8 +389,8 @@ def _composed(
     heads: Sequence[int],
     width: int,
 ) -> Float[Tensor, "head side part"]:
-    """Composition scores of the weights alone: how much larger the product of two heads' matrices
-    is than chance makes it (Frobenius norms)."""
+    """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
+    product of two heads' matrices over the product of their norms."""
     out = torch.full((len(heads), len(SIDES), width), torch.nan, dtype=torch.float64)
     # pairs in the model's dtype: sums of squares do not cancel
     q, k, v = (reader.matrix for reader in readers)
