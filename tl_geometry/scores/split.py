@@ -60,17 +60,20 @@ class Terms(Mapping[tuple[str, str], Tensor]):
         self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
-        s = self._split
+        split = self._split
         pair = self._pairs.get(term) if isinstance(term, str) else term
         if pair is None or pair not in self._pairs.values():
-            near = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
-            expected, got = f'one of {near}, or a pair ("query part", "key part")', repr(term)
+            names = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
+            expected, got = f'one of {names}, or a pair ("query part", "key part")', repr(term)
             fail("terms", expected=expected, got=got, instead="list(split.terms)")
-        if s.bias is not None and pair == (ALIBI, ALIBI):
-            return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
-        a, b = (s.parts.index(part) for part in pair)
+        if split.bias is not None and pair == (ALIBI, ALIBI):
+            # a copy, as all other terms are: writing to one leaves the split as it is
+            return split.bias.expand(split.q.shape[1], -1, -1, -1).clone()
+        query_part, key_part = (split.parts.index(part) for part in pair)
         return einsum(
-            s.q[a], s.k[b], "batch query head e, batch key head e -> batch head query key"
+            split.q[query_part],
+            split.k[key_part],
+            "batch query head e, batch key head e -> batch head query key",
         )
 
     def __contains__(self, term: object) -> bool:
@@ -133,6 +136,7 @@ class ScoreSplit(TermResult):
         """
         exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
         require(exact, "on_planes", expected="preset='exact'", got=got)
+        # to restrict q is enough: a product is zero where one factor is
         inside = self.planes.coordinates(self.planes.chosen(planes)).to(self.q)
         flag = f"rotary planes {describe_planes(planes)} alone"
         provenance = self.provenance.flagged(flag)
@@ -205,6 +209,7 @@ class ScoreSplit(TermResult):
             provenance=self.provenance,
             heads=self.heads,
             parts=self.parts,
+            # from the order by layer back to that of `heads`
             sums=sums.select(torch.cat(rows_of).argsort(), "head"),
             drop=start,
             dropped_mass=mass,
@@ -333,6 +338,7 @@ def split_scores(
 
     each_layer(view, rows, cache, splitter.layers, on_layer, family)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
+    # layers come in the order of the pass, heads go out in the order asked for
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
 
     def joined(field: str, axis: int) -> Tensor:
@@ -370,11 +376,12 @@ def split_scores(
 def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
     """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
     many to be formed all at once, their queries and keys."""
-    cells = len(rows) * heads * rows.tokens.shape[1]
-    each = parts**2 * rows.tokens.shape[1]
+    queries = len(rows) * heads * rows.tokens.shape[1]
+    numbers_per_query = parts**2 * rows.tokens.shape[1]
     if by_writers:
-        each = 2 * parts * max(view.d_head, view.d_model // heads)
-    return each * cells * max(4, view.dtype.itemsize)
+        numbers_per_query = 2 * parts * max(view.d_head, view.d_model // heads)
+    # half precision is computed in float32
+    return numbers_per_query * queries * max(4, view.dtype.itemsize)
 
 
 def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str) -> HeadPlanes:
@@ -382,5 +389,5 @@ def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: 
     length, width = layers[0].q.shape[2], layers[0].q.shape[-1]
     if preset == "paper":
         return HeadPlanes.unturned(len(pick), width, length)
-    each = [terms.planes for terms in layers for _ in terms.heads]
-    return HeadPlanes.of(each, length).select(pick.cpu())
+    planes_by_head = [terms.planes for terms in layers for _ in terms.heads]
+    return HeadPlanes.of(planes_by_head, length).select(pick.cpu())

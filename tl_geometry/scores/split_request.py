@@ -60,11 +60,11 @@ def each_layer(
         _check_cache(view, rows, cache)
     if isinstance(family, Writers):
 
-        def both(layer: LayerView, written: Written) -> None:
+        def on_written(layer: LayerView, written: Written) -> None:
             family.take(written)
             on_layer(layer)
 
-        run_written(view, rows.tokens, layers, both, cache=cache)
+        run_written(view, rows.tokens, layers, on_written, cache=cache)
     elif cache is None:
         view.run_layers(rows.tokens, layers, on_layer)
     else:
@@ -106,8 +106,9 @@ def provenance_of(
 ) -> Provenance:
     """What a split was computed from; without a basis the window starts at 0, or ``after_bos``."""
     start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
+    # a prompt that ends before the window keeps its last position
     start = min(start, rows.tokens.shape[1] - 1)
-    window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
+    window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
     return view.provenance(
-        rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized
+        rows, window=window, preset=preset, flags=(*flags, *remarks), normalized=normalized
     )

@@ -194,7 +194,7 @@ def _sums(
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
+    norms = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
     query, key = reduce(torch.add, queries.unbind(3)), reduce(torch.add, keys.unbind(3))
@@ -216,6 +216,7 @@ def _sums(
                 product = (weight * block_bias).sum((-2, -1), dtype=torch.float64)
                 of_bias[name] += product.unsqueeze(-1)
         if moved is not None:
+            # in place, as nothing reads `moved` after this
             gain_total += moved.mul_(centred).sum(-1).sum(-1, dtype=torch.float64)
         if energy:
             energies += moments.energies(rows, block).flatten(2)
@@ -223,8 +224,9 @@ def _sums(
             squares = block_bias.square().sum((-2, -1), dtype=torch.float64)
             of_bias["energies"] += squares.unsqueeze(-1)
     unit = 32 * unit_roundoff(q.dtype)  # as in models.reconstruction: 32 u of the largest product
-    floor = (unit * sizes[0] * sizes[1]).square() + unit**2 * of_bias["energies"].sum(-1)
+    floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
     allowed_keys = mask.sum(-1)
+    # a row with one key attends to it whatever the scores
     several = torch.where(allowed_keys > 1, allowed_keys, 0)
     by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
     if not gain:

@@ -185,6 +185,7 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
         got = f"{value!r}, which is {len(ids)} tokens"
         require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
         try:
+            # takes integers of any library and refuses 1.0
             token_ids.append(operator.index(ids[0]))
         except TypeError:
             fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
