@@ -338,8 +338,7 @@ def split_scores(
 
     each_layer(view, rows, cache, splitter.layers, on_layer, family)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
-    # layers come in the order of the pass, heads go out in the order asked for
-    pick = torch.tensor([order.index(head) for head in chosen], device=device)
+    pick = torch.tensor([order.index(head) for head in chosen], device=device)  # as asked for
 
     def joined(field: str, axis: int) -> Tensor:
         """A field of all layers, its heads in the order asked for."""

@@ -216,7 +216,6 @@ def _sums(
                 product = (weight * block_bias).sum((-2, -1), dtype=torch.float64)
                 of_bias[name] += product.unsqueeze(-1)
         if moved is not None:
-            # in place, as nothing reads `moved` after this
             gain_total += moved.mul_(centred).sum(-1).sum(-1, dtype=torch.float64)
         if energy:
             energies += moments.energies(rows, block).flatten(2)
@@ -226,8 +225,7 @@ def _sums(
     unit = 32 * unit_roundoff(q.dtype)  # as in models.reconstruction: 32 u of the largest product
     floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
     allowed_keys = mask.sum(-1)
-    # a row with one key attends to it whatever the scores
-    several = torch.where(allowed_keys > 1, allowed_keys, 0)
+    several = torch.where(allowed_keys > 1, allowed_keys, 0)  # one key: nothing to choose
     by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
     if not gain:
         by_plane.pop("plane_gains", None)
