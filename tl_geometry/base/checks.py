@@ -57,9 +57,9 @@ def holds_integers(value: Tensor) -> bool:
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
-        bad = int((~torch.isfinite(values)).sum())
-        got = f"{bad} NaN or infinite of {values.numel()}"
-        require(bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
+        n_bad = int((~torch.isfinite(values)).sum())
+        got = f"{n_bad} NaN or infinite of {values.numel()}"
+        require(n_bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
     return values
 
 

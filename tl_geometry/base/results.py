@@ -265,6 +265,7 @@ class Result:
         header, tensors = read_file(path, cls.schema())
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {k: v for k, v in header.items() if k not in ("schema", "checksum")}
+        # what a newer version wrote would be lost unseen
         refuse_unknown(path, fields, names, "fields")
         refuse_unknown(path, tensors, references(fields), "tensors")
         known = records_of(cls)

@@ -149,6 +149,6 @@ def _column(texts: Any, field: str) -> Any:
     return texts[field] if whole_column else (row[field] for row in texts)
 
 
-def _require_text(ok: bool, texts: Any) -> None:
+def _require_text(fits: bool, texts: Any) -> None:
     expected, instead = "a string or a list of strings", "decompose(model, tokens) for token ids"
-    require(ok, "texts", expected=expected, got=describe(texts), instead=instead)
+    require(fits, "texts", expected=expected, got=describe(texts), instead=instead)

@@ -194,9 +194,11 @@ def sinks_of(
         if ids
         else ""
     )
-    which = ", ".join(filter(None, (where, what)))
-    held = f"{tokens} of {n_tokens} tokens hold {share:.0%} of the sum of squares ({which})"
-    remark = held if n_tokens and share > max(SINK_SHARE, CONCENTRATED * tokens / n_tokens) else ""
+    examples = ", ".join(filter(None, (where, what)))
+    sentence = f"{tokens} of {n_tokens} tokens hold {share:.0%} of the sum of squares ({examples})"
+    remark = (
+        sentence if n_tokens and share > max(SINK_SHARE, CONCENTRATED * tokens / n_tokens) else ""
+    )
     return Sinks(tokens, n_tokens, share, tuple(positions), tuple(ids), remark)
 
 

@@ -114,9 +114,9 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
     shared = 0
     for i, part in enumerate(parts):
         for k in range(i):
-            same = torch.equal(parts[k].sums, part.sums)
+            same_sums = torch.equal(parts[k].sums, part.sums)
             got = f"parts {k} and {i} with the same sums"
-            require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
+            require(not same_sums, "merge", expected="disjoint contexts", got=got, instead=instead)
             these, others = hashes[i], hashes[k]
             if these is None or others is None:
                 continue

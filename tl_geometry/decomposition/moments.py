@@ -289,14 +289,14 @@ class Moments(Sums):
 
         Products of two dtypes count as products of the less accurate one.
         """
-        same = self.window == other.window and self.sums.shape == other.sums.shape
+        fits = self.window == other.window and self.sums.shape == other.sums.shape
         expected = f"window {self.window} and sums of shape {tuple(self.sums.shape)}"
         got = f"window {other.window} and {tuple(other.sums.shape)}"
-        require(same, "merge", expected=expected, got=got, instead="partial results of one corpus")
-        same = (self.second is None) == (other.second is None)
+        require(fits, "merge", expected=expected, got=got, instead="partial results of one corpus")
+        fits = (self.second is None) == (other.second is None)
         expected = "second moments in both or in neither"
         instead = "the same second_moments= for both"
-        require(same, "merge", expected=expected, got="in one", instead=instead)
+        require(fits, "merge", expected=expected, got="in one", instead=instead)
         if self.contexts == 0 or other.contexts == 0:
             return other if self.contexts == 0 else self
         if self.second is not None and self.shift is not None:

@@ -302,15 +302,15 @@ class PositionContext(Result):
         What can be used and should be said with the result is :meth:`remarks`.
         """
         fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
-        same, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
+        fits, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
         expected = f"the model it was computed from, {self.provenance.model} ({fingerprint})"
-        require(same, "basis", expected=expected, got=got, instead="decompose(model, tokens)")
-        same, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
+        require(fits, "basis", expected=expected, got=got, instead="decompose(model, tokens)")
+        fits, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
         expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
-        require(same, "tokens", expected=expected, got=got, instead=instead)
+        require(fits, "tokens", expected=expected, got=got, instead=instead)
         width, expected = self.mean.shape[1], f"d_model {view.d_model} of {view.name}"
-        same, instead = width == view.d_model, "its own activations"
-        require(same, "basis", expected=expected, got=width, instead=instead)
+        fits, instead = width == view.d_model, "its own activations"
+        require(fits, "basis", expected=expected, got=width, instead=instead)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: hooks of one that the other did not

@@ -134,8 +134,8 @@ class Details:
         before, allowed = layer.logits(total)
         # of what is dropped the queries go, the keys stay in the softmax
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
-        for name, rest in _without_each_term(total, parts, layer):
-            after = layer.logits(rest)[0]
+        for name, remaining in _without_each_term(total, parts, layer):
+            after = layer.logits(remaining)[0]
             effect = pattern.distance(after[..., self.drop :, :])
             distances = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(distances)) + distances
@@ -178,7 +178,7 @@ def _without_each_term(
     queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
     for q in queries:
         for k in keys:
-            rest = torch.baddbmm(flat, q, k.mT, alpha=-1)
-            yield next(names), rest.view_as(total)
+            remaining = torch.baddbmm(flat, q, k.mT, alpha=-1)
+            yield next(names), remaining.view_as(total)
     if layer.bias is not None:
         yield "alibi-alibi", total - layer.bias

@@ -161,14 +161,14 @@ class GivenParts(Family):
         return checks.finite(value, what).to(layer.h.device)
 
 
-def _refuse_added(layer: LayerView, rest: Tensor) -> None:
+def _refuse_added(layer: LayerView, difference: Tensor) -> None:
     """Refuse parts that hold the positional embedding of a model that adds it after the norm, not
     to the stream."""
     if layer.added is None:
         return
-    embedding = layer.added.embedding.double().expand_as(rest)
+    embedding = layer.added.embedding.double().expand_as(difference)
     # rounding is far below 0.1%, and other parts are not off by this very embedding
-    far = float((rest - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
+    far = float((difference - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
     expected = f"parts that sum to the input of layer {layer.layer}"
     got = "the positional embedding among them"
     instead = "the parts without it (added to queries and keys after the norm, it is in 'bias')"

@@ -202,10 +202,10 @@ class PositionNull:
         independent (:func:`independence`)."""
         pairs, alibi, total = self.pairs(sums)
         total = torch.where(total > 0, total, torch.nan).unsqueeze(1)
-        known = sum(count for (own, _), count in sums.counts.items() if own >= 0)
+        n_own = sum(count for (group, _), count in sums.counts.items() if group >= 0)
         draws, off_basis = self.directions()
-        cs = self.numerators(pairs, known, draws) / total
-        null = self.numerators(pairs, known, off_basis) / total
+        cs = self.numerators(pairs, n_own, draws) / total
+        null = self.numerators(pairs, n_own, off_basis) / total
         position = cs[:, :1] + alibi.unsqueeze(1) / total
         # the basis counts as one of the draws, so that p is never zero
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)

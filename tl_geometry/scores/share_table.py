@@ -72,8 +72,10 @@ class Level(NamedTuple):
         if self.resampled is not None and len(self.names) > 1:
             resampled = (self.resampled.cs, self.resampled.gs)
             shares = (self.sums.cs, self.sums.gs)
-            first, second = (self._certain(*pair) for pair in zip(shares, resampled, strict=True))
-            certain = (first, second)
+            certain_cs, certain_gs = (
+                self._certain(*pair) for pair in zip(shares, resampled, strict=True)
+            )
+            certain = (certain_cs, certain_gs)
         return dominant(self.sums.cs, self.sums.gs, self.names, certain=certain)
 
     def _certain(self, shares: Tensor, samples: Tensor) -> Bool[Tensor, " head"]:

@@ -202,29 +202,31 @@ class ScoreSplit(TermResult):
         require(self._additive, "shares", expected=expected, got=got, instead="preset='exact'")
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         layers = torch.tensor([layer for layer, _ in self.heads])
-        rows_of = [torch.where(layers == layer)[0] for layer in layers.unique()]
-        sums = ShareSums.beside([self._layer_sums(rows, start).to("cpu") for rows in rows_of])
+        indices_of = [torch.where(layers == layer)[0] for layer in layers.unique()]
+        sums = ShareSums.beside(
+            [self._layer_sums(indices, start).to("cpu") for indices in indices_of]
+        )
         mass = dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None
         return ShareTable(
             provenance=self.provenance,
             heads=self.heads,
             parts=self.parts,
             # from the order by layer back to that of `heads`
-            sums=sums.select(torch.cat(rows_of).argsort(), "head"),
+            sums=sums.select(torch.cat(indices_of).argsort(), "head"),
             drop=start,
             dropped_mass=mass,
             head_planes=self.planes,
             bias_label=self.bias_label,
         )
 
-    def _layer_sums(self, rows: Int[Tensor, " head"], drop: int) -> ShareSums:
+    def _layer_sums(self, indices: Int[Tensor, " head"], drop: int) -> ShareSums:
         """Sums of some heads of one layer, which share mask, soft cap and rotation."""
-        first, cap = rows[0], float(self.softcap[rows[0]])
+        first, cap = indices[0], float(self.softcap[indices[0]])
         sums = share_sums(
-            self.q[..., rows, :],
-            self.k[..., rows, :],
+            self.q[..., indices, :],
+            self.k[..., indices, :],
             self.allowed[first],
-            bias=None if self.bias is None else self.bias[rows],
+            bias=None if self.bias is None else self.bias[indices],
             drop=drop,
             softcap=cap if math.isfinite(cap) else None,
             energy=CONSTANTS not in self.parts,  # not of writers, which are too many
@@ -322,21 +324,21 @@ def split_scores(
     """
     view = as_view(model)
     checks.choice(preset, PRESETS, "preset")
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
     family = family_of(view, parts, basis, layers_of)
     splitter = Splitter(view, family, layers_of, preset)
     by_writers = isinstance(family, Writers)
-    size = _size(view, rows, len(chosen), len(splitter.names), by_writers)
-    check_request(view, rows, basis, size, memory_budget, len(chosen))
+    size = _size(view, prompts, len(chosen), len(splitter.names), by_writers)
+    check_request(view, prompts, basis, size, memory_budget, len(chosen))
     layer_terms: list[HeadTerms] = []
 
     def on_layer(layer: LayerView) -> None:
         heads_here = [h for l, h in chosen if l == layer.layer]
         layer_terms.append(splitter.layer(layer, heads_here, device))
 
-    each_layer(view, rows, cache, splitter.layers, on_layer, family)
+    each_layer(view, prompts, cache, splitter.layers, on_layer, family)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)  # as asked for
 
@@ -353,7 +355,7 @@ def split_scores(
     rotary, relative = (all(getattr(t, x) for t in layer_terms) for x in ("rotary", "relative"))
     return ScoreSplit(
         provenance=provenance_of(
-            view, rows, basis, preset, flags, normalized, after_bos=by_writers
+            view, prompts, basis, preset, flags, normalized, after_bos=by_writers
         ),
         heads=chosen,
         parts=splitter.names,
@@ -367,16 +369,16 @@ def split_scores(
         scores=optional("scores", 1),
         checks=tuple(check for terms in layer_terms for check in terms.checks),
         scale=max(terms.scale for terms in layer_terms),
-        str_tokens=rows.str_tokens,
+        str_tokens=prompts.str_tokens,
         bias_label=bias_label(rotary=rotary, relative=relative),
     )
 
 
-def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
+def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
     """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
     many to be formed all at once, their queries and keys."""
-    queries = len(rows) * heads * rows.tokens.shape[1]
-    numbers_per_query = parts**2 * rows.tokens.shape[1]
+    queries = len(prompts) * heads * prompts.tokens.shape[1]
+    numbers_per_query = parts**2 * prompts.tokens.shape[1]
     if by_writers:
         numbers_per_query = 2 * parts * max(view.d_head, view.d_model // heads)
     # half precision is computed in float32

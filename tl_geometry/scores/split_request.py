@@ -77,17 +77,17 @@ def each_layer(
             on_layer(layer)
 
 
-def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
+def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state is not what the model makes of these tokens (far beyond
     rounding, at any of them)."""
-    shape = tuple(rows.tokens.shape)
+    shape = tuple(prompts.tokens.shape)
     mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
     expected = "an ActivationCache, or a mapping from hook names"
     require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
     name = next((name for name in view.state_hooks if name in cache), None)
     if name is None or tuple(cache[name].shape[:2]) != shape:
         return  # refused with the layer
-    state = view.activations(rows.tokens, [name])[name].float()
+    state = view.activations(prompts.tokens, [name])[name].float()
     error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
     expected, got = "activations of these tokens", f"others at {far} tokens"

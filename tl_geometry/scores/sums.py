@@ -152,8 +152,9 @@ def share_sums(
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
         bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
     parts, batch, queries, heads, width = q.shape
-    rows = (1 + 2 * gain) * min(BLOCK, queries)  # of scores, and of the softmax behind the gains
-    cells = queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
+    # of scores, and of the softmax behind the gains
+    score_rows = (1 + 2 * gain) * min(BLOCK, queries)
+    cells = queries * (score_rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
     step = max(1, working_set // (q.element_size() * heads * cells))
     sums: list[ShareSums] = []
     for start in range(0, batch, step):

@@ -185,9 +185,9 @@ def sweep_heads(
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
     size = _bytes_per_context(view, source.length)
-    rows = rows_per_batch(view, source.length, size, memory_budget, batch_size)
+    contexts_per_batch = rows_per_batch(view, source.length, size, memory_budget, batch_size)
     sums = _SweepSums(view, basis, chosen, source.length, wanted, memory_budget, seed)
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
+    stream = CorpusPass(view, source, contexts_per_batch, progress=progress, seed=seed)
     for batch in stream:
         # a batch without BOS settles it; after one with BOS another may come without
         basis.check_model(view, None if stream.begins_with_bos else False)
@@ -217,13 +217,13 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
     row = basis.index(layer.layer)
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
-    rest = h - (mean + pos)
+    cvec64 = h - (mean + pos)
     # parts that cancel are rounded as large as they are
-    norms = (x.norm(dim=-1) for x in (mean, pos, rest))
+    norms = (x.norm(dim=-1) for x in (mean, pos, cvec64))
     cancellation = max(
         1.0, float((sum(norms, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max())
     )
-    cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
+    cvec, scale, sizes = cvec64.to(layer.h), layer.scale, layer.reconstruction.sizes
     layer_sizes = {w: cancellation * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
     for name, subtracted, explicit in (
         ("q", parts.q, layer.project_q(cvec) * scale),
