@@ -67,6 +67,7 @@ def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
     ('head', 'side', 'part')
     """
     axes: dict[str, tuple[str, ...]] = {}
+    # bases first, so that a subclass has the last word on a name
     for base in reversed(cls.__mro__):
         for name, annotation in vars(base).get("__annotations__", {}).items():
             axes[name] = _axes(str(annotation))

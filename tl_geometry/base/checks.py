@@ -57,9 +57,9 @@ def holds_integers(value: Tensor) -> bool:
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
-        bad = int((~torch.isfinite(values)).sum())
-        got = f"{bad} NaN or infinite of {values.numel()}"
-        require(bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
+        n_bad = int((~torch.isfinite(values)).sum())
+        got = f"{n_bad} NaN or infinite of {values.numel()}"
+        require(n_bad == 0, what, expected="finite numbers", got=got, instead="inputs without NaN")
     return values
 
 
@@ -81,6 +81,7 @@ def indices(values: Any, size: int, what: str) -> tuple[int, ...]:
     """
     if values is None:
         return tuple(range(size))
+    # a tensor of one number is Iterable by its type, but counts as that number
     given = tuple(values) if isinstance(values, Iterable) and whole(values) is None else (values,)
     require(len(given) > 0, what, expected="at least one index", got="none")
     chosen = tuple(index(v, size, what) for v in given)
@@ -107,13 +108,13 @@ def heads(
     given: list[Any] = list(values) if several else [values]
     if len(given) == 2 and all(whole(v) is not None for v in given):
         given = [tuple(given)]  # two integers alone are one pair
-    out = [_head(value, n_layers, n_heads) for value in given]
-    require(len(out) > 0, "heads", expected="at least one head", got="none")
+    pairs = [_head(value, n_layers, n_heads) for value in given]
+    require(len(pairs) > 0, "heads", expected="at least one head", got="none")
     allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
-    outside = [p for p in out if allowed is not None and p[0] not in allowed]
+    outside = [p for p in pairs if allowed is not None and p[0] not in allowed]
     expected, got = f"heads of layers {sorted(allowed or ())}", outside
     require(not outside, "heads", expected=expected, got=got, instead="either heads= or layers=")
-    return tuple(dict.fromkeys(out))
+    return tuple(dict.fromkeys(pairs))
 
 
 def _head(value: Any, n_layers: int, n_heads: int) -> tuple[int, int]:

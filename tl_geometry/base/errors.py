@@ -79,10 +79,10 @@ def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str
     """
     if len(options) <= most:
         return ", ".join(map(repr, options))
-    near = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(
+    nearest = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(
         options[:6]
     )
-    return f"{len(options)} names, such as {', '.join(map(repr, near))}"
+    return f"{len(options)} names, such as {', '.join(map(repr, nearest))}"
 
 
 def whole(value: Any) -> int | None:
@@ -92,6 +92,7 @@ def whole(value: Any) -> int | None:
     >>> whole(torch.tensor(3)), whole(3.0), whole(True)
     (3, None, None)
     """
+    # by the name of the dtype, because torch is not imported here
     if str(getattr(value, "dtype", type(value).__name__)).endswith("bool"):
         return None
     try:

@@ -39,6 +39,7 @@ def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
     for name, value in sorted(tensors.items()):
         digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}\0".encode())
         digest.update(
+            # bytes, so that every bit counts and NaN equals itself
             value.contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
         )
     return digest.hexdigest()[:32]
@@ -95,6 +96,7 @@ def replaced(path: Path) -> Iterator[Path]:
         part.touch()
         yield part
         with part.open("r+b") as handle:
+            # on the disk before the new name is: a crash leaves the old file or the whole new one
             os.fsync(handle.fileno())
         part.replace(place)
     except (OSError, ValueError, SafetensorError) as error:

@@ -98,6 +98,7 @@ def table(
     True
     """
     rows = list(rows)
+    # counted before the cut, for the caption
     count, rows = of or len(rows), rows[:MOST_ROWS]
     table_style, cell, head = STYLE
     note = f" (first {MOST_ROWS} of {count} rows)" if count > MOST_ROWS else ""

@@ -78,6 +78,7 @@ def jackknife_interval(
         value = value + corrected - whole
         variance = variance + source_variance
         squares = squares + source_variance.square() / (groups - 1)
+    # without any variance the degrees of freedom would be 0 / 0; the interval is a point
     freedom = torch.where(squares > 0, variance.square() / squares.clamp(min=1e-300), torch.inf)
     error = variance.sqrt()
     reach = t_quantile(freedom.cpu(), level).to(error) * error
@@ -95,8 +96,8 @@ def paired_interval(differences: Float[Tensor, "sample ..."], *, level: float = 
     n = len(differences)
     mean = differences.mean(0)
     if n < FEWEST:
-        nothing = torch.full_like(mean, torch.nan)
-        return Interval(mean, nothing, nothing, nothing)
+        unknown = torch.full_like(mean, torch.nan)
+        return Interval(mean, unknown, unknown, unknown)
     error = differences.std(0) / n**0.5
     reach = float(t_quantile(torch.tensor(n - 1.0), level)) * error
     return Interval(mean, mean - reach, mean + reach, error)
@@ -117,12 +118,12 @@ def sign_flip_p(differences: Float[Tensor, " sample"], *, seed: int = 0) -> floa
     >>> sign_flip_p(torch.ones(12).double()) < 0.01, sign_flip_p(torch.ones(5).double())
     (True, nan)
     """
-    x = differences.double()
-    n, size = len(x), x.abs().sum()
+    values = differences.double()
+    n, size = len(values), values.abs().sum()
     if n < FEWEST or not bool(size > 0):
         return float("nan")
     generator = torch.Generator().manual_seed(seed)
     flips = torch.randint(2, (FLIPS, n), generator=generator).double() * 2 - 1
     # ties count, up to rounding
-    far = (flips @ x).abs() >= x.sum().abs() - 1e-12 * size
-    return float((1 + far.sum()) / (1 + FLIPS))
+    as_far = (flips @ values).abs() >= values.sum().abs() - 1e-12 * size
+    return float((1 + as_far.sum()) / (1 + FLIPS))

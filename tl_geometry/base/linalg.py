@@ -83,14 +83,14 @@ def product_svd(
     10.0
     """
     if left.dtype == torch.float64 and left.shape[-1] < min(left.shape[-2], right.shape[-2]):
-        result, bad = _product_svd_cholesky(left, right)
-        if not bool(bad.any()):
+        result, inaccurate = _product_svd_cholesky(left, right)
+        if not bool(inaccurate.any()):
             return result
-        if bad.dim() > 0:
+        if inaccurate.dim() > 0:
             for values, replacements in zip(
-                result, _product_svd_qr(left[bad], right[bad]), strict=True
+                result, _product_svd_qr(left[inaccurate], right[inaccurate]), strict=True
             ):
-                values[bad] = replacements
+                values[inaccurate] = replacements
             return result
     return _product_svd_qr(left, right)
 
@@ -107,15 +107,15 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
     """The same from Cholesky factors, and a mask of the products for which it is inaccurate (their
     content is undefined)."""
     eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-    bad = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
+    inaccurate = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
     triangles: list[Tensor] = []
     for factor in (left, right):
         triangle, info = torch.linalg.cholesky_ex(factor.mT @ factor, upper=True)
         # where the factorisation failed: any invertible matrix, so that the rest goes through
         triangle = torch.where((info != 0)[..., None, None], eye, triangle)
         inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
-        bad = (
-            bad
+        inaccurate = (
+            inaccurate
             | (info != 0)
             | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
         )
@@ -123,7 +123,7 @@ def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor
     u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
     V = right @ (triangles[3] @ vh.mT)
     sign = _signs(V)
-    return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), bad
+    return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), inaccurate
 
 
 def numerical_rank(
@@ -146,6 +146,7 @@ def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batc
     >>> gram_spectrum(torch.diag(torch.tensor([1.0, 9.0]))).tolist()
     [3.0, 1.0]
     """
+    # rounding may leave an eigenvalue just below zero
     return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0).sqrt()
 
 
@@ -170,6 +171,7 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
     True
     """
     rows = cosines(positions, positions).mT * math.sqrt(2 / positions)
+    # a_0 = sqrt(1/T)
     rows[0] /= math.sqrt(2)
     return rows.to(dtype)
 
@@ -230,6 +232,7 @@ def principal_angles(
     >>> [round(v, 4) for v in principal_angles(axes[:, :2], axes[:, 1:]).tolist()]
     [0.0, 1.5708]
     """
+    # there are as many angles as the smaller space has dimensions
     if a.shape[-1] < b.shape[-1]:
         a, b = b, a
     overlap = a.mT @ b

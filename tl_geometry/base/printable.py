@@ -13,6 +13,7 @@ def printable(text: str) -> str:
     >>> print(printable("a\udce9\u202e.txt"))
     a\xe9\u202e.txt
     """
+    # bytes that are no UTF-8 stand in a file name as surrogates, which fsencode turns back
     text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
     # control, format, surrogate, private, unassigned; line and paragraph separators
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")

@@ -35,6 +35,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {TENSOR: name}
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
+    # before lists and tuples: a named tuple is a tuple too
     if _is_record(type(value)):
         fields = {field: getattr(value, field) for field in _fields(type(value))}
         return {RECORD: type(value).__name__, **_encoded(fields, name, tensors)}
@@ -72,6 +73,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
     name = value[RECORD]
     require(name in known, "record", expected=f"one of {', '.join(known)}", got=repr(name))
     cls = known[name]
+    # records inside a record are those that its own annotations name
     inside = {**known, **records_of(cls)}
     fields = {k: v for k, v in value.items() if k != RECORD}
     unknown = ", ".join(sorted(set(fields) - set(_fields(cls))))

@@ -118,6 +118,7 @@ def row_hashes(tokens: Tensor) -> Tensor:
     """
     rows = tokens.detach().to("cpu", torch.int64).contiguous().numpy()
     return torch.tensor(
+        # without the last bit, as int64 has a sign
         [int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little") >> 1 for row in rows],
         dtype=torch.int64,
     )
@@ -186,20 +187,23 @@ class Result:
     def _derived(self) -> dict[str, Sequence[object]]:
         """The table by columns: labels repeated along the other axes, values broadcast to all."""
         names = {axis: self.axis_labels(axis) for axis in self.table_axes}
-        shape = [len(next(iter(of.values()))) for of in names.values()]
+        shape = [len(next(iter(labels.values()))) for labels in names.values()]
         mask = self.table_mask()
         chosen = slice(None) if mask is None else mask.flatten().cpu()
-        out: dict[str, Sequence[object]] = {}
-        for at, columns in enumerate(names.values()):
-            index = torch.arange(shape[at]).view([-1 if i == at else 1 for i in range(len(shape))])
+        table: dict[str, Sequence[object]] = {}
+        for axis_number, columns in enumerate(names.values()):
+            index = torch.arange(shape[axis_number]).view(
+                [-1 if i == axis_number else 1 for i in range(len(shape))]
+            )
             rows = index.expand(shape).flatten()[chosen].tolist()
-            out |= {name: [of[row] for row in rows] for name, of in columns.items()}
+            table |= {name: [labels[row] for row in rows] for name, labels in columns.items()}
         for name, (value, axes) in self.table_numbers().items():
+            # each value in the order of the table's axes, with size one along those that it lacks
             order = [axes.index(axis) for axis in self.table_axes if axis in axes]
             sizes = [shape[i] if axis in axes else 1 for i, axis in enumerate(self.table_axes)]
-            full = value.detach().cpu().permute(order).reshape(sizes).expand(shape)
-            out[name] = full.flatten()[chosen].tolist()
-        return out
+            broadcast = value.detach().cpu().permute(order).reshape(sizes).expand(shape)
+            table[name] = broadcast.flatten()[chosen].tolist()
+        return table
 
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
@@ -223,6 +227,7 @@ class Result:
         """The table as a pandas DataFrame."""
         import pandas as pd
 
+        # columns keep their types, unless the class makes rows of its own
         if self.table_axes and type(self).rows is Result.rows:
             return pd.DataFrame(self._derived())
         return pd.DataFrame.from_records(
@@ -264,6 +269,7 @@ class Result:
         header, tensors = read_file(path, cls.schema())
         names = {f.name for f in dataclasses.fields(cls)}
         fields = {k: v for k, v in header.items() if k not in ("schema", "checksum")}
+        # what a newer version wrote would be lost unseen
         refuse_unknown(path, fields, names, "fields")
         refuse_unknown(path, tensors, references(fields), "tensors")
         known = records_of(cls)
@@ -282,8 +288,8 @@ class Result:
             + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in shown
         ]
-        left = len(table) + 1 - len(shown)
-        more = [f"  ... {left} more rows"] if left else []
+        n_hidden = len(table) + 1 - len(shown)
+        more = [f"  ... {n_hidden} more rows"] if n_hidden else []
         return "\n".join([html.plain(self._caption(table)), *lines, *more])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:

@@ -25,6 +25,7 @@ def row_center(
     >>> row_center(torch.tensor([[5.0, 9.0], [1.0, 3.0]]), causal_mask(2)).tolist()
     [[0.0, 0.0], [-1.0, 1.0]]
     """
+    # zeros first: an infinite score outside would make the mean NaN
     inside = torch.where(allowed, scores, 0)
     mean = inside.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(allowed, inside - mean, 0)

@@ -53,6 +53,7 @@ def schema(path: Path) -> str:
     try:
         with path.open("rb") as handle:
             size = int.from_bytes(handle.read(8), "little")
+            # the first bytes of another kind of file may read as an enormous length
             if size > path.stat().st_size:
                 return ""
             return str(json.loads(json.loads(handle.read(size))["__metadata__"]["schema"]))
@@ -127,8 +128,8 @@ class OwnFiles:
     def unchanged(self, name: str) -> bool:
         """Whether a file is as this library left it."""
         path = self.folder / name
-        plain = name in self.hashes and path.is_file() and not path.is_symlink()
-        return plain and file_hash(path) in self.hashes[name]
+        is_file = name in self.hashes and path.is_file() and not path.is_symlink()
+        return is_file and file_hash(path) in self.hashes[name]
 
     def free(self, name: str) -> bool:
         """Whether a file may be written: nothing stands there (nor a file in the place of its
@@ -160,6 +161,7 @@ class OwnFiles:
         try:
             path.parent.mkdir(exist_ok=True)
             save(part)
+            # the hash before stays listed, in case the run stops before the file is moved
             self.hashes[name] = [*self.hashes.get(name, [])[-1:], file_hash(part)]
             record()
             part.replace(path)
@@ -192,14 +194,14 @@ def check_folder(
 def check_file(path: Path, kind: str = "", *, force: bool = False) -> None:
     """Refuse to overwrite a file unless its header says that it is a result of class ``kind``. A
     CSV has no header (``kind=""``): any file in its place is refused."""
-    same = bool(kind) and schema(path).startswith(f"tl_geometry/{kind}/")
+    same_class = bool(kind) and schema(path).startswith(f"tl_geometry/{kind}/")
     expected = f"a new file, or one that holds a {kind}" if kind else "a new file"
     require(
-        force or same or not _there(path),
+        force or same_class or not _there(path),
         "--out",
         expected=f"{expected} of tl_geometry" if kind else expected,
         got=f"{printable(str(path))}, which is there already"
-        + (f" and holds {_held(path)}" if kind else ""),
+        + (f" and holds {_result_class(path)}" if kind else ""),
         instead=FORCE,
     )
 
@@ -217,7 +219,7 @@ def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
     require(resume, "--out", expected="no stopped run in the way", got=got, instead=instead)
 
 
-def _held(path: Path) -> str:
+def _result_class(path: Path) -> str:
     return schema(path).removeprefix("tl_geometry/").partition("/")[0] or "something else"
 
 
@@ -242,6 +244,7 @@ def lock(path: Path) -> Iterator[None]:
             fail("--out", expected=expected, got=got, instead="another --out, or wait for it")
         except OSError:  # a file system without locks
             pass
+        # the lock counts only while the file that is locked is the one at this path
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
             break
         os.close(handle)  # its holder has just ended and taken the file away
@@ -250,5 +253,6 @@ def lock(path: Path) -> Iterator[None]:
         os.write(handle, f"{os.getpid()}\n".encode())
         yield
     finally:
+        # before the lock is freed: afterwards the file may be another process's
         path.unlink(missing_ok=True)
         os.close(handle)

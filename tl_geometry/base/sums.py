@@ -44,9 +44,12 @@ class Sums:
     def __add__(self: S, other: S) -> S:
         """Tensor by tensor, on this side's device."""
         theirs = other.tensors()
-        same = set(self.tensors()) == set(theirs)
+        same_names = set(self.tensors()) == set(theirs)
         require(
-            same, "sums", expected=f"sums of {', '.join(self.tensors())}", got=", ".join(theirs)
+            same_names,
+            "sums",
+            expected=f"sums of {', '.join(self.tensors())}",
+            got=", ".join(theirs),
         )
         return self.mapped(lambda name, value: value + theirs[name].to(value.device))
 
@@ -60,8 +63,8 @@ class Sums:
         tensors = [s.tensors() for s in sums]
 
         def joined(name: str, value: Tensor) -> Tensor:
-            at = cls._axis(name, axis, value)
-            return value if at is None else torch.cat([of[name] for of in tensors], at)
+            dim = cls._axis(name, axis, value)
+            return value if dim is None else torch.cat([side[name] for side in tensors], dim)
 
         return sums[0].mapped(joined)
 
@@ -69,7 +72,7 @@ class Sums:
     def stack(cls: type[S], sums: Sequence[S]) -> S:
         """Pooled sums, one for each context, as one with a context axis."""
         tensors = [s.tensors() for s in sums]
-        return sums[0].mapped(lambda name, _: torch.stack([of[name] for of in tensors]))
+        return sums[0].mapped(lambda name, _: torch.stack([context[name] for context in tensors]))
 
     def pooled(self: S) -> S:
         """The sums over all contexts, of tensors that hold one sum for each context."""
@@ -83,8 +86,8 @@ class Sums:
         """Some entries along an axis, by number, slice or index tensor."""
 
         def chosen(name: str, value: Tensor) -> Tensor:
-            at = self._axis(name, axis, value)
-            return value if at is None else value[(slice(None),) * at + (index,)]
+            dim = self._axis(name, axis, value)
+            return value if dim is None else value[(slice(None),) * dim + (index,)]
 
         return self.mapped(chosen)
 
@@ -96,6 +99,7 @@ class Sums:
             return 0 if value.dim() == len(names) else None
         if axis not in names:
             return None
+        # counted from the end, because axes in front, such as *context, may be absent
         return names.index(axis) - len(names) + value.dim()
 
 

@@ -72,6 +72,7 @@ class Documents:
         if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
             given = [texts]
         if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
+            # what can be read only once is held, because texts are read again later
             given = list(given)
         _require_text(len(given) > 0, given)
         files = isinstance(given, list | tuple) and any(isinstance(t, Path) for t in given)
@@ -97,8 +98,8 @@ class Documents:
 
     def read(self, document: int, start: int, stop: int) -> str:
         """Characters ``start`` to ``stop`` of a document."""
-        origin, at = self._place(document)
-        return origin.read(at, start, stop)
+        origin, number = self._place(document)
+        return origin.read(number, start, stop)
 
     @property
     def named_by_line(self) -> bool:
@@ -107,8 +108,8 @@ class Documents:
 
     def name(self, document: int) -> str:
         """Name of a document by itself: its file and line, else its number."""
-        origin, at = self._place(document)
-        return origin.label(at) if isinstance(origin, JsonLines) else str(document)
+        origin, number = self._place(document)
+        return origin.label(number) if isinstance(origin, JsonLines) else str(document)
 
     def origin(self, documents: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
         """The number of the given text or file that holds each of these documents."""
@@ -127,13 +128,15 @@ class Documents:
         for document, size in enumerate(self.sizes.tolist()):
             for start in range(0, size, HASHED):
                 text = self.read(document, start, min(size, start + HASHED))
+                # replaced, because a lone surrogate has no bytes in UTF-8
                 digest.update(text.encode(errors="replace"))
+            # marks where a document ends
             digest.update(b"\0")
         return digest.hexdigest()[:16]
 
     def _place(self, document: int) -> tuple[Origin, int]:
-        at = int(torch.searchsorted(self._ends, document, right=True))
-        return self.origins[at], document - (int(self._ends[at - 1]) if at else 0)
+        index = int(torch.searchsorted(self._ends, document, right=True))
+        return self.origins[index], document - (int(self._ends[index - 1]) if index else 0)
 
 
 def _column(texts: Any, field: str) -> Any:
@@ -146,6 +149,6 @@ def _column(texts: Any, field: str) -> Any:
     return texts[field] if whole_column else (row[field] for row in texts)
 
 
-def _require_text(ok: bool, texts: Any) -> None:
+def _require_text(fits: bool, texts: Any) -> None:
     expected, instead = "a string or a list of strings", "decompose(model, tokens) for token ids"
-    require(ok, "texts", expected=expected, got=describe(texts), instead=instead)
+    require(fits, "texts", expected=expected, got=describe(texts), instead=instead)

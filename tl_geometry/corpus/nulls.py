@@ -75,6 +75,7 @@ def gibberish(
         tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
     else:
         name = "gibberish, corpus frequencies"
+        # without BOS, which belongs to position 0 alone
         rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
         pool = rows.reshape(-1)
         tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
@@ -114,15 +115,18 @@ def repeated_random_tokens(
     rows = torch.randint(low, high, (batch, period), generator=generator)
     if distinct and 4 * period**2 > high - low:
         # redrawing would take long: a permutation of the range is distinct by construction
-        drawn = [torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
-        rows = low + torch.stack(drawn)
-    again = _repeat_a_token(rows)
-    while distinct and bool(again.any()):
-        rows[again] = torch.randint(low, high, (int(again.sum()), period), generator=generator)
-        again = _repeat_a_token(rows)
+        permutations = [
+            torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)
+        ]
+        rows = low + torch.stack(permutations)
+    repeats = _has_repeat(rows)
+    while distinct and bool(repeats.any()):
+        rows[repeats] = torch.randint(low, high, (int(repeats.sum()), period), generator=generator)
+        repeats = _has_repeat(rows)
     tokens = rows.repeat(1, copies)
     return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)
 
 
-def _repeat_a_token(rows: Int[Tensor, "batch position"]) -> Bool[Tensor, " batch"]:
+def _has_repeat(rows: Int[Tensor, "batch position"]) -> Bool[Tensor, " batch"]:
+    # sorted, equal ids are neighbours
     return (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)

@@ -78,10 +78,10 @@ class Pieces:
         self.cut_words += 1
         return at
 
-    def _begins_a_token(self, text: str, at: int) -> bool:
-        left = text[max(0, at - BESIDE) : at]
+    def _begins_a_token(self, text: str, place: int) -> bool:
+        left = text[max(0, place - BESIDE) : place]
         ids = self._encode(left)
-        return self._encode(left + text[at : at + BESIDE])[: len(ids)] == ids
+        return self._encode(left + text[place : place + BESIDE])[: len(ids)] == ids
 
     def ids(self, document: int, start: int, stop: int) -> list[int]:
         """Tokens between two borders of a document."""
@@ -102,8 +102,9 @@ class Pieces:
     def all_ids(self, document: int) -> Iterator[list[int]]:
         """Tokens of a document, piece by piece."""
         size, start = int(self.documents.sizes[document]), 0
-        for at in range(PIECE, max(size, 1) + PIECE, PIECE):
-            stop = self.border(document, at)
+        # an empty document is one empty piece, not none
+        for place in range(PIECE, max(size, 1) + PIECE, PIECE):
+            stop = self.border(document, place)
             yield self.ids(document, start, stop)
             start = stop
 
@@ -112,8 +113,8 @@ class Pieces:
         """Remarks on these tokens, for the notes of windows."""
         notes = []
         if self.begun:
-            of = f"{len(self.begun)} of {self.started} texts"
-            notes.append(f"{of} begin with the BOS string: not doubled")
+            share = f"{len(self.begun)} of {self.started} texts"
+            notes.append(f"{share} begin with the BOS string: not doubled")
         if self.cut_words:
             notes.append(f"{self.cut_words} pieces of text end inside a word")
         return tuple(notes)
@@ -172,8 +173,8 @@ class Ids:
 
     def documents(self, starts: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
         """The document that each start belongs to."""
-        at = torch.searchsorted(_tensor(self.ends), starts, right=True)
-        return _tensor(self.numbers)[at]
+        index = torch.searchsorted(_tensor(self.ends), starts, right=True)
+        return _tensor(self.numbers)[index]
 
     @property
     def longest(self) -> int:
@@ -181,6 +182,7 @@ class Ids:
         return max(np.diff(self.ends, prepend=0).tolist(), default=0)
 
     def _tensor(self) -> Int[Tensor, " token"]:
+        # shares the memory of the array: no copy of all tokens
         return torch.frombuffer(self._ids, dtype=torch.int32)
 
 

@@ -65,8 +65,8 @@ def token_rows(
         return dataclasses.replace(tokens, str_tokens=texts)
     ids = _ids(_of_item(_mapped(tokens)))
     ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
-    ok = ids.dim() == 2 and ids.numel() > 0
-    require(ok, "tokens", expected="integer ids [batch position]", got=describe(ids))
+    fits = ids.dim() == 2 and ids.numel() > 0
+    require(fits, "tokens", expected="integer ids [batch position]", got=describe(ids))
     refuse_padding(view, ids)
     return TokenWindows(
         tokens=ids.cpu(),
@@ -127,9 +127,10 @@ def without_bos(
 def refuse_file_names(texts: Iterable[str]) -> None:
     """Refuse a string that is the name of a file where a text is meant."""
     for text in texts:
-        short = 0 < len(text) < 4096 and text.isprintable() and re.search(r"[./\\]", text)
+        # most texts are told from file names without a look at the disk
+        may_be_name = 0 < len(text) < 4096 and text.isprintable() and re.search(r"[./\\]", text)
         # Path.is_file raises where a part of the text is too long for a name
-        if short and os.path.isfile(text):  # noqa: PTH113, TID251
+        if may_be_name and os.path.isfile(text):  # noqa: PTH113, TID251
             instead = "pathlib.Path(...) of it, with tl_geometry.windows"
             fail("texts", expected="text", got=f"the name of a file, {text!r}", instead=instead)
 
@@ -174,12 +175,12 @@ class TokenSource:
             given = token_rows(view, given, prepend_bos=prepend_bos)
         else:
             _refuse_bos_for_ids(prepend_bos)
-        about: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         names: tuple[str, ...] = ()
         if isinstance(given, TokenWindows):
             if labels is None:
                 labels, names = given.labels, given.names
-            about = {"corpus": given.corpus, "notes": given.notes}
+            fields = {"corpus": given.corpus, "notes": given.notes}
             given = given.tokens
         if isinstance(given, list | tuple) and not _is_sequence_of_items(given):
             given = _ids(given)
@@ -188,9 +189,10 @@ class TokenSource:
         if isinstance(given, Tensor | np.ndarray):
             got = f"{type(given).__name__} of shape {tuple(given.shape)}"
             expected = "integer ids [context position], at least one context"
-            ok = given.ndim == 2 and given.shape[0] > 0 and given.shape[1] > 0
+            fits = given.ndim == 2 and given.shape[0] > 0 and given.shape[1] > 0
             instead = "tl_geometry.windows, or .reshape(-1, length) of a flat file of ids"
-            require(ok, "tokens", expected=expected, got=got, instead=instead)
+            require(fits, "tokens", expected=expected, got=got, instead=instead)
+            # one row shows the dtype: an array on disk is not read for it
             _ids(given[:1])
         if isinstance(given, Tensor):
             given = given.cpu()
@@ -202,15 +204,15 @@ class TokenSource:
         else:
             given, length = _stream(given)
             contexts = None
-        numbers, about["names"] = label_ids(labels, contexts, names)
-        return TokenSource(view, given, length, contexts, labels=numbers, **about)
+        numbers, fields["names"] = label_ids(labels, contexts, names)
+        return TokenSource(view, given, length, contexts, labels=numbers, **fields)
 
     @property
     def flags(self) -> tuple[str, ...]:
         """What a result made from the batches so far should say: the notes, and BOS that came
         twice."""
-        twice = (double_bos(self.doubled, self.seen),) if self.doubled else ()
-        return (*self.notes, *twice)
+        double = (double_bos(self.doubled, self.seen),) if self.doubled else ()
+        return (*self.notes, *double)
 
     def batches(self, size: int) -> Iterator[Int[Tensor, "batch position"]]:
         """Batches of at most ``size`` contexts, in order."""
@@ -234,6 +236,7 @@ class TokenSource:
 
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
+        # anything but rows is given by its description, which equals no length
         got = width if rows.dim() == 2 else describe(rows)
         fits = got == self.length
         expected = f"{self.length} positions, as in the first row"
@@ -298,10 +301,11 @@ def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     first = next(stream, None)
     require(first is not None, "tokens", expected="at least one batch", got="an empty iterable")
     rows = _ids(_of_item(first))
-    ok = rows.dim() in (1, 2) and rows.numel() > 0
+    fits = rows.dim() in (1, 2) and rows.numel() > 0
     require(
-        ok, "tokens", expected="rows [position] or batches [batch position]", got=describe(rows)
+        fits, "tokens", expected="rows [position] or batches [batch position]", got=describe(rows)
     )
+    # the first item has been taken off the stream: it goes in front again
     return itertools.chain([first], stream), rows.shape[-1]
 
 
@@ -332,8 +336,8 @@ def is_cache(source: Any) -> bool:
 def _of_item(item: Any) -> Any:
     """Ids of one item of a data set; one that says it is padded is refused."""
     if isinstance(item, list | tuple) and len(item) == 1:  # an item of a TensorDataset
-        alone = item[0]
-        return alone if isinstance(alone, Tensor | np.ndarray) and alone.ndim > 0 else item
+        entry = item[0]
+        return entry if isinstance(entry, Tensor | np.ndarray) and entry.ndim > 0 else item
     if not isinstance(item, Mapping):
         return item
     name = next((n for n in ("tokens", "input_ids") if n in item), None)
@@ -392,8 +396,8 @@ def label_ids(
     if contexts is None:
         expected = "none with an iterable of unknown length"
         fail("labels", expected=expected, got=describe(labels), instead="a tensor or a data set")
-    most = f"0 to {len(names) - 1}" if names else "0 or more"
-    expected = f"one integer label ({most}) for each of {contexts} contexts"
+    value_range = f"0 to {len(names) - 1}" if names else "0 or more"
+    expected = f"one integer label ({value_range}) for each of {contexts} contexts"
     try:
         given = torch.as_tensor(labels)
         fits = checks.holds_integers(given) and given.shape == (contexts,)
@@ -406,8 +410,8 @@ def label_ids(
     require(inside, "labels", expected=expected, got=got)
     if names:
         return dense, tuple(names[v] for v in values.tolist())
-    same = torch.equal(values, torch.arange(len(values)))
-    return dense, () if same else tuple(map(str, values.tolist()))
+    are_their_numbers = torch.equal(values, torch.arange(len(values)))
+    return dense, () if are_their_numbers else tuple(map(str, values.tolist()))
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:

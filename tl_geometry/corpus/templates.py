@@ -64,16 +64,17 @@ def aligned_prompts(
     filled = [_filled(text, row) for text in templates for row in rows]
     prompts = token_rows(view, [text for text, _ in filled], prepend_bos=prepend_bos)
     length = prompts.tokens.shape[1]
-    each = [
+    places_by_prompt = [
         {name: _position(view, text, end, int(prompts.has_bos)) for name, end in ends.items()}
         for text, ends in filled
     ]
-    shared = set.intersection(*(set(places.items()) for places in each))
-    for at in range(len(templates)):
-        of_template = each[at * len(rows) : (at + 1) * len(rows)]
-        same, got = all(places == of_template[0] for places in of_template), "several positions"
+    # a name that stands elsewhere in some template names no position of all prompts
+    shared = set.intersection(*(set(places.items()) for places in places_by_prompt))
+    for i in range(len(templates)):
+        of_template = places_by_prompt[i * len(rows) : (i + 1) * len(rows)]
+        agree, got = all(places == of_template[0] for places in of_template), "several positions"
         expected, instead = "each slot at one position", "texts of as many tokens in each slot"
-        require(same, "rows", expected=expected, got=got, instead=instead)
+        require(agree, "rows", expected=expected, got=got, instead=instead)
     return dataclasses.replace(
         prompts,
         labels=torch.arange(len(templates)).repeat_interleave(len(rows)),
@@ -107,8 +108,9 @@ def _filled(template: str, row: Mapping[str, str]) -> tuple[str, dict[str, int]]
 
 def _position(view: ModelView, text: str, end: int, has_bos: int) -> int:
     """The position of the last token of a prompt's beginning."""
-    before, whole = view.encode(text[:end]), view.encode(text)
-    if whole[: len(before)] != before:
+    ids_before, ids = view.encode(text[:end]), view.encode(text)
+    # a token that goes on behind the slot has no position of its own
+    if ids[: len(ids_before)] != ids_before:
         got, instead = f"{text[:end]!r} and {text[end:]!r} in one", "slots of whole words"
         fail("template", expected="slots that end with a token", got=got, instead=instead)
-    return has_bos + len(before) - 1
+    return has_bos + len(ids_before) - 1

@@ -118,6 +118,7 @@ class TextFile(_File):
     def read(self, document: int, start: int, stop: int) -> str:
         """Characters ``start`` to ``stop``, as of a string."""
         start, stop = start + self._skip, stop + self._skip
+        # where a block begins the decoder's state is known, whatever the encoding
         block = bisect.bisect_right(self._marks, start, key=lambda mark: mark[0]) - 1
         before, state = self._marks[block]
         decoder, parts, decoded = self._decoder(), [], before
@@ -147,6 +148,7 @@ class TextFile(_File):
             text = zeros or b"\0" not in raw
             require(text, self.what, expected="text files", got=self.name, instead=self._binary)
             decoded = self._decoded(decoder, raw, file.tell())
+            # only at the beginning of a file is it a mark, not a character
             if not size and decoded.startswith(BOM):
                 self._skip = 1
             self.blank = self.blank and not decoded.removeprefix(BOM).strip()
@@ -157,13 +159,13 @@ class TextFile(_File):
         try:
             return decoder.decode(raw, final=not raw)
         except UnicodeError as error:
-            at = "it"
+            place = "it"
             if isinstance(error, UnicodeDecodeError):
                 # error.object begins with bytes of the last block
                 wrong = error.object[error.start]
-                at = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
+                place = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"
-            got = f"{self.name}, where {at} is none"
+            got = f"{self.name}, where {place} is none"
             instead = option if self.what.startswith("-") else STRING
             fail(self.what, expected=f"text in {self.encoding}", got=got, instead=instead)
 
@@ -245,6 +247,7 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     require(not twice, what, expected="each file once", got=f"{printable(', '.join(twice))} twice")
     deepest = max((len(r.parts) for r in real), default=0)
     for depth in range(1, 1 + deepest):
+        # so many parts of each path, until no two names are alike
         names = [printable("/".join(r.parts[-depth:])) for r in real]
         if len(set(names)) == len(names):
             return names

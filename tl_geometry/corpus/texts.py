@@ -95,6 +95,7 @@ def windows(
     one_each = labels is None or len(labels) == documents.given
     require(one_each, "labels", expected=expected, got=len(labels or ()))
     bos = bos_to_prepend(view.bos_id, prepend_bos)
+    # BOS counts in the length of a window
     body = length - int(prepend_bos)
     between = SEPARATOR if pack is True else pack
     cutter = Cutter(
@@ -104,14 +105,14 @@ def windows(
         separator=None if between is False else joint(view, between),
     )
     cut = cutter.drawn(n, seed) if n is not None and cutter.by_place(n) else None
-    rows, which, notes = cut or cutter.chosen(n, seed, at_most=at_most)
+    rows, document_ids, notes = cut or cutter.chosen(n, seed, at_most=at_most)
     if bos is not None:
         rows = torch.cat([torch.full((len(rows), 1), bos), rows], dim=1)
-    which, names = _labelled(documents, which, labels)
+    document_ids, names = _labelled(documents, document_ids, labels)
     return TokenWindows(
         tokens=rows,
         has_bos=prepend_bos,
-        labels=which,
+        labels=document_ids,
         names=names,
         corpus=corpus,
         str_tokens=tuple(view.decode(rows[0].tolist())),
@@ -120,16 +121,17 @@ def windows(
 
 
 def _labelled(
-    documents: Documents, which: Int[Tensor, " context"], labels: Sequence[Any] | None
+    documents: Documents, document_ids: Int[Tensor, " context"], labels: Sequence[Any] | None
 ) -> tuple[Int[Tensor, " context"], tuple[str, ...]]:
     """The document of each window as a number, and the names that the numbers stand for. Of lines
     of files, which are many, only those with a window are named."""
     if labels is None and documents.named_by_line:
-        present, which = which.unique(return_inverse=True)
-        return which, tuple(map(documents.name, present.tolist()))
+        present, document_ids = document_ids.unique(return_inverse=True)
+        return document_ids, tuple(map(documents.name, present.tolist()))
     named = [str(v) for v in (range(documents.given) if labels is None else labels)]
+    # texts with one label are one document
     numbers = {name: i for i, name in enumerate(dict.fromkeys(named))}
-    origin = documents.origin(which)
+    origin = documents.origin(document_ids)
     return torch.tensor([numbers[name] for name in named])[origin], tuple(numbers)
 
 

@@ -46,14 +46,14 @@ class TokenWindows:
             value = getattr(self, name)
             if isinstance(value, Tensor) and not is_plain(value):
                 fail(f"TokenWindows: {name}", expected="integers in rows", got=describe(value))
-        ok = isinstance(self.tokens, Tensor) and self.tokens.dim() == 2
-        ok = ok and holds_integers(self.tokens) and self.tokens.numel() > 0
+        fits = isinstance(self.tokens, Tensor) and self.tokens.dim() == 2
+        fits = fits and holds_integers(self.tokens) and self.tokens.numel() > 0
         expected = "integer tokens [context position] as a tensor, at least one"
-        require(ok, "TokenWindows", expected=expected, got=describe(self.tokens))
+        require(fits, "TokenWindows", expected=expected, got=describe(self.tokens))
         if self.labels is not None:
-            ok = isinstance(self.labels, Tensor) and self.labels.shape == self.tokens.shape[:1]
+            fits = isinstance(self.labels, Tensor) and self.labels.shape == self.tokens.shape[:1]
             expected = f"one label for each of {len(self.tokens)} contexts, as a tensor"
-            require(ok, "labels", expected=expected, got=describe(self.labels))
+            require(fits, "labels", expected=expected, got=describe(self.labels))
             object.__setattr__(self, "labels", self.labels.clone())
         # a caller may go on writing into the tensor that it gave
         object.__setattr__(self, "tokens", self.tokens.clone())
@@ -71,25 +71,26 @@ class TokenWindows:
         """
         chosen = self._rows(contexts)
         tokens, labels = self.tokens[chosen], None if self.labels is None else self.labels[chosen]
+        # `str_tokens` are those of the first window, and of no other
         same_first = len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0])
         texts = self.str_tokens if same_first else ()
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
 
     def _rows(self, contexts: Selection) -> Int[Tensor, " batch"]:
         size = len(self)
-        every = torch.arange(size)
+        all_contexts = torch.arange(size)
         if isinstance(contexts, slice):
-            return every[contexts]
+            return all_contexts[contexts]
         has_axes = bool(getattr(contexts, "shape", ()))  # a tensor [1] is a list of one
         if whole(contexts) is not None and not has_axes:
-            return every[contexts].unsqueeze(0)  # its IndexError ends a for loop
+            return all_contexts[contexts].unsqueeze(0)  # its IndexError ends a for loop
         try:
             given = contexts if isinstance(contexts, Tensor) else list(contexts)
             index = torch.as_tensor(given).cpu()
             if index.dim() == 1 and index.dtype == torch.bool and len(index) == size:
-                return every[index]
+                return all_contexts[index]
             if index.dim() == 1 and holds_integers(index) and len(index) > 0:
-                return every[index.long()]
+                return all_contexts[index.long()]
         except (TypeError, ValueError, IndexError, RuntimeError):
             pass
         expected = f"a slice, numbers from 0 to {size - 1}, or a mask of {size}"
@@ -106,8 +107,8 @@ class TokenWindows:
         with BOS twice."""
         if not self.has_bos or self.tokens.shape[1] < 2:
             return self.notes
-        twice = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
-        return (*self.notes, double_bos(twice, len(self))) if twice else self.notes
+        double = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
+        return (*self.notes, double_bos(double, len(self))) if double else self.notes
 
     def position(self, value: int | str) -> int:
         """A position by number (-1 is the last) or by name.

@@ -69,9 +69,10 @@ def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
     is_pad = ids == pad
     if not bool(is_pad.any()):
         return 0
+    # a cumulative product is one as far as the run at that end goes, then zero
     left, right = is_pad.long().cumprod(1), is_pad.flip(1).long().cumprod(1)
-    run = torch.maximum(left.sum(1), right.sum(1))
+    run_length = torch.maximum(left.sum(1), right.sum(1))
     inside = int(is_pad.sum() - (left.bool() | right.flip(1).bool()).sum())
-    rows, longest = int((run > 0).sum()), int(run.max())
-    chance = inside > 0 or (longest == 1 and rows == 1 and len(ids) >= MANY_ROWS)
-    return 0 if chance and longest < CERTAIN_RUN else rows
+    n_padded, longest = int((run_length > 0).sum()), int(run_length.max())
+    chance = inside > 0 or (longest == 1 and n_padded == 1 and len(ids) >= MANY_ROWS)
+    return 0 if chance and longest < CERTAIN_RUN else n_padded

@@ -60,6 +60,7 @@ class Cutter:
         where there are fewer."""
         ids = Ids()
         for document, size in enumerate(self.pieces.documents.sizes.tolist()):
+            # joined, an empty document would only put two separators side by side
             if size or not self._joined:
                 ids.add(document, self.pieces.all_ids(document), self.separator or ())
         longest = len(ids) if self._joined else ids.longest
@@ -74,13 +75,14 @@ class Cutter:
         )
         generator = torch.Generator().manual_seed(seed)
         if self._replace and n is not None:
-            at = torch.randint(len(starts), (n,), generator=generator)
-            starts = starts[at.sort().values]
+            draws = torch.randint(len(starts), (n,), generator=generator)
+            starts = starts[draws.sort().values]
         elif n is not None:
             expected, instead = f"1 to {len(starts)} windows", "n=None for all, or more text"
             n_fits = n >= 1 and (at_most or n <= len(starts))
             require(n_fits, "n", expected=expected, got=n, instead=instead)
             starts = starts[torch.randperm(len(starts), generator=generator)[:n].sort().values]
+        # with replacement windows overlap, so that no text is left out
         note = f"{left_out} windows that begin with the BOS string left out"
         notes = (note,) if left_out and not self._replace else ()
         rows, documents = ids.rows(starts, self.length), ids.documents(starts)
@@ -109,19 +111,19 @@ class Cutter:
         generator = torch.Generator().manual_seed(seed)
         total = documents.characters
         places = torch.randint(total, (TRIES * n + MORE,), generator=generator).tolist()
-        rows: dict[tuple[int, ...], tuple[int, Int[Tensor, " position"]]] = {}
+        windows: dict[tuple[int, ...], tuple[int, Int[Tensor, " position"]]] = {}
         for place in places:
             window = self._window_at(place)
             if window is not None:
-                at, document, row = window
+                key, document, row = window
                 # with replacement, the same window may be drawn again: its number tells it apart
-                draw = (len(rows),) if self._replace else ()
-                rows.setdefault((*at, *draw), (document, row))
-            if len(rows) == n:
-                which, cut = zip(*(rows[at] for at in sorted(rows)), strict=True)
+                draw = (len(windows),) if self._replace else ()
+                windows.setdefault((*key, *draw), (document, row))
+            if len(windows) == n:
+                document_ids, cut = zip(*(windows[key] for key in sorted(windows)), strict=True)
                 note = "windows drawn by place: each character of the text is as likely as another"
-                return torch.stack(cut), torch.tensor(which), (*self.pieces.notes, note)
-        if not rows and not self._joined:
+                return torch.stack(cut), torch.tensor(document_ids), (*self.pieces.notes, note)
+        if not windows and not self._joined:
             longest = sum(map(len, self.pieces.all_ids(int(documents.sizes.argmax()))))
             self._require_length(longest >= self.length, longest)
         return None
@@ -142,6 +144,7 @@ class Cutter:
         starts = self._without_bos(ids, self._starts(ids))
         if not len(starts):
             return None
+        # the share is below one, so that the index is in range
         start = starts[int(share * len(starts))][None]
         (document, begin, _), row = spans[0], ids.rows(start, self.length)[0]
         return (document, begin, int(start)), int(ids.documents(start)), row
@@ -166,6 +169,6 @@ class Cutter:
         for document in range(first, last + 1):
             stop = int(ends[document])
             begin = stop - int(documents.sizes[document])
-            span = [self.pieces.border(document, at - begin) for at in (low, high)]
+            span = [self.pieces.border(document, edge - begin) for edge in (low, high)]
             spans += [(document, *span)] if span[0] < span[1] else []
         return spans, (place - low) / (high - low)

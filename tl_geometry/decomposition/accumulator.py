@@ -77,16 +77,19 @@ class Accumulation:
         start, end = checks.window(plan.window, length, 0)
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
             value = checks.whole(getattr(plan, name))
-            good = value is not None and value >= least
-            require(good, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
+            in_range = value is not None and value >= least
+            require(in_range, name, expected=f"at least {least}", got=repr(getattr(plan, name)))
         self.plan, self.length, self.contexts, self.d_model = plan, length, contexts, d_model
-        n = len(plan.states)
+        n_states = len(plan.states)
         flags: list[str] = []
-        second = self._decide(plan.second_moments, 8 * n * d_model**2, "second moments", flags)
-        self.keep_ctx = self._decide(
-            plan.keep_ctx, 8 * n * d_model * (contexts or 0), "context vectors", flags
+        keep_second = self._decide(
+            plan.second_moments, 8 * n_states * d_model**2, "second moments", flags
         )
-        keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n * length * d_model))
+        self.keep_ctx = self._decide(
+            plan.keep_ctx, 8 * n_states * d_model * (contexts or 0), "context vectors", flags
+        )
+        # samples are float32, four bytes a number; second moments and means are float64
+        keep = min(plan.keep, KEEP_LIMIT // max(1, 4 * n_states * length * d_model))
         if keep < plan.keep:
             flags.append(f"{keep} of {plan.keep} samples kept (1 GiB)")
         if start > 0:
@@ -99,18 +102,18 @@ class Accumulation:
         self.block = 1
         self.provenance = provenance.flagged(*flags, *remarks)
         self.moments = Moments.zeros(
-            states=n,
+            states=n_states,
             length=length,
             d_model=d_model,
             window=(start, end),
             groups=len(borders) + 1,
-            second=second,
+            second=keep_second,
             product_dtype=plan.moments_dtype,
             device=device,
         )
         self._divide(borders)
-        self.reservoir = Reservoir.empty(keep, plan.seed, (n, length, d_model))
-        self.largest = Largest.empty(n, device)
+        self.reservoir = Reservoir.empty(keep, plan.seed, (n_states, length, d_model))
+        self.largest = Largest.empty(n_states, device)
         self.hashes: list[Tensor] = []
         self.labels = labels
         self.means: list[Tensor] = []
@@ -124,6 +127,7 @@ class Accumulation:
     def _decide(wanted: bool | str, size: int, name: str, flags: list[str]) -> bool:
         if wanted not in (True, False, "auto"):
             fail(name, expected='True, False or "auto"', got=repr(wanted))
+        # only "auto" has a limit: True is what the caller asked for
         if wanted == "auto" and size > KEEP_LIMIT:
             flags.append(f"{name} not kept (over 1 GiB)")
         return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
@@ -160,12 +164,13 @@ class Accumulation:
         self.make_room(size)
         contexts = self.done + torch.arange(size, device=device)
         groups = torch.bucketize(contexts, self._borders_there, right=True)
+        # the same on the CPU, because reading them from a GPU would wait for it
         groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
         sampled = self.reservoir.enter(self.done, keys, tokens)
         order = range(len(self.plan.states))
         means: list[list[Tensor]] = [[] for _ in order]
         finite: list[list[Tensor]] = [[] for _ in order]
-        late: list[tuple[int, int, Tensor]] = []  # sampled states that are on a device
+        device_states: list[tuple[int, int, Tensor]] = []  # clones, read in settle()
 
         start, end = self.moments.window
         ids = None if tokens is None else tokens[:, start:end].to(device, non_blocking=True)
@@ -177,8 +182,8 @@ class Accumulation:
                     if state.device.type == "cpu":
                         self.reservoir.states[slot, row] = state
                     else:
-                        late.append((slot, row, state.clone()))
-            mean, ok = self.moments.add(
+                        device_states.append((slot, row, state.clone()))
+            mean, is_finite = self.moments.add(
                 row,
                 h,
                 groups[part],
@@ -188,23 +193,23 @@ class Accumulation:
                 slice(int(groups_here[part.start]), int(groups_here[part.stop - 1]) + 1),
             )
             means[row].append(mean)
-            finite[row].append(ok)
+            finite[row].append(is_finite)
 
         self._run(feed, slice(0, size), take, set())
         self.moments.count(groups_here)
-        first, place = self.done, len(self.means)
+        first, means_index = self.done, len(self.means)
         self._pass(keys, tokens, bos_id)
 
         def settle() -> None:
-            good = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
-            bad = [self.plan.states[i] for i in order if not good[i]]
+            all_finite = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
+            bad = [self.plan.states[i] for i in order if not all_finite[i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
             expected = "finite numbers"
             require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
-            for slot, row, state in late:
+            for slot, row, state in device_states:
                 self.reservoir.states[slot, row] = state
             if self.keep_ctx:
-                self.means[place] = torch.stack([torch.cat(parts) for parts in means]).cpu()
+                self.means[means_index] = torch.stack([torch.cat(parts) for parts in means]).cpu()
 
         self.settle()
         self._pending = settle
@@ -229,12 +234,13 @@ class Accumulation:
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
             self.hashes.append(keys)
+            # None, before the first batch, counts as true
             self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
         self.done += size
         if self.keep_ctx:
             self.means.append(self.nothing(size))
-            held = 8 * self.done * self.d_model * len(self.plan.states)
-            if self.plan.keep_ctx == "auto" and held > KEEP_LIMIT:
+            n_bytes = 8 * self.done * self.d_model * len(self.plan.states)
+            if self.plan.keep_ctx == "auto" and n_bytes > KEEP_LIMIT:
                 self.keep_ctx, self.means = False, []
                 self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
 
@@ -256,6 +262,7 @@ class Accumulation:
         low = contexts.start
         while low < contexts.stop:
             part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
+            # a copy: states that one part has taken in are still missing from the next
             summed = set(taken)
             if not self._fits(feed, part, take, summed):
                 size = part.stop - part.start
@@ -286,6 +293,7 @@ class Accumulation:
             # busy: a sum is half changed, so the part cannot be taken in again
             if self.moments.scratch.busy or not out_of_memory(error):
                 raise
+            # these buffers have the size of the part that did not fit
             self.moments.scratch.held.clear()
             return False
         return True
@@ -325,7 +333,7 @@ class Accumulation:
     def _full_groups(self, moments: Moments) -> Moments:
         """The sums without empty blocks; a last block of fewer than half the contexts of the others
         joins the one before."""
-        used = -(-self.done // self.block)
-        rest = self.done - (used - 1) * self.block
-        groups = used - 1 if used > 1 and 2 * rest < self.block else used
+        n_blocks = -(-self.done // self.block)
+        last_size = self.done - (n_blocks - 1) * self.block
+        groups = n_blocks - 1 if n_blocks > 1 and 2 * last_size < self.block else n_blocks
         return moments.regrouped(torch.arange(len(moments.counts)).clamp(max=groups - 1), groups)

@@ -27,6 +27,7 @@ def settings(work: Accumulation, done: int) -> dict[str, Any]:
     if work.contexts is not None:  # labels after ``done``, and so later borders, may differ
         sizes["groups"] = len(work.borders) + 1
         sizes["groups begin at"] = [b for b in work.borders.tolist() if b < done]
+    # through JSON, so that it compares equal to what a file gives back
     return json.loads(json.dumps(vars(work.plan) | fields | sizes, default=str))
 
 
@@ -54,23 +55,25 @@ def save(work: Accumulation, path: Path) -> None:
 def resume(work: Accumulation, path: Path) -> None:
     """Take up a checkpoint, or raise and leave it as it is."""
     run, basis = read(path)
-    done, before = basis.contexts, run["settings"]
-    now = settings(work, done)
-    differing = [name for name in now if now[name] != before.get(name)]
-    shown = ", ".join(f"{n}={before.get(n)!r} (now {now[n]!r})" for n in differing)
+    done, saved = basis.contexts, run["settings"]
+    current = settings(work, done)
+    differing = [name for name in current if current[name] != saved.get(name)]
+    shown = ", ".join(f"{n}={saved.get(n)!r} (now {current[n]!r})" for n in differing)
     what, instead = f"checkpoint {path}", "another checkpoint= path"
     expected, got = "the run that wrote it", f"another: {shown}"
     require(not differing, what, expected=expected, got=got, instead=instead)
-    same = run["labels"] == label_hash(work, done)
+    same_labels = run["labels"] == label_hash(work, done)
     expected = f"the labels of the first {done} contexts that it was made with"
-    require(same, what, expected=expected, got="others", instead=instead)
+    require(same_labels, what, expected=expected, got="others", instead=instead)
     device = work.moments.sums.device
+    # first the borders of so many contexts, then the sums, which are in these groups already
     work.make_room(done)
     work.moments, work.largest = basis.moments.to(device), basis.largest.to(device)
     if basis.reservoir is not None:
-        rows = work.reservoir.tensors()
+        sample_tensors = work.reservoir.tensors()
         for name, values in basis.reservoir.tensors().items():
-            rows[name][: len(values)] = values
+            # the file has no free rows: here they stay, behind those that are filled
+            sample_tensors[name][: len(values)] = values
     work.keep_ctx, work.done = basis.context_means is not None, done
     work.means = [] if basis.context_means is None else [basis.context_means]
     work.provenance, work.has_bos = basis.provenance, basis.provenance.has_bos

@@ -50,24 +50,24 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
     counts = basis.group_counts
     full = counts > 0
     used = full.nonzero().flatten()
-    rows = [full]
-    spans: list[tuple[int, slice]] = []
-    dropped = slice(1, 1)
+    members = [full]
+    levels: list[tuple[int, slice]] = []
+    jackknife_rows = slice(1, 1)
     if jackknife and len(used) > 1:
-        rows += list(full & ~jackknife_blocks(counts))
-        dropped = slice(1, len(rows))
+        members += list(full & ~jackknife_blocks(counts))
+        jackknife_rows = slice(1, len(members))
         for share in (8, 4, 2):
             if len(used) >= share:
                 parts = used.tensor_split(share)
                 contexts_each = round(int(counts.sum()) / share)  # the parts share all contexts
-                spans.append((contexts_each, slice(len(rows), len(rows) + share)))
-                rows += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
-    member = torch.stack(rows)
+                levels.append((contexts_each, slice(len(members), len(members) + share)))
+                members += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
+    member = torch.stack(members)
     return Subsets(
         member=member,
         contexts=tuple((member * counts).sum(1).tolist()),
-        jackknife=dropped,
-        levels=tuple(spans),
+        jackknife=jackknife_rows,
+        levels=tuple(levels),
     )
 
 
@@ -112,5 +112,6 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
         order = used[torch.randperm(len(used), generator=generator)]
         plus, minus = order[:half], order[half : 2 * half]
         row[plus] = 1.0
+        # halves of unequal size get equal weight, so that what they share cancels
         row[minus] = -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
     return weights

@@ -231,11 +231,11 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
     from."""
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
-        ok = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
+        fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         shape = "floating [context position d_model] or [state context position d_model]"
         got = describe(source)
         instead = "decompose(model, tokens) for token ids"
-        require(ok, "activations", expected=shape, got=got, instead=instead)
+        require(fits, "activations", expected=shape, got=got, instead=instead)
         return h.detach(), Provenance(
             corpus="activations", dtype=str(h.dtype).removeprefix("torch.")
         )
@@ -259,5 +259,7 @@ def _origin(model: Any) -> dict[str, Any]:
         view = as_view(model)
     except GeometryError:
         return {"model": type(model).__name__}
-    about = view.provenance()
-    return {name: getattr(about, name) for name in ("model", "fingerprint", "library", "processed")}
+    provenance = view.provenance()
+    return {
+        name: getattr(provenance, name) for name in ("model", "fingerprint", "library", "processed")
+    }

@@ -41,6 +41,7 @@ def group_borders(
     >>> group_borders(12, 4), group_borders(12, 4, torch.tensor([0] * 5 + [1, 2, 3, 3, 4, 4, 4]))
     (((3, 6, 9), ()), ((5, 6, 9), ()))
     """
+    # ceil(g C / G) is the first context c with floor(c G / C) = g
     blocks = tuple(-(-g * contexts // groups) for g in range(1, groups))
     if documents is None:
         return blocks, ()
@@ -52,5 +53,6 @@ def group_borders(
     if len(moved) + 1 < min(groups, FEWEST_GROUPS):
         return blocks, (CUT,)
     group = torch.bucketize(torch.arange(contexts), torch.tensor(moved), right=True)
+    # more pairs (document, group) than documents: one of them lies in several groups
     pairs = torch.stack([documents.cpu(), group]).unique(dim=1).shape[1]
     return tuple(moved), (APART,) if pairs > len(documents.unique()) else ()

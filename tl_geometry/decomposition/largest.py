@@ -48,11 +48,11 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     # zeros (a logarithm of -inf) fall into the first bin, infinities into the last
     bins = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     bins = (bins + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
-    out = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
+    histogram = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
     # scatter_add_, because index_add_ takes twenty times as long on a CPU
-    out[0].scatter_add_(0, bins, torch.ones_like(flat))
-    out[1].scatter_add_(0, bins, flat)
-    return out
+    histogram[0].scatter_add_(0, bins, torch.ones_like(flat))
+    histogram[1].scatter_add_(0, bins, flat)
+    return histogram
 
 
 def top_share(
@@ -64,16 +64,17 @@ def top_share(
     ``largest`` are the largest norms, descending; where they are fewer than that, the histogram
     gives the rest, exact but for the one bin that is cut, of which the mean is taken.
     """
+    # from the largest norms down
     counts, sums = (x.flip(-1) for x in histogram.unbind(-2))
-    wanted = tokens_in(counts.sum(-1))
+    n_largest = tokens_in(counts.sum(-1))
     total = sums.sum(-1)
-    before = counts.cumsum(-1) - counts
-    part = ((wanted.unsqueeze(-1) - before) / counts.clamp(min=1)).clamp(0, 1)
-    binned = (part * sums).sum(-1)
-    listed = torch.arange(largest.shape[-1], device=largest.device) < wanted.unsqueeze(-1)
+    n_larger = counts.cumsum(-1) - counts
+    fraction = ((n_largest.unsqueeze(-1) - n_larger) / counts.clamp(min=1)).clamp(0, 1)
+    binned = (fraction * sums).sum(-1)
+    listed = torch.arange(largest.shape[-1], device=largest.device) < n_largest.unsqueeze(-1)
     exact = torch.where(listed, largest.square(), 0.0).sum(-1)
-    held = torch.where(wanted <= largest.shape[-1], exact, binned)
-    return torch.where(total > 0, held / total, torch.nan)
+    largest_squares = torch.where(n_largest <= largest.shape[-1], exact, binned)
+    return torch.where(total > 0, largest_squares / total, torch.nan)
 
 
 def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
@@ -120,27 +121,32 @@ class Largest(Sums):
         (the same first token in every context), and which of them are kept must not depend on the
         batches.
         """
-        at = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
-        line, place = at // norms.shape[1], at % norms.shape[1]
+        flat_index = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
+        context_row, window_position = flat_index // norms.shape[1], flat_index % norms.shape[1]
         batch = {
-            "norm": norms[line, place],
-            "context": contexts.to(at)[line],
-            "position": place + start,
-            "token": torch.full_like(at, -1) if tokens is None else tokens.to(at)[line, place],
-            "coordinate": h[line, place].abs().argmax(-1),
+            "norm": norms[context_row, window_position],
+            "context": contexts.to(flat_index)[context_row],
+            "position": window_position + start,
+            "token": torch.full_like(flat_index, -1)
+            if tokens is None
+            else tokens.to(flat_index)[context_row, window_position],
+            "coordinate": h[context_row, window_position].abs().argmax(-1),
         }
         before = self.select(slice(row, row + 1), "state")
-        both = before.mapped(lambda name, v: torch.cat([v, batch[name].to(v).unsqueeze(0)], 1))
-        after = both.top().tensors()
+        with_batch = before.mapped(
+            lambda name, v: torch.cat([v, batch[name].to(v).unsqueeze(0)], 1)
+        )
+        after = with_batch.top().tensors()
         for name, values in self.tensors().items():
             values[row] = after[name][0]
 
     def top(self) -> Largest:
         """The :data:`KEPT` largest by norm, descending; equal ones by context and position."""
-        place = self.context * 2**32 + self.position  # one number that orders by both
-        first = place.argsort(dim=1, stable=True)
-        by_norm = self.norm.gather(1, first).argsort(dim=1, descending=True, stable=True)
-        order = first.gather(1, by_norm)[:, :KEPT]
+        order_key = self.context * 2**32 + self.position  # one number that orders by both
+        by_place = order_key.argsort(dim=1, stable=True)
+        # the second sort is stable, so that equal norms stay in the order of the first
+        by_norm = self.norm.gather(1, by_place).argsort(dim=1, descending=True, stable=True)
+        order = by_place.gather(1, by_norm)[:, :KEPT]
         return self.mapped(lambda _, values: values.gather(1, order))
 
     @staticmethod
@@ -175,22 +181,28 @@ def sinks_of(
     histogram: Float[Tensor, "2 bin"], largest: Largest, row: int, texts: Sequence[str] = ()
 ) -> Sinks:
     """The sinks of one state; ``texts`` are its largest tokens as text."""
-    of = int(histogram[0].sum())
-    tokens = int(tokens_in(histogram[0].sum())) if of else 0
+    n_tokens = int(histogram[0].sum())
+    tokens = int(tokens_in(histogram[0].sum())) if n_tokens else 0
     share = float(top_share(histogram, largest.norm[row]))
     shown = min(tokens, int((largest.context[row] >= 0).sum()))
     positions = [p for p, _ in Counter(largest.position[row, :shown].tolist()).most_common()]
     ids = [t for t, _ in Counter(largest.token[row, :shown].tolist()).most_common() if t >= 0]
-    named = {int(t): text for t, text in zip(largest.token[row].tolist(), texts, strict=False)}
-    where = _some("position", [str(p) for p in positions])
-    what = _some("token", [repr(named[t]) if t in named else str(t) for t in ids]) if ids else ""
-    which = ", ".join(filter(None, (where, what)))
-    held = f"{tokens} of {of} tokens hold {share:.0%} of the sum of squares ({which})"
-    remark = held if of and share > max(SINK_SHARE, CONCENTRATED * tokens / of) else ""
-    return Sinks(tokens, of, share, tuple(positions), tuple(ids), remark)
+    text_of = {int(t): text for t, text in zip(largest.token[row].tolist(), texts, strict=False)}
+    where = _first_few("position", [str(p) for p in positions])
+    what = (
+        _first_few("token", [repr(text_of[t]) if t in text_of else str(t) for t in ids])
+        if ids
+        else ""
+    )
+    examples = ", ".join(filter(None, (where, what)))
+    sentence = f"{tokens} of {n_tokens} tokens hold {share:.0%} of the sum of squares ({examples})"
+    remark = (
+        sentence if n_tokens and share > max(SINK_SHARE, CONCENTRATED * tokens / n_tokens) else ""
+    )
+    return Sinks(tokens, n_tokens, share, tuple(positions), tuple(ids), remark)
 
 
-def _some(word: str, values: Sequence[str], limit: int = 3) -> str:
+def _first_few(word: str, values: Sequence[str], limit: int = 3) -> str:
     shown = ", ".join(values[:limit]) + (", ..." if len(values) > limit else "")
     return f"{word}{'s' if len(values) > 1 else ''} {shown}"
 
@@ -222,21 +234,22 @@ class LargestTokens(Result):
         return ["state", "norm", "median", "share", *where]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        out: list[list[Any]] = []
+        table_rows: list[list[Any]] = []
         for i, state in enumerate(self.states):
             for k in range(self.norm.shape[1]):
                 if int(self.context[i, k]) < 0:
                     continue
                 text = self.str_tokens[i][k] if self.str_tokens else None
-                where = [int(v[i, k]) for v in (self.context, self.position, self.token)]
+                place = [int(v[i, k]) for v in (self.context, self.position, self.token)]
                 numbers = [float(self.norm[i, k]), float(self.median[i]), float(self.share[i, k])]
-                out.append([state, *numbers, *where, text, int(self.coordinate[i, k])])
-        return out
+                table_rows.append([state, *numbers, *place, text, int(self.coordinate[i, k])])
+        return table_rows
 
 
 def median_norm(histogram: Float[Tensor, "*state 2 bin"]) -> Float[Tensor, "*state"]:
     """Median norm, as the root mean square of the bin that holds it."""
     counts, sums = histogram.unbind(-2)
+    # argmax finds the first bin up to which half of the tokens are counted
     middle = (counts.cumsum(-1) >= counts.sum(-1, keepdim=True) / 2).long().argmax(-1, keepdim=True)
     return (sums.gather(-1, middle) / counts.gather(-1, middle).clamp(min=1)).sqrt().squeeze(-1)
 
@@ -246,10 +259,10 @@ def gathered(largest: Largest, rank: int, size: int, total: Callable[[Tensor], N
 
     def side_by_side(_: str, values: Tensor) -> Tensor:
         """The rows of all processes: each fills in its own, and the sum holds all."""
-        every = values.new_zeros(size, *values.shape)
-        every[rank] = values
-        total(every)
-        return every.transpose(0, 1).flatten(1)
+        all_rows = values.new_zeros(size, *values.shape)
+        all_rows[rank] = values
+        total(all_rows)
+        return all_rows.transpose(0, 1).flatten(1)
 
     return largest.mapped(side_by_side).top()
 

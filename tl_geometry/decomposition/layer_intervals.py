@@ -27,15 +27,16 @@ def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "r
     >>> blocks(torch.tensor([4, 4, 4, 0, 4, 4, 4])).int().tolist()
     [[1, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
     """
-    number, held, rows = 0, 0, torch.full((len(counts),), -1)
-    left = int(counts.sum())
+    number, block_size, block_of = 0, 0, torch.full((len(counts),), -1)
+    remaining = int(counts.sum())
     for group, count in enumerate(counts.tolist()):
         if count:
-            rows[group] = number
-            held, left = held + count, left - count
-            if held >= least and left >= least:
-                number, held = number + 1, 0
-    return rows == torch.arange(number + 1).unsqueeze(1)
+            block_of[group] = number
+            block_size, remaining = block_size + count, remaining - count
+            # a block ends only where what remains fills another
+            if block_size >= least and remaining >= least:
+                number, block_size = number + 1, 0
+    return block_of == torch.arange(number + 1).unsqueeze(1)
 
 
 def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
@@ -58,9 +59,9 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
     if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}
     member = jackknife_blocks(m.counts)
-    rest = torch.stack([_shares(m.select(~block, "group")) for block in member])
+    left_out = torch.stack([_shares(m.select(~block, "group")) for block in member])
     sizes = (member * m.counts).sum(1).double()
-    bounds = torch.stack(jackknife_interval(_shares(m), [LeftOut(rest, sizes)])[:3], dim=-1)
+    bounds = torch.stack(jackknife_interval(_shares(m), [LeftOut(left_out, sizes)])[:3], dim=-1)
     if len(blocks(m.counts)) < FEWEST_GROUPS:
         bounds[:, 1:, 1:] = torch.nan
     return dict(zip(SHARES, bounds.unbind(1), strict=True))

@@ -30,11 +30,17 @@ ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized"
 def require_one_setting(first: PositionContext, other: PositionContext) -> None:
     """Raise unless two parts come from one model and one setting."""
     for field in ONE_SETTING:
-        a, b = getattr(first.provenance, field), getattr(other.provenance, field)
+        ours, theirs = getattr(first.provenance, field), getattr(other.provenance, field)
         instead = "partial results of one model and one setting"
-        require(a == b, f"merge: {field}", expected=repr(a), got=repr(b), instead=instead)
-    a, b = first.states, other.states
-    require(a == b, "merge: states", expected=a, got=b)
+        require(
+            ours == theirs,
+            f"merge: {field}",
+            expected=repr(ours),
+            got=repr(theirs),
+            instead=instead,
+        )
+    ours, theirs = first.states, other.states
+    require(ours == theirs, "merge: states", expected=ours, got=theirs)
 
 
 def merged_provenance(
@@ -66,22 +72,26 @@ def merged_labels(
     expected, got = "labels in all parts or in none", f"labels in {len(labels)} of {len(parts)}"
     require(len(labels) == len(parts), "merge: labels", expected=expected, got=got, instead=instead)
     names = [
-        part.names or tuple(map(str, range(int(of.max()) + 1)))
-        for part, of in zip(parts, labels, strict=True)
+        part.names or tuple(map(str, range(int(part_labels.max()) + 1)))
+        for part, part_labels in zip(parts, labels, strict=True)
     ]
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(n for of in names for n in of))}
+    numbers = {
+        name: i
+        for i, name in enumerate(dict.fromkeys(n for part_names in names for n in part_names))
+    }
     named = [bool(part.names) for part in parts]
     if any(named) and not all(named):
         digits = all(name.isdecimal() for name in numbers)
         got = "names in some parts, numbers in others"
         require(digits, "merge: labels", expected="one kind", got=got, instead=instead)
+        # names that are numbers keep the order of these, not of their first part
         numbers = {name: i for i, name in enumerate(sorted(numbers, key=int))}
     merged = [
         torch.tensor([numbers[name] for name in names_of])[labels_of]
         for names_of, labels_of in zip(names, labels, strict=True)
     ]
-    plain = list(numbers) == list(map(str, range(len(numbers))))
-    return torch.cat(merged), () if plain and not all(named) else tuple(numbers)
+    names_are_numbers = list(numbers) == list(map(str, range(len(numbers))))
+    return torch.cat(merged), () if names_are_numbers and not all(named) else tuple(numbers)
 
 
 def joined(parts: Sequence[Moments]) -> Moments:
@@ -104,15 +114,15 @@ def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> 
     shared = 0
     for i, part in enumerate(parts):
         for k in range(i):
-            same = torch.equal(parts[k].sums, part.sums)
+            same_sums = torch.equal(parts[k].sums, part.sums)
             got = f"parts {k} and {i} with the same sums"
-            require(not same, "merge", expected="disjoint contexts", got=got, instead=instead)
+            require(not same_sums, "merge", expected="disjoint contexts", got=got, instead=instead)
             these, others = hashes[i], hashes[k]
             if these is None or others is None:
                 continue
-            both = int(torch.isin(these, others).sum())
-            got = f"{both} contexts that are in parts {k} and {i}"
-            few = both <= MOST_SHARED * min(len(these), len(others))
-            require(few, "merge", expected="disjoint contexts", got=got, instead=instead)
-            shared += both
+            n_shared = int(torch.isin(these, others).sum())
+            got = f"{n_shared} contexts that are in parts {k} and {i}"
+            disjoint = n_shared <= MOST_SHARED * min(len(these), len(others))
+            require(disjoint, "merge", expected="disjoint contexts", got=got, instead=instead)
+            shared += n_shared
     return [f"{shared} contexts are in more than one of the merged parts"] if shared else []

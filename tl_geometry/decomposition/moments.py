@@ -58,6 +58,7 @@ class Scratch:
             or buffer.dtype != dtype
             or buffer.device != device
         ):
+            # the old buffer goes first, so that both need not fit at once
             self.held.pop(name, None)
             buffer = self.held[name] = torch.empty(size, dtype=dtype, device=device)
         return buffer[:size].view(*shape)
@@ -168,18 +169,22 @@ class Moments(Sums):
         h = h.to(device)  # a model spread over several devices
         batch, length, width = h.shape
         fill = {"dtype": torch.float64, "device": device}
-        number = torch.arange(len(self.counts), device=device)[groups]
-        member = (number.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
+        group_index = torch.arange(len(self.counts), device=device)[groups]
+        member = (group_index.unsqueeze(1) == group_of.to(device)).double()  # [group batch]
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, length, **fill)
         window_total, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
+        # allocated here, before `busy`; the blocks below only use it again
         self.scratch.get("block", (batch, min(step, length), width), torch.float64, device)
         rows = None if self.second is None else self._centred(state, h[:, start:end])
         self.scratch.busy = True
         if rows is not None:
             self._add_products(state, rows)
-        part = half_width(end - start)
-        cuts = sorted({start, start + part, end - part, end, length, *range(0, length, step)})
+        end_width = half_width(end - start)
+        # no block crosses a border of the window or of its two ends
+        cuts = sorted(
+            {start, start + end_width, end - end_width, end, length, *range(0, length, step)}
+        )
         flat = self.sums.view(len(self.counts), -1, length * width)[groups, state]
         for low, high in pairwise(cuts):
             block = self.scratch.get("block", (batch, high - low, width), torch.float64, device)
@@ -190,15 +195,15 @@ class Moments(Sums):
             if start <= low < end:
                 total = block.sum(1)
                 window_total += total
-                if low < start + part:
+                if low < start + end_width:
                     first += total
-                if low >= end - part:
+                if low >= end - end_width:
                     last += total
         self.squares[groups, state] += member @ norms.square()
         means = window_total / (end - start)
         self.context_squares[groups, state] += member @ means.square().sum(-1)
-        if part > 0:
-            first, last = first / part, last / part
+        if end_width > 0:
+            first, last = first / end_width, last / end_width
             products = torch.stack(
                 [first.square().sum(-1), last.square().sum(-1), (first * last).sum(-1)], dim=-1
             )
@@ -266,16 +271,17 @@ class Moments(Sums):
         assert self.shift is not None
         lower = self.second[state].tril()
         full = lower + lower.tril(-1).T
-        n = self.contexts * (self.window[1] - self.window[0])
+        n_vectors = self.contexts * (self.window[1] - self.window[0])
         shift = self.shift[state]
         total = self.sums[:, state, self.window[0] : self.window[1]].sum((0, 1))
-        excess = total - n * shift  # sum of (h - shift)
+        excess = total - n_vectors * shift  # sum of (h - shift)
         delta = shift - centre
+        # h - centre = (h - shift) + delta, multiplied out
         return (
             full
             + torch.outer(excess, delta)
             + torch.outer(delta, excess)
-            + n * torch.outer(delta, delta)
+            + n_vectors * torch.outer(delta, delta)
         )
 
     def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
@@ -283,18 +289,19 @@ class Moments(Sums):
 
         Products of two dtypes count as products of the less accurate one.
         """
-        same = self.window == other.window and self.sums.shape == other.sums.shape
+        fits = self.window == other.window and self.sums.shape == other.sums.shape
         expected = f"window {self.window} and sums of shape {tuple(self.sums.shape)}"
         got = f"window {other.window} and {tuple(other.sums.shape)}"
-        require(same, "merge", expected=expected, got=got, instead="partial results of one corpus")
-        same = (self.second is None) == (other.second is None)
+        require(fits, "merge", expected=expected, got=got, instead="partial results of one corpus")
+        fits = (self.second is None) == (other.second is None)
         expected = "second moments in both or in neither"
         instead = "the same second_moments= for both"
-        require(same, "merge", expected=expected, got="in one", instead=instead)
+        require(fits, "merge", expected=expected, got="in one", instead=instead)
         if self.contexts == 0 or other.contexts == 0:
             return other if self.contexts == 0 else self
         if self.second is not None and self.shift is not None:
             centred = [other.centred_second(s, self.shift[s]) for s in range(len(self.second))]
+            # its products are about this shift now: zero leaves the shift as it is in the sum
             other = dataclasses.replace(
                 other, second=torch.stack(centred), shift=torch.zeros_like(self.shift)
             )

@@ -163,24 +163,26 @@ class PositionContext(Result):
         """
         if null is not None:
             require_basis(null, "null")
-            same = null.states == self.states
-            require(same, "null", expected=f"a basis of states {self.states}", got=null.states)
+            same_states = null.states == self.states
+            require(
+                same_states, "null", expected=f"a basis of states {self.states}", got=null.states
+            )
         values = analysis(self.moments)
         reliability = dict(zip(self.states, values["pos_reliability"].tolist(), strict=True))
         low = [state for state, r in reliability.items() if r < LOW_RELIABILITY]
         unsure = f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"
         flags = [unsure] if low else []
-        beside = None if null is None else null.anova()
+        null_table = None if null is None else null.anova()
         intervals = anova_intervals(self.moments)
-        if intervals and beside is not None and beside.intervals:
-            intervals["ctx_null"] = beside.intervals["ctx"]
+        if intervals and null_table is not None and null_table.intervals:
+            intervals["ctx_null"] = null_table.intervals["ctx"]
         return Anova(
             provenance=self.provenance.flagged(*self.flags(), *flags),
             states=self.states,
             contexts=self.contexts,
             positions=self.window[1] - self.window[0],
             **values,
-            ctx_null=None if beside is None else beside.shares["ctx"],
+            ctx_null=None if null_table is None else null_table.shares["ctx"],
             identifiable=self.contexts > 1,
             top_share=self._top_share(),
             remarks=tuple(self._remark(state, r) for state, r in reliability.items()),
@@ -219,8 +221,8 @@ class PositionContext(Result):
         hold most, a single context."""
         single = "one context: position and content cannot be told apart"
         flags = [] if self.contexts > 1 else [single]
-        every = {state: self.sinks(state) for state in self.states}
-        sinks = {state: of for state, of in every.items() if of.remark}
+        sinks_by_state = {state: self.sinks(state) for state in self.states}
+        sinks = {state: held for state, held in sinks_by_state.items() if held.remark}
         if sinks:
             worst = max(sinks, key=lambda state: sinks[state].share)
             remark = f"in state {worst} {sinks[worst].remark}"
@@ -285,11 +287,12 @@ class PositionContext(Result):
         if positions is None:
             window_wide = h.shape[2] == self.window[1] - self.window[0]
             positions = range(*self.window) if window_wide else range(h.shape[2])
-        at = torch.as_tensor(list(positions))
-        fits = len(at) == h.shape[2] and bool(((at >= 0) & (at < self.length)).all())
-        expected, got = f"{h.shape[2]} from 0 to {self.length - 1}", f"{len(at)}: {at.tolist()[:8]}"
+        places = torch.as_tensor(list(positions))
+        fits = len(places) == h.shape[2] and bool(((places >= 0) & (places < self.length)).all())
+        expected = f"{h.shape[2]} from 0 to {self.length - 1}"
+        got = f"{len(places)}: {places.tolist()[:8]}"
         require(fits, "positions", expected=expected, got=got)
-        parts = parts_about(h, self.mean.to(h.device), self.pos_seen[:, at].to(h.device))
+        parts = parts_about(h, self.mean.to(h.device), self.pos_seen[:, places].to(h.device))
         return Parts(*(part[0] for part in parts)) if single else parts
 
     def check_model(self, view: ModelView, has_bos: bool | None = None) -> None:
@@ -299,15 +302,15 @@ class PositionContext(Result):
         What can be used and should be said with the result is :meth:`remarks`.
         """
         fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
-        same, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
+        fits, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
         expected = f"the model it was computed from, {self.provenance.model} ({fingerprint})"
-        require(same, "basis", expected=expected, got=got, instead="decompose(model, tokens)")
-        same, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
+        require(fits, "basis", expected=expected, got=got, instead="decompose(model, tokens)")
+        fits, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
         expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
-        require(same, "tokens", expected=expected, got=got, instead=instead)
+        require(fits, "tokens", expected=expected, got=got, instead=instead)
         width, expected = self.mean.shape[1], f"d_model {view.d_model} of {view.name}"
-        same, instead = width == view.d_model, "its own activations"
-        require(same, "basis", expected=expected, got=width, instead=instead)
+        fits, instead = width == view.d_model, "its own activations"
+        require(fits, "basis", expected=expected, got=width, instead=instead)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: hooks of one that the other did not
@@ -330,6 +333,7 @@ class PositionContext(Result):
 
         Raises ``GeometryError`` for parts of other models or settings, and for contexts twice.
         """
+        # a path given as text would be read letter by letter
         single = isinstance(parts, PositionContext | str | Path) or not isinstance(parts, Iterable)
         instead = "merge([first, second, ...])"
         require(not single, "merge", expected="bases", got=describe(parts), instead=instead)

@@ -26,6 +26,7 @@ def combine(work: Accumulation, processes: Processes) -> None:
         work.means = [torch.cat(work.means, dim=1)]
         processes.total(work.means[0])
     if processes.size > 1:
+        # rows that another process took in are zero here
         processes.total(work.reservoir.filled().states)
         work.largest = gathered(work.largest, processes.rank, processes.size, processes.total)
     work.reservoir.sort()  # in all processes alike: only the first one finishes a checkpoint
@@ -56,6 +57,7 @@ def share(work: Accumulation, processes: Processes) -> None:
         return
     agreed = {name: getattr(work, name) for name in KNOWN} | {"flags": work.provenance.flags}
     first = json.loads(processes.share_text(json.dumps(agreed)))
+    # there was no checkpoint: all begin alike
     if not first["done"]:
         return
     share_shift(work, processes)

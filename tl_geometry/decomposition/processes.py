@@ -69,14 +69,17 @@ class Processes:
         for part in tensor.view(-1).split(PIECE):
             buffer = part.to(self.device)
             exchange(buffer)
+            # where the group works on the tensor's own device the buffer is the part itself
             if buffer.data_ptr() != part.data_ptr():
                 part.copy_(buffer)
 
     def share_text(self, text: str) -> str:
         """The first process's text."""
+        # the length first: the other processes need a buffer of this size
         size = torch.tensor([len(text.encode())])
         self.share(size)
         data = torch.zeros(int(size), dtype=torch.uint8)
+        # frombuffer takes no empty buffer
         if self.rank == 0 and text:
             data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
         self.share(data)
@@ -105,6 +108,7 @@ class Processes:
             if self.size == 1:
                 raise
             text = str(error)
+        # all processes meet here, those that failed too, or the others would wait for them
         failed = torch.tensor([int(bool(text))])
         self.total(failed)
         if failed:

@@ -68,21 +68,21 @@ class Reservoir(Sums):
         (row here, row of the batch) of each, whose states are to be written; ``keys`` are the
         hashes of the contexts, ``tokens`` their ids.
         """
-        drawn = [
+        candidates = [
             (float(np.random.default_rng((self.seed, key)).random()), i)
             for i, key in enumerate(keys.tolist())
         ]
         # a row of the sample as a negative number, a row of the batch as it is
         sampled = [(p, -1 - row) for row, p in enumerate(self.priorities.tolist())]
-        lowest = sorted(sampled + drawn)[: len(sampled)]
+        lowest = sorted(sampled + candidates)[: len(sampled)]
         staying = {-1 - i for _, i in lowest if i < 0}
-        rows = [row for row in range(len(sampled)) if row not in staying]
+        free_rows = [row for row in range(len(sampled)) if row not in staying]
         entering = [(priority, i) for priority, i in lowest if i >= 0]
-        for row, (priority, i) in zip(rows, entering, strict=True):
+        for row, (priority, i) in zip(free_rows, entering, strict=True):
             self.priorities[row], self.contexts[row] = priority, first + i
             if self.tokens is not None and tokens is not None:
                 self.tokens[row] = tokens[i]
-        return [(row, i) for row, (_, i) in zip(rows, entering, strict=True)]
+        return [(row, i) for row, (_, i) in zip(free_rows, entering, strict=True)]
 
     def sort(self) -> None:
         """Order the rows by priority, where they are.
@@ -110,11 +110,12 @@ class Reservoir(Sums):
             dataclasses.replace(part, contexts=part.contexts + start, size=size)
             for part, start in zip(parts, starts, strict=True)
         ]
-        every = Reservoir.cat(numbered, "sample")
-        return every.select(every.priorities.argsort(stable=True)[:size], "sample")
+        pooled = Reservoir.cat(numbered, "sample")
+        return pooled.select(pooled.priorities.argsort(stable=True)[:size], "sample")
 
 
 def activation_keys(h: Float[Tensor, "batch position d_model"]) -> Int[Tensor, " batch"]:
     """What tells contexts of activations apart, whose tokens are not known: a hash of the last
     position's vector."""
+    # the bits of the numbers, which are hashed as ids are
     return row_hashes(h[:, -1].double().view(torch.int64))

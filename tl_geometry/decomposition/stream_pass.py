@@ -52,6 +52,7 @@ def run_corpus(
     """
     view, processes = source.view, Processes(group)
     size = batch_of(batch_size, source.length, view.device)
+    # MPS has no float64
     sums_on = device_of(device, "cpu" if view.device.type == "mps" else view.device)
     norms, flags = state_norms(view, plan.states) if normalize else ({}, ())
     provenance = view.provenance(corpus=source.corpus, normalized=normalize, flags=flags)
@@ -85,6 +86,7 @@ def run_corpus(
                 work.update(row_hashes(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
+            # batch 0 has set the first process's shift, and no other process has centred any yet
             if number == 0:
                 process_group.share_shift(work, processes)
             bar.update(len(tokens))
@@ -156,14 +158,14 @@ def _remaining(
 ) -> Iterator[Tensor]:
     """Batches that are not in the checkpoint yet, after making sure that those before are the ones
     it was made from."""
-    done, seen = work.done, ""
+    done, hash_so_far = work.done, ""
     what, expected = f"checkpoint {checkpoint}", "the tokens it was made from"
     for batch in source.batches(size):
         head, tokens = batch[:done], batch[done:]
         if done:
-            seen, done = hash_tokens(head, seen), done - len(head)
-            same, instead = done > 0 or seen == work.token_hash, "another checkpoint= path"
-            require(same, what, expected=expected, got="others", instead=instead)
+            hash_so_far, done = hash_tokens(head, hash_so_far), done - len(head)
+            agrees, instead = done > 0 or hash_so_far == work.token_hash, "another checkpoint= path"
+            require(agrees, what, expected=expected, got="others", instead=instead)
         if len(tokens):
             yield tokens
     require(done == 0, what, expected=expected, got=f"{done} contexts fewer")
@@ -186,10 +188,10 @@ def _writable(path: Path) -> None:
     expected, instead = "a file that can be written", "a path in a folder of your own"
     try:
         folder = next((p for p in path.absolute().parents if p.exists()), path)
-        ok, got = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK), str(path)
+        fits, got = not path.is_dir() and folder.is_dir() and os.access(folder, os.W_OK), str(path)
     except (OSError, ValueError) as error:  # a name that no file can have
-        ok, got = False, f"a name of {len(path.name)} characters ({type(error).__name__})"
-    require(ok, "checkpoint", expected=expected, got=got, instead=instead)
+        fits, got = False, f"a name of {len(path.name)} characters ({type(error).__name__})"
+    require(fits, "checkpoint", expected=expected, got=got, instead=instead)
 
 
 class _Saver:
@@ -216,14 +218,15 @@ class _Saver:
         self.rounds += 1
         if self.path is None or self.rounds < self.due:
             return
-        before = time.monotonic()
+        started = time.monotonic()
         process_group.combine(self.work, self.processes)
         self._save(self.path)
         if self.processes.rank > 0:
             process_group.clear(self.work)
         now = time.monotonic()
-        each = max(before - self.clock, 1e-9) / self.rounds  # seconds of a round, never zero
-        due = torch.tensor([max(1, math.ceil((now - before) / SAVE_SHARE / each))])
+        seconds_per_round = max(started - self.clock, 1e-9) / self.rounds  # never zero
+        # so many rounds take the time of which this writing is SAVE_SHARE
+        due = torch.tensor([max(1, math.ceil((now - started) / SAVE_SHARE / seconds_per_round))])
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now
 

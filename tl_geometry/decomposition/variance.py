@@ -79,19 +79,19 @@ class Anova(Result):
 
     def _corrected(self) -> dict[str, Tensor]:
         """Columns of the intervals: each value beside the bounds that are its own."""
-        out: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         for name in [n for n in BOUNDED if n in self.intervals]:
             values = self.intervals[name]
             ends = ("corrected", "corrected_low", "corrected_high")
-            out |= {f"{name}_{end}": v for end, v in zip(ends, values.unbind(1), strict=True)}
-        return out or {"pos_debiased": self.pos_debiased}
+            columns |= {f"{name}_{end}": v for end, v in zip(ends, values.unbind(1), strict=True)}
+        return columns or {"pos_debiased": self.pos_debiased}
 
     def _columns(self) -> dict[str, Tensor]:
         """The numbers of the table, by column."""
-        out = {"ss_total": self.total, **self.shares, **self._corrected()}
-        out |= {"pos_reliability": self.pos_reliability, "ctx_agreement": self.ctx_agreement}
-        out |= {} if self.ctx_null is None else {"ctx_null": self.ctx_null}
-        return out | {"top_share": self.top_share}
+        columns = {"ss_total": self.total, **self.shares, **self._corrected()}
+        columns |= {"pos_reliability": self.pos_reliability, "ctx_agreement": self.ctx_agreement}
+        columns |= {} if self.ctx_null is None else {"ctx_null": self.ctx_null}
+        return columns | {"top_share": self.top_share}
 
     def columns(self) -> Sequence[str]:
         return ["state", *self._columns(), "remarks"]
@@ -120,6 +120,7 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
         return torch.where(difference > 1e-12 * raw, difference, 0.0)
 
     total = above_rounding(raw - c * t * squares)
+    # rounding must not make a part larger than the total
     pos = torch.minimum(c * curve.square().sum((1, 2)), total)
     ctx = above_rounding(t * (m.context_squares.sum(0) - c * squares)).minimum(total)
     resid = (total - pos - ctx).clamp(min=0)
@@ -158,11 +159,11 @@ def reliability(m: Moments) -> Float[Tensor, " state"]:
 def _agreement(m: Moments) -> Float[Tensor, " state"]:
     """Correlation over contexts of the means of the window's two ends, summed over coordinates."""
     start, end = m.window
-    part, c = half_width(end - start), m.contexts
+    width, c = half_width(end - start), m.contexts
     sums = m.sums.sum(0)
-    if part == 0 or c < 2:
+    if width == 0 or c < 2:
         return torch.full((sums.shape[0],), torch.nan, dtype=torch.float64)
-    a, b = sums[:, start : start + part].mean(1) / c, sums[:, end - part : end].mean(1) / c
+    a, b = sums[:, start : start + width].mean(1) / c, sums[:, end - width : end].mean(1) / c
     aa, bb, ab = m.halves.sum(0).unbind(-1)
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
     floor = 1e-12 * (aa + bb)  # below it the difference is rounding

@@ -52,16 +52,18 @@ class PlaneIndex(NamedTuple):
 def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
     """Blocks of query rows of a mask ``[batch query key]``: all rows see the keys before the block
     under a causal mask, all keys without one; any other mask is taken as it comes."""
-    rows, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
+    n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
+    # under these two masks all rows of a block see the keys before `full`, which need no mask
     causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
     everything = len(mask) == 1 and bool(mask.all())
-    for start in range(0, rows, BLOCK):
-        stop = min(start + BLOCK, rows)
+    for start in range(0, n_queries, BLOCK):
+        stop = min(start + BLOCK, n_queries)
         full = start if causal else length if everything else 0
         end = stop if causal else length
-        near = mask[:, None, start:stop, full:end].to(dtype)
-        n_keys = (full + near.sum(-1, keepdim=True)).clamp(min=1)
-        yield Block(start, stop, full, end, near, n_keys)
+        partial_mask = mask[:, None, start:stop, full:end].to(dtype)
+        # a row that sees no key divides zeros by one
+        n_keys = (full + partial_mask.sum(-1, keepdim=True)).clamp(min=1)
+        yield Block(start, stop, full, end, partial_mask, n_keys)
 
 
 def block_scores(
@@ -113,10 +115,13 @@ def contracted(
     if planes is None:
         pairs = (rows @ weighted.mT).sum(2, dtype=torch.float64)  # a product for each query
         return pairs.flatten(2).unsqueeze(2)
+    # one key part at a time, so that no product holds all pairs of parts
     by_key_part = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(rows.shape[3])]
-    each = rearrange(torch.stack(by_key_part, -1), "b h a e c -> b h e (a c)").double()
-    out = each.new_zeros(*each.shape[:2], planes.planes, each.shape[-1])
-    return out.index_add_(2, planes.plane.to(out.device), each)
+    by_coordinate = rearrange(torch.stack(by_key_part, -1), "b h a e c -> b h e (a c)").double()
+    by_plane = by_coordinate.new_zeros(
+        *by_coordinate.shape[:2], planes.planes, by_coordinate.shape[-1]
+    )
+    return by_plane.index_add_(2, planes.plane.to(by_plane.device), by_coordinate)
 
 
 def centred_scores(
@@ -125,15 +130,16 @@ def centred_scores(
     """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product;
     and the means that were taken out."""
     seen = key[:, :, : block.end]
-    prefix = seen[:, :, : block.full].sum(2, keepdim=True)
+    key_sum = seen[:, :, : block.full].sum(2, keepdim=True)
     if block.end > block.full:
-        prefix = prefix + block.mask @ seen[:, :, block.full :]
-    mean = (query * prefix).sum(-1, keepdim=True) / block.n_keys
-    rows = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
-    centred = torch.baddbmm(rows, query.flatten(0, 1), seen.flatten(0, 1).mT, beta=-1).unflatten(
-        0, query.shape[:2]
-    )
+        key_sum = key_sum + block.mask @ seen[:, :, block.full :]
+    mean = (query * key_sum).sum(-1, keepdim=True) / block.n_keys
+    row_means = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
+    centred = torch.baddbmm(
+        row_means, query.flatten(0, 1), seen.flatten(0, 1).mT, beta=-1
+    ).unflatten(0, query.shape[:2])
     if block.end > block.full:
+        # cells outside the mask count as zero in every later sum
         centred[..., block.full :] *= block.mask
     return centred, mean
 
@@ -150,20 +156,22 @@ def moved_attention(
     where attention is nearly uniform. ``level`` is what row-centring took out of the scores, which
     a soft cap sees.
     """
-    near = slice(block.full, block.end)
+    masked_keys = slice(block.full, block.end)
     if softcap is None or level is None:
         # a masked zero is never above the largest allowed of a row whose mean is zero
         w = centred - centred.amax(-1, keepdim=True)
     else:
         w = softcap * torch.tanh((centred + level) / softcap)
-        w[..., near].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
+        # finite, so that a row without an allowed key does not become NaN
+        w[..., masked_keys].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
         w -= w.amax(-1, keepdim=True)
     w.expm1_()
-    w[..., near] *= block.mask
+    w[..., masked_keys] *= block.mask
     # in float64: it cancels against the count where one key has everything
     summed = w.sum(-1, keepdim=True, dtype=torch.float64)
     w.sub_((summed / block.n_keys).to(w)).div_((summed + block.n_keys).to(w))
-    w[..., near] *= block.mask
+    # the mean has been subtracted from masked cells as well
+    w[..., masked_keys] *= block.mask
     return w
 
 
@@ -197,15 +205,21 @@ class KeyMoments:
         energy = torch.zeros(batch, heads, parts, parts, dtype=torch.float64, device=rows.device)
         sums = energy.new_zeros(batch, heads, parts, queries, parts)  # row sums of each term
         if self.end > 0:
-            wide = rows.double()
-            energy += (wide.mT @ wide).flatten(-2) @ self.squares.mT
-            sums += wide @ self.sums.mT.unsqueeze(2)
+            rows64 = rows.double()
+            energy += (rows64.mT @ rows64).flatten(-2) @ self.squares.mT
+            sums += rows64 @ self.sums.mT.unsqueeze(2)
         if block.end > block.full:
-            near = rearrange(self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e")
+            masked_keys = rearrange(
+                self.keys[:, :, block.full : block.end], "b h j c e -> b h (c j) e"
+            )
             cells = rearrange(
-                rows.flatten(2, 3) @ near.mT, "b h (a i) (c j) -> b h a i c j", a=parts, c=parts
+                rows.flatten(2, 3) @ masked_keys.mT,
+                "b h (a i) (c j) -> b h a i c j",
+                a=parts,
+                c=parts,
             )
             cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
             energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
             sums += cells.sum(-1)
+        # row-centring takes from a row's energy its squared sum over the number of keys
         return energy - (sums.square() / block.n_keys.unsqueeze(2)).sum(3)

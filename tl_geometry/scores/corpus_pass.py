@@ -31,12 +31,14 @@ def rows_per_batch(
     view: ModelView, length: int, bytes_per_context: int, budget: int, batch_size: int | None
 ) -> int:
     """Contexts of one forward pass: ``batch_size``, or the default, as far as the budget allows."""
-    fits = budget // bytes_per_context
+    n_contexts = budget // bytes_per_context
     what = "memory_budget"
     expected = f"at least {bytes_per_context} bytes for one context of {length} positions"
     instead = "shorter windows, or a larger memory_budget="
-    require(fits >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError)
-    return min(fits, batch_of(batch_size, length, view.device))
+    require(
+        n_contexts >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError
+    )
+    return min(n_contexts, batch_of(batch_size, length, view.device))
 
 
 class CorpusPass:
@@ -71,6 +73,7 @@ class CorpusPass:
                 self.begins_with_bos = self.begins_with_bos and begins
                 self.row = another_row(self.row, len(batch), draws)
                 yield batch
+                # after the yield: `first` holds as long as the first batch is worked on
                 self.contexts += len(batch)
                 self.token_hash = hash_tokens(batch, self.token_hash)
                 bar.update(len(batch))

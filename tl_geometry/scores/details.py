@@ -64,6 +64,7 @@ class Details:
             options = {"instead": "the other details", "error": UnsupportedModelError}
             require(layer.added is None, "detail='nulls'", expected=expected, got=got, **options)
         if self.wanted & {"nulls", "intervals"}:
+            # projections are made for each batch, sums go on over batches
             self.groups = groups = GroupProjections(layer, basis)
             self.left_out = self.left_out or LeaveOut(groups.share)
             if "nulls" in self.wanted:
@@ -131,28 +132,29 @@ class Details:
         total = score(parts.q.sum(0), parts.k.sum(0))
         total = total if layer.bias is None else total + layer.bias
         before, allowed = layer.logits(total)
+        # of what is dropped the queries go, the keys stay in the softmax
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
-        for name, rest in _without_each_term(total, parts, layer):
-            after = layer.logits(rest)[0]
+        for name, remaining in _without_each_term(total, parts, layer):
+            after = layer.logits(remaining)[0]
             effect = pattern.distance(after[..., self.drop :, :])
             distances = torch.stack([effect.tv, effect.kl]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(distances)) + distances
 
     def table(self, contexts: int) -> dict[str, Float[Tensor, "head ..."]]:
         """Finished quantities by column name, heads first; ``contexts`` are those of the basis."""
-        out: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
         for name, (tv, kl) in self.effects.items():
-            out |= {f"tv_{name}": tv / self.contexts, f"kl_{name}": kl / self.contexts}
+            columns |= {f"tv_{name}": tv / self.contexts, f"kl_{name}": kl / self.contexts}
         for name, sums in self.offsets.items():
             if "toeplitz" in self.wanted:
-                out[f"toeplitz_{name}"] = sums.toeplitz_r2
+                columns[f"toeplitz_{name}"] = sums.toeplitz_r2
             if "offsets" in self.wanted:
-                out[f"offsets_{name}"] = sums.profile
+                columns[f"offsets_{name}"] = sums.profile
         if self.contrasts is not None:
-            out["contrast_cvec-cvec"] = self.contrasts.contrast
+            columns["contrast_cvec-cvec"] = self.contrasts.contrast
         if self.null is not None and self.left_out is not None:
-            out |= self.null.table(self.left_out, contexts)
-        return {k: v.cpu() for k, v in out.items()}
+            columns |= self.null.table(self.left_out, contexts)
+        return {k: v.cpu() for k, v in columns.items()}
 
     @staticmethod
     def beside(layers: Sequence[Details], contexts: int) -> dict[str, Tensor]:
@@ -160,21 +162,23 @@ class Details:
         basis."""
         tables: list[Mapping[str, Tensor]] = [d.table(contexts) for d in layers]
         names = tables[0] if tables else ()
-        out = {name: torch.cat([table[name] for table in tables]) for name in names}
-        if "p_position" in out:
-            out["p_position_bh"] = adjusted(out["p_position"])
-        return out
+        columns = {name: torch.cat([table[name] for table in tables]) for name in names}
+        # the correction counts the heads of all layers
+        if "p_position" in columns:
+            columns["p_position_bh"] = adjusted(columns["p_position"])
+        return columns
 
 
 def _without_each_term(
     total: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
 ) -> Iterator[tuple[str, Tensor]]:
     """The scores without each term in turn."""
+    # the loops below go through the terms in the order of their names
     names, flat = iter(term_names(PARTS)), total.flatten(0, 1)
     queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
     for q in queries:
         for k in keys:
-            rest = torch.baddbmm(flat, q, k.mT, alpha=-1)
-            yield next(names), rest.view_as(total)
+            remaining = torch.baddbmm(flat, q, k.mT, alpha=-1)
+            yield next(names), remaining.view_as(total)
     if layer.bias is not None:
         yield "alibi-alibi", total - layer.bias

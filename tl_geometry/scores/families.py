@@ -124,9 +124,9 @@ class GivenParts(Family):
     or of the chosen ``layers``."""
 
     def __init__(self, parts: UserParts, layers: Sequence[int], n_layers: int) -> None:
-        bad = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
+        reserved = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
         expected = "names other than bias and alibi, without '-'"
-        require(len(parts) > 0 and not bad, "parts", expected=expected, got=bad or "none")
+        require(len(parts) > 0 and not reserved, "parts", expected=expected, got=reserved or "none")
         self.given, self.layers, self.n_layers = parts, sorted(layers), n_layers
         self.names = tuple(parts)
 
@@ -136,9 +136,10 @@ class GivenParts(Family):
         total = torch.stack([v.double() for v in parts.values()]).sum(0)
         size = float(torch.stack([v.double().abs() for v in parts.values()]).sum(0).max())
         coarsest = max([layer.roundoff, *(unit_roundoff(v.dtype) for v in parts.values())])
-        rest = total - layer.h.double()
-        error = float(rest.abs().max())
-        _refuse_added(layer, rest)
+        difference = total - layer.h.double()
+        error = float(difference.abs().max())
+        # before the general error, because this mistake has a remedy of its own
+        _refuse_added(layer, difference)
         fits = error <= max(reconstruction_bound(coarsest, size), 1e-12 * size)
         expected = f"parts that sum to the input of layer {layer.layer}"
         got = f"a sum that is off by {error:.3g}"
@@ -152,6 +153,7 @@ class GivenParts(Family):
             fits = len(value) in (self.n_layers, self.n_layers + 1, n_chosen)
             expected = f"a first axis of {self.n_layers} layers or of the {n_chosen} chosen"
             require(fits, what, expected=expected, got=describe(value))
+            # with all layers (and the final state) on the first axis the layer is the index
             of_chosen = len(value) == n_chosen < self.n_layers
             value = value[self.layers.index(layer.layer) if of_chosen else layer.layer]
         expected = f"shape {tuple(layer.h.shape)}"
@@ -159,14 +161,14 @@ class GivenParts(Family):
         return checks.finite(value, what).to(layer.h.device)
 
 
-def _refuse_added(layer: LayerView, rest: Tensor) -> None:
+def _refuse_added(layer: LayerView, difference: Tensor) -> None:
     """Refuse parts that hold the positional embedding of a model that adds it after the norm, not
     to the stream."""
     if layer.added is None:
         return
-    embedding = layer.added.embedding.double().expand_as(rest)
+    embedding = layer.added.embedding.double().expand_as(difference)
     # rounding is far below 0.1%, and other parts are not off by this very embedding
-    far = float((rest - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
+    far = float((difference - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
     expected = f"parts that sum to the input of layer {layer.layer}"
     got = "the positional embedding among them"
     instead = "the parts without it (added to queries and keys after the norm, it is in 'bias')"
@@ -186,6 +188,7 @@ def family_of(
         return parts
     if isinstance(parts, Mapping):
         return GivenParts(parts, layers, view.n_layers)
+    # before tuple(parts), which would take a string letter by letter
     if isinstance(parts, str):
         require(parts in GRAINS, "parts", expected=f"one of {STREAM_PARTS + GRAINS}", got=parts)
         return Writers(view, parts, layers)

@@ -54,13 +54,14 @@ def detection_patterns(
     offset = positions.unsqueeze(1) - positions
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
     follows = torch.zeros_like(equal)
+    # key j follows an equal token if key j - 1 is one; nothing comes before key 0
     follows[:, :, 1:] = equal[:, :, :-1]
-    near = (offset >= 1) & (offset <= NEIGHBOURS)
+    neighbours = (offset >= 1) & (offset <= NEIGHBOURS)
     return {
         "previous": (offset == 1).expand(batch, -1, -1),
         "duplicate": equal & (offset > 0),
         "same": equal & (offset >= 0),
-        "neighbourhood": near.expand(batch, -1, -1),
+        "neighbourhood": neighbours.expand(batch, -1, -1),
         "induction": follows & (offset >= 0),
     }
 
@@ -105,23 +106,24 @@ def head_type_scores(
     uniform = (allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)).to(pattern.device)
     keys_of = detection_patterns(tokens)
     repeated = keys_of["duplicate"].any(-1)
-    later = torch.arange(length, device=pattern.device).expand_as(repeated) >= 1
+    after_first = torch.arange(length, device=pattern.device).expand_as(repeated) >= 1
     queries_of = {
-        "previous": later,
-        "neighbourhood": later,
+        "previous": after_first,
+        "neighbourhood": after_first,
         "same": torch.ones_like(repeated),
         "duplicate": repeated,
         "induction": repeated,
     }
     scores, errors, baselines = {}, {}, {}
     for name, keys in keys_of.items():
-        chosen = keys & queries_of[name].unsqueeze(-1)
+        counted = keys & queries_of[name].unsqueeze(-1)
         queries = queries_of[name].sum(-1).double()
+        # a type without a query is NaN, not zero
         count = float(queries.sum()) or torch.nan
-        rows = (pattern * chosen.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
-        scores[name] = rows.sum(-2) / count
-        errors[name] = _ratio_error(rows, queries)
-        baselines[name] = float((uniform * chosen).sum()) / count
+        row_sums = (pattern * counted.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
+        scores[name] = row_sums.sum(-2) / count
+        errors[name] = _ratio_error(row_sums, queries)
+        baselines[name] = float((uniform * counted).sum()) / count
     return HeadTypes(
         scores=scores,
         errors=errors,
@@ -135,11 +137,11 @@ def _ratio_error(
 ) -> Float[Tensor, "*layer head"]:
     """Standard error of ``sum of sums / sum of counts`` over the rows of a batch (the delta method,
     exact for equal counts); NaN below 10 rows."""
-    n, total = sums.shape[-2], counts.sum()
+    n_rows, total = sums.shape[-2], counts.sum()
     ratio = sums.sum(-2, keepdim=True) / total
-    left = (sums - ratio * counts.unsqueeze(-1)) / (total / n)
-    error = (left.square().sum(-2) / max(1, n * (n - 1))).sqrt()
-    return error if n >= FEWEST else torch.full_like(error, torch.nan)
+    residuals = (sums - ratio * counts.unsqueeze(-1)) / (total / n_rows)
+    error = (residuals.square().sum(-2) / max(1, n_rows * (n_rows - 1))).sqrt()
+    return error if n_rows >= FEWEST else torch.full_like(error, torch.nan)
 
 
 def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) -> int:
@@ -161,6 +163,7 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
     """
     if d_vocab >= 2 * HIGH_TOKEN:
         return 1000, HIGH_TOKEN
+    # above an id in the upper half too few ids would be left to draw from
     low = max([a + 1 for a in avoid if a is not None and a < d_vocab // 2], default=0)
     return low, d_vocab
 
@@ -180,6 +183,7 @@ def token_ranges(
     """
     require(count >= 1, "count", expected="at least 1 range", got=count)
     low, high = token_range(d_vocab, avoid)
+    # a small vocabulary is one range already
     if high == d_vocab:
         return [(low, high)]
     width = (d_vocab - d_vocab // 50 - low) // count
@@ -200,12 +204,14 @@ def measure_types(
     bos = bos and view.bos_id is not None
     ranges = token_ranges(view.d_vocab, [view.bos_id], count=batch)
     period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos)
-    rows, bos_id = batch // len(ranges), view.bos_id if bos else None
-    drawn = [
-        repeated_random_tokens(period, 2, rows, low=low, high=high, seed=seed + i, bos_id=bos_id)
+    rows_per_range, bos_id = batch // len(ranges), view.bos_id if bos else None
+    batches = [
+        repeated_random_tokens(
+            period, 2, rows_per_range, low=low, high=high, seed=seed + i, bos_id=bos_id
+        )
         for i, (low, high) in enumerate(ranges)
     ]
-    tokens = torch.cat(drawn)
+    tokens = torch.cat(batches)
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed
@@ -218,9 +224,10 @@ def measure_types(
         return take
 
     view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
+    # baselines and counts of queries depend on the tokens alone: those of one layer are all
     first = types[layers[0]]
     scores, errors = (
-        {t: torch.cat([getattr(types[at], name)[t].cpu() for at in layers]) for t in HEAD_TYPES}
+        {t: torch.cat([getattr(types[l], name)[t].cpu() for l in layers]) for t in HEAD_TYPES}
         for name in ("scores", "errors")
     )
     return dataclasses.replace(first, scores=scores, errors=errors)

@@ -37,13 +37,16 @@ class Ranking(NamedTuple):
         shares: Float[Tensor, "head term"], certain: Bool[Tensor, " head"] | None = None
     ) -> Ranking:
         """``certain`` says in which heads the interval of the lead excludes zero, where known."""
-        top, order = shares.sort(dim=-1, descending=True, stable=True)
+        ranked, order = shares.sort(dim=-1, descending=True, stable=True)
         several = shares.shape[1] > 1
-        margin = top[:, 0] - top[:, 1] if several else torch.full_like(top[:, 0], torch.inf)
+        margin = (
+            ranked[:, 0] - ranked[:, 1] if several else torch.full_like(ranked[:, 0], torch.inf)
+        )
         clear = margin > MARGIN_OVER
         clear = clear if certain is None else clear & certain
-        blank = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
-        return Ranking(order[:, 0], top[:, 0] + blank, margin + blank, clear)
+        # added to share and margin, it makes heads NaN of which any share is NaN
+        nan_or_zero = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
+        return Ranking(order[:, 0], ranked[:, 0] + nan_or_zero, margin + nan_or_zero, clear)
 
 
 class Dominant(NamedTuple):
@@ -79,23 +82,24 @@ def dominant(
     (('position', 'unclear'), ('', 'position by cs, content by gs'))
     """
     if not names:
-        nothing, blank = torch.full((len(cs),), torch.nan, dtype=cs.dtype), ("",) * len(cs)
-        return Dominant(blank, blank, nothing, nothing, blank, nothing, nothing, blank)
+        unknown, no_names = torch.full((len(cs),), torch.nan, dtype=cs.dtype), ("",) * len(cs)
+        return Dominant(no_names, no_names, unknown, unknown, no_names, unknown, unknown, no_names)
     by_cs, by_gs = (Ranking.of(x, c) for x, c in zip((cs, gs), certain, strict=True))
     uniform, no_gain = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
-    same = (by_cs.first == by_gs.first) | no_gain
-    clear = by_cs.clear & by_gs.clear & same & (by_cs.share > SHARE_OVER)
+    # a head without a gain share has nothing that disagrees, so it gets no flag
+    agree = (by_cs.first == by_gs.first) | no_gain
+    clear = by_cs.clear & by_gs.clear & agree & (by_cs.share > SHARE_OVER)
     labels, first_by_cs, first_by_gs, flags = [], [], [], []
     for head in range(len(cs)):
-        first, gain = names[int(by_cs.first[head])], names[int(by_gs.first[head])]
+        name_by_cs, name_by_gs = names[int(by_cs.first[head])], names[int(by_gs.first[head])]
         if uniform[head]:
-            first = gain = UNIFORM
+            name_by_cs = name_by_gs = UNIFORM
         elif no_gain[head]:
-            gain = ""
-        first_by_cs.append(first)
-        first_by_gs.append(gain)
-        labels.append(first if uniform[head] or clear[head] else UNCLEAR)
-        flags.append("" if same[head] else f"{first} by cs, {gain} by gs")
+            name_by_gs = ""
+        first_by_cs.append(name_by_cs)
+        first_by_gs.append(name_by_gs)
+        labels.append(name_by_cs if uniform[head] or clear[head] else UNCLEAR)
+        flags.append("" if agree[head] else f"{name_by_cs} by cs, {name_by_gs} by gs")
     return Dominant(
         tuple(labels),
         tuple(first_by_cs),

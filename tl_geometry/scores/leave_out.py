@@ -74,11 +74,14 @@ def own_groups(
     groups, hashes = basis.group_of, basis.token_hashes
     if groups is None or hashes is None:
         return unknown
-    place = (basis.group_counts > 0).long().cumsum(0) - 1
+    index_among_used = (basis.group_counts > 0).long().cumsum(0) - 1
     order = hashes.argsort(stable=True)
-    wanted = row_hashes(tokens)
-    at = torch.searchsorted(hashes[order], wanted).clamp(max=len(order) - 1)
-    return torch.where(hashes[order][at] == wanted, place[groups[order[at]]], unknown)
+    context_hashes = row_hashes(tokens)
+    # a hash above all of the basis is clamped to the last, which it does not equal
+    nearest = torch.searchsorted(hashes[order], context_hashes).clamp(max=len(order) - 1)
+    return torch.where(
+        hashes[order][nearest] == context_hashes, index_among_used[groups[order[nearest]]], unknown
+    )
 
 
 def group_parts(
@@ -90,8 +93,8 @@ def group_parts(
     """The 2 G + 1 parts whose sum is ``q``: bias and pos of each group times its share, and the
     rest."""
     weight = share.to(q).reshape(-1, 1, 1, 1, 1)
-    both = torch.cat([bias * weight, pos * weight])
-    return torch.cat([both, (q - both.sum(0)).unsqueeze(0)])
+    bias_and_pos = torch.cat([bias * weight, pos * weight])
+    return torch.cat([bias_and_pos, (q - bias_and_pos.sum(0)).unsqueeze(0)])
 
 
 def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor, "part column"]:
@@ -105,10 +108,13 @@ def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor,
     weight = used / (share * used).sum()
     nothing = torch.zeros_like(weight)
     bias, pos = torch.cat([weight, nothing]), torch.cat([nothing, weight])
-    both = torch.stack(
+    bias_and_pos = torch.stack(
         [torch.cat([bias, share.new_zeros(1)]), torch.cat([pos, share.new_zeros(1)])]
     )
-    return torch.cat([both, (torch.ones_like(both[0]) - both.sum(0)).unsqueeze(0)])
+    # all parts sum to the query with weight one, so that cvec takes what bias and pos leave
+    return torch.cat(
+        [bias_and_pos, (torch.ones_like(bias_and_pos[0]) - bias_and_pos.sum(0)).unsqueeze(0)]
+    )
 
 
 def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
@@ -157,12 +163,12 @@ class LeaveOut:
         """Take in the sums of some contexts, in the order of the corpus."""
         sums = sums.to("cpu")
         for i, group in enumerate(own.tolist()):
-            at = self.done // self.block
-            if at == 2 * BLOCKS:  # all blocks are full
+            block = self.done // self.block
+            if block == 2 * BLOCKS:  # all blocks are full
                 self._merge_pairs()
-                at = BLOCKS
-            key, one = (group, at), sums.select(i)
-            self.sums[key] = self.sums[key] + one if key in self.sums else one
+                block = BLOCKS
+            key, context_sums = (group, block), sums.select(i)
+            self.sums[key] = self.sums[key] + context_sums if key in self.sums else context_sums
             self.counts[key] = self.counts.get(key, 0) + 1
             self.done += 1
 
@@ -173,12 +179,13 @@ class LeaveOut:
         self.sums = {key: together.select(i) for i, key in enumerate(self.sums)}
 
     def _merge_pairs(self) -> None:
+        """Join neighbouring blocks: a corpus of any length has a bounded number of them."""
         sums, counts = self.sums, self.counts
         self.sums, self.counts, self.block = {}, {}, 2 * self.block
-        for (group, at), value in sums.items():
-            key = (group, at // 2)
-            self.sums[key] = self.sums[key] + value if key in self.sums else value
-            self.counts[key] = self.counts.get(key, 0) + counts[group, at]
+        for (group, block), block_sums in sums.items():
+            key = (group, block // 2)
+            self.sums[key] = self.sums[key] + block_sums if key in self.sums else block_sums
+            self.counts[key] = self.counts.get(key, 0) + counts[group, block]
 
     def _counted(self, axis: int) -> dict[int, int]:
         """Contexts by own group or by block."""
@@ -209,16 +216,19 @@ class LeaveOut:
         ``contexts``, without their contexts), or without some blocks of contexts; each context by
         the basis without all groups that are ``joined`` with its own."""
         numerators, totals = torch.zeros(()), torch.zeros(())
-        for (own, at), sums in self.sums.items():
-            if (contexts and own in left_out) or at in blocks:
+        for (group, block), sums in self.sums.items():
+            if (contexts and group in left_out) or block in blocks:
                 continue
-            change = without(self.share, joined.get(own, NONE) | left_out)
-            n = change.shape[1]
-            both = torch.stack([sums.numerators, sums.gains])
-            table = both[..., : n * n].unflatten(-1, (n, n))
+            change = without(self.share, joined.get(group, NONE) | left_out)
+            n_parts = change.shape[1]
+            numerators_and_gains = torch.stack([sums.numerators, sums.gains])
+            table = numerators_and_gains[..., : n_parts * n_parts].unflatten(-1, (n_parts, n_parts))
             terms = einsum(change, table, change, "a m, s h m n, b n -> s h a b").flatten(2)
-            numerators = numerators + torch.cat([terms, both[..., n * n :]], -1)
+            numerators = numerators + torch.cat(
+                [terms, numerators_and_gains[..., n_parts * n_parts :]], -1
+            )
             total = torch.stack([sums.total, sums.gain_total])
+            # the total of a uniform context is rounding
             totals = totals + torch.where(sums.uniform, 0.0, total)
         return numerators / torch.where(totals > 0, totals, torch.nan).unsqueeze(-1)
 
@@ -232,20 +242,22 @@ class LeaveOut:
         counts = (self.share * contexts).round().long()
         groups, together = sets_of(blocks(counts)), self.spread
         counted = self._counted(1)
-        held = torch.tensor([counted[b] for b in sorted(counted)])
-        others = [] if together else sets_of(blocks(held))
+        block_sizes = torch.tensor([counted[b] for b in sorted(counted)])
+        context_blocks = [] if together else sets_of(blocks(block_sizes))
         joined = {group: members for members in groups for group in members}
         complete = self._shares(joined)
-        fewest = min(len(groups), len(groups if together else others))
+        fewest = min(len(groups), len(groups if together else context_blocks))
         if fewest < FEWEST_GROUPS or self.done < FEWEST:
             # two groups without shares, so that intervals come out as NaN
-            blank = complete.new_full((*complete.shape[:2], 3, complete.shape[2]), torch.nan)
-            return Resampled(blank[0], blank[1], ((0.5, 0.5),))
+            unknown = complete.new_full((*complete.shape[:2], 3, complete.shape[2]), torch.nan)
+            return Resampled(unknown[0], unknown[1], ((0.5, 0.5),))
         samples = [self._shares(joined, members, contexts=together) for members in groups]
-        samples += [self._shares(joined, blocks=members) for members in others]
+        samples += [self._shares(joined, blocks=members) for members in context_blocks]
         sizes = [tuple(float(self.share[list(members)].sum()) for members in groups)]
-        if others:
-            sizes.append(tuple(float(held[list(b)].sum()) / self.done for b in others))
+        if context_blocks:
+            sizes.append(
+                tuple(float(block_sizes[list(b)].sum()) / self.done for b in context_blocks)
+            )
         cs, gs = torch.stack([complete, *samples], dim=2)
         return Resampled(cs, gs, tuple(sizes))
 
@@ -261,8 +273,9 @@ class GroupProjections:
         for which in ("q", "k"):
             mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
             pos = layer.projected(groups.pos.to(layer.h), which)
-            both = torch.stack([mean.expand_as(pos), pos])
-            self.mapped[which] = layer.turned(both, which)
+            # the mean is the same at every position until it is turned
+            mean_and_pos = torch.stack([mean.expand_as(pos), pos])
+            self.mapped[which] = layer.turned(mean_and_pos, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
         """Numerators and gains of all pairs of the parts for some contexts."""

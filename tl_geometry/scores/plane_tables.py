@@ -125,6 +125,7 @@ class PlaneTable(TermResult):
         prompt's length), ``far`` and ``pass`` (not rotated), or bands of your own."""
         chosen = default_bands(self.length) if bands is None else dict(bands)
         member = {name: self.head_planes.inside(Band(*band)) for name, band in chosen.items()}
+        # no Band holds what is not rotated: it is a band of its own
         member |= {PASS: self.head_planes.chosen(PASS)}
         weight = torch.stack(list(member.values()), 1).to(self.cs)
         cs, gs = (
@@ -151,6 +152,7 @@ class PlaneTable(TermResult):
             (layer, head, m, waves[h][m], bands[h][m], term, cs[h][m][t], gs[h][m][t])
             for h, (layer, head) in enumerate(self.heads)
             for m in range(len(waves[h]))
+            # a head may have fewer planes than the widest one
             if bands[h][m]
             for t, term in enumerate(self.terms)
         ]

@@ -55,6 +55,7 @@ def default_bands(length: int) -> dict[str, Band]:
     >>> default_bands(128)["middle"]
     Band(over=16, up_to=128)
     """
+    # in a prompt no longer than NEAR the middle band is empty, not reversed
     middle = max(NEAR, length)
     return {"near": Band(0, NEAR), "middle": Band(NEAR, middle), "far": Band(middle, math.inf)}
 
@@ -71,10 +72,10 @@ class HeadPlanes:
     @staticmethod
     def of(planes: Sequence[RotaryPlanes], length: int) -> HeadPlanes:
         """The planes of heads, given those of each head's layer."""
-        most = max(len(p.theta) for p in planes)
-        theta = torch.full((len(planes), most), torch.nan, dtype=torch.float64)
-        for row, of_layer in zip(theta, planes, strict=True):
-            row[: len(of_layer.theta)] = of_layer.theta
+        n_planes = max(len(p.theta) for p in planes)
+        theta = torch.full((len(planes), n_planes), torch.nan, dtype=torch.float64)
+        for row, layer_planes in zip(theta, planes, strict=True):
+            row[: len(layer_planes.theta)] = layer_planes.theta
         return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
 
     @staticmethod
@@ -90,6 +91,7 @@ class HeadPlanes:
 
     def inside(self, band: Band) -> Bool[Tensor, "head plane"]:
         """Which planes a band holds."""
+        # a frequency of NaN, of a plane that the head lacks, compares false
         turned = self.theta.abs() > 0
         return turned & (self.wavelength > band.over) & (self.wavelength <= band.up_to)
 
@@ -99,6 +101,7 @@ class HeadPlanes:
             bands = default_bands(self.length)
             name = checks.choice(planes, (*bands, PASS), "planes")
             return self.theta == 0 if name == PASS else self.inside(bands[name])
+        # before the sequences: a Band is itself a tuple
         if isinstance(planes, Band):
             expected, got = "over < up_to, both at least 0", tuple(planes)
             require(0 <= planes.over < planes.up_to, "planes", expected=expected, got=got)
@@ -142,4 +145,4 @@ def describe_planes(planes: PlanesLike) -> str:
         return f"wavelengths over {planes.over:g} up to {planes.up_to:g}"
     if isinstance(planes, str | int):
         return str(planes)
-    return ", ".join(describe_planes(each) for each in planes)
+    return ", ".join(describe_planes(choice) for choice in planes)

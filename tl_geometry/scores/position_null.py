@@ -105,12 +105,12 @@ def independence(
     """The share of orders of the groups in which neighbours are as alike as in that of the corpus
     (one unless ``ordered``): small where a topic goes on from one group to the next. Zero where all
     groups are the same (one prompt many times), as they tell nothing of noise."""
-    apart = vectors - share.to(vectors) @ vectors
-    gram = (apart @ apart.mT).double().cpu()
+    deviations = vectors - share.to(vectors) @ vectors
+    gram = (deviations @ deviations.mT).double().cpu()
     # float32 projections of equal groups differ by rounding, about 1e-6 of their size
-    same = float(apart.norm()) <= 1e-5 * float(vectors.norm())
-    if same or not ordered:
-        return float(not same)
+    identical = float(deviations.norm()) <= 1e-5 * float(vectors.norm())
+    if identical or not ordered:
+        return float(not identical)
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(gram), generator=generator) for _ in range(DRAWS)]
     order = torch.stack([torch.arange(len(gram)), *orders])
@@ -123,17 +123,19 @@ def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> 
     """What the draws of a layer need beside the table of pairs of its groups."""
     weight = groups.share.to(layer.h).reshape(-1, 1, 1, 1)
     (q_bias, q_pos), (k_bias, k_pos) = (mean_parts(layer, groups, w) for w in "qk")
-    mean, none = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
+    mean, zero = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
     reliability = torch.ones(q_bias.shape[2]).double()
     if layer.rotary:
         noise = ((q_bias - mean).square() * weight).sum((0, 1, 3)) / max(1, len(weight) - 1)
         reliability = (1 - noise / mean.square().sum((0, 1, 3)).clamp(min=1e-30)).clamp(min=0)
         q_pos, k_pos = q_pos + q_bias, k_pos + k_bias
-    query, key = torch.cat([mean, q_pos * weight]), torch.cat([none, k_pos * weight])
+    query, key = torch.cat([mean, q_pos * weight]), torch.cat([zero, k_pos * weight])
     # topics are constant along the window: only rotated means hold them
-    moves = k_pos[:, drop:].flatten(1)
-    p = independence(moves, groups.share, seed, ordered=layer.rotary)
-    return Turned(odd_products(query, key, layer.allowed, drop), reliability.double().cpu(), p)
+    key_vectors = k_pos[:, drop:].flatten(1)
+    p_independent = independence(key_vectors, groups.share, seed, ordered=layer.rotary)
+    return Turned(
+        odd_products(query, key, layer.allowed, drop), reliability.double().cpu(), p_independent
+    )
 
 
 class PositionNull:
@@ -147,28 +149,32 @@ class PositionNull:
         """The basis and random directions, and the latter without their part along the basis, as
         multiples of each group's share."""
         generator = torch.Generator().manual_seed(self.seed)
-        truth = self.share.sqrt()
-        r = torch.randn(DRAWS, len(truth), generator=generator, dtype=torch.float64)
+        of_basis = self.share.sqrt()
+        r = torch.randn(DRAWS, len(of_basis), generator=generator, dtype=torch.float64)
         r = r / r.norm(dim=1, keepdim=True)
-        apart = r - (r @ truth).unsqueeze(1) * truth
-        apart = apart / apart.norm(dim=1, keepdim=True)
-        return torch.cat([truth.unsqueeze(0), r]) / truth, apart / truth
+        off_basis = r - (r @ of_basis).unsqueeze(1) * of_basis
+        off_basis = off_basis / off_basis.norm(dim=1, keepdim=True)
+        return torch.cat([of_basis.unsqueeze(0), r]) / of_basis, off_basis / of_basis
 
     def pairs(self, sums: LeaveOut) -> tuple[Tensor, Tensor, Tensor]:
         """Numerators of all pairs of the mean and of what turns of each group, what no draw holds
         (ALiBi), and the totals, over all contexts."""
-        each = list(sums.sums.values())
-        numerators = torch.stack([s.numerators for s in each]).sum(0)
-        total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in each]).sum(0)
-        n = 2 * len(self.share) + 1
-        one, none = torch.eye(len(self.share)).double(), torch.zeros(len(self.share), 1).double()
-        zero = torch.zeros(1, len(self.share)).double()
-        mean = torch.cat([zero + 1, zero, zero[:, :1]], 1)
-        each_group = torch.cat([one if self.rotary else 0 * one, one, none], 1)
+        entries = list(sums.sums.values())
+        numerators = torch.stack([s.numerators for s in entries]).sum(0)
+        total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in entries]).sum(0)
+        n_parts = 2 * len(self.share) + 1
+        identity = torch.eye(len(self.share)).double()
+        zero_column = torch.zeros(len(self.share), 1).double()
+        zero_row = torch.zeros(1, len(self.share)).double()
+        mean = torch.cat([zero_row + 1, zero_row, zero_row[:, :1]], 1)
+        each_group = torch.cat(
+            [identity if self.rotary else 0 * identity, identity, zero_column], 1
+        )
+        # the mean sums the bias of all groups; of a group turns pos, and bias where it is rotated
         change = torch.cat([mean, each_group])
-        table = numerators[:, : n * n].unflatten(1, (n, n))
+        table = numerators[:, : n_parts * n_parts].unflatten(1, (n_parts, n_parts))
         pairs = einsum(change, table, change, "a m, h m n, b n -> h a b")
-        return pairs, numerators[:, n * n :].sum(1), total
+        return pairs, numerators[:, n_parts * n_parts :].sum(1), total
 
     def numerators(
         self,
@@ -178,28 +184,30 @@ class PositionNull:
     ) -> Float[Tensor, "head sample"]:
         """``sum X~ . S~`` of the position terms in every draw; ``known`` contexts are the basis's
         and turn with it."""
-        out, reliability = [], self.turned.kept
+        chunks, reliability = [], self.turned.kept
         for c in draws.split(CHUNK):
+            # the turned group means hold the mean too: it keeps what they do not sum up to
             mean = (1 - c @ self.share) if self.rotary else torch.ones(len(c)).double()
-            first = mean * reliability.unsqueeze(1)  # [head sample]
-            query = torch.cat([first.unsqueeze(-1), c.expand(len(reliability), -1, -1)], -1)
+            mean_weight = mean * reliability.unsqueeze(1)  # [head sample]
+            query = torch.cat([mean_weight.unsqueeze(-1), c.expand(len(reliability), -1, -1)], -1)
             key = torch.cat([torch.full_like(c[:, :1], float(not self.rotary)), c], 1)
             moved = einsum(self.turned.odd, c - 1, "h a b g, s g -> h s a b")
             table = pairs.unsqueeze(1) + known * reliability.reshape(-1, 1, 1, 1) * moved
-            out.append(einsum(query, table, key, "h s a, h s a b, s b -> h s"))
-        return torch.cat(out, 1)
+            chunks.append(einsum(query, table, key, "h s a, h s a b, s b -> h s"))
+        return torch.cat(chunks, 1)
 
     def table(self, sums: LeaveOut, contexts: int) -> dict[str, Float[Tensor, " head"]]:
         """Mean and 95% point of the null share, and the p-value of position: NaN where the sweep or
         its basis (of ``contexts``) has too few contexts or groups, and where the groups are not
         independent (:func:`independence`)."""
-        pairs, beside, total = self.pairs(sums)
+        pairs, alibi, total = self.pairs(sums)
         total = torch.where(total > 0, total, torch.nan).unsqueeze(1)
-        known = sum(count for (own, _), count in sums.counts.items() if own >= 0)
-        draws, apart = self.directions()
-        cs = self.numerators(pairs, known, draws) / total
-        null = self.numerators(pairs, known, apart) / total
-        position = cs[:, :1] + beside.unsqueeze(1) / total
+        n_own = sum(count for (group, _), count in sums.counts.items() if group >= 0)
+        draws, off_basis = self.directions()
+        cs = self.numerators(pairs, n_own, draws) / total
+        null = self.numerators(pairs, n_own, off_basis) / total
+        position = cs[:, :1] + alibi.unsqueeze(1) / total
+        # the basis counts as one of the draws, so that p is never zero
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
         few = min(sums.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
         unknown = torch.isnan(position[:, 0]) | few | (self.turned.independence <= DEPENDENT)
@@ -218,7 +226,7 @@ def adjusted(p: Float[Tensor, " head"]) -> Float[Tensor, " head"]:
     >>> adjusted(torch.tensor([0.01, 0.04, torch.nan, 0.02], dtype=torch.float64)).tolist()
     [0.03, 0.04, nan, 0.03]
     """
-    known = torch.isfinite(p)
-    out = torch.full_like(p, torch.nan)
-    out[known] = torch.as_tensor(stats.false_discovery_control(p[known].numpy())).to(p)
-    return out
+    finite = torch.isfinite(p)
+    corrected = torch.full_like(p, torch.nan)
+    corrected[finite] = torch.as_tensor(stats.false_discovery_control(p[finite].numpy())).to(p)
+    return corrected

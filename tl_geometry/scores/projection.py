@@ -51,12 +51,12 @@ class Side:
         input, from which the norm scale has been divided out already."""
         checks.choice(which, ("q", "k", "v"), "side")
         frozen = getattr(layer, f"{which}_scale")
-        beside = None if layer.added is None or which == "v" else layer.added
+        added = None if layer.added is None or which == "v" else layer.added
         return cls(
             map=getattr(layer, f"{which}_map"),
             frozen=layer.without_norm(frozen) if normalized else frozen,
             constant=getattr(layer, f"{which}_constant"),
-            added=None if beside is None else beside.q if which == "q" else beside.k,
+            added=None if added is None else added.q if which == "q" else added.k,
         )
 
     def select(self, rows: slice | Tensor, positions: slice, heads: list[int] | slice) -> Side:
@@ -85,6 +85,7 @@ class Side:
         constants where they belong, and ``scale`` times all of it."""
         parts = torch.mul(mapped, self.frozen.unsqueeze(-1) * scale, out=out)
         parts[0].add_(self.constant, alpha=scale)
+        # the constant holds the added positional embedding, which is position
         if self.added is not None:
             parts[0].sub_(self.added, alpha=scale)
             parts[1].add_(self.added, alpha=scale)
@@ -107,9 +108,9 @@ def project_basis(layer: LayerView, basis: PositionContext, length: int) -> Mapp
     """Map mean and positional vectors of the first ``length`` positions to queries and keys."""
     row = basis.index(layer.layer)
     pos = basis.pos_seen[row, :length]
-    both = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
+    mean_and_pos = torch.stack([basis.mean[row].expand_as(pos), pos]).to(layer.h)
     q, k = (
-        rearrange(f(both), "part position head e -> part head position e").contiguous()
+        rearrange(f(mean_and_pos), "part position head e -> part head position e").contiguous()
         for f in (layer.q_map, layer.k_map)
     )
     return MappedBasis(q, k, basis.provenance.normalized)
@@ -125,29 +126,34 @@ def split_layer(
     :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
     """
     batch, length, heads, width = layer.q[rows, start:].shape
+    # heads first in memory, parts first as seen: share_sums reorders them without a copy
     size = (batch, heads, length, len(PARTS), width)
     q, k = (
         rearrange(x.new_empty(size), "b h i part e -> part b i h e") for x in (layer.q, layer.k)
     )
-    for which, out, both, total, scale in (
+    for which, parts, mean_and_pos, total, scale in (
         ("q", q, mapped.q, layer.q, layer.scale),
         ("k", k, mapped.k, layer.k, 1.0),
     ):
         side = Side.of(layer, which, normalized=mapped.normalized)
         side = side.select(rows, slice(start, None), slice(None))
-        both = rearrange(both[:, :, start:], "part head position e -> part 1 position head e")
-        side.bias_and_pos(both, scale=scale, out=out[:2])
-        torch.mul(total[rows, start:], scale, out=out[2]).sub_(out[0]).sub_(out[1])
+        mean_and_pos = rearrange(
+            mean_and_pos[:, :, start:], "part head position e -> part 1 position head e"
+        )
+        side.bias_and_pos(mean_and_pos, scale=scale, out=parts[:2])
+        torch.mul(total[rows, start:], scale, out=parts[2]).sub_(parts[0]).sub_(parts[1])
     return ProjectedParts(q, k)
 
 
 def split_heads(layer: LayerView, mapped: MappedBasis, heads: list[int]) -> ProjectedParts:
     """The parts of some heads of a whole batch, with gradients: new memory throughout."""
     projected: list[Tensor] = []
-    for which, both, total in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
+    for which, mean_and_pos, total in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
         side = Side.of(layer, which, normalized=mapped.normalized)
         side = side.select(slice(None), slice(None), heads)
-        both = rearrange(both[:, heads], "part head position e -> part 1 position head e")
-        bias, pos = side.bias_and_pos(both)
+        mean_and_pos = rearrange(
+            mean_and_pos[:, heads], "part head position e -> part 1 position head e"
+        )
+        bias, pos = side.bias_and_pos(mean_and_pos)
         projected.append(torch.stack([bias, pos, total[:, :, heads] - bias - pos]))
     return ProjectedParts(projected[0] * layer.scale, projected[1])

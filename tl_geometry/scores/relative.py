@@ -80,6 +80,7 @@ class RelativeKernel(Result):
     @property
     def peak(self) -> Float[Tensor, "head plane"]:
         """The offset in tokens at which each plane is largest; NaN for what is not rotated."""
+        # a plane that turns backwards has its peak at the mirrored phase
         phase = torch.remainder(torch.atan2(self.sine, self.cosine) * self.theta.sign(), math.tau)
         return phase / torch.where(self.theta == 0, torch.nan, self.theta.abs())
 
@@ -88,8 +89,9 @@ class RelativeKernel(Result):
     ) -> Float[Tensor, "head plane offset"]:
         """The kernel of each plane at ``offsets``, by default 0 to
         ``head_planes.length - 1``."""
-        at = torch.arange(self.head_planes.length) if offsets is None else offsets
-        angle = torch.nan_to_num(self.theta).unsqueeze(-1) * at.double()
+        distances = torch.arange(self.head_planes.length) if offsets is None else offsets
+        # NaN marks planes that a head lacks, which add nothing
+        angle = torch.nan_to_num(self.theta).unsqueeze(-1) * distances.double()
         cosine, sine = (torch.nan_to_num(x).unsqueeze(-1) for x in (self.cosine, self.sine))
         return cosine * angle.cos() + sine * angle.sin()
 
@@ -141,6 +143,7 @@ def relative_kernel(
     def on_layer(layer: LayerView) -> None:
         kernels[layer.layer] = _kernel_of(layer.normalized(), basis)
 
+    # any tokens do: of the pass only the rotation and the constants are used
     ids = torch.arange(size).remainder(view.d_vocab).unsqueeze(0)
     view.run_layers(ids, sorted({layer for layer, _ in chosen}), on_layer, verify=False)
     planes = HeadPlanes.of([kernels[layer][0] for layer, _ in chosen], size)
@@ -186,12 +189,12 @@ def _kernel_of(
     # at position 0 nothing is turned yet
     q = (layer.q_map(mean) + layer.q_constant[:1])[0, :1].double()
     k = (layer.k_map(mean) + layer.k_constant[:1])[0, :1].double()
-    nothing = torch.zeros(1, turn.cos.shape[-1]).to(q)
+    zero_cosine = torch.zeros(1, turn.cos.shape[-1]).to(q)
     # turned by a quarter, q gives the sine coefficients
-    quarter = rotate(q, nothing, torch.ones_like(nothing), turn.pairing)
-    both = torch.stack([q * k, quarter * k])[:, 0] * layer.scale
-    out = both.new_zeros(*both.shape[:2], len(planes.theta))
-    summed = out.index_add_(-1, planes.plane.to(out.device), both).cpu()
+    quarter = rotate(q, zero_cosine, torch.ones_like(zero_cosine), turn.pairing)
+    products = torch.stack([q * k, quarter * k])[:, 0] * layer.scale
+    by_plane = products.new_zeros(*products.shape[:2], len(planes.theta))
+    summed = by_plane.index_add_(-1, planes.plane.to(by_plane.device), products).cpu()
     summed[1, :, planes.theta == 0] = 0  # what is not rotated is a constant
     return planes, summed
 
@@ -235,7 +238,9 @@ def _matrix(split: ScoreSplit, term: tuple[str, str] | str | None) -> Tensor:
     return split.sum_of_terms() if term is None else split[term]
 
 
-def _kept(split: ScoreSplit, drop: int | None) -> tuple[int, Bool[Tensor, "head query key"]]:
+def _start_and_mask(
+    split: ScoreSplit, drop: int | None
+) -> tuple[int, Bool[Tensor, "head query key"]]:
     """The first position that is not dropped, and the mask from there on."""
     start = (split.provenance.window or (0, 0))[0] if drop is None else drop
     length = split.allowed.shape[-1]
@@ -257,7 +262,7 @@ def offset_profile(
     normalised basis of a rotary model it is the kernel, and its band has no width.
     """
     require(0 < level < 1, "level", expected="between 0 and 1", got=level)
-    start, allowed = _kept(split, drop)
+    start, allowed = _start_and_mask(split, drop)
     term_matrix = _matrix(split, term)[..., start:, start:].double()
     batch, heads, length, _ = term_matrix.shape
     index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
@@ -270,18 +275,19 @@ def offset_profile(
     means = sums / torch.where(cells > 0, cells, torch.nan)
     mean, bound = means.mean(0), torch.full_like(means[0], torch.nan)
     if batch >= FEWEST:
-        wide = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
-        bound = means.std(0) * wide
+        half_width = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
+        bound = means.std(0) * half_width
+    # argmax finds the first offset that any head's mask allows
     first = int((cells > 0).any(0).int().argmax())
-    seen = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
-    middle, low, high, counts = seen
+    trimmed = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
+    profile, low, high, counts = trimmed
     name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
     return OffsetProfile(
         provenance=split.provenance,
         heads=split.heads,
         term=name,
         first=first - (length - 1),
-        mean=middle,
+        mean=profile,
         low=low,
         high=high,
         cells=counts,
@@ -305,17 +311,18 @@ def offset_share(
     """
     batch = split.q.shape[1]
     require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
-    start, allowed = _kept(split, drop)
+    start, allowed = _start_and_mask(split, drop)
     term_matrix = _matrix(split, term)[..., start:, start:]
-    out = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
+    shares = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
     for layer in dict.fromkeys(layer for layer, _ in split.heads):
-        rows = [i for i, (at, _) in enumerate(split.heads) if at == layer]
-        inside = allowed[rows[0]]
-        centred = row_center(term_matrix[:, rows].double(), inside)
-        out[rows] = cross_validated(
+        heads_of_layer = [i for i, (head_layer, _) in enumerate(split.heads) if head_layer == layer]
+        # heads of one layer have the same mask
+        inside = allowed[heads_of_layer[0]]
+        centred = row_center(term_matrix[:, heads_of_layer].double(), inside)
+        shares[heads_of_layer] = cross_validated(
             [offset_sums(part, inside) for part in centred.tensor_split(groups)]
         ).cpu()
-    return out
+    return shares
 
 
 def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
@@ -329,5 +336,6 @@ def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
         beta = (pooled.sums - group.sums)[:, used] @ inverse
         fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
+        # |S~|^2 - |S~ - D~ beta|^2 of the group, from its sums
         explained += 2 * (beta * group.sums[:, used]).sum(-1) - fitted
     return explained / torch.where(pooled.energy > 0, pooled.energy, torch.nan)

@@ -49,6 +49,7 @@ class Pattern:
         self.rows = self.several.sum(-1).clamp(min=1)
 
     def _masked(self, scores: Tensor) -> Tensor:
+        # finite, so that a row without an allowed key does not become NaN
         return torch.where(self.allowed, scores, torch.finfo(scores.dtype).min)
 
     def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
@@ -57,6 +58,7 @@ class Pattern:
         masked -= masked.amax(-1, keepdim=True)
         q = masked.softmax(-1)  # its largest is one over the sum, as the largest score is zero
         kl = (self.log_p - masked).mul_(self.p).sum(-1) - q.amax(-1).log()
+        # rounding may leave a divergence just below zero
         kl, tv = kl.clamp(min=0), q.sub_(self.p).abs_().sum(-1) / 2
         return Distance(
             *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
@@ -88,9 +90,10 @@ class OffsetSums(Sums):
         NaN for a term without energy.
         """
         used = self.counts > 0
-        gram = torch.linalg.pinv(self.gram[used][:, used], hermitian=True, rtol=1e-10)
+        # row means make the dummies dependent: what is smaller than 1e-10 is rounding
+        inverse = torch.linalg.pinv(self.gram[used][:, used], hermitian=True, rtol=1e-10)
         sums = self.sums[..., used]
-        fitted = einsum(sums, gram, sums, "... offset, offset other, ... other -> ...")
+        fitted = einsum(sums, inverse, sums, "... offset, offset other, ... other -> ...")
         return (fitted / torch.where(self.energy > 0, self.energy, torch.nan)).clamp(max=1)
 
 
@@ -106,8 +109,10 @@ class Offsets(NamedTuple):
     def of(allowed: Bool[Tensor, "query key"]) -> Offsets:
         """Those of a mask."""
         queries, keys = allowed.shape
-        rows, columns = (torch.arange(n, device=allowed.device) for n in (queries, keys))
-        places = rows.unsqueeze(1) - columns + keys - 1
+        query_positions, key_positions = (
+            torch.arange(n, device=allowed.device) for n in (queries, keys)
+        )
+        places = query_positions.unsqueeze(1) - key_positions + keys - 1
         inside = allowed.double()
         dummies = inside.new_zeros(queries, queries + keys - 1).scatter_(1, places, inside)
         shares = dummies / inside.sum(-1, keepdim=True).clamp(min=1)
@@ -134,8 +139,10 @@ def offset_sums(
     places, counts, gram = Offsets.of(allowed) if offsets is None else offsets
     summed = centred.sum(0, dtype=torch.float64).flatten(1)
     sums = summed.new_zeros(len(summed), len(counts)).index_add_(1, places.flatten(), summed)
-    n = len(centred)
-    return OffsetSums(sums=sums, counts=n * counts, gram=n * gram, energy=_squares(centred))
+    n_contexts = len(centred)
+    return OffsetSums(
+        sums=sums, counts=n_contexts * counts, gram=n_contexts * gram, energy=_squares(centred)
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -169,18 +176,18 @@ def contrast_sums(
     >>> bool(contrast_sums(match[:, None], tokens, allowed).contrast > 3)
     True
     """
-    apart = allowed & ~torch.eye(*allowed.shape, dtype=torch.bool, device=allowed.device)
+    distinct = allowed & ~torch.eye(*allowed.shape, dtype=torch.bool, device=allowed.device)
     equal = tokens.unsqueeze(2) == tokens.unsqueeze(1)
-    rows = []
-    for cells in (equal & apart, ~equal & apart):
+    statistics = []
+    for cells in (equal & distinct, ~equal & distinct):
         chosen = torch.where(cells.unsqueeze(1), centred, 0)
         count = cells.sum(dtype=torch.float64).expand(centred.shape[1])
         total = chosen.sum((0, 2, 3), dtype=torch.float64)
-        rows.append(torch.stack([count, total, _squares(chosen)]))
-    return ContrastSums(values=torch.stack(rows))
+        statistics.append(torch.stack([count, total, _squares(chosen)]))
+    return ContrastSums(values=torch.stack(statistics))
 
 
-def _squares(x: Float[Tensor, "batch head query key"]) -> Float[Tensor, " head"]:
+def _squares(scores: Float[Tensor, "batch head query key"]) -> Float[Tensor, " head"]:
     """Sums of squares for each head, in float64."""
-    norms = torch.linalg.vector_norm(x, dim=(2, 3), dtype=torch.float64)
+    norms = torch.linalg.vector_norm(scores, dim=(2, 3), dtype=torch.float64)
     return norms.square().sum(0)

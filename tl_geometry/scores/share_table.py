@@ -72,16 +72,18 @@ class Level(NamedTuple):
         if self.resampled is not None and len(self.names) > 1:
             resampled = (self.resampled.cs, self.resampled.gs)
             shares = (self.sums.cs, self.sums.gs)
-            first, second = (self._certain(*each) for each in zip(shares, resampled, strict=True))
-            certain = (first, second)
+            certain_cs, certain_gs = (
+                self._certain(*pair) for pair in zip(shares, resampled, strict=True)
+            )
+            certain = (certain_cs, certain_gs)
         return dominant(self.sums.cs, self.sums.gs, self.names, certain=certain)
 
     def _certain(self, shares: Tensor, samples: Tensor) -> Bool[Tensor, " head"]:
         """Heads whose interval of the margin (largest share less the second) excludes zero."""
         order = shares.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
-        two = samples.gather(2, order[:, None, :2].expand(-1, samples.shape[1], -1))
+        top_two = samples.gather(2, order[:, None, :2].expand(-1, samples.shape[1], -1))
         assert self.resampled is not None
-        return self.resampled.interval(two[..., 0] - two[..., 1]).low > 0
+        return self.resampled.interval(top_two[..., 0] - top_two[..., 1]).low > 0
 
     def columns(self) -> list[Tensor]:
         """Shares, with their intervals where there are any, then the sums behind them."""
@@ -260,6 +262,7 @@ class ShareTable(TermResult):
         return PlaneTable(
             provenance=self.provenance,
             heads=self.heads,
+            # ALiBi, the last term, is in no plane
             terms=self.terms[: len(self.parts) ** 2],
             head_planes=self.head_planes,
             cs=numerators / sums.known(sums.total)[:, None, None],
@@ -282,16 +285,19 @@ class ShareTable(TermResult):
         columns = [[column.tolist() for column in level.columns()] for level in levels]
         labels = [level.dominant() for level in levels]
         mass, total, cells = (x.tolist() for x in (self._mass(), self.sums.total, self.sums.cells))
-        out: list[Sequence[object]] = []
+        table_rows: list[Sequence[object]] = []
         for h, (layer, head) in enumerate(self.heads):
-            for at, level in enumerate(levels):
-                best = labels[at]
+            for level_index, level in enumerate(levels):
+                best = labels[level_index]
                 label = (float(best.margin[h]), float(best.gain_margin[h]), best.flags[h], mass[h])
                 for t, name in enumerate(level.names):
-                    names = (None, name) if at else (name, None)
-                    *shares, numerator, gain, energy = (column[h][t] for column in columns[at])
+                    # the second level are the groups, whose rows name no term
+                    names = (None, name) if level_index else (name, None)
+                    *shares, numerator, gain, energy = (
+                        column[h][t] for column in columns[level_index]
+                    )
                     sums = (numerator, gain, energy, total[h], cells[h])
-                    out.append(
+                    table_rows.append(
                         (layer, head, *names, *shares, best.labels[h] == name, *label, *sums)
                     )
-        return out
+        return table_rows

@@ -60,17 +60,20 @@ class Terms(Mapping[tuple[str, str], Tensor]):
         self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
-        s = self._split
+        split = self._split
         pair = self._pairs.get(term) if isinstance(term, str) else term
         if pair is None or pair not in self._pairs.values():
-            near = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
-            expected, got = f'one of {near}, or a pair ("query part", "key part")', repr(term)
+            names = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
+            expected, got = f'one of {names}, or a pair ("query part", "key part")', repr(term)
             fail("terms", expected=expected, got=got, instead="list(split.terms)")
-        if s.bias is not None and pair == (ALIBI, ALIBI):
-            return s.bias.expand(s.q.shape[1], -1, -1, -1).clone()
-        a, b = (s.parts.index(part) for part in pair)
+        if split.bias is not None and pair == (ALIBI, ALIBI):
+            # a copy, as all other terms are: writing to one leaves the split as it is
+            return split.bias.expand(split.q.shape[1], -1, -1, -1).clone()
+        query_part, key_part = (split.parts.index(part) for part in pair)
         return einsum(
-            s.q[a], s.k[b], "batch query head e, batch key head e -> batch head query key"
+            split.q[query_part],
+            split.k[key_part],
+            "batch query head e, batch key head e -> batch head query key",
         )
 
     def __contains__(self, term: object) -> bool:
@@ -133,6 +136,7 @@ class ScoreSplit(TermResult):
         """
         exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
         require(exact, "on_planes", expected="preset='exact'", got=got)
+        # to restrict q is enough: a product is zero where one factor is
         inside = self.planes.coordinates(self.planes.chosen(planes)).to(self.q)
         flag = f"rotary planes {describe_planes(planes)} alone"
         provenance = self.provenance.flagged(flag)
@@ -198,28 +202,31 @@ class ScoreSplit(TermResult):
         require(self._additive, "shares", expected=expected, got=got, instead="preset='exact'")
         start = (self.provenance.window or (0, 0))[0] if drop is None else drop
         layers = torch.tensor([layer for layer, _ in self.heads])
-        rows_of = [torch.where(layers == layer)[0] for layer in layers.unique()]
-        sums = ShareSums.beside([self._layer_sums(rows, start).to("cpu") for rows in rows_of])
+        indices_of = [torch.where(layers == layer)[0] for layer in layers.unique()]
+        sums = ShareSums.beside(
+            [self._layer_sums(indices, start).to("cpu") for indices in indices_of]
+        )
         mass = dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None
         return ShareTable(
             provenance=self.provenance,
             heads=self.heads,
             parts=self.parts,
-            sums=sums.select(torch.cat(rows_of).argsort(), "head"),
+            # from the order by layer back to that of `heads`
+            sums=sums.select(torch.cat(indices_of).argsort(), "head"),
             drop=start,
             dropped_mass=mass,
             head_planes=self.planes,
             bias_label=self.bias_label,
         )
 
-    def _layer_sums(self, rows: Int[Tensor, " head"], drop: int) -> ShareSums:
+    def _layer_sums(self, indices: Int[Tensor, " head"], drop: int) -> ShareSums:
         """Sums of some heads of one layer, which share mask, soft cap and rotation."""
-        first, cap = rows[0], float(self.softcap[rows[0]])
+        first, cap = indices[0], float(self.softcap[indices[0]])
         sums = share_sums(
-            self.q[..., rows, :],
-            self.k[..., rows, :],
+            self.q[..., indices, :],
+            self.k[..., indices, :],
             self.allowed[first],
-            bias=None if self.bias is None else self.bias[rows],
+            bias=None if self.bias is None else self.bias[indices],
             drop=drop,
             softcap=cap if math.isfinite(cap) else None,
             energy=CONSTANTS not in self.parts,  # not of writers, which are too many
@@ -317,23 +324,23 @@ def split_scores(
     """
     view = as_view(model)
     checks.choice(preset, PRESETS, "preset")
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
     family = family_of(view, parts, basis, layers_of)
     splitter = Splitter(view, family, layers_of, preset)
     by_writers = isinstance(family, Writers)
-    size = _size(view, rows, len(chosen), len(splitter.names), by_writers)
-    check_request(view, rows, basis, size, memory_budget, len(chosen))
+    size = _size(view, prompts, len(chosen), len(splitter.names), by_writers)
+    check_request(view, prompts, basis, size, memory_budget, len(chosen))
     layer_terms: list[HeadTerms] = []
 
     def on_layer(layer: LayerView) -> None:
         heads_here = [h for l, h in chosen if l == layer.layer]
         layer_terms.append(splitter.layer(layer, heads_here, device))
 
-    each_layer(view, rows, cache, splitter.layers, on_layer, family)
+    each_layer(view, prompts, cache, splitter.layers, on_layer, family)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
-    pick = torch.tensor([order.index(head) for head in chosen], device=device)
+    pick = torch.tensor([order.index(head) for head in chosen], device=device)  # as asked for
 
     def joined(field: str, axis: int) -> Tensor:
         """A field of all layers, its heads in the order asked for."""
@@ -348,7 +355,7 @@ def split_scores(
     rotary, relative = (all(getattr(t, x) for t in layer_terms) for x in ("rotary", "relative"))
     return ScoreSplit(
         provenance=provenance_of(
-            view, rows, basis, preset, flags, normalized, after_bos=by_writers
+            view, prompts, basis, preset, flags, normalized, after_bos=by_writers
         ),
         heads=chosen,
         parts=splitter.names,
@@ -362,19 +369,20 @@ def split_scores(
         scores=optional("scores", 1),
         checks=tuple(check for terms in layer_terms for check in terms.checks),
         scale=max(terms.scale for terms in layer_terms),
-        str_tokens=rows.str_tokens,
+        str_tokens=prompts.str_tokens,
         bias_label=bias_label(rotary=rotary, relative=relative),
     )
 
 
-def _size(view: ModelView, rows: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
+def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
     """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
     many to be formed all at once, their queries and keys."""
-    cells = len(rows) * heads * rows.tokens.shape[1]
-    each = parts**2 * rows.tokens.shape[1]
+    queries = len(prompts) * heads * prompts.tokens.shape[1]
+    numbers_per_query = parts**2 * prompts.tokens.shape[1]
     if by_writers:
-        each = 2 * parts * max(view.d_head, view.d_model // heads)
-    return each * cells * max(4, view.dtype.itemsize)
+        numbers_per_query = 2 * parts * max(view.d_head, view.d_model // heads)
+    # half precision is computed in float32
+    return numbers_per_query * queries * max(4, view.dtype.itemsize)
 
 
 def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str) -> HeadPlanes:
@@ -382,5 +390,5 @@ def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: 
     length, width = layers[0].q.shape[2], layers[0].q.shape[-1]
     if preset == "paper":
         return HeadPlanes.unturned(len(pick), width, length)
-    each = [terms.planes for terms in layers for _ in terms.heads]
-    return HeadPlanes.of(each, length).select(pick.cpu())
+    planes_by_head = [terms.planes for terms in layers for _ in terms.heads]
+    return HeadPlanes.of(planes_by_head, length).select(pick.cpu())

@@ -60,11 +60,11 @@ def each_layer(
         _check_cache(view, rows, cache)
     if isinstance(family, Writers):
 
-        def both(layer: LayerView, written: Written) -> None:
+        def on_written(layer: LayerView, written: Written) -> None:
             family.take(written)
             on_layer(layer)
 
-        run_written(view, rows.tokens, layers, both, cache=cache)
+        run_written(view, rows.tokens, layers, on_written, cache=cache)
     elif cache is None:
         view.run_layers(rows.tokens, layers, on_layer)
     else:
@@ -77,17 +77,17 @@ def each_layer(
             on_layer(layer)
 
 
-def _check_cache(view: ModelView, rows: TokenWindows, cache: Any) -> None:
+def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     """Refuse a cache whose first state is not what the model makes of these tokens (far beyond
     rounding, at any of them)."""
-    shape = tuple(rows.tokens.shape)
+    shape = tuple(prompts.tokens.shape)
     mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
     expected = "an ActivationCache, or a mapping from hook names"
     require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
     name = next((name for name in view.state_hooks if name in cache), None)
     if name is None or tuple(cache[name].shape[:2]) != shape:
         return  # refused with the layer
-    state = view.activations(rows.tokens, [name])[name].float()
+    state = view.activations(prompts.tokens, [name])[name].float()
     error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
     expected, got = "activations of these tokens", f"others at {far} tokens"
@@ -106,8 +106,9 @@ def provenance_of(
 ) -> Provenance:
     """What a split was computed from; without a basis the window starts at 0, or ``after_bos``."""
     start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
+    # a prompt that ends before the window keeps its last position
     start = min(start, rows.tokens.shape[1] - 1)
-    window, about = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
+    window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
     return view.provenance(
-        rows, window=window, preset=preset, flags=(*flags, *about), normalized=normalized
+        rows, window=window, preset=preset, flags=(*flags, *remarks), normalized=normalized
     )

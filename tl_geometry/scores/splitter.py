@@ -73,8 +73,8 @@ class Splitter:
         expected = "a basis of the states themselves, as published"
         instead = "decompose(model, tokens, normalize=False), or preset='exact'"
         require(fits, what, expected=expected, got="a normalised basis", instead=instead)
-        first = {"exact": (BIAS,), "paper": ("mean",), "reference": ()}[preset]
-        self.names = (*first, *family.names)
+        leading = {"exact": (BIAS,), "paper": ("mean",), "reference": ()}[preset]
+        self.names = (*leading, *family.names)
 
     def reading(self, layer: LayerView) -> LayerView:
         """The layer as a function of what is split: its input, or with a normalised basis the
@@ -96,8 +96,8 @@ class Splitter:
         else:
             q, k = (x[..., pick, :] for x in self._published(layer))
         if self.preset == "reference":
-            whole_q, whole_k = (x[None][..., pick, :] for x in (layer.q * layer.scale, layer.k))
-            scores, _ = _sum_and_size(layer, whole_q, whole_k, pick)
+            model_q, model_k = (x[None][..., pick, :] for x in (layer.q * layer.scale, layer.k))
+            scores, _ = _sum_and_size(layer, model_q, model_k, pick)
         measured = layer.bias is not None and layer.bias_source == "measured"
         flags = ["scores before the soft cap"] if layer.softcap is not None else []
         flags += ["ALiBi measured"] if measured else []
@@ -136,11 +136,12 @@ class Splitter:
         if not self.family.positional:
             return torch.cat([side.constant.unsqueeze(0), side.project(parts)])
         mapped = side.map(parts)
-        apart = "mean" in self.family.names
-        mean = torch.zeros_like(mapped[0]) if apart else mapped[0]
+        mean_apart = "mean" in self.family.names
+        # bias takes in the mean, unless it is a part by itself
+        mean = torch.zeros_like(mapped[0]) if mean_apart else mapped[0]
         bias, pos = side.bias_and_pos(torch.stack([mean, mapped[1]]))
         scaled = mapped * side.frozen.unsqueeze(-1)
-        return torch.stack([bias, *([scaled[0]] if apart else []), pos, *scaled[2:]])
+        return torch.stack([bias, *([scaled[0]] if mean_apart else []), pos, *scaled[2:]])
 
     def _published(self, layer: LayerView) -> tuple[Tensor, Tensor]:
         """Queries and keys of the parts as the paper, or its code, has them."""
@@ -167,6 +168,7 @@ class Splitter:
             checks.append((layer.layer, name, error, bound))
         pattern_errors, score_errors, scale = [0.0], [0.0], 0.0
         spreads: list[Tensor] = []
+        # a few heads at a time, because each pair of these tensors holds all cells of a head
         step = max(1, CHUNK // (layer.h.shape[0] * layer.h.shape[1] ** 2))
         for chunk in torch.arange(len(heads), device=heads.device).split(step):
             chosen = heads[chunk]

@@ -152,8 +152,9 @@ def share_sums(
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
         bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
     parts, batch, queries, heads, width = q.shape
-    rows = (1 + 2 * gain) * min(BLOCK, queries)  # of scores, and of the softmax behind the gains
-    cells = queries * (rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
+    # of scores, and of the softmax behind the gains
+    score_rows = (1 + 2 * gain) * min(BLOCK, queries)
+    cells = queries * (score_rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
     step = max(1, working_set // (q.element_size() * heads * cells))
     sums: list[ShareSums] = []
     for start in range(0, batch, step):
@@ -194,7 +195,7 @@ def _sums(
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
+    norms = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
     query, key = reduce(torch.add, queries.unbind(3)), reduce(torch.add, keys.unbind(3))
@@ -223,9 +224,9 @@ def _sums(
             squares = block_bias.square().sum((-2, -1), dtype=torch.float64)
             of_bias["energies"] += squares.unsqueeze(-1)
     unit = 32 * unit_roundoff(q.dtype)  # as in models.reconstruction: 32 u of the largest product
-    floor = (unit * sizes[0] * sizes[1]).square() + unit**2 * of_bias["energies"].sum(-1)
+    floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
     allowed_keys = mask.sum(-1)
-    several = torch.where(allowed_keys > 1, allowed_keys, 0)
+    several = torch.where(allowed_keys > 1, allowed_keys, 0)  # one key: nothing to choose
     by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
     if not gain:
         by_plane.pop("plane_gains", None)

@@ -185,9 +185,9 @@ def sweep_heads(
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
     size = _bytes_per_context(view, source.length)
-    rows = rows_per_batch(view, source.length, size, memory_budget, batch_size)
+    contexts_per_batch = rows_per_batch(view, source.length, size, memory_budget, batch_size)
     sums = _SweepSums(view, basis, chosen, source.length, wanted, memory_budget, seed)
-    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
+    stream = CorpusPass(view, source, contexts_per_batch, progress=progress, seed=seed)
     for batch in stream:
         # a batch without BOS settles it; after one with BOS another may come without
         basis.check_model(view, None if stream.begins_with_bos else False)
@@ -217,12 +217,14 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
     row = basis.index(layer.layer)
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
-    rest = h - (mean + pos)
+    cvec64 = h - (mean + pos)
     # parts that cancel are rounded as large as they are
-    apart = (x.norm(dim=-1) for x in (mean, pos, rest))
-    larger = max(1.0, float((sum(apart, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max()))
-    cvec, scale, sizes = rest.to(layer.h), layer.scale, layer.reconstruction.sizes
-    layer_sizes = {w: larger * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
+    norms = (x.norm(dim=-1) for x in (mean, pos, cvec64))
+    cancellation = max(
+        1.0, float((sum(norms, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max())
+    )
+    cvec, scale, sizes = cvec64.to(layer.h), layer.scale, layer.reconstruction.sizes
+    layer_sizes = {w: cancellation * sizes.get(w, 0.0) * (scale if w == "q" else 1.0) for w in "qk"}
     for name, subtracted, explicit in (
         ("q", parts.q, layer.project_q(cvec) * scale),
         ("k", parts.k, layer.project_k(cvec)),
@@ -260,6 +262,7 @@ class _SweepSums:
         require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
         expected = f"more than {self.drop + 1} positions (the window starts at {self.drop})"
         require(length > self.drop + 1, "tokens", expected=expected, got=length)
+        # refuse a layer that the basis lacks before the pass begins
         for layer in layers:
             basis.index(layer)
         self.view, self.basis, self.layers, self.length = view, basis, tuple(layers), length
@@ -290,20 +293,20 @@ class _SweepSums:
 
     def on_layer(self, layer: LayerView) -> None:
         """Take in one layer of one batch."""
-        at, mapped = layer.layer, self._projection(layer)
+        index, mapped = layer.layer, self._projection(layer)
         self.softcap = self.softcap or layer.softcap is not None
         self.rotary = self.rotary and layer.rotary
         details = None
         if self.detail:
-            details = self.details.setdefault(at, Details(self.detail, self.drop, self.seed))
+            details = self.details.setdefault(index, Details(self.detail, self.drop, self.seed))
             details.begin(layer, self.basis)
         start = 0 if details else self.drop  # only details look at what is dropped
         allowed, bias = (
             None if x is None else x[..., start:, start:] for x in (layer.allowed, layer.bias)
         )
-        if self.by_plane and at not in self.planes:
-            self.planes[at] = rotary_planes(layer)
-        planes = self.planes.get(at)
+        if self.by_plane and index not in self.planes:
+            self.planes[index] = rotary_planes(layer)
+        planes = self.planes.get(index)
         limit = self._working_set(layer)
         options: dict[str, Any] = {
             "bias": bias,
@@ -314,8 +317,8 @@ class _SweepSums:
             "planes": planes and PlaneIndex(planes.plane, len(planes.theta)),
         }
         sums: list[ShareSums] = []
-        for rows in torch.arange(len(layer.q)).split(self._step(layer, limit)):
-            contexts = slice(int(rows[0]), int(rows[-1]) + 1)
+        for indices in torch.arange(len(layer.q)).split(self._step(layer, limit)):
+            contexts = slice(int(indices[0]), int(indices[-1]) + 1)
             parts = split_layer(layer, mapped, contexts, start=start)
             sums.append(share_sums(parts.q, parts.k, allowed, **options))
             if details is not None:
@@ -323,10 +326,10 @@ class _SweepSums:
         if details is not None:
             details.end()
         pooled = ShareSums.cat(sums).pooled().to("cpu")
-        self.sums[at] = self.sums[at] + pooled if at in self.sums else pooled
+        self.sums[index] = self.sums[index] + pooled if index in self.sums else pooled
         if layer.pattern is not None:
             mass = dropped_mass(layer.pattern, self.drop).sum(0).cpu().double()
-            self.mass[at] = self.mass.get(at, torch.zeros_like(mass)) + mass
+            self.mass[index] = self.mass.get(index, torch.zeros_like(mass)) + mass
 
     def _working_set(self, layer: LayerView) -> int:
         """Bytes that one step may work on."""
@@ -345,6 +348,7 @@ class _SweepSums:
         mapped = self.projected.get(layer.layer)
         if mapped is None:
             mapped = project_basis(layer, self.basis, self.length)
+            # queries and keys of every layer
             size = mapped.q.numel() * mapped.q.element_size() * 2 * len(self.layers)
             if size <= self.memory_budget // 8:
                 self.projected[layer.layer] = mapped
@@ -359,7 +363,7 @@ class _SweepSums:
         """Shares with groups of contexts left out, where intervals were asked for."""
         if "intervals" not in self.detail:
             return None
-        layers = [self.details[x].resampled(self.basis.contexts) for x in self.layers]
+        layers = [self.details[l].resampled(self.basis.contexts) for l in self.layers]
         cs, gs = (torch.cat([getattr(r, share) for r in layers]) for share in ("cs", "gs"))
         return Resampled(cs, gs, layers[0].sizes)
 
@@ -368,20 +372,20 @@ class _SweepSums:
         order, heads = self.layers, range(self.view.n_heads)
         resampled = self._resampled()
         if resampled is not None and bool(torch.isnan(resampled.cs).all()):
-            few = f"fewer than {FEWEST_GROUPS} blocks of {CONTEXTS_PER_BLOCK} contexts"
-            provenance = provenance.flagged(f"{few}: no intervals")
+            too_few = f"fewer than {FEWEST_GROUPS} blocks of {CONTEXTS_PER_BLOCK} contexts"
+            provenance = provenance.flagged(f"{too_few}: no intervals")
         elif resampled is not None:
-            known = self.basis.provenance.flags
-            provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in known))
-        details = [self.details[x] for x in order] if self.details else []
-        planes = [self.planes[x] for x in order for _ in heads] if self.by_plane else []
-        mass = [self.mass[x] for x in order if x in self.mass]
+            basis_flags = self.basis.provenance.flags
+            provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in basis_flags))
+        details = [self.details[l] for l in order] if self.details else []
+        planes = [self.planes[l] for l in order for _ in heads] if self.by_plane else []
+        mass = [self.mass[l] for l in order if l in self.mass]
         known_mass = len(mass) == len(order)
         return SweepTable(
             provenance=provenance,
             heads=tuple((layer, head) for layer in order for head in heads),
             parts=PARTS,
-            sums=ShareSums.beside([self.sums[x] for x in order]),
+            sums=ShareSums.beside([self.sums[l] for l in order]),
             bias_label=bias_label(rotary=self.rotary, relative=self.relative),
             drop=self.drop,
             dropped_mass=torch.cat(mass) / (provenance.contexts or 1) if known_mass else None,

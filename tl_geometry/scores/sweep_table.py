@@ -87,32 +87,32 @@ class SweepTable(ShareTable):
     def _cells(self) -> dict[str, list[object]]:
         """The table by columns."""
         layers, heads = zip(*self.heads, strict=True)
-        out: dict[str, Any] = {"layer": layers, "head": heads}
+        cells: dict[str, Any] = {"layer": layers, "head": heads}
         for level, best in (("group", self.by_group), ("term", self.by_term)):
-            out |= {c.format(level): values for c, values in zip(LABEL, best, strict=True)}
-        out["dropped_mass"] = self._mass()
+            cells |= {c.format(level): values for c, values in zip(LABEL, best, strict=True)}
+        cells["dropped_mass"] = self._mass()
         unknown = torch.full_like(self.sums.total, torch.nan)
         for name in self._types():
-            out |= {name: self.types[name], f"{name}_se": self.type_errors.get(name, unknown)}
-            out[f"{name}_uniform"] = [self.baselines[name]] * len(self.heads)
+            cells |= {name: self.types[name], f"{name}_se": self.type_errors.get(name, unknown)}
+            cells[f"{name}_uniform"] = [self.baselines[name]] * len(self.heads)
         for share in self._measured():
             values = torch.cat([getattr(self, f"group_{share}"), getattr(self, share)], 1)
             names = [f"{share}_{name}" for name in (*self.groups, *self.terms)]
-            out |= dict(zip(names, values.unbind(1), strict=True))
-        out |= self._bounds()
-        out |= {name: self.details[name] for name in self._scalars()}
-        return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in out.items()}
+            cells |= dict(zip(names, values.unbind(1), strict=True))
+        cells |= self._bounds()
+        cells |= {name: self.details[name] for name in self._scalars()}
+        return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
     def _bounds(self) -> dict[str, Float[Tensor, " head"]]:
         """Corrected shares of the groups with their intervals, where they were asked for."""
-        out: dict[str, Tensor] = {}
+        bounds: dict[str, Tensor] = {}
         for share, interval in (("cs", self.group_intervals), ("gs", self.group_gain_intervals)):
             if interval is None or not self.groups:
                 continue
-            for at, group in enumerate(self.groups):
+            for index, group in enumerate(self.groups):
                 for end, values in zip(ENDS, interval[:3], strict=True):
-                    out[f"{share}_{group}_{end}"] = values[:, at]
-        return out
+                    bounds[f"{share}_{group}_{end}"] = values[:, index]
+        return bounds
 
     def _measured(self) -> tuple[str, ...]:
         """Kinds of shares that were measured: energies only where ``detail`` asked for them."""
@@ -130,8 +130,10 @@ class SweepTable(ShareTable):
         share: ``"position"``."""
         cells = self._cells()
         column = f"cs_{column}" if column in (*self.groups, *self.terms) else column
-        words = [c.format(of) for of in ("group", "term") for c in LABEL if c not in NUMBERS]
-        numeric = [c for c in cells if c not in words]
+        text_columns = [
+            c.format(level) for level in ("group", "term") for c in LABEL if c not in NUMBERS
+        ]
+        numeric = [c for c in cells if c not in text_columns]
         asked = not str(column).startswith("es_") or "es" in self._measured()
         instead = 'sweep_heads(..., detail="energy")'
         require(asked, "column", expected="a measured share", got=repr(column), instead=instead)
@@ -149,17 +151,18 @@ class SweepTable(ShareTable):
     def text(self, limit: int | None = None) -> str:
         """The columns that a reader needs as aligned plain text, no wider than the terminal."""
         width, cells = shutil.get_terminal_size().columns, self._cells()
-        shown = self._read(cells, len(READ)).text(limit)
+        shown = self._reader_columns(cells, len(READ)).text(limit)
         for count in range(len(READ) - 1, 2, -1):
+            # without the first line, the caption, which may be wider than the table
             if max(map(len, shown.splitlines()[1:])) <= width:
                 break
-            shown = self._read(cells, count).text(limit)
+            shown = self._reader_columns(cells, count).text(limit)
         return shown
 
     def _repr_html_(self) -> str:
-        return self._read(self._cells(), len(READ))._repr_html_()
+        return self._reader_columns(self._cells(), len(READ))._repr_html_()
 
-    def _read(self, cells: dict[str, list[object]], count: int) -> SweepColumns:
+    def _reader_columns(self, cells: dict[str, list[object]], count: int) -> SweepColumns:
         """The first ``count`` columns that a reader needs, and where the others are."""
         chosen = [column for column in READ if column in cells][:count]
         more = f"{len(chosen)} of {len(cells)} columns (all: .to_dataframe(), render.heads)"
@@ -171,8 +174,8 @@ class SweepTable(ShareTable):
 
     def select(self, rows: Int[Tensor, " head"]) -> SweepTable:
         """Some of the heads, in the given order."""
-        each = ("types", "type_errors", "details")
-        mappings = {name: {k: v[rows] for k, v in getattr(self, name).items()} for name in each}
+        by_head = ("types", "type_errors", "details")
+        mappings = {name: {k: v[rows] for k, v in getattr(self, name).items()} for name in by_head}
         return dataclasses.replace(
             self,
             heads=tuple(self.heads[i] for i in rows.tolist()),

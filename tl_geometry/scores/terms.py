@@ -42,6 +42,7 @@ def term_names(parts: Sequence[str], *, alibi: bool = False) -> tuple[str, ...]:
 
 
 def _group(query: str, key: str) -> str:
+    # by the number of sides that are context: none, one (mixed), both (content)
     return GROUPS[{0: 0, 1: 2, 2: 1}[(query in CONTEXT_PARTS) + (key in CONTEXT_PARTS)]]
 
 

@@ -138,15 +138,17 @@ def split_values(
     True
     """
     view = as_view(model)
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
     family = family_of(view, parts, basis, layers_of)
     splitter = Splitter(view, family, layers_of)
     wanted = () if token_ids is None else target_ids(view, token_ids)
-    numbers = len(splitter.names) * rows.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
+    numbers = (
+        len(splitter.names) * prompts.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
+    )
     check_request(
-        view, rows, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
+        view, prompts, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
     )
     if wanted:
         _require_linear_readout(view, layers_of)
@@ -160,20 +162,20 @@ def split_values(
         z.append(_mixed(layer, values, picked, compared, splitter.flags).to(device))
         W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
 
-    each_layer(view, rows, cache, splitter.layers, on_layer, family)
+    each_layer(view, prompts, cache, splitter.layers, on_layer, family)
     order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized),
+        provenance=provenance_of(view, prompts, basis, "exact", splitter.flags, family.normalized),
         heads=chosen,
         parts=splitter.names,
         z=mixed,
         W_O=outward,
         token_ids=wanted,
-        logits=_direct_effects(view, wanted, rows.tokens, mixed, outward) if wanted else None,
+        logits=_direct_effects(view, wanted, prompts.tokens, mixed, outward) if wanted else None,
         checks=tuple(compared),
-        str_tokens=rows.str_tokens,
+        str_tokens=prompts.str_tokens,
     )
 
 
@@ -185,6 +187,7 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
         got = f"{value!r}, which is {len(ids)} tokens"
         require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
         try:
+            # takes integers of any library and refuses 1.0
             token_ids.append(operator.index(ids[0]))
         except TypeError:
             fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
