@@ -39,8 +39,8 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     profile = None
     if heads:
         heads = list(dict.fromkeys(heads))
-        each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
-        count = analysis.work.take(each, min(PROMPTS, len(analysis.windows)), 2)
+        window_seconds = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
+        count = analysis.work.take(window_seconds, min(PROMPTS, len(analysis.windows)), 2)
         if count:
             windows = analysis.pick(count)
             split = split_scores(analysis.model, windows, analysis.basis, heads=heads)
@@ -64,5 +64,6 @@ def _counted(bands: BandTable) -> str:
 def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
+    # only partial rotation has coordinates that pass unturned
     listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
     return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)
