@@ -89,8 +89,9 @@ def token_stream(
         held_out = ids(corpus.held_out_documents().texts)
         return stream, held_out, len(tokenizer), "standard-library modules"
     stream = ids(_first(texts, setup.characters))
-    cut = int(0.9 * len(stream))
-    return stream[:cut], stream[cut:], len(tokenizer), name
+    # cut before windows are drawn: no held-out token is trained on
+    n_training = int(0.9 * len(stream))
+    return stream[:n_training], stream[n_training:], len(tokenizer), name
 
 
 def _tokenizer(name: str) -> Any:
@@ -165,11 +166,11 @@ def halves(
     (True, True)
     """
     measures: dict[str, Tensor] = {}
-    for name, part in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
-        part = part - part.mean(1, keepdim=True)
-        measures[f"fracture_{name}"] = positional.fracture_score(part).score
-        measures[f"roughness_{name}"] = positional.roughness(part)
-        measures[f"low_frequency_{name}"] = positional.low_frequency_share(part, frequencies)
+    for name, half_rows in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
+        half_rows = half_rows - half_rows.mean(1, keepdim=True)
+        measures[f"fracture_{name}"] = positional.fracture_score(half_rows).score
+        measures[f"roughness_{name}"] = positional.roughness(half_rows)
+        measures[f"low_frequency_{name}"] = positional.low_frequency_share(half_rows, frequencies)
     return measures
 
 
@@ -231,21 +232,26 @@ def randomisation(
     setup = chosen(scale, SETUPS)
     drawable = any(state <= setup.layers for state in setup.shown)
     require(drawable, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
-    stream, other, d_vocab, label = token_stream(setup, texts, name)
+    stream, held_out, d_vocab, label = token_stream(setup, texts, name)
     training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
     rows: list[dict[str, Any]] = []
     pos: dict[tuple[str, str], Tensor] = {}
     for seed in seeds:
-        windows = held_out_windows(other, setup.context, setup.contexts, seed)
+        windows = held_out_windows(held_out, setup.context, setup.contexts, seed)
         for trained in FORMATS:
-            run = _train(setup, stream, d_vocab, windows, trained, seed, training)
+            training_run = _train(setup, stream, d_vocab, windows, trained, seed, training)
             # the loss of a single batch is noisy
-            last = run.losses[-50:]
-            loss = math.fsum(last) / len(last)
-            rows += [{"seed": seed, **record, "training_loss": loss} for record in run.records]
+            last_losses = training_run.losses[-50:]
+            loss = math.fsum(last_losses) / len(last_losses)
+            rows += [
+                {"seed": seed, **record, "training_loss": loss} for record in training_run.records
+            ]
             if seed == seeds[0]:
-                bases = _bases(setup, run.model, windows, trained, d_vocab)
-                pos |= {(trained, m): basis.pos.float().cpu() for m, basis in bases.items()}
+                bases = _bases(setup, training_run.model, windows, trained, d_vocab)
+                pos |= {
+                    (trained, measured): basis.pos.float().cpu()
+                    for measured, basis in bases.items()
+                }
     return _outcome(setup, rows, pos, tuple(seeds), label)
 
 
@@ -262,9 +268,9 @@ def _train(
 
     def batch_at(step: int) -> Batch:
         # each step of each run draws other windows
-        place = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
-        text = text_windows(stream, setup.context + 1, setup.batch, place)
-        return shifted(randomise(text, trained, d_vocab, half=half, seed=place))
+        batch_seed = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
+        text = text_windows(stream, setup.context + 1, setup.batch, batch_seed)
+        return shifted(randomise(text, trained, d_vocab, half=half, seed=batch_seed))
 
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
         return _measures(setup, _bases(setup, model, windows, trained, d_vocab), trained)
@@ -284,9 +290,9 @@ def _outcome(
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
     final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
     shown = [s for s in setup.shown if s <= setup.layers]
-    where: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
-    figures = {f"planes_state_{s}": views.format_planes(pos, s, **where) for s in shown}
-    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **where) for s in shown}
+    options: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
+    figures = {f"planes_state_{s}": views.format_planes(pos, s, **options) for s in shown}
+    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **options) for s in shown}
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
@@ -364,6 +370,7 @@ def _places(
     was."""
 
     def places(trained: str, measured: str) -> list[list[float]]:
+        # steps are named by the position before them, claims by the first one after
         return [[v + 1 for v in row] for row in values(measure, trained, measured)]
 
     for measured in ("partial", "baseline"):
@@ -374,14 +381,14 @@ def _places(
             found=_shown(broken, 0),
             holds=all(abs(place - half) <= 2 for row in broken for place in row),
         )
-    control, judged = places("baseline", "baseline"), measure == "jump_at"
-    smooth = "anywhere: a smooth curve turns fastest where it passes its mean"
-    away = all(abs(place - half) > 2 for row in control for place in row)
+    control, is_judged = places("baseline", "baseline"), measure == "jump_at"
+    unjudged = "anywhere: a smooth curve turns fastest where it passes its mean"
+    away_from_half = all(abs(place - half) > 2 for row in control for place in row)
     yield Claim(
         statement=f"control, trained and measured on text: {first}",
-        expected=f"not near {half}" if judged else smooth,
+        expected=f"not near {half}" if is_judged else unjudged,
         found=_shown(control, 0),
-        holds=away if judged else None,
+        holds=away_from_half if is_judged else None,
     )
 
 
@@ -399,5 +406,8 @@ def _low_frequency(
         statement=f"low-frequency share at {where}, {trained}",
         expected="falls by half in every seed (mean over states)",
         found=f"text {_shown(text, 2)}; random {_shown(random, 2)}",
-        holds=all(math.fsum(b) <= math.fsum(a) / 2 for a, b in zip(text, random, strict=True)),
+        holds=all(
+            math.fsum(random_shares) <= math.fsum(text_shares) / 2
+            for text_shares, random_shares in zip(text, random, strict=True)
+        ),
     )
