@@ -99,7 +99,8 @@ def fit_aligned_bases(
     # state by state: no float64 copy of the whole ensemble exists
     center = torch.stack([X[:, s].double().mean(0) for s in range(X.shape[1])])
     center = center if centered else torch.zeros_like(center)
-    bases_of_states = [_left(X[:, s].double() - center[s]) for s in range(X.shape[1])]
+    centered_states = (X[:, s].double() - center[s] for s in range(X.shape[1]))
+    bases_of_states = [_directions_and_values(state) for state in centered_states]
     U = torch.stack([directions for directions, _ in bases_of_states])
     S = torch.stack([values for _, values in bases_of_states])
     order, sign = align_directions(U, align)
@@ -118,7 +119,7 @@ def fit_aligned_bases(
     )
 
 
-def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
+def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
     """Directions ``U_t`` and singular values of one state's ``M_t``, whose transpose are the
     rows."""
     if rows.shape[0] > rows.shape[1]:

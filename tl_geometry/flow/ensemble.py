@@ -156,22 +156,22 @@ def split_rows(
     expected = "a share between 0 and 1 of at least 2 trajectories"
     require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
     generator = torch.Generator().manual_seed(seed)
-    first = torch.zeros(n, dtype=torch.bool)
+    in_first = torch.zeros(n, dtype=torch.bool)
     documents = torch.empty(0) if labels is None else labels.unique()
     if labels is None or len(documents) < 2:
         # neither part may be empty
         n_first = min(max(1, round(share * n)), n - 1)
-        first[torch.randperm(n, generator=generator)[:n_first]] = True
+        in_first[torch.randperm(n, generator=generator)[:n_first]] = True
     else:
         order = documents[torch.randperm(len(documents), generator=generator)]
         cumulated_sizes = torch.stack([(labels == document).sum() for document in order]).cumsum(0)
         n_documents = min(max(int((cumulated_sizes <= share * n).sum()), 1), len(order) - 1)
-        first = torch.isin(labels, order[:n_documents])
+        in_first = torch.isin(labels, order[:n_documents])
     if tokens is not None:
-        first = first | shared_rows(tokens, tokens[first])
+        in_first = in_first | shared_rows(tokens, tokens[in_first])
         expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
-        require(not bool(first.all()), "split", expected=expected, got=got)
-    return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
+        require(not bool(in_first.all()), "split", expected=expected, got=got)
+    return in_first.nonzero()[:, 0], (~in_first).nonzero()[:, 0]
 
 
 def shared_rows(
@@ -264,6 +264,7 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
+    # the last kept state is the one before the norm only if it is state n_layers
     normed = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
     provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
     return Trajectories(

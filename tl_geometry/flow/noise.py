@@ -65,7 +65,7 @@ def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
     return times.double()
 
 
-def _pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _finite_pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Start time, end time and value of every pair of states whose value is finite."""
     times = _times(values, times)
     start, end = torch.triu_indices(len(values), len(values), 1)
@@ -97,7 +97,7 @@ def fit_noise_law(
     [0.64, 0.18]
     """
     choice(law, LAWS, "law")
-    start, end, log_values = _pairs(log_variance, times)
+    start, end, log_values = _finite_pairs(log_variance, times)
     n_pairs = len(log_values)
     expected = "at least 3 with a finite variance"
     require(n_pairs >= 3, "pairs of states", expected=expected, got=n_pairs, instead="more states")
@@ -306,7 +306,7 @@ def layer_anomalies(
     likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
     Llama 3.2.
     """
-    start, end, pair_values = _pairs(values, times)
+    start, end, pair_values = _finite_pairs(values, times)
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(_times(values, times)):

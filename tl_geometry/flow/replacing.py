@@ -76,7 +76,7 @@ class Measure:
             {view.state_hooks[s]: keep(clean, s) for s in start_states},
             position=position,
         )
-        clean_log_probs = _from_second(clean_outputs, place)
+        clean_log_probs = _at_place(clean_outputs, place)
         clean_loss = token_losses(clean_log_probs, target)
         self.loss.setdefault(place, []).append(clean_loss.mean(1))
         runs = pilot_runs(view, tokens, clean_outputs, self.limit) if place == "pilot" else None
@@ -84,7 +84,7 @@ class Measure:
         for start in range(0, len(self.jobs), copies):
             # jobs with one end next to each other, so that its hook replaces one slice of rows
             group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
-            changed = _from_second(self._run(group, tokens, place, maps, clean, runs), place)
+            changed = _at_place(self._run(group, tokens, place, maps, clean, runs), place)
             for job, job_log_probs in zip(group, changed.split(len(tokens)), strict=True):
                 increase = token_losses(job_log_probs, target) - clean_loss
                 self._record(place, job, job_log_probs, clean_log_probs, increase)
@@ -138,8 +138,8 @@ class Measure:
         values = {
             key: torch.full((n_states, n_states), torch.nan, dtype=torch.float64) for key in keys
         }
-        for (place, map_type, (a, b)), parts in self.costs.items():
-            table = torch.cat(parts, dim=1)
+        for (place, map_type, (a, b)), chunk_costs in self.costs.items():
+            table = torch.cat(chunk_costs, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
             for metric, value in zip(METRICS, (mean[0], error, *mean[1:]), strict=True):
                 values[place, map_type, metric][a, b] = value
@@ -155,7 +155,7 @@ def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
     return layer_map(state[:, -1:] if place == "pilot" else state[:, 1:])
 
 
-def _from_second(values: Tensor, place: str) -> Tensor:
+def _at_place(values: Tensor, place: str) -> Tensor:
     """Values ``[batch position d_vocab]`` at the positions of a place: the last, or all but the
     first."""
     return values[:, None] if place == "pilot" else values[:, 1:]

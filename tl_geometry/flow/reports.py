@@ -202,9 +202,12 @@ def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps
     alignment runs forward."""
     X = train.after_norm().X
     flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
-    last = residual_maps(X, flow, first_end=X.shape[1] - 1)
+    maps_to_last = residual_maps(X, flow, first_end=X.shape[1] - 1)
     return Maps(
-        *(torch.cat([plain[:, :-1], normed[:, -1:]], dim=1) for plain, normed in zip(maps, last))
+        *(
+            torch.cat([plain[:, :-1], normed[:, -1:]], dim=1)
+            for plain, normed in zip(maps, maps_to_last)
+        )
     )
 
 
@@ -275,9 +278,9 @@ def compare_ensembles(
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}
         for name, value in row.items():
             table.setdefault(name, []).append(value)
-    first = next(iter(ensembles.values()))
+    first_ensemble = next(iter(ensembles.values()))
     fewest = min(ensembles.values(), key=len)
     few = too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
-    provenance = first.provenance.flagged(*few)
+    provenance = first_ensemble.provenance.flagged(*few)
     statistics = {name: torch.tensor(values, dtype=torch.float64) for name, values in table.items()}
     return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=provenance)

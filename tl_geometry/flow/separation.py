@@ -120,8 +120,8 @@ def _held_out(
         is_test[torch.randperm(rows, generator=generator)[: max(1, round(share * rows))]] = True
         return is_test
 
-    first = draw(n_first)
-    return torch.cat([first, first if paired else draw(n_second)])
+    first_is_test = draw(n_first)
+    return torch.cat([first_is_test, first_is_test if paired else draw(n_second)])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

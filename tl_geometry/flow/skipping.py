@@ -173,9 +173,9 @@ def skip_map(
             flags += too_few(len(X), view.d_model, f"maps at place {place}") if fits_matrix else ()
         bar.set_postfix_str("measuring")
         measure = Measure(view, jobs, chosen, limit, bar)
-        for part in held_out.split(PART):
+        for chunks in held_out.split(PART):
             for place in places:
-                measure.add(part, place, maps[place])
+                measure.add(chunks, place, maps[place])
     values, loss = measure.finish(places, map_types)
     flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(

@@ -166,8 +166,8 @@ def truncation_kl(
     few = too_few(len(ensemble), view.d_model, "directions")
     flags = [f"{flag}: no K is claimed" for flag in few]
     if not held_out:
-        same = "directions fitted on the same chunks"
-        flags.insert(0, same if fitted_chunks else "chunks of the directions not known")
+        same_chunks = "directions fitted on the same chunks"
+        flags.insert(0, same_chunks if fitted_chunks else "chunks of the directions not known")
     provenance = replace(
         ensemble.provenance,
         token_hash=hash_tokens(ids),
@@ -210,11 +210,15 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     expected = "states before the final norm"
     instead = "the ensemble that .after_norm() was called on"
     require(before_norm, "ensemble", expected=expected, got=AFTER_NORM, instead=instead)
-    last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    last_position = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
     expected, got = "trajectories of the last token", f"of position {ensemble.position}"
     instead = 'trajectories(model, tokens, position="pilot")'
     require(
-        ensemble.position in (-1, last), "ensemble", expected=expected, got=got, instead=instead
+        ensemble.position in (-1, last_position),
+        "ensemble",
+        expected=expected,
+        got=got,
+        instead=instead,
     )
 
 

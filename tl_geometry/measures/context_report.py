@@ -135,7 +135,7 @@ def contextual_report(
             f"within-document covariance singular at states {singular_states}: "
             "compactness needs space=('pca', k) or ridge="
         )
-    # similarity has the labels of the chosen contexts alone
+    # the table of similarities has rows for the labels of the chosen contexts alone
     similarity = torch.stack(similarities) if similarities else None
     compared = [] if z is None else z[chosen].unique().tolist()
     names = tuple(names[label] for label in compared) if names else ()
@@ -155,14 +155,14 @@ def _labels(
 
 
 def _flags(
-    basis: PositionContext, z: Tensor | None, compared: int, rank: int, wanted: int
+    basis: PositionContext, z: Tensor | None, compared: int, rank: int, requested_rank: int
 ) -> list[str]:
     """What the report leaves out, and why."""
     flags = []
     if z is not None and compared < basis.contexts:
         flags.append(f"similarities from {compared} contexts")
-    if rank < wanted:
-        flags.append(f"overlap of {rank} of {wanted} directions (some state has no more)")
+    if rank < requested_rank:
+        flags.append(f"overlap of {rank} of {requested_rank} directions (some state has no more)")
     if z is not None and not basis.has_second_moments:
         flags.append("no second moments: no compactness")
     return flags
@@ -180,8 +180,10 @@ def _over_subsets(
         inside = member[group_of]
         compared = chosen[inside[chosen]]
         pos, ctx = rows - rows.mean(0), means - rows.mean(0)
-        values = _towards(pos, ctx[inside], rank)
-        per_set.append(values if z is None else values | _clusters(ctx[compared], z[compared]))
+        values = _incoherence_and_overlap(pos, ctx[inside], rank)
+        per_set.append(
+            values if z is None else values | _cluster_similarities(ctx[compared], z[compared])
+        )
     return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
 
 
@@ -208,7 +210,7 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
     )
 
 
-def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
+def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
     """Incoherence and overlap of the two bases; overlap is NaN where centred rows have fewer
     directions than ``rank``."""
     cosines = contextual.incoherence(pos, ctx)
@@ -236,7 +238,7 @@ def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Ge
     return torch.stack([h[order, torch.arange(h.shape[1])].mean(1) for order in orders])
 
 
-def _clusters(ctx: Tensor, labels: Tensor) -> Values:
+def _cluster_similarities(ctx: Tensor, labels: Tensor) -> Values:
     """Similarities within and between documents."""
     exact = contextual.cluster_similarity(ctx, labels)
     signed = contextual.cluster_similarity(ctx, labels, signed=True)
@@ -315,11 +317,11 @@ def _contextual_nulls(
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
             null_values[f"incoherence_{n}", "exchanged"] = getattr(noise_incoherence, n)
     # signs of whole coordinates: what both bases share in the size of coordinates stays
-    overlaps = [_towards(pos, ctx * sign, rank)["overlap"] for sign in signs]
+    overlaps = [_incoherence_and_overlap(pos, ctx * sign, rank)["overlap"] for sign in signs]
     null_values["overlap", "flipped"] = torch.stack(overlaps)
     if z is not None:
         shuffled_clusters = [
-            _clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)
+            _cluster_similarities(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)
         ]
         null_values |= {
             (n, "shuffled"): torch.stack([clusters[n] for clusters in shuffled_clusters])

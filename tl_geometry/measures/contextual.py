@@ -132,9 +132,9 @@ def subspace_overlap(
         limit = min(rows.shape[-2:])
         expected = f"1 to {limit} directions"
         require(1 <= rank <= limit, f"rank of {name}", expected=expected, got=rank)
-    parts = [(svd(rows), rows.shape) for rows in (pos, ctx)]
-    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in parts]
-    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in parts))
+    decompositions = [(svd(rows), rows.shape) for rows in (pos, ctx)]
+    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in decompositions]
+    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in decompositions))
     angles = torch.where((enough[0] & enough[1]).unsqueeze(-1), angles, torch.nan)
     return SubspaceOverlap(angles, angles.cos().square().mean(-1), rank / pos.shape[-1])
 
@@ -183,7 +183,7 @@ def cluster_similarity(
         totals = sums @ sums.mT
     else:
         blocks = zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
-        parts = [
+        block_totals = [
             einsum(
                 (block @ unit.mT).abs(),
                 block_member,
@@ -192,7 +192,7 @@ def cluster_similarity(
             @ member
             for block, block_member in blocks
         ]
-        totals = torch.stack(parts).sum(0)
+        totals = torch.stack(block_totals).sum(0)
     counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
     # a self-pair has the cosine 1: one for each direction of the label

@@ -33,9 +33,9 @@ class PositionalReport(StateMeasures):
     fourier: Float[Tensor, "state column column"]
 
 
-def _joined(parts: Sequence[Values]) -> Values:
+def _joined(batches: Sequence[Values]) -> Values:
     """Measures of several batches of bases, joined."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat([measures[name] for measures in batches]) for name in batches[0]}
 
 
 def _gram_spectrum(pos: Tensor) -> Tensor:

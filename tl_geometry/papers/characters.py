@@ -109,6 +109,7 @@ def nanogpt(
     stream = character_ids(text, alphabet)
     # cut before windows are drawn: no held-out character is trained on
     cut = int(0.9 * len(stream))
+    # in the alphabet of the training text: other characters have no id
     other_stream = character_ids(
         "\n".join(corpus.held_out_documents().texts if other is None else other), alphabet
     )

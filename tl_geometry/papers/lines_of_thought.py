@@ -164,6 +164,7 @@ def sarfati(
     post_norm = run is not None and run.post_norm
     before_norm = trajectories(view, chunks, post_norm=post_norm, progress=progress)
     published_states = before_norm.after_norm() if post_norm else before_norm
+    # truncation needs states before the norm: the model itself applies it to them
     rows: list[Row] = [*_law(published_states), *_truncation(view, before_norm, K, progress)]
     with reinitialized(view, seed=seed) as untrained:
         untrained_maps = trajectories(untrained, chunks, progress=progress).residuals()
@@ -228,6 +229,7 @@ def _truncation(
 
 def _separability(paths: Trajectories, seed: int) -> list[Row]:
     start = paths.states[max(0, len(paths.states) // 2 - 1)]
+    # from the middle: GPT-2-medium, of which accuracies are published, has ten layers left
     table = true_against_extrapolated(paths, start=start, seed=seed)
     note = f"held out, from state {start}"
     return [

@@ -117,12 +117,12 @@ class Outcome:
                 files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
             files[f"{name}.safetensors"] = table.save
         files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
-        parts = [section.part(section.title) for section in sections]
-        text = page.document(self.title, parts, [SOURCES["song2023"]])
+        page_parts = [section.part(section.title) for section in sections]
+        text = page.document(self.title, page_parts, [SOURCES["song2023"]])
         files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
         record = check_folder(out, self.name, files, force=force)
         run_files = OwnFiles(out, record.get("files", {}), force=force)
-        # the record follows every file: a run that is stopped has named what it wrote
+        # the record is written with every file, so that a stopped run has named its own
         for name, save in files.items():
             run_files.write(name, save, partial(self._record, out, run_files, command))
         return out / PAGE
@@ -160,6 +160,7 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
     """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
     report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
     size, place = jump(basis.pos)
+    # an absolute position, as fracture_at is one
     jumps = {"jump": size, "jump_at": place + basis.window[0]}
     values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
     return [

@@ -69,6 +69,7 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             values = torch.tensor([r[name] for r in run_rows], dtype=torch.float64)
             row: dict[str, Any] = {"task": run[0], "seed": run[1], "measure": name, "score": SCORE}
             row |= {"points": len(run_rows), "levels": _rank_correlation(values, score)}
+            # changes from step to step share no trend, which levels do
             table.append(row | {"changes": _rank_correlation(values.diff(), score.diff())})
     return table
 

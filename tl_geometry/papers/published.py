@@ -138,6 +138,7 @@ def song_zhong(
     require_row(row, "row")
     view = as_view(loaded(model))
     chosen = settings or settings_for(view)
+    # a model of shorter windows still gives numbers; a flag says that they are of other ones
     run_settings = dataclasses.replace(
         chosen,
         length=min(chosen.length, view.n_ctx),
@@ -233,25 +234,25 @@ def _cells(
 ) -> Iterator[tuple[Any, ...]]:
     """The rows of a :class:`Reproduction`: Table 1 (mean and deviation over states), then Tables 3
     to 5 (each state)."""
-    tables, name, nan = published_tables(), row or "", math.nan
-    same_model = family_of(view) == name.split(" ", maxsplit=1)[0]
+    tables, row_name, nan = published_tables(), row or "", math.nan
+    same_model = family_of(view) == row_name.split(" ", maxsplit=1)[0]
     # Tables 1 and 2 first; the notebook has GitHub's similarities
-    summary = tables["notebook_similarity"].get(name, {}) | printed_rows().get(name, {})
+    summary = tables["notebook_similarity"].get(row_name, {}) | printed_rows().get(row_name, {})
     for measure in (m for m in SUMMARY if m in measured):
         values = measured[measure]
         # the published deviation is that of a population
         mean, sd = float(values.mean()), float(values.std(correction=0))
         printed, deviation = summary.get(measure, (nan, nan))
-        allowed, doubt = tolerance(measure, printed, deviation), DOUBTS.get((name, measure), "")
+        allowed, doubt = tolerance(measure, printed, deviation), DOUBTS.get((row_name, measure), "")
         cell_verdict = verdict(mean, printed, allowed, same_model, doubt)
         yield "table 1", measure, mean, printed, allowed, cell_verdict
-        doubt = DOUBTS.get((name, f"{measure} sd"))
+        doubt = DOUBTS.get((row_name, f"{measure} sd"))
         cell_verdict = "not judged" if measure in summary else "no published row"
         cell_verdict = f"doubtful: {doubt}" if doubt else cell_verdict
         yield "table 1", f"{measure} sd", sd, deviation, nan, cell_verdict
     for measure, table in BY_STATE.items():
         # a model with more states than the published one has no number for the last ones
-        published = [*map(float, tables[table].get(name, [])), *[nan] * len(states)]
+        published = [*map(float, tables[table].get(row_name, [])), *[nan] * len(states)]
         for state, value, printed in zip(
             states, measured[measure].tolist(), published, strict=False
         ):

@@ -100,7 +100,7 @@ class Setup:
         names = {f.name for f in dataclasses.fields(self)} - {"scale"}
         unknown, expected = sorted(set(changes) - names), f"names among {', '.join(sorted(names))}"
         require(not unknown, "--set", expected=expected, got=", ".join(unknown))
-        values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
+        values = {name: _parsed(name, text, getattr(self, name)) for name, text in changes.items()}
         return dataclasses.replace(self, **values)
 
 
@@ -125,7 +125,7 @@ def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
     return setups[choice(str(scale), SCALES, "scale")]
 
 
-def _read(name: str, text: str, old: Any) -> Any:
+def _parsed(name: str, text: str, old: Any) -> Any:
     """The text of a setting as a value of the type of ``old``."""
     if isinstance(old, bool):
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)

@@ -95,7 +95,7 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
     if "pos" not in table.intervals:
         return None
     shares, lows, highs = table.intervals["pos"].unbind(1)
-    row = _largest(_trusted(shares, table.pos_reliability))
+    row = _largest(_where_reliable(shares, table.pos_reliability))
     state, count, trust = table.states[row], len(table.states), float(table.pos_reliability[row])
     bounds = float(shares[row]), float(lows[row]), float(highs[row]), 0.0
     clear = trust >= LOW_RELIABILITY and excludes(*bounds, samples=table.blocks, among=count)
@@ -115,7 +115,8 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
         f"{shown} of the variance of a state (state {state}).",
         beside=f"{cell.interval(row, 'pos_corrected', percent=True)}; 0% is expected by chance "
         f"({cell(row, 'pos', percent=True)} before the correction for sampling noise){untrained}; "
-        f"the largest of {count} states; {_trust(cell(row, 'pos_reliability'), trust)}",
+        f"the largest of {count} states; "
+        f"{_reliability_in_words(cell(row, 'pos_reliability'), trust)}",
         figure="figure-variance",
         clear=clear,
     )
@@ -317,7 +318,7 @@ def _furthest(
     if name not in report.errors or not means:
         return None
     distance = gap(report[name], torch.stack(list(means.values())))
-    row = _largest(_trusted(distance, report["split_half"]))
+    row = _largest(_where_reliable(distance, report["split_half"]))
     value, error = float(report[name][row]), float(report.errors[name][row])
     if not math.isfinite(error):
         return None
@@ -353,7 +354,7 @@ def _beside_nulls(
     """The interval of a measure of a state, its nulls, and the reliability of position."""
     interval = cell.interval(row, name, percent=percent, samples=report.blocks)
     chance = [f"{cell(row, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
-    trust = _trust(cell(row, "split_half"), float(report["split_half"][row]))
+    trust = _reliability_in_words(cell(row, "split_half"), float(report["split_half"][row]))
     return f"{interval}; {', '.join(chance)}; {trust}"
 
 
@@ -361,7 +362,7 @@ def lift(geometry: WeightGeometry) -> Finding | None:
     """Whether a head's W_QK reads the positional directions."""
     if not bool(geometry.p.isfinite().any()):
         return None
-    row = _largest(_trusted(geometry.excess, geometry.reliability))
+    row = _largest(_where_reliable(geometry.excess, geometry.reliability))
     trust = float(geometry.reliability[row])
     clear = trust >= LOW_RELIABILITY and float(geometry.p[row]) <= 0.05
     cell, head = Cells("weights_qk", geometry, rounded=True), head_name(geometry.heads[row])
@@ -379,19 +380,19 @@ def lift(geometry: WeightGeometry) -> Finding | None:
         beside=f"{cell(row, 'noise_null', percent=True)} on average and "
         f"{cell(row, 'noise_high', percent=True)} at most in differences of random halves of the "
         f"corpus, where position cancels; p = {cell(row, 'p')} among {len(geometry.heads)} heads; "
-        f"{_trust(cell(row, 'reliability'), trust)}",
+        f"{_reliability_in_words(cell(row, 'reliability'), trust)}",
         figure="figure-lift",
         clear=clear,
     )
 
 
-def _trusted(values: Tensor, reliability: Tensor) -> Tensor:
+def _where_reliable(values: Tensor, reliability: Tensor) -> Tensor:
     """Values where position is reliable, the others NaN; all of them where it is nowhere."""
     reliable = reliability >= LOW_RELIABILITY
     return torch.where(reliable, values, torch.nan) if bool(reliable.any()) else values
 
 
-def _trust(shown: str, reliability: float) -> str:
+def _reliability_in_words(shown: str, reliability: float) -> str:
     """The reliability of positional vectors, in words."""
     low = "" if reliability >= LOW_RELIABILITY else ", too low for a statement about position"
     return f"reliability of position {shown} between halves of the corpus{low}"

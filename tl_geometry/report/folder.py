@@ -43,7 +43,7 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _put(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -136,7 +136,7 @@ class Folder:
         ]
         self.parts[name] = section.part(name)
         text = json.dumps(dataclasses.asdict(self.parts[name]), default=str)
-        self._write(f"{PARTS}/{name}.json", lambda part: _put(part, text))
+        self._write(f"{PARTS}/{name}.json", lambda part: _write_text(part, text))
         self.manifest[name] = {
             "title": section.title,
             "settings": self.settings,
@@ -184,7 +184,7 @@ class Folder:
             "manifest": {name: self.manifest[name] for name in finished_names},
             "kept": self.kept,
         }
-        self._write(PAGE, lambda part: _put(part, text))
+        self._write(PAGE, lambda part: _write_text(part, text))
         self._record(finished)
 
     def _write(self, name: str, save: Callable[[Path], object]) -> None:

@@ -173,7 +173,7 @@ class Draft:
         name = f"figure-{key or anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
         if isinstance(figure, PageView):
-            self.blocks.append(_live(figure, name))
+            self.blocks.append(_interactive_block(figure, name))
         else:
             figure.title = title or figure.title
             self.blocks.append(FigureBlock(key=name, text=linked(figure.html())))
@@ -214,7 +214,7 @@ class Draft:
         return Section(title=self.title, blocks=tuple(self.blocks), findings=tuple(self.findings))
 
 
-def _live(figure: PageView, name: str) -> FigureBlock:
+def _interactive_block(figure: PageView, name: str) -> FigureBlock:
     """An interactive figure; where no script runs, and on paper, its image with title and
     caption."""
     png = figure.png()  # holds the title

@@ -148,7 +148,7 @@ def token_paths(
     shown, place, fitted_on = _projection(view, basis, method, seed)
     token_directions = output_rows(view)
     batch_tensors = [
-        _measured(view, token_batch, token_directions, place)
+        _path_tensors(view, token_batch, token_directions, place)
         for token_batch in rows.tokens.split(batch_contexts)
     ]
     joined = {
@@ -203,7 +203,7 @@ Place = Callable[[Tensor], Tensor]
 """Coordinates of states on the three axes."""
 
 
-def _measured(
+def _path_tensors(
     view: ModelView, tokens: Tensor, token_directions: Tensor, place: Place
 ) -> dict[str, Tensor]:
     """The tensors of :class:`TokenPaths` for some contexts."""

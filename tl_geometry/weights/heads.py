@@ -193,14 +193,14 @@ def weight_geometry(
         n_padding = min(max_rank, width) - k
         numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, n_padding, 0, n_padding))
         layer_numbers.append(numbers)
-    # the draws leave the numbers: they are reduced to the columns of _against
+    # the draws leave the numbers: they are reduced to columns of their own
     nulls = subspaces.Draws(
         *(torch.cat([n.pop(name) for n in layer_numbers], 1).cpu() for name in ("noise", "random"))
     )
     table: dict[str, Any] = {
         name: torch.cat([n[name] for n in layer_numbers]).cpu() for name in layer_numbers[0]
     }
-    table |= _against(nulls, table["concentration"])
+    table |= _null_columns(nulls, table["concentration"])
     flags = _flags(bool(draws and not len(nulls.noise)), raw, bool(table["singular"].any()))
     return WeightGeometry(
         provenance=_provenance(view, basis, raw, flags),
@@ -215,7 +215,7 @@ def weight_geometry(
     )
 
 
-def _against(
+def _null_columns(
     nulls: subspaces.Draws, values: Float[Tensor, " head"]
 ) -> dict[str, Float[Tensor, " head"]]:
     """Mean and maximum of the draws with positions destroyed, and the p-value of ``values``: the

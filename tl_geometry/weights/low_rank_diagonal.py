@@ -107,7 +107,7 @@ def solve_diagonal(
     bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
     # above 0.05 the smaller system has a condition number of 20 at most
     if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
-        pairs = _pairs(left, right)
+        pairs = _column_products(left, right)
         small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
         correction = torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small))
         return target + pairs @ correction, bound < 0
@@ -120,7 +120,7 @@ def solve_diagonal(
     return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
 
 
-def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
+def _column_products(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
     """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b
     counted twice."""
     if right is left:

@@ -155,8 +155,9 @@ def noun_probe(
     """
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
-    last = view.n_layers - 1
-    requested_layers = sorted({0, last // 2, last}) if layers is None else layers
+    last_layer = view.n_layers - 1
+    # a set: in a shallow model first, middle and last coincide
+    requested_layers = sorted({0, last_layer // 2, last_layer}) if layers is None else layers
     chosen = checks.indices(requested_layers, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
     nouns = common_nouns() if nouns is None else nouns
@@ -205,7 +206,7 @@ def _probe_layer(
     view: ModelView, layer: int, rows: Tensor, ids: Tensor, output: _Output, k: int, biases: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ids of keys, values and summed values of one layer, and the lengths that are written."""
-    w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+    w, norm = _in_float32(view.weights(layer)), view.attention_norm(layer)
     reads = normalized_rows(rows, norm, affine=True)
     x = reads[ids]
     q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e")
@@ -220,7 +221,7 @@ def _probe_layer(
     return keys, output.top(start + u, k), output.top(start + summed, k), *lengths
 
 
-def _single(w: HeadWeights) -> HeadWeights:
+def _in_float32(w: HeadWeights) -> HeadWeights:
     """The same weights in float32."""
     return HeadWeights(**{name: value.detach().float() for name, value in vars(w).items()})
 
@@ -287,7 +288,7 @@ def bias_readout(
     per_layer: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
         chosen = [h for l, h in pairs if l == layer]
-        w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+        w, norm = _in_float32(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
         vectors = _bias_vectors(w, norm)[chosen]
         read_extremes = readout.extremes(vectors[:, :2], reads, k)

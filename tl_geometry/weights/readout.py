@@ -34,7 +34,7 @@ class Extremes(NamedTuple):
     bottom_scores: Float[Tensor, "*batch column"]
 
 
-def _best(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_k(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores and their ids, equal scores in the order of the ids."""
     best_scores, best_ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
     # topk leaves the order of equal scores open: sort by id, then stably by score
@@ -76,13 +76,13 @@ def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
         scores = rows @ tokens[start : start + VOCABULARY_CHUNK].mT
         ids = torch.arange(start, start + scores.shape[-1], device=scores.device).expand_as(scores)
         for end, sign in enumerate((1, -1)):
-            top, top_ids = _best(sign * scores, ids, k)
+            top, top_ids = _top_k(sign * scores, ids, k)
             # of the first chunk there is nothing to merge with
             if start == 0:
                 best.append((top, top_ids))
                 continue
             scores_before, ids_before = best[end]
-            best[end] = _best(
+            best[end] = _top_k(
                 torch.cat([scores_before, top], -1), torch.cat([ids_before, top_ids], -1), k
             )
     (top_scores, top_token_ids), (negated_scores, bottom_token_ids) = best

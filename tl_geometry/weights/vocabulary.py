@@ -58,8 +58,8 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
-    first, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
-    return view.activations(tokens, [first], stop_at=stop_at)[first].float()
+    first_hook, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
+    return view.activations(tokens, [first_hook], stop_at=stop_at)[first_hook].float()
 
 
 def normalized_rows(
@@ -93,7 +93,7 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def _agrees(seen: LayerView, plain: Factors) -> bool:
+def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
     """Whether the layer's maps at position 0 are the plain weights."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
@@ -112,7 +112,9 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
     return True
 
 
-def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _projected_coordinates(
+    seen: LayerView, size: int, offsets: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Projections of every coordinate of the stream: queries averaged over the positions
     ``offsets``, keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
@@ -161,7 +163,7 @@ def factors_of(
     if not raw:  # one pass over arbitrary tokens, in which every layer's scores are verified
         # the largest offset needs a query that many positions behind the key
         positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
-        # any tokens do: maps, scales and verification do not depend on the text
+        # any tokens do: maps and the attention scale do not depend on the text
         tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
         view.run_layers(
             tokens, layers, lambda of_layer: layer_views.update({of_layer.layer: of_layer})
@@ -170,10 +172,12 @@ def factors_of(
         norm, w = view.attention_norm(layer), view.weights(layer)
         scale = layer_views[layer].scale if layer in layer_views else None
         plain_factors = bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
-        if scale is None or (offsets == (0,) and _agrees(layer_views[layer], plain_factors)):
+        if scale is None or (
+            offsets == (0,) and _maps_are_weights(layer_views[layer], plain_factors)
+        ):
             yield layer, plain_factors
         else:
-            left, right = _mapped(layer_views[layer], view.d_model, offsets)
+            left, right = _projected_coordinates(layer_views[layer], view.d_model, offsets)
             yield layer, Factors(left * scale, right)
 
 
