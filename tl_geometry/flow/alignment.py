@@ -96,10 +96,13 @@ def fit_aligned_bases(
     """
     check_ensemble(X)
     choice(align, ALIGNMENTS, "align")
+    # state by state: no float64 copy of the whole ensemble exists
     center = torch.stack([X[:, s].double().mean(0) for s in range(X.shape[1])])
     center = center if centered else torch.zeros_like(center)
-    parts = [_left(X[:, s].double() - center[s]) for s in range(X.shape[1])]
-    U, S = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+    centered_states = (X[:, s].double() - center[s] for s in range(X.shape[1]))
+    bases_of_states = [_directions_and_values(state) for state in centered_states]
+    U = torch.stack([directions for directions, _ in bases_of_states])
+    S = torch.stack([values for _, values in bases_of_states])
     order, sign = align_directions(U, align)
     U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
     S = S.gather(1, order)
@@ -116,10 +119,11 @@ def fit_aligned_bases(
     )
 
 
-def _left(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
+def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
     """Directions ``U_t`` and singular values of one state's ``M_t``, whose transpose are the
     rows."""
     if rows.shape[0] > rows.shape[1]:
+        # the triangular factor has the same singular values and directions, in d_model rows
         rows = torch.linalg.qr(rows, mode="r").R
     factors = svd(rows)
     return factors.V, factors.S
@@ -143,13 +147,14 @@ def _right_overlaps(
     X: Tensor, U: Tensor, S: Tensor, center: Tensor
 ) -> Float[Tensor, "state state rank"]:
     """``v_i(s).v_i(t)`` for all pairs of states, with ``v_i(t) = M_t^T u_i(t) / s_i(t)``."""
-    total = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
+    overlap = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
     inverse = inverse_values(S)
-    for part in X.split(CHUNK):
-        V = einsum(part.double() - center, U, "n state d, state d rank -> state n rank")
+    # V is as large as X: its products are summed and V is never held whole
+    for block in X.split(CHUNK):
+        V = einsum(block.double() - center, U, "n state d, state d rank -> state n rank")
         V = V * inverse[:, None]
-        total += einsum(V, V, "s n rank, t n rank -> s t rank")
-    return total
+        overlap += einsum(V, V, "s n rank, t n rank -> s t rank")
+    return overlap
 
 
 def align_directions(
@@ -174,14 +179,15 @@ def align_directions(
     sign = torch.ones(states, rank, dtype=U.dtype, device=U.device)
     if choice(method, ALIGNMENTS, "align") == "none":
         return order, sign
-    before = U[0]
+    previous = U[0]
     for t in range(1, states):
-        cosines = before.mT @ U[t]
+        cosines = previous.mT @ U[t]
         if method != "sign":
             order[t] = _assign(cosines.abs().cpu().numpy(), method).to(order)
         matched = cosines.gather(1, order[t][:, None])[:, 0]
+        # a cosine of 0 counts as positive: a sign of 0 would erase the direction
         sign[t] = torch.where(matched < 0, -1.0, 1.0).to(sign)
-        before = U[t][:, order[t]] * sign[t]
+        previous = U[t][:, order[t]] * sign[t]
     return order, sign
 
 
@@ -194,6 +200,7 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
     order = np.empty(rank, dtype=np.int64)
     for i in range(rank):
         order[i] = rank - 1 - int(np.argmax(unused[i, ::-1]))  # reversed: the later one on a tie
+        # below every absolute cosine: a column is used once
         unused[:, order[i]] = -1
     return torch.from_numpy(order)
 
@@ -235,14 +242,15 @@ def common_basis(
     for state in X.unbind(1):
         rows = state.double()
         gram += rows.mT @ rows
+    # eigh ascends: flipped, the strongest directions come first
     vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : min(n, d)].contiguous()
     basis = fix_signs(vectors, vectors)[1]
-    outside = []
+    outside_shares = []
     for state in X.unbind(1):
         rows = state.double()
         energy, inside = rows.square().sum(), (rows @ basis).square().sum()
-        outside.append(1 - inside / energy if energy > 0 else torch.zeros_like(energy))
-    return basis, torch.stack(outside).clamp(min=0)
+        outside_shares.append(1 - inside / energy if energy > 0 else torch.zeros_like(energy))
+    return basis, torch.stack(outside_shares).clamp(min=0)
 
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
@@ -250,4 +258,5 @@ def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_
     index(row, len(aligned.S), "state row")
     expected = f"1 to {aligned.rank} directions"
     require(1 <= K <= aligned.rank, "K", expected=expected, got=K, instead="more trajectories")
+    # aligned directions are not in the order of their singular values
     return aligned.U[row][:, aligned.S[row].argsort(descending=True, stable=True)[:K]]

@@ -67,27 +67,34 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
     n, states, _ = X.shape
     require(states >= 2, "trajectories", expected="at least two states", got=states)
     require(n >= 3, "trajectories", expected="at least three trajectories", got=n)
+    # with all n - 1 others as neighbours none could be lost
     k = min(k, n - 2)
-    straight = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
-    length = torch.zeros_like(straight)
-    parallel, neighbours_kept, zero, before = [], [], 0, _nearest(X[:, 0].double(), k)
+    net_length = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
+    path_length = torch.zeros_like(net_length)
+    mean_cosines, neighbours_kept, n_degenerate = [], [], 0
+    neighbours_before = _nearest(X[:, 0].double(), k)
     for s in range(states - 1):
         step = X[:, s + 1].double() - X[:, s].double()
-        length += torch.linalg.vector_norm(step, dim=-1)
+        path_length += torch.linalg.vector_norm(step, dim=-1)
         unit, degenerate = normalize_rows(step)
-        m = n - int(degenerate.sum())
-        zero += n - m
-        cosines = unit.sum(0).square().sum() - m  # of the m (m - 1) ordered pairs, summed
-        parallel.append(cosines / (m * (m - 1)) if m > 1 else torch.full_like(cosines, torch.nan))
-        after = _nearest(X[:, s + 1].double(), k)
-        neighbours_kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
-        before = after
+        n_moving = n - int(degenerate.sum())
+        n_degenerate += n - n_moving
+        # |sum of unit steps|^2 sums the cosines of all pairs, each step with itself among them
+        cosines = unit.sum(0).square().sum() - n_moving
+        n_pairs = n_moving * (n_moving - 1)
+        unknown = torch.full_like(cosines, torch.nan)
+        mean_cosines.append(cosines / n_pairs if n_pairs > 0 else unknown)
+        neighbours_after = _nearest(X[:, s + 1].double(), k)
+        neighbours_kept.append(
+            (neighbours_before[:, :, None] == neighbours_after[:, None]).any(-1).double().mean()
+        )
+        neighbours_before = neighbours_after
     return Bundle(
-        straightness=torch.where(length > 0, straight / length, torch.nan),
-        parallel=torch.stack(parallel),
+        straightness=torch.where(path_length > 0, net_length / path_length, torch.nan),
+        parallel=torch.stack(mean_cosines),
         neighbours=torch.stack(neighbours_kept),
         neighbours_chance=k / (n - 1),
-        degenerate=zero,
+        degenerate=n_degenerate,
     )
 
 
@@ -98,10 +105,13 @@ def _nearest(
     nearest = []
     squares = rows.square().sum(-1)
     for start in range(0, len(rows), chunk):
-        part = rows[start : start + chunk]
-        distance = squares - 2 * part @ rows.mT
-        distance[torch.arange(len(part)), torch.arange(start, start + len(part))] = torch.inf
-        nearest.append(distance.topk(k, largest=False).indices)
+        block = rows[start : start + chunk]
+        # without the block's own squares, which do not change the order within a row
+        squared_distance = squares - 2 * block @ rows.mT
+        squared_distance[torch.arange(len(block)), torch.arange(start, start + len(block))] = (
+            torch.inf
+        )
+        nearest.append(squared_distance.topk(k, largest=False).indices)
     return torch.cat(nearest)
 
 
@@ -120,6 +130,6 @@ def outliers(
     """
     norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
     r = torch.stack(norms, dim=1)
-    away = (r - r.quantile(0.5, dim=0)).abs()
-    far = (away > factor * MAD_TO_SD * away.quantile(0.5, dim=0)).any(1)
+    deviation = (r - r.quantile(0.5, dim=0)).abs()
+    far = (deviation > factor * MAD_TO_SD * deviation.quantile(0.5, dim=0)).any(1)
     return tuple(far.nonzero()[:, 0].tolist())

@@ -128,6 +128,7 @@ class Trajectories(Result):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
+            # the noise variance alpha * lambda would be negative, which LangevinModel refuses
             if law.rate <= 0:
                 noise = (0.0, 0.0)
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
@@ -155,21 +156,22 @@ def split_rows(
     expected = "a share between 0 and 1 of at least 2 trajectories"
     require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
     generator = torch.Generator().manual_seed(seed)
-    first = torch.zeros(n, dtype=torch.bool)
-    names = torch.empty(0) if labels is None else labels.unique()
-    if labels is None or len(names) < 2:
-        size = min(max(1, round(share * n)), n - 1)
-        first[torch.randperm(n, generator=generator)[:size]] = True
+    in_first = torch.zeros(n, dtype=torch.bool)
+    documents = torch.empty(0) if labels is None else labels.unique()
+    if labels is None or len(documents) < 2:
+        # neither part may be empty
+        n_first = min(max(1, round(share * n)), n - 1)
+        in_first[torch.randperm(n, generator=generator)[:n_first]] = True
     else:
-        order = names[torch.randperm(len(names), generator=generator)]
-        sizes = torch.stack([(labels == name).sum() for name in order]).cumsum(0)
-        last = min(max(int((sizes <= share * n).sum()), 1), len(order) - 1)
-        first = torch.isin(labels, order[:last])
+        order = documents[torch.randperm(len(documents), generator=generator)]
+        cumulated_sizes = torch.stack([(labels == document).sum() for document in order]).cumsum(0)
+        n_documents = min(max(int((cumulated_sizes <= share * n).sum()), 1), len(order) - 1)
+        in_first = torch.isin(labels, order[:n_documents])
     if tokens is not None:
-        first = first | shared_rows(tokens, tokens[first])
+        in_first = in_first | shared_rows(tokens, tokens[in_first])
         expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
-        require(not bool(first.all()), "split", expected=expected, got=got)
-    return first.nonzero()[:, 0], (~first).nonzero()[:, 0]
+        require(not bool(in_first.all()), "split", expected=expected, got=got)
+    return in_first.nonzero()[:, 0], (~in_first).nonzero()[:, 0]
 
 
 def shared_rows(
@@ -242,8 +244,8 @@ def trajectories(
     view = as_view(model)
     source = TokenSource.of(view, tokens, labels, prepend_bos)
     followed = _position(view, position, source.length)
-    wanted = range(1, view.n_layers + 1) if states is None else states
-    chosen = state_indices(wanted, view.n_layers + 1, view.state_hooks)
+    requested = range(1, view.n_layers + 1) if states is None else states
+    chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, followed, chosen, batch_size, progress)
     finite(X.sum(1), "states of the followed token")  # a sum with a term not finite is not finite
@@ -262,15 +264,16 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
-    last = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
-    provenance = provenance.flagged(FOLDED) if last is not None and view.processed else provenance
+    # the last kept state is the one before the norm only if it is state n_layers
+    normed = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
+    provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
     return Trajectories(
         X=X,
         states=chosen,
         position=followed,
         tokens=ids,
         labels=source.labels,
-        post_norm=last,
+        post_norm=normed,
         provenance=provenance,
     )
 
@@ -299,10 +302,12 @@ def _follow(
     ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.length, view.device)):
-            part = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
-            hooks = {view.state_hooks[s]: _store(part, i, position) for i, s in enumerate(states)}
+            batch_states = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
+            hooks = {
+                view.state_hooks[s]: _store(batch_states, i, position) for i, s in enumerate(states)
+            }
             view.run(rows, hooks)
-            parts.append(part)
+            parts.append(batch_states)
             ids.append(rows)
             bar.update(len(rows))
     return torch.cat(parts), torch.cat(ids)

@@ -55,8 +55,9 @@ class GeodesicPath:
         slack = 1e-9 * max(1.0, last)  # times that are sums of steps carry rounding errors
         inside = first - slack <= t <= last + slack
         require(inside, "time", expected=f"{first:g} to {last:g} (layers)", got=t)
-        where = torch.tensor(t, dtype=torch.float64)
-        k = int(torch.searchsorted(self.times, where, right=True)) - 1
+        time = torch.tensor(t, dtype=torch.float64)
+        k = int(torch.searchsorted(self.times, time, right=True)) - 1
+        # the last state, and times within the slack, lie in no half-open interval
         k = min(max(k, 0), len(self.times) - 2)
         return k, (t - float(self.times[k])) / self.length(k)
 
@@ -83,6 +84,7 @@ class GeodesicPath:
     def rotation(self, t: float) -> Float[Tensor, "rank rank"]:
         """``R(t)``; at the states ``U`` itself."""
         k, a = self.locate(t)
+        # log and exp would add their rounding to the states themselves
         if abs(a) < 1e-12 or abs(a - 1) < 1e-12:
             return self.U[k + round(a)]
         return self.U[k] @ rotation_exp(a * self.logs[k])
@@ -94,10 +96,13 @@ class GeodesicPath:
     def integral(self, start: float, end: float, rate: float) -> Float[Tensor, " rank"]:
         """``integral e^{rate u} sigma_i(u)^{-2} du`` by 16-point Gauss-Legendre on each interval
         (the spline is smooth inside)."""
-        inner = [float(v) for v in self.times if start < float(v) < end]
+        # third derivatives of a cubic spline jump at the states, where the rule would lose order
+        inner_states = [float(v) for v in self.times if start < float(v) < end]
         total = torch.zeros(self.S.shape[1], dtype=torch.float64)
-        for a, b in zip([start, *inner], [*inner, end]):
-            u = (a + b) / 2 + (b - a) / 2 * NODES
+        for left, right in zip([start, *inner_states], [*inner_states, end]):
+            u = (left + right) / 2 + (right - left) / 2 * NODES
             values = torch.exp(rate * u[:, None] - 2 * torch.from_numpy(self.spline(u.numpy())))
-            total = total + (b - a) / 2 * einsum(WEIGHTS, values, "sample, sample rank -> rank")
+            total = total + (right - left) / 2 * einsum(
+                WEIGHTS, values, "sample, sample rank -> rank"
+            )
         return total

@@ -28,11 +28,12 @@ def held_out_errors(
     states = train.shape[1]
     errors = {t: torch.full((states, states), torch.nan, dtype=torch.float64) for t in map_types}
     for start in range(states - 1):
-        maps, x = MapsFrom(train[:, start]), test[:, start].double()
-        mapped = {map_type: MappedStates(x) for map_type in map_types}
+        maps, start_states = MapsFrom(train[:, start]), test[:, start].double()
+        # one for each type: types read different coordinates of the start
+        mapped = {map_type: MappedStates(start_states) for map_type in map_types}
         for end in range(start + 1, states):
-            true = test[:, end].double()
+            target = test[:, end].double()
             for map_type in map_types:
-                missed = true - mapped[map_type](maps.to(train[:, end], map_type))
-                errors[map_type][start, end] = missed.norm() / true.norm()
+                residual = target - mapped[map_type](maps.to(train[:, end], map_type))
+                errors[map_type][start, end] = residual.norm() / target.norm()
     return errors

@@ -125,11 +125,13 @@ class LangevinModel(Result):
         check_ensemble(X)
         n, states, d = X.shape
         subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
+        # n trajectories span n directions: square rotations exist in their span alone
         if n < d:
             subspace, outside = common_basis(X)
             X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
         aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
         S = aligned.S.clamp(min=0)
+        # a state of zeros has no largest singular value to take a share of: TINY
         S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)
         clamped = int((aligned.S < S).sum())
         layers = torch.arange(1, states + 1) if times is None else times.cpu()
@@ -226,13 +228,15 @@ class LangevinModel(Result):
         left out.
         """
         begin = float(self.times[0]) if start is None else float(start)
-        wanted = [float(t) for t in times]
+        sample_times = [float(t) for t in times]
         d = len(self.subspace)
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
         require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
         # the first time may be the start itself
-        rising = bool(wanted) and all(a < b for a, b in zip([begin - 1e-12, *wanted], wanted))
-        require(rising, "times", expected=f"increasing times from {begin:g}", got=wanted)
+        rising = bool(sample_times) and all(
+            a < b for a, b in zip([begin - 1e-12, *sample_times], sample_times)
+        )
+        require(rising, "times", expected=f"increasing times from {begin:g}", got=sample_times)
         positive = samples >= 1 and (dt is None or dt > 0)
         require(positive, "samples and dt", expected="positive numbers", got=f"{samples} and {dt}")
         if choice(method, METHODS, "method") == "exact":
@@ -240,15 +244,18 @@ class LangevinModel(Result):
             require(exact, "method", expected='"euler" with preset="reference"', got=repr(method))
             no_step = 'none with method="exact", which has no step'
             require(dt is None, "dt", expected=no_step, got=dt)
+        # times increase: the first and the last bound them all
         self.path.locate(begin)
-        self.path.locate(wanted[-1])
+        self.path.locate(sample_times[-1])
         coordinates = x if self.embed is None else x.double() @ self.embed
-        rows = repeat(coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples)
+        start_coordinates = repeat(
+            coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples
+        )
         generator = torch.Generator().manual_seed(seed)
-        arguments = (self.path, self.noise, rows, begin, wanted, generator)
+        arguments = (self.path, self.noise, start_coordinates, begin, sample_times, generator)
         if method == "exact":
-            out = exact_paths(*arguments)
+            paths = exact_paths(*arguments)
         else:
-            out = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
-        out = out if self.embed is None else out @ self.embed.to(out).mT
-        return rearrange(out, "time (sample n) d -> sample n time d", sample=samples)
+            paths = stepped_paths(*arguments, dt=dt or DT, stretch_share=self.stretch_share)
+        paths = paths if self.embed is None else paths @ self.embed.to(paths).mT
+        return rearrange(paths, "time (sample n) d -> sample n time d", sample=samples)

@@ -42,10 +42,12 @@ class NoiseLaw(NamedTuple):
     ) -> Float[Tensor, "*batch"]:
         """Variance of one coordinate of the residual from time ``start`` to ``end``, by this
         law."""
-        return (self.log_alpha + _shape(self.law, self.rate, start.double(), end.double())).exp()
+        return (
+            self.log_alpha + _log_growth(self.law, self.rate, start.double(), end.double())
+        ).exp()
 
 
-def _shape(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
+def _log_growth(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
     """``ln v - ln alpha`` of a law."""
     if law == "asymptotic":
         return rate * end
@@ -63,7 +65,7 @@ def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
     return times.double()
 
 
-def _pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _finite_pairs(values: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Start time, end time and value of every pair of states whose value is finite."""
     times = _times(values, times)
     start, end = torch.triu_indices(len(values), len(values), 1)
@@ -95,32 +97,36 @@ def fit_noise_law(
     [0.64, 0.18]
     """
     choice(law, LAWS, "law")
-    start, end, y = _pairs(log_variance, times)
-    n = len(y)
+    start, end, log_values = _finite_pairs(log_variance, times)
+    n_pairs = len(log_values)
     expected = "at least 3 with a finite variance"
-    require(n >= 3, "pairs of states", expected=expected, got=n, instead="more states")
+    require(n_pairs >= 3, "pairs of states", expected=expected, got=n_pairs, instead="more states")
 
     def misfit(rate: float) -> float:
-        gap = y - _shape(law, rate, start, end)  # ln alpha, were the law exact
+        gap = log_values - _log_growth(law, rate, start, end)  # ln alpha, were the law exact
         return float((gap - gap.mean()).square().sum())
 
     if law == "asymptotic":
-        x = end - end.mean()
-        rate = float((x * y).sum() / x.square().sum())
+        centred_end = end - end.mean()
+        rate = float((centred_end * log_values).sum() / centred_end.square().sum())
     else:
         grid = np.linspace(-3, 3, 241)  # the misfit may have several minima: start from the best
-        near = grid[int(np.argmin([misfit(g) for g in grid]))]
+        best_node = grid[int(np.argmin([misfit(g) for g in grid]))]
         # one step of the grid either way
         best: Any = minimize_scalar(
-            misfit, bounds=(near - 0.025, near + 0.025), method="bounded", options={"xatol": 1e-10}
+            misfit,
+            bounds=(best_node - 0.025, best_node + 0.025),
+            method="bounded",
+            options={"xatol": 1e-10},
         )
         rate = float(best.x)
-    rss = misfit(rate)
-    total = float((y - y.mean()).square().sum())
-    log_alpha = float((y - _shape(law, rate, start, end)).mean())
-    r2 = 1 - rss / total if total > 0 else math.nan
-    aic = n * math.log(rss / n) + 6 if rss > 0 else -math.inf
-    return NoiseLaw(law, math.exp(log_alpha), rate, log_alpha, r2, aic, n)
+    residual_square = misfit(rate)
+    total_square = float((log_values - log_values.mean()).square().sum())
+    log_alpha = float((log_values - _log_growth(law, rate, start, end)).mean())
+    r2 = 1 - residual_square / total_square if total_square > 0 else math.nan
+    # three parameters: alpha, lambda and the variance of the error
+    aic = n_pairs * math.log(residual_square / n_pairs) + 6 if residual_square > 0 else -math.inf
+    return NoiseLaw(law, math.exp(log_alpha), rate, log_alpha, r2, aic, n_pairs)
 
 
 class Isotropy(NamedTuple):
@@ -162,21 +168,23 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     n, d = residual.shape
     expected = "at least 8 trajectories of 2 coordinates"
     require(n >= 8 and d >= 2, "residuals", expected=expected, got=f"{n} of {d}")
-    x = residual.double() - residual.double().mean(0)
-    variance = x.square().sum(0) / (n - 1)
+    centred = residual.double() - residual.double().mean(0)
+    variance = centred.square().sum(0) / (n - 1)
     varies = variance > 0
     constant = int((~varies).sum())
-    x, variance = x[:, varies], variance[varies]
-    d = x.shape[1]
+    centred, variance = centred[:, varies], variance[varies]
+    d = centred.shape[1]
     require(d >= 2, "residuals", expected="at least 2 coordinates with variance", got=d)
-    C = x.mT @ x / (n - 1)
+    C = centred.mT @ centred / (n - 1)
     trace, square = C.diagonal().sum(), C.square().sum()
     sd = variance.sqrt()
     correlation = (C / (sd[:, None] * sd)).abs()
+    # the diagonal holds d ones
     off_diagonal = (correlation.sum() - d) / (d * (d - 1))
     sphericity = float(d * square / trace.square())
+    # Ledoit & Wolf 2002: (n - 1) (sphericity - 1) - d tends to a Gaussian of mean 1, variance 4
     z = ((n - 1) * (sphericity - 1) - d - 1) / 2
-    p = normality_p(x)
+    p = normality_p(centred)
     corrected = torch.from_numpy(false_discovery_control(p.cpu().numpy()))
     return Isotropy(
         variance_cv=float(variance.std() / variance.mean()),
@@ -200,12 +208,12 @@ def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Ten
     and a report asks for every pair of states.
     """
     n = len(residual)
-    x = residual.double()
-    sd = x.std(0)
-    rows = ((x - x.mean(0)) / torch.where(sd > 0, sd, torch.nan)).mT.contiguous()
+    values = residual.double()
+    sd = values.std(0)
+    standardized = ((values - values.mean(0)) / torch.where(sd > 0, sd, torch.nan)).mT.contiguous()
     # numpy sorts six times as fast as torch
-    z = torch.from_numpy(np.sort(rows.cpu().numpy(), axis=-1)).to(rows)
-    i = torch.arange(1, n + 1, dtype=torch.float64, device=x.device)
+    z = torch.from_numpy(np.sort(standardized.cpu().numpy(), axis=-1)).to(standardized)
+    i = torch.arange(1, n + 1, dtype=torch.float64, device=values.device)
     below, above = _log_tails(z)
     return -n - ((2 * i - 1) * (below + above.flip(-1))).sum(-1) / n
 
@@ -276,9 +284,10 @@ def familywise_threshold(states: int, level: float = 0.05) -> float:
     """
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(20_000, max(1, states), generator=generator, dtype=torch.float64)
-    away = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
-    mad = away.quantile(0.5, dim=1).clamp(min=1e-300)
-    return float((away.amax(1) / (MAD_TO_SD * mad)).quantile(1 - level))
+    deviations = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
+    # a single state is its own median: 0 / 1e-300 is 0, where 0 / 0 were NaN
+    mad = deviations.quantile(0.5, dim=1).clamp(min=1e-300)
+    return float((deviations.amax(1) / (MAD_TO_SD * mad)).quantile(1 - level))
 
 
 def layer_anomalies(
@@ -297,23 +306,25 @@ def layer_anomalies(
     likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
     Llama 3.2.
     """
-    start, end, y = _pairs(values, times)
+    start, end, pair_values = _finite_pairs(values, times)
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(_times(values, times)):
         at_target = end == time
+        # twice as many pairs as coefficients
         if bool(at_target.any()) and int((~at_target).sum()) >= 6:
             excess[b] = (
-                y[at_target]
-                - design[at_target] @ _least_absolute(design[~at_target], y[~at_target])
+                pair_values[at_target]
+                - design[at_target] @ _least_absolute(design[~at_target], pair_values[~at_target])
             ).mean()
     measured = torch.isfinite(excess)
     z = torch.full_like(excess, torch.nan)
     if int(measured.sum()) >= 4:
-        away = excess - excess[measured].quantile(0.5)
-        mad = away[measured].abs().quantile(0.5)
-        infinite = torch.where(away == 0, 0.0, torch.inf)
-        z = torch.where(mad > 0, away / (MAD_TO_SD * mad), infinite)
+        deviation = excess - excess[measured].quantile(0.5)
+        mad = deviation[measured].abs().quantile(0.5)
+        # half of the targets share the median: any other is infinitely far from them
+        infinite = torch.where(deviation == 0, 0.0, torch.inf)
+        z = torch.where(mad > 0, deviation / (MAD_TO_SD * mad), infinite)
         z = torch.where(measured, z, torch.nan)
     limit = familywise_threshold(int(measured.sum()))
     return Anomalies(excess, z, (z.abs() > limit) & measured)

@@ -31,7 +31,7 @@ def keep_at(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor]) -
     """A hook that keeps a state at (row, position), in float32 on the CPU."""
 
     def hook(h: Tensor) -> None:
-        row, position = (at.to(h.device) for at in where)
+        row, position = (axis_index.to(h.device) for axis_index in where)
         into[state] = h.detach()[row, position].float().cpu()
 
     return hook
@@ -66,24 +66,28 @@ class Measure:
         """Measure all jobs at a place on some chunks."""
         view, position = self.view, -1 if place == "pilot" else None
         tokens = rows[:, :-1]
+        # a position predicts the next token; place "all" leaves position 0 out
         target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
         clean: dict[int, Tensor] = {}
-        starts = {a for (a, _), _ in self.jobs}
-        plain = log_probabilities(
-            view, tokens, {view.state_hooks[s]: keep(clean, s) for s in starts}, position=position
+        start_states = {a for (a, _), _ in self.jobs}
+        clean_outputs = log_probabilities(
+            view,
+            tokens,
+            {view.state_hooks[s]: keep(clean, s) for s in start_states},
+            position=position,
         )
-        clean_log_probs = _from_second(plain, place)
+        clean_log_probs = _at_place(clean_outputs, place)
         clean_loss = token_losses(clean_log_probs, target)
         self.loss.setdefault(place, []).append(clean_loss.mean(1))
-        runs = pilot_runs(view, tokens, plain, self.limit) if place == "pilot" else None
+        runs = pilot_runs(view, tokens, clean_outputs, self.limit) if place == "pilot" else None
         copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
         for start in range(0, len(self.jobs), copies):
             # jobs with one end next to each other, so that its hook replaces one slice of rows
             group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
-            changed = _from_second(self._run(group, tokens, place, maps, clean, runs), place)
-            for job, part in zip(group, changed.split(len(tokens)), strict=True):
-                increase = token_losses(part, target) - clean_loss
-                self._record(place, job, part, clean_log_probs, increase)
+            changed = _at_place(self._run(group, tokens, place, maps, clean, runs), place)
+            for job, job_log_probs in zip(group, changed.split(len(tokens)), strict=True):
+                increase = token_losses(job_log_probs, target) - clean_loss
+                self._record(place, job, job_log_probs, clean_log_probs, increase)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
@@ -110,29 +114,32 @@ class Measure:
         return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, position=None)
 
     def _record(
-        self, place: str, job: Job, changed: Tensor, own_log_probs: Tensor, increase: Tensor
+        self, place: str, job: Job, changed: Tensor, clean_log_probs: Tensor, increase: Tensor
     ) -> None:
-        compared = distances(changed, own_log_probs)
-        k = min(5, own_log_probs.shape[-1])
-        row = torch.stack(
+        compared = distances(changed, clean_log_probs)
+        k = min(5, clean_log_probs.shape[-1])
+        # distances counts tokens in common; a SkipMap gives the share of them
+        costs = torch.stack(
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
         pair, map_type = job
         pairs = [pair]
         if map_type == "mean":  # the same from every start
             pairs = [p for p in self.pairs if p[1] == pair[1]]
-        for same in pairs:
-            self.costs.setdefault((place, map_type, same), []).append(row.double().cpu())
+        for same_end in pairs:
+            self.costs.setdefault((place, map_type, same_end), []).append(costs.double().cpu())
 
     def finish(
         self, places: Sequence[str], map_types: Sequence[str]
     ) -> tuple[dict[Key, Tensor], tuple[float, float]]:
         """The maps, and the model's own loss at the pilot and at all positions."""
-        n = self.view.n_layers + 1
+        n_states = self.view.n_layers + 1
         keys = [(p, t, m) for p in places for t in map_types for m in METRICS]
-        values = {key: torch.full((n, n), torch.nan, dtype=torch.float64) for key in keys}
-        for (place, map_type, (a, b)), parts in self.costs.items():
-            table = torch.cat(parts, dim=1)
+        values = {
+            key: torch.full((n_states, n_states), torch.nan, dtype=torch.float64) for key in keys
+        }
+        for (place, map_type, (a, b)), chunk_costs in self.costs.items():
+            table = torch.cat(chunk_costs, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
             for metric, value in zip(METRICS, (mean[0], error, *mean[1:]), strict=True):
                 values[place, map_type, metric][a, b] = value
@@ -148,7 +155,7 @@ def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
     return layer_map(state[:, -1:] if place == "pilot" else state[:, 1:])
 
 
-def _from_second(values: Tensor, place: str) -> Tensor:
+def _at_place(values: Tensor, place: str) -> Tensor:
     """Values ``[batch position d_vocab]`` at the positions of a place: the last, or all but the
     first."""
     return values[:, None] if place == "pilot" else values[:, 1:]

@@ -138,6 +138,7 @@ def flow_report(
         *_dropped(aligned, ensemble.states),
         *([] if laws else ["too few states for a noise law"]),
     ]
+    # row 1 holds the robust z-scores
     if all(bool(torch.isnan(v[1]).all()) for v in anomalies.values()):
         flags.append("too few states to call one anomalous")
     flags += [f"{len(outliers)} norm outliers kept"] if outliers else []
@@ -191,9 +192,9 @@ def adjusted_over_pairs(p: Float[Tensor, "state state"]) -> Float[Tensor, "state
     [[0.75, 1.0], [nan, 0.75]]
     """
     tested = torch.isfinite(p)
-    out = torch.full_like(p, torch.nan)
-    out[tested] = torch.from_numpy(false_discovery_control(p[tested].numpy()))
-    return out
+    adjusted = torch.full_like(p, torch.nan)
+    adjusted[tested] = torch.from_numpy(false_discovery_control(p[tested].numpy()))
+    return adjusted
 
 
 def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps:
@@ -201,17 +202,22 @@ def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps
     alignment runs forward."""
     X = train.after_norm().X
     flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
-    last = residual_maps(X, flow, first_end=X.shape[1] - 1)
-    return Maps(*(torch.cat([a[:, :-1], b[:, -1:]], dim=1) for a, b in zip(maps, last)))
+    maps_to_last = residual_maps(X, flow, first_end=X.shape[1] - 1)
+    return Maps(
+        *(
+            torch.cat([plain[:, :-1], normed[:, -1:]], dim=1)
+            for plain, normed in zip(maps, maps_to_last)
+        )
+    )
 
 
 def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor, "row state"]]:
     """``[excess, z]`` of each target state by three measures, their names with a suffix."""
-    out = {}
+    by_measure = {}
     for name in ("log_variance", "mean_over_sd", "relative_error"):
         anomalies = noise.layer_anomalies(getattr(maps, name), times=times)
-        out[name + suffix] = torch.stack([anomalies.excess, anomalies.z])
-    return out
+        by_measure[name + suffix] = torch.stack([anomalies.excess, anomalies.z])
+    return by_measure
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -252,6 +258,7 @@ def compare_ensembles(
     table: dict[str, list[float]] = {}
     for ensemble in ensembles.values():
         bundle, maps = ensemble.bundle(k=k), ensemble.residuals(align=align)
+        # the entropy rank reads singular values alone, which need no alignment
         directions = ensemble.aligned_bases(align="none")
         row = {
             "trajectories": float(len(ensemble)),
@@ -266,13 +273,14 @@ def compare_ensembles(
         }
         laws = _laws(maps.log_variance, ensemble.times)
         for law in noise.LAWS:
+            # as many as a NoiseLaw has fields after its name
             _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}
         for name, value in row.items():
             table.setdefault(name, []).append(value)
-    first = next(iter(ensembles.values()))
+    first_ensemble = next(iter(ensembles.values()))
     fewest = min(ensembles.values(), key=len)
     few = too_few(len(fewest), fewest.X.shape[-1], "directions and maps")
-    provenance = first.provenance.flagged(*few)
+    provenance = first_ensemble.provenance.flagged(*few)
     statistics = {name: torch.tensor(values, dtype=torch.float64) for name, values in table.items()}
     return NullComparison(names=tuple(ensembles), statistics=statistics, provenance=provenance)

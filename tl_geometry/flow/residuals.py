@@ -79,8 +79,8 @@ class LayerMap:
 
     def single(self) -> LayerMap:
         """The same map in float32, which is half as large."""
-        parts = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **parts)
+        tensors = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 class MappedStates:
@@ -143,6 +143,7 @@ def ridge_inverse(S: Float[Tensor, " rank"], share: float) -> Float[Tensor, " ra
     [0.25, 0.0]
     """
     penalty = share * S[0].square()
+    # penalties are positive: the 1 stands only where all of S is 0, and is not taken
     return torch.where(S > 0, S / (S.square() + torch.where(penalty > 0, penalty, 1.0)), 0.0)
 
 
@@ -183,13 +184,14 @@ class MapsFrom:
         (U, S, _), n = self.centered[1], len(y)
         centered = y - y.mean(0)
         target = U.mT @ centered
-        energy, total = target.square().sum(1), centered.square().sum()
+        energy, total_energy = target.square().sum(1), centered.square().sum()
         shares = PENALTIES.to(S.device)
         penalty = S[0].square() * shares[:, None]
         shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
-        left_over = total - (energy * (2 * shrink - shrink.square())).sum(1)
+        # from the energies along U: no penalty needs predictions of its own
+        residual_energy = total_energy - (energy * (2 * shrink - shrink.square())).sum(1)
         # at the smallest penalties the trace reaches n - 1, which would divide by zero
-        gcv = n * left_over.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
+        gcv = n * residual_energy.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
         return float(shares[gcv.argmin()]), target
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:
@@ -275,12 +277,13 @@ def score_map(
     Fit(relative_error=0.0, r2=1.0, cosine=1.0)
     """
     moved, true = moved.double(), true.double()
-    missing = (true - moved).square().sum()
+    residual_energy = (true - moved).square().sum()
     spread = (true - true.mean(0)).square().sum()
+    # the default eps of 1e-8 would bend the cosines of short states
     cosine = torch.nn.functional.cosine_similarity(moved, true, dim=-1, eps=1e-300)
     return Fit(
-        relative_error=float((missing / true.square().sum()).sqrt()),
-        r2=float(1 - missing / spread) if spread > 0 else float("nan"),
+        relative_error=float((residual_energy / true.square().sum()).sqrt()),
+        r2=float(1 - residual_energy / spread) if spread > 0 else float("nan"),
         cosine=float(cosine.mean()),
     )
 
@@ -317,20 +320,23 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     (0.5, 1.4)
     """
     n = len(residual)
+    # the unbiased kurtosis divides by n - 3
     require(n >= 4, "residuals", expected="at least 4 trajectories", got=n, instead="more chunks")
-    x = residual.double()
-    mean = x.mean(0)
-    centered = x - mean
-    second = centered.square().mean(0)
+    values = residual.double()
+    mean = values.mean(0)
+    centered = values - mean
+    second_moment = centered.square().mean(0)
     # a constant coordinate keeps a few roundings of its mean, which are no variance
-    rounding = 64 * torch.finfo(torch.float64).eps * x.abs().amax(0)
-    varies = second.sqrt() > rounding
+    rounding = 64 * torch.finfo(torch.float64).eps * values.abs().amax(0)
+    varies = second_moment.sqrt() > rounding
     if not bool(varies.any()):
-        return ResidualStatistics(*[float("nan")] * 6, degenerate=x.shape[1])
-    fourth = centered.square().square().mean(0)[varies]
-    mean, second = mean[varies], second[varies]
-    variance = second * n / (n - 1)
-    excess = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * (fourth / second.square() - 3) + 6)
+        return ResidualStatistics(*[float("nan")] * 6, degenerate=values.shape[1])
+    fourth_moment = centered.square().square().mean(0)[varies]
+    mean, second_moment = mean[varies], second_moment[varies]
+    variance = second_moment * n / (n - 1)
+    excess = (
+        (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * (fourth_moment / second_moment.square() - 3) + 6)
+    )
     return ResidualStatistics(
         mean_over_sd=float((mean.abs() / variance.sqrt()).mean()),
         log_variance=float(variance.log().mean()),
@@ -382,6 +388,7 @@ def residual_maps(
             true, moved = X[:, end].double(), mapped(map_of(start, end))
             residual = true - moved
             statistics = residual_statistics(residual)
+            # all but the count of degenerate coordinates
             table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
             if collect is not None:
                 collect(start, end, residual)

@@ -67,29 +67,35 @@ def separability(
     require(not paired or len(a) == len(b), "rows", expected=expected, got=f"{len(a)} and {len(b)}")
     expected, got = "at least 10 each", f"{describe(a)} and {describe(b)}"
     require(min(len(a), len(b)) >= 10 and repeats >= 2, "rows", expected=expected, got=got)
-    x = torch.cat([a, b]).double().cpu().numpy()
-    y = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).long().numpy()
+    points = torch.cat([a, b]).double().cpu().numpy()
+    classes = torch.cat([torch.ones(len(a)), torch.zeros(len(b))]).long().numpy()
     generator = torch.Generator().manual_seed(seed)
     scores: dict[bool, list[float]] = {False: [], True: []}
     tested = 0
-    for r in range(repeats):
-        is_test = _held(len(a), len(b), paired, test_share, generator).numpy()
-        mean, sd = x[~is_test].mean(0), x[~is_test].std(0)
-        z = (x - mean) / (sd + (sd == 0))  # a constant coordinate stays constant
+    for repeat in range(repeats):
+        is_test = _held_out(len(a), len(b), paired, test_share, generator).numpy()
+        mean, sd = points[~is_test].mean(0), points[~is_test].std(0)
+        standardized = (points - mean) / (sd + (sd == 0))  # a constant coordinate stays constant
         for shuffled in (False, True):
-            labels = y[torch.randperm(len(y), generator=generator).numpy()] if shuffled else y
-            learner: Any = (
-                Perceptron(random_state=seed + r)
-                if classifier == "perceptron"
-                else LinearSVC(random_state=seed + r, dual="auto", max_iter=20_000, C=0.01)
+            labels = (
+                classes[torch.randperm(len(classes), generator=generator).numpy()]
+                if shuffled
+                else classes
             )
-            learner.fit(z[~is_test], labels[~is_test])
-            scores[shuffled].append(float((learner.predict(z[is_test]) == labels[is_test]).mean()))
+            learner: Any = (
+                Perceptron(random_state=seed + repeat)
+                if classifier == "perceptron"
+                else LinearSVC(random_state=seed + repeat, dual="auto", max_iter=20_000, C=0.01)
+            )
+            learner.fit(standardized[~is_test], labels[~is_test])
+            scores[shuffled].append(
+                float((learner.predict(standardized[is_test]) == labels[is_test]).mean())
+            )
         tested = int(is_test.sum())
-    values = torch.tensor(scores[False], dtype=torch.float64)
-    reach = resampled_t_reach(values, test_share)
-    p, shuffled = float(values.mean()), float(torch.tensor(scores[True]).mean())
-    return Accuracy(p, p - reach, p + reach, shuffled, tested)
+    accuracies = torch.tensor(scores[False], dtype=torch.float64)
+    reach = resampled_t_reach(accuracies, test_share)
+    mean_accuracy, shuffled = float(accuracies.mean()), float(torch.tensor(scores[True]).mean())
+    return Accuracy(mean_accuracy, mean_accuracy - reach, mean_accuracy + reach, shuffled, tested)
 
 
 def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> float:
@@ -104,16 +110,18 @@ def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> fl
     return float(t_quantile(torch.tensor(j - 1.0))) * spread if spread > 0 else float("nan")
 
 
-def _held(n: int, m: int, paired: bool, share: float, generator: torch.Generator) -> Tensor:
-    """Which of the n rows of one class and the m rows of the other are held out for the test."""
+def _held_out(
+    n_first: int, n_second: int, paired: bool, share: float, generator: torch.Generator
+) -> Tensor:
+    """Which rows of one class and of the other are held out for the test."""
 
     def draw(rows: int) -> Tensor:
         is_test = torch.zeros(rows, dtype=torch.bool)
         is_test[torch.randperm(rows, generator=generator)[: max(1, round(share * rows))]] = True
         return is_test
 
-    first = draw(n)
-    return torch.cat([first, first if paired else draw(m)])
+    first_is_test = draw(n_first)
+    return torch.cat([first_is_test, first_is_test if paired else draw(n_second)])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,24 +163,24 @@ def true_against_extrapolated(
     """
     choice(map_type, MAPS, "map_type")
     train, test = ensemble.split(seed=seed)
-    row = ensemble.row(start)
+    start_row = ensemble.row(start)
     flow = (
-        partial(flow_map, train.aligned_bases(align=align), row, signs=signs)
+        partial(flow_map, train.aligned_bases(align=align), start_row, signs=signs)
         if map_type == "flow"
         else None
     )
-    maps = MapsFrom(train.X[:, row])
-    rows: dict[str, Accuracy] = {}
-    for end in range(row + 1, len(ensemble.states)):
+    maps = MapsFrom(train.X[:, start_row])
+    accuracies: dict[str, Accuracy] = {}
+    for end in range(start_row + 1, len(ensemble.states)):
         move = maps.to(train.X[:, end], map_type) if flow is None else flow(end)
-        true, moved = test.X[:, end].double(), move(test.X[:, row].double())
-        rows[f"{start}->{ensemble.states[end]}"] = separability(
+        true, moved = test.X[:, end].double(), move(test.X[:, start_row].double())
+        accuracies[f"{start}->{ensemble.states[end]}"] = separability(
             true, moved, paired=True, classifier=classifier, seed=seed, **options
         )
-    require(bool(rows), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
+    require(bool(accuracies), "start", expected=f"a state before {ensemble.states[-1]}", got=start)
     fits_matrix = map_type not in VECTOR_MAPS
     few = too_few(len(train), train.X.shape[-1], "maps") if fits_matrix else ()
-    return _table(rows, classifier, ensemble.provenance.flagged(*few))
+    return _table(accuracies, classifier, ensemble.provenance.flagged(*few))
 
 
 def ensembles_apart(
@@ -186,19 +194,21 @@ def ensembles_apart(
     """Linear separability of two ensembles (language and gibberish) at every state; published as
     separable at all layers."""
     require(a.states == b.states, "ensembles", expected=f"the same states {a.states}", got=b.states)
-    rows = {
+    accuracies = {
         f"state {state}": separability(
             a.X[:, i], b.X[:, i], classifier=classifier, seed=seed, **options
         )
         for i, state in enumerate(a.states)
     }
-    return _table(rows, classifier, a.provenance)
+    return _table(accuracies, classifier, a.provenance)
 
 
 def _table(
-    rows: Mapping[str, Accuracy], classifier: str, provenance: Provenance
+    by_name: Mapping[str, Accuracy], classifier: str, provenance: Provenance
 ) -> SeparationTable:
-    accuracy = torch.tensor([tuple(row) for row in rows.values()], dtype=torch.float64)
+    accuracy = torch.tensor(
+        [tuple(accuracy_row) for accuracy_row in by_name.values()], dtype=torch.float64
+    )
     return SeparationTable(
-        names=tuple(rows), accuracy=accuracy, classifier=classifier, provenance=provenance
+        names=tuple(by_name), accuracy=accuracy, classifier=classifier, provenance=provenance
     )

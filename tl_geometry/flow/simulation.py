@@ -40,15 +40,16 @@ def exact_paths(
 ) -> Float[Tensor, "time trajectory rank"]:
     """Paths from the exact law of the co-moving increments, at increasing times."""
     y = x @ (path.rotation(begin) / path.sigma(begin)).to(x)
-    out = torch.empty(len(times), *x.shape, dtype=x.dtype)
-    now, draw = begin, torch.empty_like(y)
+    paths = torch.empty(len(times), *x.shape, dtype=x.dtype)
+    now, gaussian = begin, torch.empty_like(y)
     for i, t in enumerate(times):
+        # the first time may be the start, when nothing is drawn
         if t > now and noise.alpha != 0:
             spread = noise.variance(path, now, t).sqrt().to(y)
-            y.addcmul_(draw.normal_(generator=generator), spread)
-        torch.mm(y, (path.rotation(t) * path.sigma(t)).to(y).mT, out=out[i])
+            y.addcmul_(gaussian.normal_(generator=generator), spread)
+        torch.mm(y, (path.rotation(t) * path.sigma(t)).to(y).mT, out=paths[i])
         now = t
-    return out
+    return paths
 
 
 def stepped_paths(
@@ -68,7 +69,7 @@ def stepped_paths(
     Inside an interval the rotation advances by one fixed factor per step, so that there are two
     matrix exponentials per interval and not one per step.
     """
-    now, out = begin, []
+    now, paths = begin, []
     for t in times:
         while now < t:
             k, passed = path.locate(now)
@@ -80,12 +81,13 @@ def stepped_paths(
             advance = rotation_exp(h / path.length(k) * path.logs[k])
             for step in range(steps):
                 u = now + step * h
+                # the drift at the start of the step, as published
                 drift = turning + (R * (stretch_share * path.stretch_rate(u))) @ R.mT
                 x = x + h * (x @ drift.mT.to(x))
                 if noise.alpha != 0:
-                    kick = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-                    x = x + noise.amplitude(u) * math.sqrt(h) * kick
+                    gaussian = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                    x = x + noise.amplitude(u) * math.sqrt(h) * gaussian
                 R = R @ advance
             now = end
-        out.append(x)
-    return torch.stack(out)
+        paths.append(x)
+    return torch.stack(paths)

@@ -82,15 +82,15 @@ class SkipMap(Result):
 
     def rows(self) -> list[tuple[object, ...]]:
         """Rows of the table."""
-        out: list[tuple[object, ...]] = []
+        table_rows: list[tuple[object, ...]] = []
         for place in self.places:
             own_loss = self.loss[PLACES.index(place)]
             for map_type in self.map_types:
                 tables = [self.table(map_type, m, place=place) for m in METRICS]
                 for a, b in self.pairs():
                     numbers = [float(t[a, b]) for t in tables]
-                    out.append((place, map_type, a, b, b - a, *numbers, own_loss))
-        return out
+                    table_rows.append((place, map_type, a, b, b - a, *numbers, own_loss))
+        return table_rows
 
 
 def skip_map(
@@ -165,15 +165,17 @@ def skip_map(
         for place in places:
             bar.set_postfix_str("fitting")
             X = _collect(view, train, states, place, fit_rows, limit, seed)
-            fits = _fit(X, states, jobs, align)
-            single = view.dtype != torch.float64
-            maps[place] = {job: m.single() for job, m in fits.items()} if single else fits
+            fitted_maps = _fit(X, states, jobs, align)
+            in_float32 = view.dtype != torch.float64
+            maps[place] = (
+                {job: m.single() for job, m in fitted_maps.items()} if in_float32 else fitted_maps
+            )
             flags += too_few(len(X), view.d_model, f"maps at place {place}") if fits_matrix else ()
         bar.set_postfix_str("measuring")
         measure = Measure(view, jobs, chosen, limit, bar)
-        for part in held_out.split(PART):
+        for chunks in held_out.split(PART):
             for place in places:
-                measure.add(part, place, maps[place])
+                measure.add(chunks, place, maps[place])
     values, loss = measure.finish(places, map_types)
     flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(
@@ -235,35 +237,40 @@ def _chunks(
     require(source.length >= 3, "tokens", expected=expected, got=source.length)
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
-        first, second = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
-        return source, rows[first], rows[second], []
-    other = TokenSource.of(view, test, None, prepend_bos)
+        # by the tokens that are read: the last one is only a target
+        train_rows, test_rows = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
+        return source, rows[train_rows], rows[test_rows], []
+    test_source = TokenSource.of(view, test, None, prepend_bos)
     expected = f"chunks of {source.length} tokens, as those that maps are fitted on"
-    got = f"chunks of {other.length}"
-    require(other.length == source.length, "test", expected=expected, got=got)
-    held_out = torch.cat(list(other.batches(1024)))
+    got = f"chunks of {test_source.length}"
+    require(test_source.length == source.length, "test", expected=expected, got=got)
+    held_out = torch.cat(list(test_source.batches(1024)))
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])
-    n = int(shared.sum())
+    n_shared = int(shared.sum())
     expected = "chunks that maps are not fitted on"
-    got = f"{n} of {len(held_out)} that also stand in tokens"
+    got = f"{n_shared} of {len(held_out)} that also stand in tokens"
     instead = "other chunks, or test=None to split these"
-    require(n < len(held_out), "test", expected=expected, got=got, instead=instead)
-    flags = [f"{n} of {len(held_out)} test chunks left out: maps are fitted on them"] if n else []
+    require(n_shared < len(held_out), "test", expected=expected, got=got, instead=instead)
+    flags = (
+        [f"{n_shared} of {len(held_out)} test chunks left out: maps are fitted on them"]
+        if n_shared
+        else []
+    )
     return source, rows, held_out[~shared], flags
 
 
 def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     """Pairs of states, the shortest skips first."""
-    n = view.n_layers
-    all_pairs = [(a, b) for a in range(n) for b in range(a + 1, n + 1)]
+    n_layers = view.n_layers
+    all_pairs = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     if isinstance(pairs, str):
         require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
         chosen = all_pairs
     else:
         default = [(a, b) for a, b in all_pairs if b - a in SKIPS]
         chosen = default if pairs is None else sorted(set(pairs))
-    valid = bool(chosen) and all(0 <= a < b <= n for a, b in chosen)
-    require(valid, "pairs", expected=f"states 0 <= a < b <= {n}", got=chosen)
+    valid = bool(chosen) and all(0 <= a < b <= n_layers for a, b in chosen)
+    require(valid, "pairs", expected=f"states 0 <= a < b <= {n_layers}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
@@ -291,18 +298,23 @@ def _collect(
     seen."""
     generator = torch.Generator().manual_seed(seed)
     positions = rows.shape[1] - 1
-    share = min(1.0, fit_rows / (len(rows) * (positions - 1)))
-    out = []
-    for part in rows.split(limit):
+    drawn_share = min(1.0, fit_rows / (len(rows) * (positions - 1)))
+    state_batches = []
+    for chunks in rows.split(limit):
         if place == "pilot":
-            where = (torch.arange(len(part)), torch.full((len(part),), positions - 1))
+            indices = (torch.arange(len(chunks)), torch.full((len(chunks),), positions - 1))
         else:
-            picked = (torch.rand(len(part), positions - 1, generator=generator) < share).nonzero()
-            where = (picked[:, 0], picked[:, 1] + 1)
+            # position 0 is never drawn: the norm of an attention sink would decide the fit
+            drawn = (
+                torch.rand(len(chunks), positions - 1, generator=generator) < drawn_share
+            ).nonzero()
+            indices = (drawn[:, 0], drawn[:, 1] + 1)
         states_at: dict[int, Tensor] = {}
-        view.run(part[:, :-1], {view.state_hooks[s]: keep_at(states_at, s, where) for s in states})
-        out.append(torch.stack([states_at[s] for s in states], dim=1))
-    return torch.cat(out)
+        view.run(
+            chunks[:, :-1], {view.state_hooks[s]: keep_at(states_at, s, indices) for s in states}
+        )
+        state_batches.append(torch.stack([states_at[s] for s in states], dim=1))
+    return torch.cat(state_batches)
 
 
 def _fit(

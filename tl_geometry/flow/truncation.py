@@ -82,9 +82,9 @@ class TruncationCurve(Result):
         scale = self.baseline_mean if mean else self.baseline_median
         if not self.claimed:
             return None
-        bad = (self.kl > share * scale).nonzero()[:, 0].tolist()
-        first = bad[-1] + 1 if bad else 0
-        return self.K[first] if first < len(self.K) else None
+        above = (self.kl > share * scale).nonzero()[:, 0].tolist()
+        first_row = above[-1] + 1 if above else 0
+        return self.K[first_row] if first_row < len(self.K) else None
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
@@ -158,14 +158,16 @@ def truncation_kl(
     view.require_unchanged()
     kl, reverse, top1, top5 = curves
     # the baseline: consecutive chunks compared
-    chunks = distances(own_log_probs[1:], own_log_probs[:-1]).kl
-    fitted = set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
-    held_out = bool(fitted) and fitted.isdisjoint(tuple(row) for row in ids.tolist())
+    baseline_kl = distances(own_log_probs[1:], own_log_probs[:-1]).kl
+    fitted_chunks = (
+        set() if ensemble.tokens is None else {tuple(t) for t in ensemble.tokens.tolist()}
+    )
+    held_out = bool(fitted_chunks) and fitted_chunks.isdisjoint(tuple(row) for row in ids.tolist())
     few = too_few(len(ensemble), view.d_model, "directions")
     flags = [f"{flag}: no K is claimed" for flag in few]
     if not held_out:
-        same = "directions fitted on the same chunks"
-        flags.insert(0, same if fitted else "chunks of the directions not known")
+        same_chunks = "directions fitted on the same chunks"
+        flags.insert(0, same_chunks if fitted_chunks else "chunks of the directions not known")
     provenance = replace(
         ensemble.provenance,
         token_hash=hash_tokens(ids),
@@ -180,8 +182,8 @@ def truncation_kl(
         kl_reverse=reverse.mean(0),
         top1=top1.mean(0),
         top5=top5.mean(0),
-        baseline_mean=float(chunks.mean()),
-        baseline_median=float(chunks.median()),
+        baseline_mean=float(baseline_kl.mean()),
+        baseline_median=float(baseline_kl.median()),
         where=where,
         positions=positions,
         held_out=held_out,
@@ -195,31 +197,40 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     """Refuse directions of another model, of states after the final norm, of too few states, or of
     another token than the last."""
     require_trajectories(ensemble, "ensemble")
-    same = ensemble.provenance.fingerprint in (None, view.fingerprint)
+    # without a fingerprint there is nothing to compare
+    same_model = ensemble.provenance.fingerprint in (None, view.fingerprint)
     expected, got = f"trajectories of {view.name}", f"of {ensemble.provenance.model}"
-    require(same, "ensemble", expected=expected, got=got, instead="trajectories(model, ...)")
+    require(same_model, "ensemble", expected=expected, got=got, instead="trajectories(model, ...)")
     needed = {view.n_layers} if where == "final" else set(range(1, view.n_layers + 1))
-    held, expected = needed <= set(ensemble.states), f"states {min(needed)} to {view.n_layers}"
+    has_states = needed <= set(ensemble.states)
+    expected = f"states {min(needed)} to {view.n_layers}"
     instead = 'trajectories(model, tokens) with all states, or where="final" for the last one alone'
-    require(held, "ensemble", expected=expected, got=ensemble.states, instead=instead)
-    before, expected = AFTER_NORM not in ensemble.provenance.flags, "states before the final norm"
+    require(has_states, "ensemble", expected=expected, got=ensemble.states, instead=instead)
+    before_norm = AFTER_NORM not in ensemble.provenance.flags
+    expected = "states before the final norm"
     instead = "the ensemble that .after_norm() was called on"
-    require(before, "ensemble", expected=expected, got=AFTER_NORM, instead=instead)
-    last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    require(before_norm, "ensemble", expected=expected, got=AFTER_NORM, instead=instead)
+    last_position = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
     expected, got = "trajectories of the last token", f"of position {ensemble.position}"
     instead = 'trajectories(model, tokens, position="pilot")'
     require(
-        ensemble.position in (-1, last), "ensemble", expected=expected, got=got, instead=instead
+        ensemble.position in (-1, last_position),
+        "ensemble",
+        expected=expected,
+        got=got,
+        instead=instead,
     )
 
 
 def _check_bos(view: ModelView, ensemble: Trajectories, ids: Tensor) -> None:
     """Refuse chunks with BOS for directions of chunks without, and the other way round."""
-    said = {True: "with BOS", False: "without BOS"}
+    bos_text = {True: "with BOS", False: "without BOS"}
     fitted_with_bos, has_bos = ensemble.provenance.has_bos, begins_with_bos(ids, view.bos_id)
-    same, instead = fitted_with_bos in (None, has_bos), "the same prepend_bos for both"
-    expected = f"chunks {said[bool(fitted_with_bos)]}, as those of ensemble"
-    require(same, "tokens", expected=expected, got=f"chunks {said[has_bos]}", instead=instead)
+    same_bos, instead = fitted_with_bos in (None, has_bos), "the same prepend_bos for both"
+    expected = f"chunks {bos_text[bool(fitted_with_bos)]}, as those of ensemble"
+    require(
+        same_bos, "tokens", expected=expected, got=f"chunks {bos_text[has_bos]}", instead=instead
+    )
 
 
 def _run(
@@ -238,19 +249,22 @@ def _run(
     U = {s: aligned.U[r].to(view.device, view.dtype) for s, r in rows.items()}
     center = {s: aligned.center[r].to(view.device, view.dtype) for s, r in rows.items()}
     ranks = torch.arange(aligned.rank, device=view.device)
-    parts: list[Tensor] = []
+    distance_batches: list[Tensor] = []
     own_log_probs: list[Tensor] = []
     with tqdm(
         total=len(ids) * len(grid), disable=not progress, desc="truncation", unit="pass"
     ) as bar:
         for tokens in ids.split(chunk):
-            plain = log_probabilities(view, tokens, {})
-            own_log_probs.append(plain.cpu())
-            runs = pilot_runs(view, tokens, plain, limit) if positions == "pilot" else None
-            at_once = max(1, limit // len(tokens)) if runs is None else runs.copies
+            clean_log_probs = log_probabilities(view, tokens, {})
+            own_log_probs.append(clean_log_probs.cpu())
+            runs = (
+                pilot_runs(view, tokens, clean_log_probs, limit) if positions == "pilot" else None
+            )
+            n_grid_points = max(1, limit // len(tokens)) if runs is None else runs.copies
             measured = []
-            for start in range(0, len(grid), at_once):
-                ks = torch.tensor(grid[start : start + at_once], device=view.device)
+            for start in range(0, len(grid), n_grid_points):
+                ks = torch.tensor(grid[start : start + n_grid_points], device=view.device)
+                # masks, not sliced bases: every K has one shape and shares a batch
                 kept_directions = (ranks < ks[:, None]).to(view.dtype)
                 kept_directions = repeat(
                     kept_directions, "k rank -> (k chunk) rank", chunk=len(tokens)
@@ -263,12 +277,12 @@ def _run(
                     changed = log_probabilities(view, tokens.repeat(len(ks), 1), hooks)
                 else:
                     changed = runs.log_probabilities(len(ks), hooks)
-                compared = torch.stack(list(distances(changed, plain.repeat(len(ks), 1))))
+                compared = torch.stack(list(distances(changed, clean_log_probs.repeat(len(ks), 1))))
                 pattern = "metric (k chunk) -> metric chunk k"
                 measured.append(rearrange(compared, pattern, k=len(ks)).cpu())
                 bar.update(len(ks) * len(tokens))
-            parts.append(torch.cat(measured, dim=2))
-    kl, reverse, top1, top5 = torch.cat(parts, dim=1).unbind(0)
+            distance_batches.append(torch.cat(measured, dim=2))
+    kl, reverse, top1, top5 = torch.cat(distance_batches, dim=1).unbind(0)
     return (kl, reverse, top1, top5), torch.cat(own_log_probs)
 
 
@@ -276,8 +290,8 @@ def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str)
     """A hook that projects a state: row i on the directions where ``kept_directions[i]`` is 1."""
 
     def hook(h: Tensor) -> Tensor:
-        x = h if positions == "all" else h[:, -1:]
-        part = ((x - center) @ U * kept_directions[:, None]) @ U.mT + center
-        return part if positions == "all" else torch.cat([h[:, :-1], part], dim=1)
+        selected = h if positions == "all" else h[:, -1:]
+        projected = ((selected - center) @ U * kept_directions[:, None]) @ U.mT + center
+        return projected if positions == "all" else torch.cat([h[:, :-1], projected], dim=1)
 
     return hook

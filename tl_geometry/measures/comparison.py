@@ -111,25 +111,32 @@ def compare_bases(
     for basis in (a, b):
         require_basis(basis)
     pairs = _checked_pairs(a, b, states)
-    halves = [half_pos(x.moments) for x in (a, b)]
+    halves = [half_pos(basis.moments) for basis in (a, b)]
     positions, d_model = a.pos.shape[1:]
     rows: list[dict[str, Tensor]] = []
     used_ranks: list[int] = []
     for state_a, state_b in pairs:
         i, j = a.index(state_a), b.index(state_b)
-        parts = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
-        r = rank or _rank(parts[0].S, (positions, d_model))
-        limit = min(len(p.S) for p in parts)
-        require(1 <= r <= limit, "rank", expected=f"1 to {limit} directions", got=r)
+        factors = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
+        n_directions = rank or _rank(factors[0].S, (positions, d_model))
+        limit = min(len(svd.S) for svd in factors)
+        require(
+            1 <= n_directions <= limit,
+            "rank",
+            expected=f"1 to {limit} directions",
+            got=n_directions,
+        )
         same_space = d_model == b.mean.shape[1]
         mean = torch.cosine_similarity(a.mean[i], b.mean[j], dim=0) if same_space else NAN
-        random = torch.tensor(r / d_model, dtype=torch.float64)
+        random = torch.tensor(n_directions / d_model, dtype=torch.float64)
         halves_of_row = [
             (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
         ]
-        others = {"overlap_random": random, "mean_cosine": mean}
-        rows.append(_agreement(*parts, r) | _floors(halves_of_row, r) | others)
-        used_ranks.append(r)
+        baselines = {"overlap_random": random, "mean_cosine": mean}
+        rows.append(
+            _agreement(*factors, n_directions) | _floors(halves_of_row, n_directions) | baselines
+        )
+        used_ranks.append(n_directions)
     return BasisComparison(
         provenance=a.provenance.flagged(*a.flags()),
         other=b.provenance.line(),
@@ -143,7 +150,7 @@ def _checked_pairs(
     a: PositionContext, b: PositionContext, states: Sequence[int | Pair] | None
 ) -> tuple[Pair, ...]:
     """The pairs of states to compare, of two bases that can be compared."""
-    normalized = [f"normalized={x.provenance.normalized}" for x in (a, b)]
+    normalized = [f"normalized={basis.provenance.normalized}" for basis in (a, b)]
     require(
         normalized[0] == normalized[1],
         "bases",
@@ -174,30 +181,36 @@ def _checked_pairs(
 def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Tensor]:
     """The agreement of the two halves of each basis with each other, the noisier of the bases; NaN
     where no basis has halves."""
-    agreements = [_agreement(linalg.svd(one), linalg.svd(two), rank) for one, two in halves]
+    agreements = [
+        _agreement(linalg.svd(first), linalg.svd(second), rank) for first, second in halves
+    ]
+    # the noisier basis overlaps less with itself, and differs more
     worst = {"overlap": torch.amin, "procrustes": torch.amin, "difference": torch.amax}
     return {
-        f"{name}_floor": noisier(torch.stack([o[name] for o in agreements])) if agreements else NAN
+        f"{name}_floor": noisier(torch.stack([agreement[name] for agreement in agreements]))
+        if agreements
+        else NAN
         for name, noisier in worst.items()
     }
 
 
-def _rank(s: Tensor, shape: tuple[int, int]) -> int:
+def _rank(singular_values: Tensor, shape: tuple[int, int]) -> int:
     """The ScreeNOT rank, at least 1, with its usual bound of 20 where the basis is large enough."""
     k = ranks.usable_k(20, min(shape))
-    return max(1, int(ranks.screenot(s, shape, k=k).rank)) if k >= 1 else 1
+    return max(1, int(ranks.screenot(singular_values, shape, k=k).rank)) if k >= 1 else 1
 
 
-def _agreement(a: linalg.SVD, b: linalg.SVD, r: int) -> dict[str, Tensor]:
+def _agreement(a: linalg.SVD, b: linalg.SVD, n_directions: int) -> dict[str, Tensor]:
     """Mean and largest angle, overlap, Procrustes similarity, relative difference."""
     similar = procrustes_similarity(a, b)
     if a.V.shape[0] != b.V.shape[0]:
         unknown = ("angle_mean", "angle_max", "overlap", "difference")
         return {"procrustes": similar, **dict.fromkeys(unknown, NAN)}
-    angles = linalg.principal_angles(a.V[:, :r], b.V[:, :r])
-    rows = [p.U * p.S @ p.V.mT for p in (a, b)]
+    angles = linalg.principal_angles(a.V[:, :n_directions], b.V[:, :n_directions])
+    pos_vectors = [svd.U * svd.S @ svd.V.mT for svd in (a, b)]
+    # sizes and vectors from the factors at hand, which all comparisons share
     size = torch.linalg.vector_norm(a.S) * torch.linalg.vector_norm(b.S)
-    distance = torch.linalg.vector_norm(rows[0] - rows[1])
+    distance = torch.linalg.vector_norm(pos_vectors[0] - pos_vectors[1])
     return {
         "angle_mean": angles.mean(),
         "angle_max": angles.max(),

@@ -105,38 +105,41 @@ def contextual_report(
     require(draws >= 1, "draws", expected="at least 1", got=draws)
     z, names = _labels(basis, labels)
     basis.require_identifiable("contextual_report")
-    sets = subsets(basis, jackknife=jackknife)
+    context_subsets = subsets(basis, jackknife=jackknife)
     chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
-    r = _overlap_rank(basis, rank)
-    flags = _flags(basis, z, len(chosen), r, rank)
+    n_directions = _overlap_rank(basis, rank)
+    flags = _flags(basis, z, len(chosen), n_directions, rank)
     orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
     per_state, similarities = [], []
     halves = reliability(basis.moments)
-    singular: list[int] = []
+    singular_states: list[int] = []
     for row, state in enumerate(basis.states):
-        values = _over_subsets(basis, row, sets, z, chosen, r)
+        values = _over_subsets(basis, row, context_subsets, z, chosen, n_directions)
         values["split_half"] = halves[row : row + 1]
-        null_values = _contextual_nulls(basis, row, z, chosen, r, draws, seed) if nulls else {}
+        null_values = (
+            _contextual_nulls(basis, row, z, chosen, n_directions, draws, seed) if nulls else {}
+        )
         if z is not None:
             try:
                 compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
             except contextual.SingularError:
-                singular.append(state)
+                singular_states.append(state)
                 compact = _no_compactness(orders)
             values |= {n: v[:1] for n, v in compact.items()}
             null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
             ctx = means[row, chosen] - basis.mean[row]
             similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
         per_state.append((values, null_values))
-    if singular:
+    if singular_states:
         flags.append(
-            f"within-document covariance singular at states {singular}: "
+            f"within-document covariance singular at states {singular_states}: "
             "compactness needs space=('pca', k) or ridge="
         )
+    # the table of similarities has rows for the labels of the chosen contexts alone
     similarity = torch.stack(similarities) if similarities else None
     compared = [] if z is None else z[chosen].unique().tolist()
     names = tuple(names[label] for label in compared) if names else ()
-    fields = state_fields(basis, sets, per_state, flags=flags, least=LEAST, draws=draws)
+    fields = state_fields(basis, context_subsets, per_state, flags=flags, least=LEAST, draws=draws)
     return ContextualReport(**fields, names=names, similarity=similarity)
 
 
@@ -147,19 +150,19 @@ def _labels(
     ids, names = (
         (basis.labels, basis.names) if labels is None else label_ids(labels, basis.contexts)
     )
-    several = ids is not None and len(ids.unique()) >= 2
-    return (ids.long(), names) if several and ids is not None else (None, ())
+    has_documents = ids is not None and len(ids.unique()) >= 2
+    return (ids.long(), names) if has_documents and ids is not None else (None, ())
 
 
 def _flags(
-    basis: PositionContext, z: Tensor | None, compared: int, rank: int, wanted: int
+    basis: PositionContext, z: Tensor | None, compared: int, rank: int, requested_rank: int
 ) -> list[str]:
     """What the report leaves out, and why."""
     flags = []
     if z is not None and compared < basis.contexts:
         flags.append(f"similarities from {compared} contexts")
-    if rank < wanted:
-        flags.append(f"overlap of {rank} of {wanted} directions (some state has no more)")
+    if rank < requested_rank:
+        flags.append(f"overlap of {rank} of {requested_rank} directions (some state has no more)")
     if z is not None and not basis.has_second_moments:
         flags.append("no second moments: no compactness")
     return flags
@@ -177,8 +180,10 @@ def _over_subsets(
         inside = member[group_of]
         compared = chosen[inside[chosen]]
         pos, ctx = rows - rows.mean(0), means - rows.mean(0)
-        values = _towards(pos, ctx[inside], rank)
-        per_set.append(values if z is None else values | _clusters(ctx[compared], z[compared]))
+        values = _incoherence_and_overlap(pos, ctx[inside], rank)
+        per_set.append(
+            values if z is None else values | _cluster_similarities(ctx[compared], z[compared])
+        )
     return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
 
 
@@ -189,23 +194,35 @@ def _overlap_rank(basis: PositionContext, rank: int) -> int:
     assert basis.context_means is not None
     ranks = []
     for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
-        both = (pos, means - mean)
-        ranks.append(min(int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in both))
-    return min(rank, basis.pos.shape[1] - 1, basis.contexts - 1, *(n for n in ranks if n > 0))
+        point_sets = (pos, means - mean)
+        ranks.append(
+            min(
+                int(numerical_rank(torch.linalg.svdvals(points), points.shape))
+                for points in point_sets
+            )
+        )
+    # centred rows have one direction fewer than rows; a state without any does not count
+    return min(
+        rank,
+        basis.pos.shape[1] - 1,
+        basis.contexts - 1,
+        *(state_rank for state_rank in ranks if state_rank > 0),
+    )
 
 
-def _towards(pos: Tensor, ctx: Tensor, rank: int) -> Values:
+def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
     """Incoherence and overlap of the two bases; overlap is NaN where centred rows have fewer
     directions than ``rank``."""
-    i = contextual.incoherence(pos, ctx)
-    overlap = i.avg.new_tensor(torch.nan)
+    cosines = contextual.incoherence(pos, ctx)
+    # n centred rows have at most n - 1 directions
+    overlap = cosines.avg.new_tensor(torch.nan)
     if 1 <= rank < min(len(pos), len(ctx)):
         overlap = contextual.subspace_overlap(pos, ctx, rank).overlap
     return {
-        "incoherence_max": i.max,
-        "incoherence_avg": i.avg,
-        "incoherence_rms": i.rms,
-        "incoherence_signed": i.signed,
+        "incoherence_max": cosines.max,
+        "incoherence_avg": cosines.avg,
+        "incoherence_rms": cosines.rms,
+        "incoherence_signed": cosines.signed,
         "overlap": overlap,
     }
 
@@ -221,7 +238,7 @@ def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Ge
     return torch.stack([h[order, torch.arange(h.shape[1])].mean(1) for order in orders])
 
 
-def _clusters(ctx: Tensor, labels: Tensor) -> Values:
+def _cluster_similarities(ctx: Tensor, labels: Tensor) -> Values:
     """Similarities within and between documents."""
     exact = contextual.cluster_similarity(ctx, labels)
     signed = contextual.cluster_similarity(ctx, labels, signed=True)
@@ -242,20 +259,21 @@ def _compactness(
     if not basis.has_second_moments:
         return _no_compactness(orders)
     assert basis.context_means is not None
+    # the rounding of the stored products limits the smallest eigenvalue to trust
     accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
-    second, pairs = basis.second_moment(basis.states[row]), []
-    for z in orders:
-        counts = torch.bincount(z)
+    second, compactness_pairs = basis.second_moment(basis.states[row]), []
+    for labelling in orders:
+        counts = torch.bincount(labelling)
         sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64)
-        sums.index_add_(0, z, basis.context_means[row].double())
+        sums.index_add_(0, labelling, basis.context_means[row].double())
         means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
         compact = contextual.compactness_from_moments(
             second, basis.pos[row], means, counts, accuracy=accuracy, **options
         )
-        pairs.append(compact)
+        compactness_pairs.append(compact)
     return {
-        "compactness_cvec": torch.stack([p.cvec for p in pairs]),
-        "compactness_raw": torch.stack([p.raw for p in pairs]),
+        "compactness_cvec": torch.stack([pair.cvec for pair in compactness_pairs]),
+        "compactness_raw": torch.stack([pair.raw for pair in compactness_pairs]),
     }
 
 
@@ -287,24 +305,26 @@ def _contextual_nulls(
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (draws, 1, pos.shape[1]), generator=generator) * 2.0 - 1
     flipped = contextual.incoherence(pos.expand(draws, *pos.shape), ctx * signs)
-    base = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
-    random = {f"incoherence_{n}": getattr(base, n) for n in ("max", "avg", "rms")}
+    baseline = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
+    random = {f"incoherence_{n}": getattr(baseline, n) for n in ("max", "avg", "rms")}
     random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
     null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
         null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
     if basis.samples is not None and len(basis.samples) >= FEWEST:
         exchanged = _exchanged(basis, row, draws, generator)
-        of_noise = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
+        noise_incoherence = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
-            null_values[f"incoherence_{n}", "exchanged"] = getattr(of_noise, n)
+            null_values[f"incoherence_{n}", "exchanged"] = getattr(noise_incoherence, n)
     # signs of whole coordinates: what both bases share in the size of coordinates stays
-    overlaps = [_towards(pos, ctx * sign, rank)["overlap"] for sign in signs]
+    overlaps = [_incoherence_and_overlap(pos, ctx * sign, rank)["overlap"] for sign in signs]
     null_values["overlap", "flipped"] = torch.stack(overlaps)
     if z is not None:
-        similar = [_clusters(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)]
+        shuffled_clusters = [
+            _cluster_similarities(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)
+        ]
         null_values |= {
-            (n, "shuffled"): torch.stack([s[n] for s in similar])
+            (n, "shuffled"): torch.stack([clusters[n] for clusters in shuffled_clusters])
             for n in ("intra", "intra_signed", "intra_reference")
         }
     return null_values

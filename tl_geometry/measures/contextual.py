@@ -87,14 +87,15 @@ def incoherence(
     >>> [round(float(x), 3) for x in i[:4]]
     [0.6, 0.3, 0.424, 0.3]
     """
-    rows, zero_pos = normalize_rows(pos)
-    others, zero_ctx = normalize_rows(ctx)
+    unit_pos, zero_pos = normalize_rows(pos)
+    unit_ctx, zero_ctx = normalize_rows(ctx)
     sums = torch.zeros(3, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
     largest = torch.zeros(pos.shape[:-2], dtype=pos.dtype, device=pos.device)
-    for block in others.split(BLOCK, dim=-2):
-        cosine = rows @ block.mT
+    # block by block: cosines of all contexts with all positions never exist at once
+    for block in unit_ctx.split(BLOCK, dim=-2):
+        cosine = unit_pos @ block.mT
         size = cosine.abs()
-        sums += torch.stack([x.sum((-2, -1)) for x in (size, cosine.square(), cosine)])
+        sums += torch.stack([values.sum((-2, -1)) for values in (size, cosine.square(), cosine)])
         largest = torch.maximum(largest, size.amax((-2, -1)))
     pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
     avg, square, signed = torch.where(pairs > 0, sums / pairs, torch.nan)
@@ -131,9 +132,9 @@ def subspace_overlap(
         limit = min(rows.shape[-2:])
         expected = f"1 to {limit} directions"
         require(1 <= rank <= limit, f"rank of {name}", expected=expected, got=rank)
-    parts = [(svd(rows), rows.shape) for rows in (pos, ctx)]
-    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in parts]
-    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in parts))
+    decompositions = [(svd(rows), rows.shape) for rows in (pos, ctx)]
+    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in decompositions]
+    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in decompositions))
     angles = torch.where((enough[0] & enough[1]).unsqueeze(-1), angles, torch.nan)
     return SubspaceOverlap(angles, angles.cos().square().mean(-1), rank / pos.shape[-1])
 
@@ -174,33 +175,39 @@ def cluster_similarity(
     got = 'preset="reference" (absolute values)'
     require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got=got)
     labels = _dense_labels(ctx, labels)
-    rows, zero = normalize_rows(ctx)
-    member = torch.nn.functional.one_hot(labels).to(rows)
+    unit, zero = normalize_rows(ctx)
+    member = torch.nn.functional.one_hot(labels).to(unit)
     if signed:
-        sums = einsum(rows, member, "... context d_model, context label -> ... label d_model")
+        sums = einsum(unit, member, "... context d_model, context label -> ... label d_model")
+        # a sum of cosines is the product of the sums; a sum of their sizes is not
         totals = sums @ sums.mT
     else:
-        blocks = zip(rows.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
-        parts = [
-            einsum((a @ rows.mT).abs(), m, "... row context, row label -> ... label context")
+        blocks = zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
+        block_totals = [
+            einsum(
+                (block @ unit.mT).abs(),
+                block_member,
+                "... row context, row label -> ... label context",
+            )
             @ member
-            for a, m in blocks
+            for block, block_member in blocks
         ]
-        totals = torch.stack(parts).sum(0)
-    counts = einsum((~zero).to(rows), member, "... context, context label -> ... label")
+        totals = torch.stack(block_totals).sum(0)
+    counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
+    # a self-pair has the cosine 1: one for each direction of the label
     if preset == "exact":
         totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
-    same = torch.eye(member.shape[1], dtype=torch.bool, device=rows.device)
+    is_diagonal = torch.eye(member.shape[1], dtype=torch.bool, device=unit.device)
     intra, inter = (
         _ratio((totals * cells).sum((-2, -1)), (pairs * cells).sum((-2, -1)))
-        for cells in (same, ~same)
+        for cells in (is_diagonal, ~is_diagonal)
     )
     return ClusterSimilarity(intra, inter, _ratio(totals, pairs))
 
 
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(b > 0, a / b, torch.nan)
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, numerator / denominator, torch.nan)
 
 
 def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
@@ -281,18 +288,27 @@ def compactness_from_moments(
     expected = f'"full" or ("pca", k) with k from 1 to {size}'
     require(valid, "space", expected=expected, got=repr(space))
     factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
-    free = float(counts.sum()) - len(counts)
-    values = [_separation(w, factor, free, space, ridge, accuracy) for w in (cvec, raw)]
-    scale = free / (len(counts) - 1) if norm == "dof" else 1.0
+    degrees_of_freedom = float(counts.sum()) - len(counts)
+    values = [
+        _separation(within, factor, degrees_of_freedom, space, ridge, accuracy)
+        for within in (cvec, raw)
+    ]
+    scale = degrees_of_freedom / (len(counts) - 1) if norm == "dof" else 1.0
     return CompactnessPair(*(scale * value for value in values))
 
 
 def _separation(
-    within: Tensor, factor: Tensor, free: float, space: Space, ridge: float | None, accuracy: float
+    within: Tensor,
+    factor: Tensor,
+    degrees_of_freedom: float,
+    space: Space,
+    ridge: float | None,
+    accuracy: float,
 ) -> Tensor:
     """``tr(S_B S_W^-1)`` from N S_W ``[d_model d_model]`` and the factor of N S_B ``[d_model
-    label]``; ``free`` is N - K."""
+    label]``; ``degrees_of_freedom`` is N - K."""
     if space != "full":
+        # eigh ascends: the last k are the leading ones of the total covariance, N S_W + N S_B
         axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
         within, factor = axes.mT @ within @ axes, axes.mT @ factor
     size = within.shape[-1]
@@ -308,10 +324,10 @@ def _separation(
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
     if not singular and not bool((pivots > accuracy * size).all()):  # small pivots only hint at it
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
-    if singular or (ridge is None and free < size):
+    if singular or (ridge is None and degrees_of_freedom < size):
         points = f"N - K >= {size} points in general position"
         expected = f"within-cluster covariance of full rank ({points})"
-        got = f"N - K = {free:.0f}, or dependent points"
+        got = f"N - K = {degrees_of_freedom:.0f}, or dependent points"
         instead = 'space=("pca", k) or ridge='
         fail(
             "cluster compactness", expected=expected, got=got, instead=instead, error=SingularError

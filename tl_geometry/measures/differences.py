@@ -42,6 +42,7 @@ def _halved_difference(pos: Tensor, m: int) -> Tensor:
     """The m-fold difference divided by 2^m: never larger than its input, whatever m."""
     rows = reflect(pos)
     for _ in range(m):
+        # halved at each step, so that no power of 2T overflows
         rows = (rows - rows.roll(1, dims=-2)) / 2
     return rows
 
@@ -166,15 +167,16 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     F = dct_vectors(positions, k)
     weight = torch.full((k, 1), 2.0, dtype=torch.float64)
     weight[0] = 1
+    # B only enters as B B^T = T^-2 W F^T G F W: singular vectors times values are one such B
     factor = svd(weight * (F.T @ pos) / positions)
     halved = _halved_difference(pos, m)  # X / (2T)^m
     largest = float(halved.square().sum(-1).amax())
     spectral = float(torch.linalg.svdvals(halved)[0]) ** 2 / (2 * positions)
-    sine = [math.sin(math.pi * j / (2 * positions)) for j in (1, k)]
-    bracket = (sine[0] * sine[1]) ** -m + sine[1] ** (-2 * m)  # [(g_k g_1)^m + g_k^2m] (2T)^2m
+    sines = [math.sin(math.pi * j / (2 * positions)) for j in (1, k)]
+    bracket = (sines[0] * sines[1]) ** -m + sines[1] ** (-2 * m)  # [(g_k g_1)^m + g_k^2m] (2T)^2m
     # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
     paper = torch.linalg.qr(dct_vectors(positions, k, printed=True)).Q
-    rest = pos - paper @ (paper.T @ pos)
+    remainder = pos - paper @ (paper.T @ pos)
     per_frequency = float(2 * positions) ** 2
     return LowFrequencyBound(
         lhs=_remainder(pos, F, weight),
@@ -182,7 +184,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
         bound_safe=6 * (per_frequency / (4 * k)) ** m * largest,
         bound_operator=bracket * spectral,
         bound_paper=6 * (per_frequency / (8 * k)) ** m * largest,
-        lhs_paper=float(torch.linalg.matrix_norm(rest, 2)) ** 2 / positions,
+        lhs_paper=float(torch.linalg.matrix_norm(remainder, 2)) ** 2 / positions,
         delta_max=largest * per_frequency**m,
         B=factor.U * factor.S.unsqueeze(-2),
         F=F,

@@ -33,9 +33,9 @@ class PositionalReport(StateMeasures):
     fourier: Float[Tensor, "state column column"]
 
 
-def _joined(parts: Sequence[Values]) -> Values:
+def _joined(batches: Sequence[Values]) -> Values:
     """Measures of several batches of bases, joined."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat([measures[name] for measures in batches]) for name in batches[0]}
 
 
 def _gram_spectrum(pos: Tensor) -> Tensor:
@@ -66,12 +66,15 @@ def _raw_sizes(
     """The raw size of :func:`_sizes` for subsets of the contexts, along the leading direction v of
     the whole corpus: ``|P v|^2 + T (mean . v)^2`` is that of each subset, the variance within
     positions along v that of the whole corpus, since group sums do not hold it."""
-    centre = basis.mean[row]
+    overall_mean = basis.mean[row]
     second = basis.second_moment(basis.states[row]) / basis.contexts
-    raw = second + pos.shape[1] * torch.outer(centre, centre)
-    v = torch.linalg.eigh(raw)[1][:, -1]
-    within = v @ second @ v - (basis.pos[row] @ v).square().sum()
-    return (within + (pos @ v).square().sum(1) + pos.shape[1] * (mean @ v).square()).sqrt()
+    raw = second + pos.shape[1] * torch.outer(overall_mean, overall_mean)
+    leading = torch.linalg.eigh(raw)[1][:, -1]
+    # what is left of the second moment along that direction is the variance within positions
+    within = leading @ second @ leading - (basis.pos[row] @ leading).square().sum()
+    return (
+        within + (pos @ leading).square().sum(1) + pos.shape[1] * (mean @ leading).square()
+    ).sqrt()
 
 
 def _curve(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
@@ -185,15 +188,17 @@ def positional_report(
     for name, value in {"k": k, "frequencies": frequencies, "draws": draws}.items():
         require(value >= 1, name, expected="at least 1", got=value)
     positions, d_model = basis.pos.shape[1:]
-    used = min(k, ranks.usable_k(k, min(positions, d_model)))
-    sets = subsets(basis, jackknife=jackknife)
-    flags = [f"rank bound k={used} of {k} (short window)"] if used < k else []
+    k_used = min(k, ranks.usable_k(k, min(positions, d_model)))
+    context_subsets = subsets(basis, jackknife=jackknife)
+    flags = [f"rank bound k={k_used} of {k} (short window)"] if k_used < k else []
     flags += [] if basis.has_second_moments else ["no second moments: no relative norm"]
     halves = reliability(basis.moments)
-    pairs = zip(basis.states, halves.tolist(), strict=True)
-    unsure = [state for state, cosine in pairs if cosine < LOW_RELIABILITY]
-    if unsure:
-        flags.append(f"split_half below {LOW_RELIABILITY} in states {spans(unsure)}: mostly noise")
+    state_reliability = zip(basis.states, halves.tolist(), strict=True)
+    unreliable = [state for state, cosine in state_reliability if cosine < LOW_RELIABILITY]
+    if unreliable:
+        flags.append(
+            f"split_half below {LOW_RELIABILITY} in states {spans(unreliable)}: mostly noise"
+        )
     per_state, blocks = [], []
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(positions, generator=generator) for _ in range(draws)]
@@ -206,19 +211,23 @@ def positional_report(
     signs = noise_weights(basis, max(1, draws // 2), seed)
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
-        parts = linalg.svd(pos)
-        axes = parts.V if parts.V.shape[1] > 1 else torch.nn.functional.pad(parts.V, (0, 1))
-        measure = _Measure(axes, (positions, d_model), used, strategy, sizes, frequencies)
-        position_means = window_means(basis, row, sets.member[1:].double())
+        factors = linalg.svd(pos)
+        # a basis of one dimension has no second axis: a zero one, on which nothing turns
+        axes = factors.V if factors.V.shape[1] > 1 else torch.nn.functional.pad(factors.V, (0, 1))
+        measure = _Measure(axes, (positions, d_model), k_used, strategy, sizes, frequencies)
+        position_means = window_means(basis, row, context_subsets.member[1:].double())
         centres = position_means.mean(1)
         subset_pos = position_means - centres.unsqueeze(1)
-        full = measure(pos[None], parts.S[None])
-        empty = {n: v[:0] for n, v in full.items()}
-        subset = measure.each(subset_pos) if len(position_means) else empty
+        whole_basis = measure(pos[None], factors.S[None])
+        no_subsets = {n: v[:0] for n, v in whole_basis.items()}
+        subset_values = measure.each(subset_pos) if len(position_means) else no_subsets
         if len(position_means) and basis.has_second_moments:
             ratio = sizes[1] / _raw_sizes(basis, row, subset_pos, centres)
-            subset["relative_norm_reference"] = subset["relative_norm_reference"] * ratio
-        values = {n: torch.cat([full[n], subset[n]]) for n in full}
+            subset_values["relative_norm_reference"] = (
+                subset_values["relative_norm_reference"] * ratio
+            )
+        values = {n: torch.cat([whole_basis[n], subset_values[n]]) for n in whole_basis}
+        # rows of the window become absolute positions
         values["fracture_at"] = values["fracture_at"] + basis.window[0]
         null_values = (
             _positional_nulls(basis, row, orders, isotropic, signs, measure) if isotropic else {}
@@ -226,8 +235,8 @@ def positional_report(
         per_state.append((values | {"split_half": halves[row : row + 1]}, null_values))
         cosines = positional.normalized_gram(pos)
         blocks.append(positional.fourier(cosines)[:frequencies, :frequencies])
-    fields = state_fields(basis, sets, per_state, flags=flags, draws=draws)
-    return PositionalReport(**fields, k=used, fourier=torch.stack(blocks))
+    fields = state_fields(basis, context_subsets, per_state, flags=flags, draws=draws)
+    return PositionalReport(**fields, k=k_used, fourier=torch.stack(blocks))
 
 
 def _positional_nulls(

@@ -78,8 +78,8 @@ def normalized_gram(
     >>> normalized_gram(torch.tensor([[2.0, 0.0], [0.0, 0.0], [1.0, 1.0]]))[0].tolist()
     [1.0, 0.0, 0.7071067690849304]
     """
-    rows, _ = normalize_rows(pos)
-    return rows @ rows.mT
+    unit, _ = normalize_rows(pos)
+    return unit @ unit.mT
 
 
 def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*batch row column"]:
@@ -109,8 +109,8 @@ def low_frequency_share(
     >>> [round(float(low_frequency_share(rows, 8)), 2) for rows in (cosines, axes)]
     [1.0, 0.25]
     """
-    rows, degenerate = normalize_rows(pos)
-    low = dct_matrix(pos.shape[-2], pos.dtype).to(pos.device)[:frequencies] @ rows
+    unit, degenerate = normalize_rows(pos)
+    low = dct_matrix(pos.shape[-2], pos.dtype).to(pos.device)[:frequencies] @ unit
     total = (~degenerate).sum(-1)
     return torch.where(total > 0, low.square().sum((-2, -1)) / total, torch.nan)
 
@@ -140,8 +140,8 @@ def adjacent_cosine(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tens
 def _adjacent_step(pos: Tensor) -> Tensor:
     """``1 - cos`` of neighbours as half the squared chord, accurate also for nearly parallel rows;
     NaN at zero rows."""
-    rows, zero = normalize_rows(pos)
-    step = rows.diff(dim=-2).square().sum(-1) / 2
+    unit, zero = normalize_rows(pos)
+    step = unit.diff(dim=-2).square().sum(-1) / 2
     return torch.where(zero[..., 1:] | zero[..., :-1], torch.nan, step)
 
 
@@ -170,9 +170,10 @@ def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
     if step.shape[-1] == 0:
         unknown = pos.new_full(pos.shape[:-2], torch.nan)
         return Fracture(unknown, torch.zeros_like(unknown, dtype=torch.int64))
-    largest, where = torch.nan_to_num(step, nan=-1.0).max(-1)
+    # -1 is below every step: steps at a zero row never win
+    largest, row = torch.nan_to_num(step, nan=-1.0).max(-1)
     score = torch.where(largest >= 0, largest / step.nanquantile(0.5, dim=-1), torch.nan)
-    return Fracture(score, where)
+    return Fracture(score, row)
 
 
 def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch"]:
@@ -211,8 +212,8 @@ def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tens
     """
     expected, instead = "two coordinates", "pca_view(pos, V, 2)"
     require(curve.shape[-1] == 2, "curve", expected=expected, got=describe(curve), instead=instead)
-    a, b = curve[..., :-1, :], curve[..., 1:, :]
-    cross = a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
-    turns = torch.atan2(cross, (a * b).sum(-1)).sum(-1) / (2 * math.pi)
-    origin = (curve == 0).all(-1).any(-1)
-    return torch.where(origin, torch.nan, turns)
+    before, after = curve[..., :-1, :], curve[..., 1:, :]
+    cross = before[..., 0] * after[..., 1] - before[..., 1] * after[..., 0]
+    turns = torch.atan2(cross, (before * after).sum(-1)).sum(-1) / (2 * math.pi)
+    through_origin = (curve == 0).all(-1).any(-1)
+    return torch.where(through_origin, torch.nan, turns)

@@ -112,21 +112,28 @@ def screenot(
     >>> int(screenot(torch.linalg.svdvals(noise), (60, 80), k=10).rank)
     2
     """
-    p = min(shape)
+    rank_limit = min(shape)
     s = singular_values.double()
-    expected = f"{p} of a matrix of shape {shape}"
-    require(s.shape[-1] == p, "singular_values", expected=expected, got=describe(singular_values))
-    f = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
-    top = f.amax(-1)
-    safe = torch.where(top > 0, top, 1.0)
-    scaled = torch.where(top[..., None] > 0, f / safe[..., None], 1.0)
-    ratio = p / max(shape)
-    low, high = torch.ones_like(top), torch.full_like(top, 2.0)
+    expected = f"{rank_limit} of a matrix of shape {shape}"
+    require(
+        s.shape[-1] == rank_limit,
+        "singular_values",
+        expected=expected,
+        got=describe(singular_values),
+    )
+    noise = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
+    edge = noise.amax(-1)
+    # a zero matrix is searched like any other, and its threshold set to 0 afterwards
+    scale = torch.where(edge > 0, edge, 1.0)
+    scaled = torch.where(edge[..., None] > 0, noise / scale[..., None], 1.0)
+    ratio = rank_limit / max(shape)
+    low, high = torch.ones_like(edge), torch.full_like(edge, 2.0)
+    # Psi increases: an upper end below -4 moves up until the root lies between
     while bool((below := _psi(high, scaled, ratio) < -4).any()):
         low, high = torch.where(below, high, low), torch.where(below, 2 * high, high)
     while bool(((high - low) > 1e-12 * high).any()):
         middle = (low + high) / 2
         below = _psi(middle, scaled, ratio) < -4
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    threshold = torch.where(top > 0, high * safe, 0.0)
+    threshold = torch.where(edge > 0, high * scale, 0.0)
     return RankEstimate((s > threshold[..., None]).sum(-1), threshold, k, strategy)

@@ -117,5 +117,6 @@ def state_fields(
         "curve": curve,
         "blocks": sets.blocks,
         "draws": draws,
+        # the last level of every curve is the whole corpus
         "curve_contexts": (*(c for c, _ in sets.levels), basis.contexts) if curve else (),
     }

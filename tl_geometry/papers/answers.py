@@ -25,29 +25,33 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
     likeliest given those before it."""
     device = next(model.parameters()).device
     starts = torch.tensor([len(line.prompt) for line in lines], device=device)
-    wanted = [len(line.answer) for line in lines]
-    longest_line = int(starts.max()) + max(wanted)
+    answer_lengths = [len(line.answer) for line in lines]
+    longest_line = int(starts.max()) + max(answer_lengths)
     tokens = torch.zeros(len(lines), longest_line, dtype=torch.int64, device=device)
     for row, line in enumerate(lines):
         tokens[row, : len(line.prompt)] = torch.tensor(encode(line.prompt), device=device)
-    rows = torch.arange(len(lines), device=device)
+    row_indices = torch.arange(len(lines), device=device)
     with torch.inference_mode():
-        for k in range(max(wanted)):
-            seen = tokens[:, : min(positions, int(starts.max()) + k)]
+        for k in range(max(answer_lengths)):
+            # prompts differ in length: what stands behind a row's last character is not read by it
+            read_tokens = tokens[:, : min(positions, int(starts.max()) + k)]
             # finished rows go on writing behind their sum; the answers are cut to its length below
-            at = (starts + k - 1).clamp(max=seen.shape[1] - 1)
-            tokens[rows, starts + k] = model(seen).logits[rows, at].argmax(-1)
+            last_read = (starts + k - 1).clamp(max=read_tokens.shape[1] - 1)
+            tokens[row_indices, starts + k] = (
+                model(read_tokens).logits[row_indices, last_read].argmax(-1)
+            )
     return [
         "".join(ALPHABET[int(i)] for i in tokens[row, s : s + n])
-        for row, (s, n) in enumerate(zip(starts.tolist(), wanted, strict=True))
+        for row, (s, n) in enumerate(zip(starts.tolist(), answer_lengths, strict=True))
     ]
 
 
 def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
     """Greedy answers against the reversed sums: exact match over problems, and share of right
     digits over all digits."""
-    batches = [lines[at : at + batch] for at in range(0, len(lines), batch)]
-    return _score(lines, [answer for part in batches for answer in answers(model, part, positions)])
+    batches = [lines[start : start + batch] for start in range(0, len(lines), batch)]
+    written = [answer for problems in batches for answer in answers(model, problems, positions)]
+    return _score(lines, written)
 
 
 def guess(lines: Sequence[Problem]) -> Score:
@@ -71,8 +75,11 @@ def guess(lines: Sequence[Problem]) -> Score:
 
 def _score(lines: Sequence[Problem], answers: Sequence[Sequence[str]]) -> Score:
     """Right problems and digits; an answer has as many characters as its sum."""
-    right = [
-        [x == y for x, y in zip(line.answer, answer, strict=True)]
+    right_digits = [
+        [digit == guessed for digit, guessed in zip(line.answer, answer, strict=True)]
         for line, answer in zip(lines, answers, strict=True)
     ]
-    return Score(sum(map(all, right)) / len(lines), sum(map(sum, right)) / sum(map(len, right)))
+    return Score(
+        sum(map(all, right_digits)) / len(lines),
+        sum(map(sum, right_digits)) / sum(map(len, right_digits)),
+    )

@@ -78,8 +78,8 @@ PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
     """Problems of the trained lengths and of shorter ones, from seeds of their own."""
     # seeds far from those of training runs
-    inside = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
-    return inside, problems(task, setup.problems, low=1, high=setup.low - 1, seed=90_002)
+    trained_lengths = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
+    return trained_lengths, problems(task, setup.problems, low=1, high=setup.low - 1, seed=90_002)
 
 
 def aligned_tokens(task: str, n: int, length: int, seed: int) -> Int[Tensor, "context position"]:
@@ -97,9 +97,11 @@ def digit_fracture(
     ``length`` is that of each number, ``start`` the position of the first row.
     """
     step = 1 - positional.adjacent_cosine(pos)
-    left = torch.arange(start, start + step.shape[1])
-    signs = torch.tensor([length, 2 * length + 1])
-    between_digits = step[:, ~(torch.isin(left, signs) | torch.isin(left + 1, signs))]
+    left_position = torch.arange(start, start + step.shape[1])
+    sign_positions = torch.tensor([length, 2 * length + 1])
+    left_is_sign = torch.isin(left_position, sign_positions)
+    right_is_sign = torch.isin(left_position + 1, sign_positions)
+    between_digits = step[:, ~(left_is_sign | right_is_sign)]
     if between_digits.shape[1] == 0:
         return torch.full_like(step[:, 0], torch.nan)
     return between_digits.amax(-1) / between_digits.median(-1).values
@@ -121,13 +123,14 @@ def _geometry(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Measures of position on aligned lines: a row per length and state, and one per length and
     head."""
-    bridge, states, heads = bridge_of(model, task), [], []
+    bridge, state_rows, head_rows = bridge_of(model, task), [], []
     for length in sorted({setup.low - 1, setup.low, setup.high} - {0}):
+        # one length at a time: only there does a position mean the same in every context
         tokens = aligned_tokens(task, setup.contexts, length, seed=7)
         basis = basis_of(bridge, tokens, f"{task}, {length} digits")
         digits = digit_fracture(basis.pos, length, basis.window[0])
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
-            states.append({"length": length, **row, "fracture_digits": float(digits[i])})
+            state_rows.append({"length": length, **row, "fracture_digits": float(digits[i])})
         split = split_scores(bridge, tokens[:64], basis)
         # the term depends on a context only through the norm of each stream
         fracture = positional.fracture_score(split.terms["pos", "pos"].double().mean(0)).score
@@ -136,8 +139,8 @@ def _geometry(
             row: dict[str, Any] = {"length": length, "layer": layer, "head": head}
             row |= {"pos_pos_fracture": float(fracture[i])}
             cs = zip(shares.terms, shares.cs[i].tolist(), strict=True)
-            heads.append(row | {f"cs_{term}": value for term, value in cs})
-    return states, heads
+            head_rows.append(row | {f"cs_{term}": value for term, value in cs})
+    return state_rows, head_rows
 
 
 def _measure(
@@ -148,6 +151,7 @@ def _measure(
     scores: dict[str, float] = {}
     for where, lines in zip(("in", "out"), asked_problems(setup, task), strict=True):
         scores[f"exact_{where}"], scores[f"digits_{where}"] = score(model, lines, positions)
+    # the table of positions depends on no token, so + and = cannot break it
     wpe = model.get_parameter("transformer.wpe.weight").detach().cpu()
     scores |= table_measures(wpe, setup.frequencies)
     states, heads = _geometry(setup, model, task)
@@ -202,11 +206,12 @@ def addition(
     models: dict[str, Any] = {}
     training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
     for task, seed in product([choice(t, TASKS, "tasks") for t in tasks], seeds):
-        run = _train(setup, task, seed, positions, training)
-        for record in run.records:
-            rows = states if record.pop("row_of") == "state" else heads
-            rows.append({"task": task, "seed": seed, **record})
-        models.setdefault(task, run.model)
+        training_run = _train(setup, task, seed, positions, training)
+        for record in training_run.records:
+            target_rows = states if record.pop("row_of") == "state" else heads
+            target_rows.append({"task": task, "seed": seed, **record})
+        # figures show the first seed of each task
+        models.setdefault(task, training_run.model)
     return _outcome(setup, states, heads, models, tuple(seeds))
 
 
@@ -243,10 +248,10 @@ def _figures(
     )
     scores = ("exact_in", "digits_in", "exact_out", "digits_out")
     geometry = (*PREDICTORS, "low_frequency", "wpe_low_frequency")
-    drawn: dict[str, Any] = {"by": "task", "source": source}
+    options: dict[str, Any] = {"by": "task", "source": source}
     figures: dict[str, Any] = {
-        "scores": views.training_curves(steps, scores, caption=in_and_out, **drawn),
-        "geometry": views.training_curves(steps, geometry, caption=measured, **drawn),
+        "scores": views.training_curves(steps, scores, caption=in_and_out, **options),
+        "geometry": views.training_curves(steps, geometry, caption=measured, **options),
     }
     for task, model in models.items():
         bridge = bridge_of(model, task)
@@ -254,17 +259,17 @@ def _figures(
         basis = basis_of(bridge, tokens, task)
         split = split_scores(bridge, tokens[:1], basis)
         shares = split.shares()
-        most = int(shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argmax())
+        top_head = int(shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argmax())
         labels = [ALPHABET[i] for i in tokens[0].tolist()]
-        head = split_view.split(
+        head_view = split_view.split(
             split,
-            [split.heads[most]],
+            [split.heads[top_head]],
             panels=("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec"),
             tokens=labels,
             centered=True,
             title=f"Addition, {task}: the head with the largest share of pos-pos",
         )
-        figures[f"head_{task}"] = head.image()
+        figures[f"head_{task}"] = head_view.image()
         figures[f"cosines_{task}"] = views.state_cosines(
             basis, labels=labels, title=f"Cosines of position, {task}"
         )
@@ -310,11 +315,12 @@ def findings(
     """Final accuracies beside the published ones, and what geometry says about the failure."""
     claims: list[Claim] = []
     for task in dict.fromkeys(r["task"] for r in steps):
-        last = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
-        inside, outside, digits = (
-            "; ".join(f"{r[n]:.1%}" for r in last) for n in ("exact_in", "exact_out", "digits_out")
+        final_rows = [r for r in steps if r["task"] == task and r["step"] == setup.steps]
+        exact_in, exact_out, digits_out = (
+            "; ".join(f"{r[n]:.1%}" for r in final_rows)
+            for n in ("exact_in", "exact_out", "digits_out")
         )
-        (published_in, published_out), goal = PUBLISHED[task], task == "no-carry"
+        (published_in, published_out), is_judged = PUBLISHED[task], task == "no-carry"
         chance = guess(asked_problems(setup, task)[1])
         rho = {
             name: [r["changes"] for r in predicted if (r["task"], r["measure"]) == (task, name)]
@@ -323,15 +329,15 @@ def findings(
         claims += [
             Claim(
                 statement=f"{task}: exact match, {setup.low} to {setup.high} digits",
-                expected=f"published {published_in:.0%}{'; at least 90%' if goal else ''}",
-                found=inside,
-                holds=all(r["exact_in"] >= 0.9 for r in last) if goal else None,
+                expected=f"published {published_in:.0%}{'; at least 90%' if is_judged else ''}",
+                found=exact_in,
+                holds=all(r["exact_in"] >= 0.9 for r in final_rows) if is_judged else None,
             ),
             Claim(
                 statement=f"{task}: exact match, 1 to {setup.low - 1} digits",
                 expected=f"published {published_out:.2%}: fails",
-                found=f"{outside} ({digits} of the digits); the likeliest digit at each place: "
-                f"{chance.exact:.1%} ({chance.digits:.1%})",
+                found=f"{exact_out} ({digits_out} of the digits); the likeliest digit at each "
+                f"place: {chance.exact:.1%} ({chance.digits:.1%})",
             ),
             Claim(
                 statement=f"{task}: rank correlation of changes of geometry with changes of right "
@@ -344,7 +350,7 @@ def findings(
             Claim(
                 statement=f"{task}: roughness of the table of position vectors at the end",
                 expected="2 for independent rows, near 0 for a smooth curve",
-                found="; ".join(f"{r['wpe_roughness']:.2f}" for r in last),
+                found="; ".join(f"{r['wpe_roughness']:.2f}" for r in final_rows),
             ),
         ]
     return claims

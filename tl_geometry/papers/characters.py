@@ -64,8 +64,10 @@ def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
     >>> character_ids("abxba", "ab").tolist()
     [0, 1, 1, 0]
     """
-    place = {c: i for i, c in enumerate(alphabet)}
-    return torch.tensor([place[c] for c in text if c in place], dtype=torch.int64)
+    id_of = {character: i for i, character in enumerate(alphabet)}
+    return torch.tensor(
+        [id_of[character] for character in text if character in id_of], dtype=torch.int64
+    )
 
 
 def nanogpt(
@@ -105,7 +107,9 @@ def nanogpt(
     text = "\n".join(corpus.training_texts()[:60] if texts is None else texts)
     alphabet = "".join(sorted(set(text)))
     stream = character_ids(text, alphabet)
+    # cut before windows are drawn: no held-out character is trained on
     cut = int(0.9 * len(stream))
+    # in the alphabet of the training text: other characters have no id
     other_stream = character_ids(
         "\n".join(corpus.held_out_documents().texts if other is None else other), alphabet
     )
@@ -119,10 +123,12 @@ def nanogpt(
             label: held_out_windows(ids, setup.context, setup.contexts, seed)
             for label, ids in sources.items()
         }
-        run = _train(setup, stream[:cut], len(alphabet), windows, seed, training)
-        rows += [{"seed": seed, **record} for record in run.records]
+        training_run = _train(setup, stream[:cut], len(alphabet), windows, seed, training)
+        rows += [{"seed": seed, **record} for record in training_run.records]
         if seed == seeds[0]:
-            basis = basis_of(bridge_of(run.model, "NanoGPT"), windows["own text"], "own text")
+            basis = basis_of(
+                bridge_of(training_run.model, "NanoGPT"), windows["own text"], "own text"
+            )
             figures = {"spirals": spirals(basis), "cosines": views.state_cosines(basis)}
     label = "standard-library modules" if texts is None else name
     return _outcome(setup, rows, figures, tuple(seeds), label)
@@ -137,8 +143,8 @@ def _train(
     training: dict[str, Any],
 ) -> Training:
     def batch_at(step: int) -> Batch:
-        place = seed * 10_000_019 + step  # each step of each seed draws other windows
-        return shifted(text_windows(stream, setup.context + 1, setup.batch, place))
+        batch_seed = seed * 10_000_019 + step  # each step of each seed draws other windows
+        return shifted(text_windows(stream, setup.context + 1, setup.batch, batch_seed))
 
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
         bridge, rows = bridge_of(model, "NanoGPT"), []
@@ -218,11 +224,12 @@ def _findings(
 ) -> Iterator[Claim]:
     """Each measure beside the published one, and whether the loss falls."""
     for text, measure in product(PUBLISHED_ROWS, SUMMARY):
-        cells = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
+        summary_rows = [r for r in summary if (r["measured"], r["measure"]) == (text, measure)]
+        mean, sd = (summary_rows[0][f"published_{name}"] for name in ("mean", "sd"))
         yield Claim(
             statement=f"{text}: {measure.replace('_', ' ')} over states",
-            expected=f"{cells[0]['published_mean']}({cells[0]['published_sd']}) published",
-            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in cells),
+            expected=f"{mean}({sd}) published",
+            found="; ".join(f"{r['mean']:.2f}({r['sd']:.2f})" for r in summary_rows),
         )
     losses = [
         [r["loss"] for r in rows if (r["measured"], r["seed"]) == ("own text", seed)]
@@ -231,6 +238,6 @@ def _findings(
     yield Claim(
         statement="held-out loss (nats per character)",
         expected="falls",
-        found="; ".join(f"{each[0]:.3f} to {each[-1]:.3f}" for each in losses),
-        holds=all(each[-1] < each[0] for each in losses),
+        found="; ".join(f"{run_losses[0]:.3f} to {run_losses[-1]:.3f}" for run_losses in losses),
+        holds=all(run_losses[-1] < run_losses[0] for run_losses in losses),
     )

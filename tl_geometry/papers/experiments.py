@@ -61,8 +61,8 @@ def experiment(
     options |= {"device": device, "progress": progress}
     if texts:
         options["texts"], names = read_texts(texts, encoding, "--text")
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        options["name"] = f"{', '.join(names[:3])}{more}"
+        further = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        options["name"] = f"{', '.join(names[:3])}{further}"
     if out is None:
         return getattr(module, name)(setup, **options)
     out.mkdir(parents=True, exist_ok=True)
@@ -76,6 +76,8 @@ def experiment(
 
 
 def _pairs(changes: Sequence[str]) -> dict[str, str]:
-    wrong = [c for c in changes if "=" not in c]
-    require(not wrong, "--set", expected="NAME=VALUE", got=", ".join(wrong))
-    return {name.strip(): value.strip() for name, value in (c.split("=", 1) for c in changes)}
+    without_equals = [change for change in changes if "=" not in change]
+    require(not without_equals, "--set", expected="NAME=VALUE", got=", ".join(without_equals))
+    return {
+        name.strip(): value.strip() for name, value in (change.split("=", 1) for change in changes)
+    }

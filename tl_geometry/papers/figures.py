@@ -56,16 +56,16 @@ def _by_format(
     fills one and returns what its colours stand for."""
     formats = list(dict.fromkeys(trained for trained, _ in bases))
     figure, axes = canvas(len(formats), len(formats), size=(2.1, 2.0))
-    coloured = None
+    mappable = None
     for axis, (trained, measured) in zip(axes, product(formats, formats), strict=True):
-        coloured = draw(axis, bases[trained, measured][state])
+        mappable = draw(axis, bases[trained, measured][state])
         axis.set_xticks([])
         axis.set_yticks([])
         if trained == formats[0]:
             axis.set_title(f"measured on {measured}", fontsize=8)
         if measured == formats[0]:
             axis.set_ylabel(f"trained on {trained}", fontsize=8)
-    figure.colorbar(coloured, ax=axes, label=colours, shrink=0.5)  # type: ignore[arg-type]
+    figure.colorbar(mappable, ax=axes, label=colours, shrink=0.5)  # type: ignore[arg-type]
     title = f"{title} by training and inference format, state {state}"
     return View(figure, title=title, caption=caption, null=OTHER_FORMATS, source=source)
 
@@ -99,10 +99,11 @@ def format_planes(
         points = positional.pca_view(pos, linalg.svd(pos).V, 2)
         positions = range(start, start + len(pos))
         axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
+        # one scale for both halves: a colour means one position in every panel
         limits: dict[str, Any] = {"cmap": SEQUENTIAL, "vmin": start, "vmax": positions[-1]}
-        for marker, part in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
-            x, y = points[part, 0], points[part, 1]
-            dots = axis.scatter(x, y, c=positions[part], s=9, lw=0.8, marker=marker, **limits)
+        for marker, half_rows in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
+            x, y = points[half_rows, 0], points[half_rows, 1]
+            dots = axis.scatter(x, y, c=positions[half_rows], s=9, lw=0.8, marker=marker, **limits)
         return dots
 
     caption = (

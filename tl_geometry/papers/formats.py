@@ -110,13 +110,15 @@ def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
     The shorter length n1 is uniform on low..high, the longer one on n1..high; the operands change
     places with probability one half. Leading zeros occur.
     """
-    short = source.randint(low, high)
-    long = source.randint(short, high)
-    a = [source.randint(0, 9) for _ in range(short)]
-    head = [source.randint(0, 9) for _ in range(long - short)]
-    tail = [source.randint(0, 9 - digit) for digit in a]
-    texts = ["".join(map(str, digits)) for digits in (a, head + tail)]
-    c = "".join(map(str, head + [x + y for x, y in zip(a, tail, strict=True)]))
+    short_length = source.randint(low, high)
+    long_length = source.randint(short_length, high)
+    a = [source.randint(0, 9) for _ in range(short_length)]
+    leading_digits = [source.randint(0, 9) for _ in range(long_length - short_length)]
+    aligned_digits = [source.randint(0, 9 - digit) for digit in a]
+    texts = ["".join(map(str, digits)) for digits in (a, leading_digits + aligned_digits)]
+    sums = [digit_a + digit_b for digit_a, digit_b in zip(a, aligned_digits, strict=True)]
+    c = "".join(map(str, leading_digits + sums))
+    # either operand may be the longer one; the sum stays
     if source.randint(0, 1):
         texts.reverse()
     return Problem(texts[0], texts[1], c)
@@ -166,7 +168,7 @@ def answer_batch(lines: Sequence[Problem], positions: int) -> Batch:
     inputs = torch.zeros(len(lines), positions, dtype=torch.int64)
     targets = torch.full((len(lines), positions), IGNORE)
     for row, line in enumerate(lines):
-        ids, first = torch.tensor(encode(line.text)), len(line.prompt) - 1
+        ids, first_target = torch.tensor(encode(line.text)), len(line.prompt) - 1
         require(
             len(ids) - 1 <= positions,
             "positions",
@@ -174,5 +176,5 @@ def answer_batch(lines: Sequence[Problem], positions: int) -> Batch:
             got=positions,
         )
         inputs[row, : len(ids) - 1] = ids[:-1]
-        targets[row, first : len(ids) - 1] = ids[first + 1 :]
+        targets[row, first_target : len(ids) - 1] = ids[first_target + 1 :]
     return inputs, targets

@@ -115,9 +115,9 @@ class LinesOfThought(Table):
 def _beside_published(model: str, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
     """The rows of a :class:`LinesOfThought`."""
     by_quantity = {number.quantity: number for number in PUBLISHED if number.model == model}
-    none = Published("", "", math.nan, math.nan, "", math.nan)
+    unpublished = Published("", "", math.nan, math.nan, "", math.nan)
     for quantity, ours, note in rows:
-        number = by_quantity.get(quantity, none)
+        number = by_quantity.get(quantity, unpublished)
         values = (number.low, number.high, ours, number.tolerance)
         yield (quantity, *values, _verdict(number, ours), number.origin, note)
 
@@ -159,20 +159,21 @@ def sarfati(
     run = SETTINGS.get(name)
     chunks = chunks[: min(n or (run.chunks if run else len(chunks)), len(chunks))]
     chunks, removed = _without_outliers(chunks, name)
-    fits, instead = len(chunks) >= 32, "a longer text"
-    require(fits, "text", expected="at least 32 chunks", got=len(chunks), instead=instead)
+    enough_chunks, instead = len(chunks) >= 32, "a longer text"
+    require(enough_chunks, "text", expected="at least 32 chunks", got=len(chunks), instead=instead)
     post_norm = run is not None and run.post_norm
-    raw = trajectories(view, chunks, post_norm=post_norm, progress=progress)
-    paths = raw.after_norm() if post_norm else raw
-    rows: list[Row] = [*_law(paths), *_truncation(view, raw, K, progress)]
+    before_norm = trajectories(view, chunks, post_norm=post_norm, progress=progress)
+    published_states = before_norm.after_norm() if post_norm else before_norm
+    # truncation needs states before the norm: the model itself applies it to them
+    rows: list[Row] = [*_law(published_states), *_truncation(view, before_norm, K, progress)]
     with reinitialized(view, seed=seed) as untrained:
-        null = trajectories(untrained, chunks, progress=progress).residuals()
-    kurtosis = float(null.abs_kurtosis.nanmean())
+        untrained_maps = trajectories(untrained, chunks, progress=progress).residuals()
+    kurtosis = float(untrained_maps.abs_kurtosis.nanmean())
     rows.append(("mean |kurtosis|, untrained", kurtosis, "same configuration, new weights"))
     if separate:
-        rows += _separability(paths, seed)
+        rows += _separability(published_states, seed)
         rows.append(_perceptron(view, text, n, prepend_bos, post_norm, seed, progress))
-    provenance = replace(paths.provenance, preset="paper", seed=seed).flagged(*removed)
+    provenance = replace(published_states.provenance, preset="paper", seed=seed).flagged(*removed)
     cells = tuple(_beside_published(name, rows))
     return LinesOfThought(model=name, cells=cells, provenance=provenance)
 
@@ -181,23 +182,24 @@ def _without_outliers(chunks: TokenWindows, name: str) -> tuple[TokenWindows, li
     """The chunks without those that the paper removes, and flags that say so."""
     if name != "Llama-2-7b":
         return chunks, []
+    # the paper counts chunks from 1
     outliers = [i - 1 for i in LLAMA_OUTLIERS if i <= len(chunks)]
-    others = [i for i in range(len(chunks)) if i not in outliers]
+    remaining = [i for i in range(len(chunks)) if i not in outliers]
     flag = f"{len(outliers)} of the 7 outlying chunks of the paper left out"
-    return chunks[torch.tensor(others)], [flag]
+    return chunks[torch.tensor(remaining)], [flag]
 
 
 def _law(paths: Trajectories) -> list[Row]:
     maps = paths.residuals()
-    law, other = (
+    law, increment_law = (
         fit_noise_law(maps.log_variance, law=law, times=paths.times)
         for law in ("asymptotic", "increment")
     )
-    better = "asymptotic" if law.aic <= other.aic else "increment"
+    preferred = "asymptotic" if law.aic <= increment_law.aic else "increment"
     return [
-        ("alpha", law.alpha, f"R^2 {law.r2:.3f}; AIC prefers the {better} law"),
+        ("alpha", law.alpha, f"R^2 {law.r2:.3f}; AIC prefers the {preferred} law"),
         ("ln alpha", law.log_alpha, "natural logarithm"),
-        ("lambda", law.rate, f"increment law: {other.rate:.3f}"),
+        ("lambda", law.rate, f"increment law: {increment_law.rate:.3f}"),
         ("mean |kurtosis|", float(maps.abs_kurtosis.nanmean()), "over all pairs of layers"),
     ]
 
@@ -212,8 +214,8 @@ def _truncation(
     kl = dict(zip(curve.K, curve.kl.tolist(), strict=True))
     top5 = dict(zip(curve.K, curve.top5.tolist(), strict=True))
     # the reply's criterion: a tenth of the KL at the smallest K
-    enough = [k for k in curve.K if kl[k] <= 0.1 * kl[curve.K[0]]]
-    needed = float(enough[0]) if curve.claimed and enough else math.nan
+    sufficient = [k for k in curve.K if kl[k] <= 0.1 * kl[curve.K[0]]]
+    needed = float(sufficient[0]) if curve.claimed and sufficient else math.nan
     note = f"by the text's other criterion, 10% of the baseline: {curve.needed()}"
     if not curve.claimed:
         note = f"not claimed: {curve.fitted} chunks are fewer than {view.d_model} dimensions"
@@ -227,6 +229,7 @@ def _truncation(
 
 def _separability(paths: Trajectories, seed: int) -> list[Row]:
     start = paths.states[max(0, len(paths.states) // 2 - 1)]
+    # from the middle: GPT-2-medium, of which accuracies are published, has ten layers left
     table = true_against_extrapolated(paths, start=start, seed=seed)
     note = f"held out, from state {start}"
     return [
@@ -247,17 +250,20 @@ def _perceptron(
 ) -> Row:
     """The lowest accuracy over layers with which a perceptron tells text from gibberish, by the
     published protocol as far as the text reaches."""
-    asked, length = PERCEPTRON
+    published_chunks, length = PERCEPTRON
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
-    chunks = chunks[: min(len(chunks), asked, n or asked)]
-    noise = gibberish(view, len(chunks), length, prepend_bos=prepend_bos, seed=seed)
+    chunks = chunks[: min(len(chunks), published_chunks, n or published_chunks)]
+    random_chunks = gibberish(view, len(chunks), length, prepend_bos=prepend_bos, seed=seed)
     paths = [
         trajectories(view, tokens, post_norm=post_norm, progress=progress)
-        for tokens in (chunks, noise)
+        for tokens in (chunks, random_chunks)
     ]
-    real, random = (each.after_norm() if post_norm else each for each in paths)
-    apart = ensembles_apart(real, random, seed=seed)
-    used = f"{len(chunks)} trajectories of {length} tokens, held out"
-    note = used if len(chunks) == asked else f"{used}; published protocol: {asked:,}"
-    lowest = float(apart.accuracy[:, 0].min())
+    text_paths, random_paths = (
+        ensemble.after_norm() if post_norm else ensemble for ensemble in paths
+    )
+    separation = ensembles_apart(text_paths, random_paths, seed=seed)
+    protocol = f"{len(chunks)} trajectories of {length} tokens, held out"
+    as_published = len(chunks) == published_chunks
+    note = protocol if as_published else f"{protocol}; published protocol: {published_chunks:,}"
+    lowest = float(separation.accuracy[:, 0].min())
     return PERCEPTRON_ROW, lowest, note

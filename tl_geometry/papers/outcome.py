@@ -70,10 +70,10 @@ class Outcome:
 
     def text(self) -> str:
         """The findings, a line each."""
-        word = {True: "yes", False: "NO", None: "-"}
+        verdict_words = {True: "yes", False: "NO", None: "-"}
         seeds = ", ".join(map(str, self.seeds))
         lines = [
-            f"  [{word[claim.holds]:>3}] {claim.statement}: {claim.found} "
+            f"  [{verdict_words[claim.holds]:>3}] {claim.statement}: {claim.found} "
             f"(expected: {claim.expected})"
             for claim in self.findings
         ]
@@ -81,24 +81,25 @@ class Outcome:
 
     def sections(self) -> list[Section]:
         """The outcome as sections of a report: the findings, then figures and tables."""
-        words = {True: "yes", False: "no", None: "not judged"}
+        verdict_words = {True: "yes", False: "no", None: "not judged"}
         claims = Table(
             names=("claim", "expected", "found", "holds"),
             cells=tuple(
-                (claim.statement, claim.expected, claim.found, words[claim.holds])
+                (claim.statement, claim.expected, claim.found, verdict_words[claim.holds])
                 for claim in self.findings
             ),
             provenance=Provenance(corpus=self.corpus),
         )
-        s, seeds = self.setup, ", ".join(map(str, self.seeds))
+        setup, seeds = self.setup, ", ".join(map(str, self.seeds))
         scale = (
-            f"Scale {s.scale}: {s.layers} blocks, {s.heads} heads, d_model {s.d_model}, context "
-            f"{s.context}, {s.steps} steps of {s.batch} rows; seeds {seeds}; data: {self.corpus}."
+            f"Scale {setup.scale}: {setup.layers} blocks, {setup.heads} heads, "
+            f"d_model {setup.d_model}, context {setup.context}, {setup.steps} steps of "
+            f"{setup.batch} rows; seeds {seeds}; data: {self.corpus}."
         )
         tables = [TableBlock(name=name, table=table) for name, table in self.tables.items()]
-        first = (scale, *self.notes, TableBlock(name="findings", table=claims))
+        claim_blocks = (scale, *self.notes, TableBlock(name="findings", table=claims))
         return [
-            Section(title="Claims", blocks=first),
+            Section(title="Claims", blocks=claim_blocks),
             Section(title="Figures and tables", blocks=(*self.figures.values(), *tables)),
         ]
 
@@ -116,16 +117,17 @@ class Outcome:
                 files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
             files[f"{name}.safetensors"] = table.save
         files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
-        parts = [section.part(section.title) for section in sections]
-        text = page.document(self.title, parts, [SOURCES["song2023"]])
+        page_parts = [section.part(section.title) for section in sections]
+        text = page.document(self.title, page_parts, [SOURCES["song2023"]])
         files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
         record = check_folder(out, self.name, files, force=force)
         run_files = OwnFiles(out, record.get("files", {}), force=force)
+        # the record is written with every file, so that a stopped run has named its own
         for name, save in files.items():
             run_files.write(name, save, partial(self._record, out, run_files, command))
         return out / PAGE
 
-    def _record(self, out: Path, own: OwnFiles, command: Sequence[str]) -> None:
+    def _record(self, out: Path, run_files: OwnFiles, command: Sequence[str]) -> None:
         """Write ``run.json``."""
         summary = {
             "written_by": WRITER,
@@ -136,7 +138,7 @@ class Outcome:
             "corpus": self.corpus,
             "findings": [dataclasses.asdict(f) for f in self.findings],
             "versions": versions(),
-            "files": own.hashes,
+            "files": run_files.hashes,
         }
         write_record(out, summary)
 
@@ -158,6 +160,7 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
     """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
     report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
     size, place = jump(basis.pos)
+    # an absolute position, as fracture_at is one
     jumps = {"jump": size, "jump_at": place + basis.window[0]}
     values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
     return [
@@ -183,8 +186,8 @@ def jump(
     (2.24, 4, 3)
     """
     step = torch.linalg.vector_norm(pos.diff(dim=1), dim=-1)
-    largest, where = step.max(-1)
-    return largest / step.median(-1).values, where
+    largest, row = step.max(-1)
+    return largest / step.median(-1).values, row
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance) -> Table:

@@ -34,12 +34,16 @@ def by_step(
     keys = ("task", "seed", "step")
     rows: list[dict[str, Any]] = []
     for key in dict.fromkeys(tuple(r[k] for k in keys) for r in states):
-        at = dict(zip(keys, key, strict=True)) | {"length": length}
-        of_states = [r for r in states if at.items() <= r.items() and r["state"] > 0]
-        of_heads = [r for r in heads if at.items() <= r.items()]
-        scores = {n: v for n, v in of_states[0].items() if n.startswith(("exact", "digits", "wpe"))}
-        means = {n: _mean(of_states, n) for n in STATE_MEASURES}
-        means["pos_pos_fracture"] = _mean(of_heads, "pos_pos_fracture")
+        place = dict(zip(keys, key, strict=True)) | {"length": length}
+        state_rows = [r for r in states if place.items() <= r.items() and r["state"] > 0]
+        head_rows = [r for r in heads if place.items() <= r.items()]
+        scores = {
+            name: value
+            for name, value in state_rows[0].items()
+            if name.startswith(("exact", "digits", "wpe"))
+        }
+        means = {name: _mean(state_rows, name) for name in STATE_MEASURES}
+        means["pos_pos_fracture"] = _mean(head_rows, "pos_pos_fracture")
         rows.append(dict(zip(keys, key, strict=True)) | scores | means)
     return rows
 
@@ -59,12 +63,13 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     table: list[dict[str, Any]] = []
     for run in dict.fromkeys((r["task"], r["seed"]) for r in rows):
         # step 0 is the untrained model
-        of_run = [r for r in rows if (r["task"], r["seed"]) == run and r["step"] > 0]
-        score = torch.tensor([r[SCORE] for r in of_run], dtype=torch.float64)
+        run_rows = [r for r in rows if (r["task"], r["seed"]) == run and r["step"] > 0]
+        score = torch.tensor([r[SCORE] for r in run_rows], dtype=torch.float64)
         for name in PREDICTORS:
-            values = torch.tensor([r[name] for r in of_run], dtype=torch.float64)
+            values = torch.tensor([r[name] for r in run_rows], dtype=torch.float64)
             row: dict[str, Any] = {"task": run[0], "seed": run[1], "measure": name, "score": SCORE}
-            row |= {"points": len(of_run), "levels": _rank_correlation(values, score)}
+            row |= {"points": len(run_rows), "levels": _rank_correlation(values, score)}
+            # changes from step to step share no trend, which levels do
             table.append(row | {"changes": _rank_correlation(values.diff(), score.diff())})
     return table
 

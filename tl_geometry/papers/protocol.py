@@ -100,8 +100,8 @@ def settings_for(view: ModelView) -> Settings:
     for BLOOM, small samples for Llama-2."""
     family = family_of(view)
     sizes: dict[str, Any] = {"contexts": 800, "fresh": 8} if family == "Llama-2" else {}
-    bloom = family == "BLOOM"
-    return Settings(uint16=bloom, final_norm=bloom, causal=not view.causal, **sizes)
+    is_bloom = family == "BLOOM"
+    return Settings(uint16=is_bloom, final_norm=is_bloom, causal=not view.causal, **sizes)
 
 
 def wrap_uint16(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
@@ -138,9 +138,12 @@ def draw(
     train = ids[: int(settings.train_share * len(ids))]
     if settings.overlap:
         sizes = (settings.contexts, settings.fresh)
-        parts = [
-            window_cutter.sample_starts(train.tolist(), settings.length, n, settings.seed + i)
-            for i, n in enumerate(sizes)
+        window_sets = [
+            # a seed of its own, or the fresh windows would begin with those of the basis
+            window_cutter.sample_starts(
+                train.tolist(), settings.length, n_windows, settings.seed + i
+            )
+            for i, n_windows in enumerate(sizes)
         ]
     else:
         rows = window_cutter.cut(train.tolist(), settings.length)
@@ -154,9 +157,11 @@ def draw(
         )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
         fresh = min(settings.fresh, max(1, len(rows) // 4))
-        parts = [rows[order[fresh:][: settings.contexts]], rows[order[:fresh]]]
-    first, second = (TokenWindows(tokens=p, has_bos=False, corpus=name) for p in parts)
-    return first, second
+        window_sets = [rows[order[fresh:][: settings.contexts]], rows[order[:fresh]]]
+    basis_windows, fresh_windows = (
+        TokenWindows(tokens=windows, has_bos=False, corpus=name) for windows in window_sets
+    )
+    return basis_windows, fresh_windows
 
 
 def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Tensor, " position"]:

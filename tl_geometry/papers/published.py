@@ -138,23 +138,24 @@ def song_zhong(
     require_row(row, "row")
     view = as_view(loaded(model))
     chosen = settings or settings_for(view)
-    used = dataclasses.replace(
+    # a model of shorter windows still gives numbers; a flag says that they are of other ones
+    run_settings = dataclasses.replace(
         chosen,
         length=min(chosen.length, view.n_ctx),
         topic_length=min(chosen.topic_length, view.n_ctx),
     )
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    with view.attending_left() if used.causal else nullcontext():
-        run = view.with_final_norm() if used.final_norm else view
-        measured, provenance = _measure(run, corpus, topics, used, options)
-    flags = [*used.remarks(), *([] if row is None else [f"published row {row}"])]
-    if used.length < chosen.length:
-        flags.append(f"windows of {used.length} tokens, not {chosen.length}")
+    with view.attending_left() if run_settings.causal else nullcontext():
+        measured_view = view.with_final_norm() if run_settings.final_norm else view
+        measured, provenance = _measure(measured_view, corpus, topics, run_settings, options)
+    flags = [*run_settings.remarks(), *([] if row is None else [f"published row {row}"])]
+    if run_settings.length < chosen.length:
+        flags.append(f"windows of {run_settings.length} tokens, not {chosen.length}")
     return Reproduction(
         provenance=dataclasses.replace(provenance.flagged(*flags), preset="reference"),
-        cells=tuple(_cells(measured, chosen_states(view.n_layers, used.states), row, view)),
+        cells=tuple(_cells(measured, chosen_states(view.n_layers, run_settings.states), row, view)),
         row=row,
-        settings=dataclasses.asdict(used),
+        settings=dataclasses.asdict(run_settings),
     )
 
 
@@ -176,39 +177,55 @@ def _measure(
     view: ModelView,
     corpus: Text,
     topics: Sequence[Any] | None,
-    used: Settings,
+    settings: Settings,
     options: dict[str, Any],
 ) -> tuple[dict[str, Tensor], Any]:
     """Every measure ``[state]`` of the protocol, and the provenance of the basis."""
-    windows, fresh = draw(corpus_ids(view, corpus), used, "corpus")
-    states = chosen_states(view.n_layers, used.states)
-    small: dict[str, Any] = {"states": states, "window": (1, used.length), "seed": used.seed}
-    small |= {"keep": 0, "keep_ctx": False, **options}
-    basis = decompose(view, windows, second_moments=not used.raw_denominator, **small)
-    s = torch.linalg.svdvals(basis.pos)
+    windows, fresh = draw(corpus_ids(view, corpus), settings, "corpus")
+    states = chosen_states(view.n_layers, settings.states)
+    common: dict[str, Any] = {
+        "states": states,
+        "window": (1, settings.length),
+        "seed": settings.seed,
+    }
+    common |= {"keep": 0, "keep_ctx": False, **options}
+    basis = decompose(view, windows, second_moments=not settings.raw_denominator, **common)
+    singular_values = torch.linalg.svdvals(basis.pos)
     shape = (basis.pos.shape[1], basis.pos.shape[2])
-    k = min(used.k, ranks.usable_k(used.k, min(shape)))
-    other = decompose(view, fresh, second_moments=True, **small) if used.raw_denominator else basis
-    centered = not used.raw_denominator
-    moments = torch.stack([other.second_moment(state, centered=centered) for state in states])
+    k = min(settings.k, ranks.usable_k(settings.k, min(shape)))
+    denominator_basis = (
+        decompose(view, fresh, second_moments=True, **common) if settings.raw_denominator else basis
+    )
+    centered = not settings.raw_denominator
+    moments = torch.stack(
+        [denominator_basis.second_moment(state, centered=centered) for state in states]
+    )
     measured = {
-        "rank": ranks.screenot(s, shape, k=k, strategy=used.strategy).rank.double(),
-        "stable_rank": linalg.stable_rank(s),
-        "relative_norm": positional.relative_norm(s, moments, other.contexts),
+        "rank": ranks.screenot(
+            singular_values, shape, k=k, strategy=settings.strategy
+        ).rank.double(),
+        "stable_rank": linalg.stable_rank(singular_values),
+        "relative_norm": positional.relative_norm(
+            singular_values, moments, denominator_basis.contexts
+        ),
     }
     if topics is not None:
-        ids = [corpus_ids(view, t) for t in topics]
-        documents = [wrap_uint16(d) if used.uint16 else d for d in ids]
-        rows = topic_windows(documents, windows=used.topic_windows, length=used.topic_length)
+        ids = [corpus_ids(view, topic_text) for topic_text in topics]
+        documents = [
+            wrap_uint16(document_ids) if settings.uint16 else document_ids for document_ids in ids
+        ]
+        rows = topic_windows(
+            documents, windows=settings.topic_windows, length=settings.topic_length
+        )
         topic = topic_bases(view, basis, rows, **options)
-        preset = "reference" if used.absolute_with_self else "exact"
-        similar = contextual.cluster_similarity(topic.ctx, topic.labels, preset=preset)
+        preset = "reference" if settings.absolute_with_self else "exact"
+        similarity = contextual.cluster_similarity(topic.ctx, topic.labels, preset=preset)
         measured |= {
-            "inter": similar.inter,
-            "intra": similar.intra,
+            "inter": similarity.inter,
+            "intra": similarity.intra,
             "incoherence": contextual.incoherence(topic.pos, topic.ctx).avg,
         }
-    flags = [f"rank bound k={k} of {used.k}"] if k < used.k else []
+    flags = [f"rank bound k={k} of {settings.k}"] if k < settings.k else []
     return measured, basis.provenance.flagged(*flags)
 
 
@@ -217,32 +234,33 @@ def _cells(
 ) -> Iterator[tuple[Any, ...]]:
     """The rows of a :class:`Reproduction`: Table 1 (mean and deviation over states), then Tables 3
     to 5 (each state)."""
-    tables, name, nan = published_tables(), row or "", math.nan
-    same = family_of(view) == name.split(" ", maxsplit=1)[0]
+    tables, row_name, nan = published_tables(), row or "", math.nan
+    same_model = family_of(view) == row_name.split(" ", maxsplit=1)[0]
     # Tables 1 and 2 first; the notebook has GitHub's similarities
-    summary = tables["notebook_similarity"].get(name, {}) | printed_rows().get(name, {})
+    summary = tables["notebook_similarity"].get(row_name, {}) | printed_rows().get(row_name, {})
     for measure in (m for m in SUMMARY if m in measured):
         values = measured[measure]
         # the published deviation is that of a population
         mean, sd = float(values.mean()), float(values.std(correction=0))
         printed, deviation = summary.get(measure, (nan, nan))
-        near, doubt = tolerance(measure, printed, deviation), DOUBTS.get((name, measure), "")
-        judged = verdict(mean, printed, near, same, doubt)
-        yield "table 1", measure, mean, printed, near, judged
-        doubt = DOUBTS.get((name, f"{measure} sd"))
-        judged = "not judged" if measure in summary else "no published row"
-        judged = f"doubtful: {doubt}" if doubt else judged
-        yield "table 1", f"{measure} sd", sd, deviation, nan, judged
+        allowed, doubt = tolerance(measure, printed, deviation), DOUBTS.get((row_name, measure), "")
+        cell_verdict = verdict(mean, printed, allowed, same_model, doubt)
+        yield "table 1", measure, mean, printed, allowed, cell_verdict
+        doubt = DOUBTS.get((row_name, f"{measure} sd"))
+        cell_verdict = "not judged" if measure in summary else "no published row"
+        cell_verdict = f"doubtful: {doubt}" if doubt else cell_verdict
+        yield "table 1", f"{measure} sd", sd, deviation, nan, cell_verdict
     for measure, table in BY_STATE.items():
         # a model with more states than the published one has no number for the last ones
-        published = [*map(float, tables[table].get(name, [])), *[nan] * len(states)]
+        published = [*map(float, tables[table].get(row_name, [])), *[nan] * len(states)]
         for state, value, printed in zip(
             states, measured[measure].tolist(), published, strict=False
         ):
-            near = tolerance(measure, printed)
-            judged = verdict(value, printed, near, same)
+            allowed = tolerance(measure, printed)
+            cell_verdict = verdict(value, printed, allowed, same_model)
             # "table_3_rank" -> "table 3"
-            yield table[:7].replace("_", " "), f"state {state}", value, printed, near, judged
+            table_name = table[:7].replace("_", " ")
+            yield table_name, f"state {state}", value, printed, allowed, cell_verdict
 
 
 def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:

@@ -85,12 +85,13 @@ def token_stream(
         return torch.tensor([i for document in encoded for i in document["input_ids"]])
 
     if texts is None:
-        stream = ids(_first(corpus.training_texts(), setup.characters))
+        stream = ids(_first_texts(corpus.training_texts(), setup.characters))
         held_out = ids(corpus.held_out_documents().texts)
         return stream, held_out, len(tokenizer), "standard-library modules"
-    stream = ids(_first(texts, setup.characters))
-    cut = int(0.9 * len(stream))
-    return stream[:cut], stream[cut:], len(tokenizer), name
+    stream = ids(_first_texts(texts, setup.characters))
+    # cut before windows are drawn: no held-out token is trained on
+    n_training = int(0.9 * len(stream))
+    return stream[:n_training], stream[n_training:], len(tokenizer), name
 
 
 def _tokenizer(name: str) -> Any:
@@ -109,7 +110,7 @@ def _tokenizer(name: str) -> Any:
         )
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _first_texts(texts: Iterable[str], characters: int) -> Iterator[str]:
     """The first texts, up to ``characters`` characters in all; the last one is cut."""
     for text in texts:
         yield text[:characters]
@@ -165,11 +166,12 @@ def halves(
     (True, True)
     """
     measures: dict[str, Tensor] = {}
-    for name, part in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
-        part = part - part.mean(1, keepdim=True)
-        measures[f"fracture_{name}"] = positional.fracture_score(part).score
-        measures[f"roughness_{name}"] = positional.roughness(part)
-        measures[f"low_frequency_{name}"] = positional.low_frequency_share(part, frequencies)
+    for name, half_rows in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
+        # the jump of the mean between the halves would make random rows look alike, so smooth
+        half_rows = half_rows - half_rows.mean(1, keepdim=True)
+        measures[f"fracture_{name}"] = positional.fracture_score(half_rows).score
+        measures[f"roughness_{name}"] = positional.roughness(half_rows)
+        measures[f"low_frequency_{name}"] = positional.low_frequency_share(half_rows, frequencies)
     return measures
 
 
@@ -188,9 +190,9 @@ def _measures(
     """Measures of one model on the three formats, a row per format and state."""
     rows: list[dict[str, Any]] = []
     for format, basis in bases.items():
-        parts = halves(basis.pos, setup.context // 2 - basis.window[0], setup.frequencies)
+        half_measures = halves(basis.pos, setup.context // 2 - basis.window[0], setup.frequencies)
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
-            of_halves = {name: float(value[i]) for name, value in parts.items()}
+            of_halves = {name: float(value[i]) for name, value in half_measures.items()}
             rows.append({"trained": trained, "measured": format, **row, **of_halves})
     return rows
 
@@ -231,21 +233,26 @@ def randomisation(
     setup = chosen(scale, SETUPS)
     drawable = any(state <= setup.layers for state in setup.shown)
     require(drawable, "shown", expected=f"a state of 0 to {setup.layers}", got=setup.shown)
-    stream, other, d_vocab, label = token_stream(setup, texts, name)
+    stream, held_out, d_vocab, label = token_stream(setup, texts, name)
     training: dict[str, Any] = {"out": out, "device": device, "progress": progress}
     rows: list[dict[str, Any]] = []
     pos: dict[tuple[str, str], Tensor] = {}
     for seed in seeds:
-        windows = held_out_windows(other, setup.context, setup.contexts, seed)
+        windows = held_out_windows(held_out, setup.context, setup.contexts, seed)
         for trained in FORMATS:
-            run = _train(setup, stream, d_vocab, windows, trained, seed, training)
+            training_run = _train(setup, stream, d_vocab, windows, trained, seed, training)
             # the loss of a single batch is noisy
-            last = run.losses[-50:]
-            loss = math.fsum(last) / len(last)
-            rows += [{"seed": seed, **record, "training_loss": loss} for record in run.records]
+            last_losses = training_run.losses[-50:]
+            loss = math.fsum(last_losses) / len(last_losses)
+            rows += [
+                {"seed": seed, **record, "training_loss": loss} for record in training_run.records
+            ]
             if seed == seeds[0]:
-                bases = _bases(setup, run.model, windows, trained, d_vocab)
-                pos |= {(trained, m): basis.pos.float().cpu() for m, basis in bases.items()}
+                bases = _bases(setup, training_run.model, windows, trained, d_vocab)
+                pos |= {
+                    (trained, measured): basis.pos.float().cpu()
+                    for measured, basis in bases.items()
+                }
     return _outcome(setup, rows, pos, tuple(seeds), label)
 
 
@@ -262,9 +269,9 @@ def _train(
 
     def batch_at(step: int) -> Batch:
         # each step of each run draws other windows
-        place = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
-        text = text_windows(stream, setup.context + 1, setup.batch, place)
-        return shifted(randomise(text, trained, d_vocab, half=half, seed=place))
+        batch_seed = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
+        text = text_windows(stream, setup.context + 1, setup.batch, batch_seed)
+        return shifted(randomise(text, trained, d_vocab, half=half, seed=batch_seed))
 
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
         return _measures(setup, _bases(setup, model, windows, trained, d_vocab), trained)
@@ -284,9 +291,9 @@ def _outcome(
     provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
     final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
     shown = [s for s in setup.shown if s <= setup.layers]
-    where: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
-    figures = {f"planes_state_{s}": views.format_planes(pos, s, **where) for s in shown}
-    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **where) for s in shown}
+    options: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
+    figures = {f"planes_state_{s}": views.format_planes(pos, s, **options) for s in shown}
+    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **options) for s in shown}
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
@@ -335,15 +342,17 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
 
     text = values("low_frequency", "baseline", "baseline")
     claims = [
-        _low_frequency(text, values("low_frequency", "full", measured), measured, where, part)
+        _low_frequency(
+            text, values("low_frequency", "full", measured), measured, where, state_slice
+        )
         for measured in ("full", "baseline")
-        for where, part in (("state 0", slice(0, 1)), ("the other states", slice(1, None)))
+        for where, state_slice in (("state 0", slice(0, 1)), ("the other states", slice(1, None)))
     ]
     for measure, name in (("fracture_at", "largest turn"), ("jump_at", "longest step")):
         claims += _places(values, measure, f"first position after the {name}", half)
     for measure, digits in MEASURES_OF_HALVES.items():
         text, partial = (
-            _shown(values(measure, form, form), digits) for form in ("baseline", "partial")
+            _by_state(values(measure, form, form), digits) for form in ("baseline", "partial")
         )
         name = measure.replace("_", " ")
         claims.append(
@@ -358,46 +367,54 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
 
 
 def _places(
-    values: Callable[[str, str, str], list[list[float]]], measure: str, first: str, half: int
+    values: Callable[[str, str, str], list[list[float]]], measure: str, place_text: str, half: int
 ) -> Iterator[Claim]:
     """Where the basis breaks: in the middle where half of the text was random, elsewhere where none
     was."""
 
     def places(trained: str, measured: str) -> list[list[float]]:
+        # steps are named by the position before them, claims by the first one after
         return [[v + 1 for v in row] for row in values(measure, trained, measured)]
 
     for measured in ("partial", "baseline"):
         broken = places("partial", measured)
         yield Claim(
-            statement=f"trained on half-random text, measured on {measured}: {first}",
+            statement=f"trained on half-random text, measured on {measured}: {place_text}",
             expected=f"within 2 of {half} at every state",
-            found=_shown(broken, 0),
+            found=_by_state(broken, 0),
             holds=all(abs(place - half) <= 2 for row in broken for place in row),
         )
-    control, judged = places("baseline", "baseline"), measure == "jump_at"
-    smooth = "anywhere: a smooth curve turns fastest where it passes its mean"
-    away = all(abs(place - half) > 2 for row in control for place in row)
+    control, is_judged = places("baseline", "baseline"), measure == "jump_at"
+    unjudged = "anywhere: a smooth curve turns fastest where it passes its mean"
+    away_from_half = all(abs(place - half) > 2 for row in control for place in row)
     yield Claim(
-        statement=f"control, trained and measured on text: {first}",
-        expected=f"not near {half}" if judged else smooth,
-        found=_shown(control, 0),
-        holds=away if judged else None,
+        statement=f"control, trained and measured on text: {place_text}",
+        expected=f"not near {half}" if is_judged else unjudged,
+        found=_by_state(control, 0),
+        holds=away_from_half if is_judged else None,
     )
 
 
-def _shown(rows: list[list[float]], digits: int) -> str:
+def _by_state(rows: list[list[float]], digits: int) -> str:
     return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
 
 
 def _low_frequency(
-    text: list[list[float]], random: list[list[float]], measured: str, where: str, part: slice
+    text: list[list[float]],
+    random: list[list[float]],
+    measured: str,
+    where: str,
+    state_slice: slice,
 ) -> Claim:
     """Whether training on random tokens halves the share of low frequencies."""
-    text, random = ([row[part] for row in rows] for rows in (text, random))
+    text, random = ([row[state_slice] for row in rows] for rows in (text, random))
     trained = f"trained on random tokens and measured on {measured}, against text"
     return Claim(
         statement=f"low-frequency share at {where}, {trained}",
         expected="falls by half in every seed (mean over states)",
-        found=f"text {_shown(text, 2)}; random {_shown(random, 2)}",
-        holds=all(math.fsum(b) <= math.fsum(a) / 2 for a, b in zip(text, random, strict=True)),
+        found=f"text {_by_state(text, 2)}; random {_by_state(random, 2)}",
+        holds=all(
+            math.fsum(random_shares) <= math.fsum(text_shares) / 2
+            for text_shares, random_shares in zip(text, random, strict=True)
+        ),
     )

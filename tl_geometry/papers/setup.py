@@ -69,12 +69,14 @@ class Setup:
         >>> Setup(scale="x", steps=100, warmup=1, measurements=4, **size).measure_at()
         (0, 6, 25, 56, 100)
         """
-        n = max(1, self.measurements)
-        return tuple(dict.fromkeys(round(self.steps * (i / n) ** 2) for i in range(n + 1)))
+        n_measurements = max(1, self.measurements)
+        shares = [(i / n_measurements) ** 2 for i in range(n_measurements + 1)]
+        # in a short run several fall on one step, which is measured once
+        return tuple(dict.fromkeys(round(self.steps * share) for share in shares))
 
     def model(self, d_vocab: int, seed: int) -> Any:
         """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
-        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         model = new_gpt2(
             seed,
             vocab_size=d_vocab,
@@ -84,7 +86,7 @@ class Setup:
             n_head=self.heads,
             activation_function="gelu",
             layer_norm_epsilon=1e-5,
-            **drop,
+            **dropouts,
         )
         if not self.bias:
             for name, parameter in model.named_parameters():
@@ -98,7 +100,7 @@ class Setup:
         names = {f.name for f in dataclasses.fields(self)} - {"scale"}
         unknown, expected = sorted(set(changes) - names), f"names among {', '.join(sorted(names))}"
         require(not unknown, "--set", expected=expected, got=", ".join(unknown))
-        values = {name: _read(name, text, getattr(self, name)) for name, text in changes.items()}
+        values = {name: _parsed(name, text, getattr(self, name)) for name, text in changes.items()}
         return dataclasses.replace(self, **values)
 
 
@@ -123,7 +125,7 @@ def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
     return setups[choice(str(scale), SCALES, "scale")]
 
 
-def _read(name: str, text: str, old: Any) -> Any:
+def _parsed(name: str, text: str, old: Any) -> Any:
     """The text of a setting as a value of the type of ``old``."""
     if isinstance(old, bool):
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)

@@ -32,9 +32,10 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys of ``pos`` and ``h - pos``, each through the whole LayerNorm and the biases
     by itself."""
-    same = [torch.equal(scale, layer.v_scale) for scale in (layer.q_scale, layer.k_scale)]
+    # QK-norm gives queries and keys scales of their own, beside that of the stream
+    shared_scales = [torch.equal(scale, layer.v_scale) for scale in (layer.q_scale, layer.k_scale)]
     expected, instead = "'exact' for models with QK-norm", "preset='exact'"
-    require(all(same), "preset", expected=expected, got="'reference'", instead=instead)
+    require(all(shared_scales), "preset", expected=expected, got="'reference'", instead=instead)
     stream = torch.stack([parts["pos"], parts["cvec"] + parts["mean"]])
     norm_scale = layer.norm.scale(stream)[..., None, None]
 

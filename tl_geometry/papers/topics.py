@@ -32,7 +32,7 @@ def topic_windows(
     [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     """
     require(len(documents) > 0, "documents", expected="at least one document", got="none")
-    shortest = min(len(d) for d in documents)
+    shortest = min(len(document) for document in documents)
     require(
         shortest >= length,
         "documents",
@@ -40,8 +40,15 @@ def topic_windows(
         got=f"{shortest} in one",
         instead="longer documents",
     )
-    starts = [np.linspace(0, len(d) - length, windows, dtype=int).tolist() for d in documents]
-    rows = [d[s : s + length] for d, of_d in zip(documents, starts, strict=True) for s in of_d]
+    starts = [
+        np.linspace(0, len(document) - length, windows, dtype=int).tolist()
+        for document in documents
+    ]
+    rows = [
+        document[start : start + length]
+        for document, document_starts in zip(documents, starts, strict=True)
+        for start in document_starts
+    ]
     return TokenWindows(
         tokens=torch.stack(rows),
         has_bos=False,
@@ -81,6 +88,7 @@ def topic_bases(
         instead="longer length=",
     )
     means = basis.mean[:, None] + basis.pos_seen[:, 1:length]
+    # over these positions alone, so that pos sums to zero over the shorter window
     centre = means.mean(1)
     topic_basis = decompose(
         view,

@@ -78,7 +78,7 @@ def molina(
         "noun": lambda: noun_probe(view, nouns, layers=layers, k=k, biases=False),
     }
     for readout, read in readouts.items():
-        of, tokens, others, size = COLUMNS[readout]
+        subject, tokens, others, size = COLUMNS[readout]
         try:
             table = read()
         except GeometryError as error:
@@ -87,8 +87,8 @@ def molina(
             continue
         for values in table.rows():
             row: dict[str, Any] = dict(zip(table.columns(), values, strict=True))
-            place = (int(row["layer"]), str(row["head"]), of.format(**row))
-            ends = (str(row[tokens]), str(row[others]))
-            cells.append((readout, *place, *ends, float(row[size]), verdict))
+            layer_and_head = (int(row["layer"]), str(row["head"]), subject.format(**row))
+            end_tokens = (str(row[tokens]), str(row[others]))
+            cells.append((readout, *layer_and_head, *end_tokens, float(row[size]), verdict))
     provenance = dataclasses.replace(view.provenance(sources=("molina2023",)), preset="paper")
     return TravelingWords(cells=tuple(cells), provenance=provenance)

@@ -73,8 +73,8 @@ class Analysis:
 
 def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
     """At most ``count`` of the windows, from the first to the last."""
-    last = len(windows) - 1
-    return windows[torch.linspace(0, last, min(count, last + 1)).long()]
+    last_row = len(windows) - 1
+    return windows[torch.linspace(0, last_row, min(count, last_row + 1)).long()]
 
 
 def make(analysis: Analysis, name: str) -> Section:
@@ -102,10 +102,11 @@ def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
         caution=EMBEDDED if analysis.embedded else "",
     )
     for name in folder.names:
+        # a resumed folder holds the sections that are finished
         if name not in folder.parts:
-            started = time.monotonic()
+            section_start = time.monotonic()
             section = make(analysis, name)
-            folder.add(name, section, seconds=time.monotonic() - started)
+            folder.add(name, section, seconds=time.monotonic() - section_start)
         analysis.bar.update()
     return folder.finish()
 

@@ -51,11 +51,11 @@ def section(draft: Draft, analysis: Analysis) -> None:
     null, control = _beside(draft, analysis)
     # the middle state is neither the embedding nor what the output reads
     middle = basis.states[len(basis.states) // 2]
-    short = None
+    anova_cells = None
     with draft.part("the analysis of variance"):
-        short = _variance(draft, basis, middle, null, control)
+        anova_cells = _variance(draft, basis, middle, null, control)
     with draft.part("massive tokens"):
-        massive.add(draft, analysis, short)
+        massive.add(draft, analysis, anova_cells)
     with draft.part("the positional basis of each state"):
         draft.say(
             "What position alone does to a state is one vector for each position. Drawn on the two "
@@ -93,9 +93,9 @@ def _variance(
             f"a correlation of {cell(row, 'ctx_agreement')}: the part of the context share above "
             "the spliced one lasts longer than a piece of text."
         )
-    short, last = Cells("anova", table, rounded=True), len(table.states) - 1
+    short_cell, last_row = Cells("anova", table, rounded=True), len(table.states) - 1
     changes = [
-        f"{part} {short(0, key, percent=True)} to {short(last, key, percent=True)}"
+        f"{part} {short_cell(0, key, percent=True)} to {short_cell(last_row, key, percent=True)}"
         for part, key in (("position", "pos"), ("context", "ctx"))
     ]
     title = f"Shares of variance from the first to the last state: {', '.join(changes)}"
@@ -105,7 +105,7 @@ def _variance(
         draft.table("anova_untrained", untrained_table, "The same of the untrained control")
     draft.find(findings.position_share(table, control=untrained_table))
     draft.find(findings.context_share(table))
-    return short
+    return short_cell
 
 
 def _beside(
@@ -113,18 +113,22 @@ def _beside(
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The bases of the null and of the untrained control, each ``None`` where there is none."""
     # a forward pass, and a tenth for sums over positions and contexts
-    each = 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
-    most = min(NULL_CONTEXTS, len(analysis.windows))
-    least, null, control = min(16, most), None, None
+    window_seconds = 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
+    max_windows = min(NULL_CONTEXTS, len(analysis.windows))
+    min_windows, null, control = min(16, max_windows), None, None
     # the control runs on as many windows and costs as much
-    what, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
-    count = draft.fit(analysis.work, what, each, most, least, share=share)
+    null_name, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
+    count = draft.fit(
+        analysis.work, null_name, window_seconds, max_windows, min_windows, share=share
+    )
     if count:
-        with draft.part(what):
+        with draft.part(null_name):
             null = spliced(analysis, count)
-        if count < most:
-            draft.say(f"The null has {count} windows in place of {most}, to keep the budget.")
+        if count < max_windows:
+            draft.say(
+                f"The null has {count} windows in place of {max_windows}, to keep the budget."
+            )
     if analysis.embedded:
         with draft.part("the untrained control"):
-            control = untrained(analysis, max(count, least))
+            control = untrained(analysis, max(count, min_windows))
     return null, control

@@ -45,6 +45,7 @@ def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
     """Everything that the numbers depend on except the tokens: a run can be resumed only where
     these are the same."""
     options = dataclasses.asdict(request)
+    # fingerprint and digest stand for model and corpus; sections and planes change no number
     for name in ("corpus", "sections", "model", "planes"):
         del options[name]
     return options | {
@@ -60,26 +61,26 @@ def choose_sizes(
 ) -> tuple[TokenWindows, tuple[str, ...]]:
     """The windows that fit into the decomposition's share of the budget, and what was reduced for
     it: the same for the same model, texts and budget."""
-    usual = length = request.length or min(view.n_ctx, LENGTH)
+    usual_length = length = request.length or min(view.n_ctx, LENGTH)
     # a forward pass, and a tenth for sums over positions and contexts
     token_seconds = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
-        sums = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
-        enough = work.room(token_seconds * length, len(windows)) >= min(ENOUGH, len(windows))
-        if enough and sums <= SUMS:
+        sum_bytes = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
+        has_enough = work.room(token_seconds * length, len(windows)) >= min(ENOUGH, len(windows))
+        if has_enough and sum_bytes <= SUMS:
             break
         length //= 2
         windows = request.windows(view, texts, length, most=CONTEXTS)
     limit = f"--budget {request.budget}"
     smaller = []
-    if length < usual:
-        smaller.append(f"windows of {length} tokens in place of {usual} ({limit})")
+    if length < usual_length:
+        smaller.append(f"windows of {length} tokens in place of {usual_length} ({limit})")
     count = len(windows)
-    fit = max(min(LEAST, count), work.room(token_seconds * length, count))
-    if request.contexts is None and fit < count:
-        smaller.append(f"{fit} of {count} windows ({limit})")
-        windows = request.windows(view, texts, length, most=fit)
+    n_fitting = max(min(LEAST, count), work.room(token_seconds * length, count))
+    if request.contexts is None and n_fitting < count:
+        smaller.append(f"{n_fitting} of {count} windows ({limit})")
+        windows = request.windows(view, texts, length, most=n_fitting)
     return windows, tuple(smaller)
 
 
@@ -98,8 +99,8 @@ def basis_of(
         try:
             basis = PositionContext.load(folder.out / BASIS)
             basis.check_model(view)
-            same = basis.provenance.token_hash == tokens.token_hash
-            if same and basis.provenance.seed in (None, seed):
+            same_tokens = basis.provenance.token_hash == tokens.token_hash
+            if same_tokens and basis.provenance.seed in (None, seed):
                 return basis
         except GeometryError:
             pass  # of another model or version: computed again

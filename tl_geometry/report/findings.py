@@ -79,8 +79,8 @@ def excludes(
     >>> excludes(*bounds, samples=8, spread=0.1, draws=8)
     False
     """
-    level = 1 - 0.05 / among
     # Bonferroni: each of the candidates gets its share of 5%
+    level = 1 - 0.05 / among
     freedom = torch.tensor(samples - 1.0)
     wider = float(t_quantile(freedom, level) / t_quantile(freedom))
     reach = wider * (value - low if null < value else high - value)
@@ -95,27 +95,28 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
     if "pos" not in table.intervals:
         return None
     shares, lows, highs = table.intervals["pos"].unbind(1)
-    at = _largest(_trusted(shares, table.pos_reliability))
-    state, count, trust = table.states[at], len(table.states), float(table.pos_reliability[at])
-    bounds = float(shares[at]), float(lows[at]), float(highs[at]), 0.0
+    row = _largest(_where_reliable(shares, table.pos_reliability))
+    state, count, trust = table.states[row], len(table.states), float(table.pos_reliability[row])
+    bounds = float(shares[row]), float(lows[row]), float(highs[row]), 0.0
     clear = trust >= LOW_RELIABILITY and excludes(*bounds, samples=table.blocks, among=count)
     cell = Cells("anova", table, rounded=True)
-    shown = cell(at, "pos_corrected", percent=True)
+    shown = cell(row, "pos_corrected", percent=True)
     untrained = ""
     if control is not None:
         column = "pos_corrected" if control.intervals else "pos_debiased"
         share = Cells("anova_untrained", control, rounded=True)
-        row = control.states.index(state)
-        untrained = f"; {share(row, column, percent=True)} in the untrained control"
+        control_row = control.states.index(state)
+        untrained = f"; {share(control_row, column, percent=True)} in the untrained control"
     return Finding(
         value=shown,
         said=f"Position makes up {shown} of the variance of state {state}, more than of any other."
         if clear
         else "No evidence that the residual stream depends on position alone: it makes up at most "
         f"{shown} of the variance of a state (state {state}).",
-        beside=f"{cell.interval(at, 'pos_corrected', percent=True)}; 0% is expected by chance "
-        f"({cell(at, 'pos', percent=True)} before the correction for sampling noise){untrained}; "
-        f"the largest of {count} states; {_trust(cell(at, 'pos_reliability'), trust)}",
+        beside=f"{cell.interval(row, 'pos_corrected', percent=True)}; 0% is expected by chance "
+        f"({cell(row, 'pos', percent=True)} before the correction for sampling noise){untrained}; "
+        f"the largest of {count} states; "
+        f"{_reliability_in_words(cell(row, 'pos_reliability'), trust)}",
         figure="figure-variance",
         clear=clear,
     )
@@ -128,15 +129,15 @@ def context_share(table: Anova) -> Finding | None:
     (shares, lows, _), null = table.intervals["ctx"].T, table.intervals["ctx_null"]
     if not bool((lows + null[:, 1]).isfinite().any()):
         return None
-    at = _largest(shares - null[:, 0])
-    value, low, state = float(shares[at]), float(lows[at]), table.states[at]
-    spliced, lowest = float(null[at, 0]), float(null[at, 1])
+    row = _largest(shares - null[:, 0])
+    value, low, state = float(shares[row]), float(lows[row]), table.states[row]
+    spliced, lowest = float(null[row, 0]), float(null[row, 1])
     reach = math.hypot(value - low, spliced - lowest)  # both are estimates
     bounds = value, value - reach, value + reach, spliced
     beyond = excludes(*bounds, samples=table.blocks, among=len(table.states))
     clear = value > spliced and beyond
     cell = Cells("anova", table, rounded=True)
-    shown = cell(at, "ctx_corrected", percent=True)
+    shown = cell(row, "ctx_corrected", percent=True)
     return Finding(
         value=shown,
         said=f"{shown} of the variance of state {state} is common to a whole window: context that "
@@ -144,9 +145,9 @@ def context_share(table: Anova) -> Finding | None:
         if clear
         else "No evidence that context lasts longer than a piece of text: a whole window has "
         f"{shown} of the variance of state {state} in common.",
-        beside=f"{cell.interval(at, 'ctx_corrected', percent=True)}; "
-        f"{cell(at, 'ctx_null_corrected', percent=True)} in windows spliced from random places "
-        f"({cell.interval(at, 'ctx_null_corrected', percent=True)}); the largest excess of "
+        beside=f"{cell.interval(row, 'ctx_corrected', percent=True)}; "
+        f"{cell(row, 'ctx_null_corrected', percent=True)} in windows spliced from random places "
+        f"({cell.interval(row, 'ctx_null_corrected', percent=True)}); the largest excess of "
         f"{len(table.states)} states",
         figure="figure-variance",
         clear=clear,
@@ -169,35 +170,41 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     if not bool(estimates.isfinite().any()):
         return None
     # where covariance and gain name different groups a head is no evidence: others are tried first
-    firsts = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
-    agrees = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in firsts])
+    leading_groups = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
+    agrees = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in leading_groups])
     agreeing = torch.where(agrees.to(estimates.device), estimates, torch.nan)
     ranked = agreeing if bool(agreeing.isfinite().any()) else estimates
-    at, which = divmod(_largest(ranked.flatten()), len(columns))
-    group, column, cell = candidates[which], columns[which], Cells("heads", table, rounded=True)
-    value, low, high = (float(x[at, column]) for x in (shares.value, shares.low, shares.high))
+    row, candidate_index = divmod(_largest(ranked.flatten()), len(columns))
+    group, column = candidates[candidate_index], columns[candidate_index]
+    cell = Cells("heads", table, rounded=True)
+    value, low, high = (
+        float(bound[row, column]) for bound in (shares.value, shares.low, shares.high)
+    )
     if group == "content":
-        others = shares.value[at].index_fill(0, torch.tensor([column]), -torch.inf)
+        # the null of content is the largest share of another group
+        others = shares.value[row].index_fill(0, torch.tensor([column]), -torch.inf)
         rival = table.groups[int(others.argmax())]
-        null, source, words = float(others.max()), f"cs_{rival}_corrected", f"for {rival}"
+        null, null_column, null_words = float(others.max()), f"cs_{rival}_corrected", f"for {rival}"
     elif "cs_position_null" in table.details:
-        source, words = "cs_position_null", "with position destroyed"
-        null = float(table.details[source][at])
+        null_column, null_words = "cs_position_null", "with position destroyed"
+        null = float(table.details[null_column][row])
     else:
         return None
     clear = excludes(value, low, high, null, samples=groups, among=estimates.numel())
-    clear &= bool(agrees[at, which])
-    head, shown = head_name(table.heads[at]), cell(at, f"cs_{group}_corrected", percent=True)
-    word = "relative position" if rotary and group == "position" else group
+    # a label needs the same group first by covariance and by gain
+    clear &= bool(agrees[row, candidate_index])
+    head, shown = head_name(table.heads[row]), cell(row, f"cs_{group}_corrected", percent=True)
+    group_name = "relative position" if rotary and group == "position" else group
     counts = " and ".join(f"{table.by_group.labels.count(g)} by {g}" for g in names)
     return Finding(
         value=shown,
-        said=f"{word.capitalize()} drives {head}: {shown} of the covariance of its scores."
+        said=f"{group_name.capitalize()} drives {head}: {shown} of the covariance of its scores."
         if clear
-        else f"No evidence that {word} drives a head: it makes up {shown} of the scores of "
+        else f"No evidence that {group_name} drives a head: it makes up {shown} of the scores of "
         f"{head}, the most of all.",
-        beside=f"{cell.interval(at, f'cs_{group}_corrected', percent=True)}; "
-        f"{cell(at, source, percent=True)} {words}; of {len(table.heads)} heads {counts} in all",
+        beside=f"{cell.interval(row, f'cs_{group}_corrected', percent=True)}; "
+        f"{cell(row, null_column, percent=True)} {null_words}; of {len(table.heads)} heads "
+        f"{counts} in all",
         figure="figure-shares",
         clear=clear,
     )
@@ -207,22 +214,22 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
     """Whether there is a head of this type."""
     if name not in table.types or name not in table.type_errors:
         return None
-    at, among = _largest(table.types[name]), len(table.heads)
-    value, null = float(table.types[name][at]), table.baselines[name]
-    bounds = around(value, float(table.type_errors[name][at]), SEQUENCES)
+    row, among = _largest(table.types[name]), len(table.heads)
+    value, null = float(table.types[name][row]), table.baselines[name]
+    bounds = around(value, float(table.type_errors[name][row]), SEQUENCES)
     beyond = excludes(value, *bounds, null, samples=SEQUENCES, among=among)
     clear = value > null and beyond
     words = "an induction" if name == "induction" else "a previous-token"
     cell = Cells("heads", table, rounded=True)
-    head, shown = head_name(table.heads[at]), cell(at, name, percent=True)
+    head, shown = head_name(table.heads[row]), cell(row, name, percent=True)
     looks = f"puts {shown} of its attention on {TYPES[name]}"
     return Finding(
         value=shown,
         said=f"The strongest {words.split()[1]} head, {head}, {looks}."
         if clear
         else f"No evidence of {words} head: the best, {head}, {looks}.",
-        beside=f"{cell.interval(at, name, percent=True, samples=SEQUENCES)} on repeated random "
-        f"tokens; {cell(at, f'{name}_uniform', percent=True)} with uniform attention; the largest "
+        beside=f"{cell.interval(row, name, percent=True, samples=SEQUENCES)} on repeated random "
+        f"tokens; {cell(row, f'{name}_uniform', percent=True)} with uniform attention; the largest "
         f"of {among} heads",
         figure="figure-types",
         clear=clear,
@@ -235,18 +242,19 @@ def dominance(effect: Dominance) -> Finding | None:
         return None
     clear = bool(effect.saved().low > 0)
     cell = Cells("dominant_only", effect, rounded=True)
-    at, other = (effect.conditions.index(n) for n in ("dominant term", "random term"))
-    shown, draws = cell(at, "loss_change"), len(effect.drawn)
-    over = "1 draw, which gives no interval" if draws == 1 else f"{draws} draws"
+    row, random_row = (effect.conditions.index(n) for n in ("dominant term", "random term"))
+    shown, draws = cell(row, "loss_change"), len(effect.drawn)
+    over_draws = "1 draw, which gives no interval" if draws == 1 else f"{draws} draws"
     return Finding(
         value=shown,
         said=f"Keeping only each head's dominant term costs {shown} nats per token."
         if clear
         else "No evidence that dominant terms carry the model better than random ones: keeping "
         f"only each head's dominant term costs {shown} nats per token.",
-        beside=f"{cell.interval(at, 'loss')}; a random term costs {cell(other, 'loss_change')}, "
-        f"{cell(at, 'saved')} more ({cell.interval(at, 'saved')} over windows and {over}); edits "
-        f"in the live model, {effect.losses.shape[1]} windows",
+        beside=f"{cell.interval(row, 'loss')}; a random term costs "
+        f"{cell(random_row, 'loss_change')}, {cell(row, 'saved')} more "
+        f"({cell.interval(row, 'saved')} over windows and {over_draws}); edits in the live model, "
+        f"{effect.losses.shape[1]} windows",
         figure="figure-dominance",
         clear=clear,
     )
@@ -258,17 +266,17 @@ def smooth(report: PositionalReport) -> Finding | None:
     furthest = _furthest(report, name, lambda values, nulls: values - nulls.amax(0))
     if furthest is None:
         return None
-    at, beyond, nulls = furthest
-    clear = beyond and float(report[name][at]) > max(nulls.values())
-    cell, state = Cells("positional", report, rounded=True), report.states[at]
-    shown = cell(at, name, percent=True)
+    row, beyond, nulls = furthest
+    clear = beyond and float(report[name][row]) > max(nulls.values())
+    cell, state = Cells("positional", report, rounded=True), report.states[row]
+    shown = cell(row, name, percent=True)
     held = f"the lowest frequencies hold {shown} of the energy of its cosines"
     return Finding(
         value=shown,
         said=f"The positions of state {state} lie on a smooth curve: {held}."
         if clear
         else f"No evidence that positions lie on a smooth curve: in state {state} {held}.",
-        beside=_beside_nulls(report, cell, name, at, nulls, percent=True),
+        beside=_beside_nulls(report, cell, name, row, nulls, percent=True),
         figure="figure-position",
         clear=clear,
     )
@@ -280,13 +288,13 @@ def incoherence(report: ContextualReport) -> Finding | None:
     furthest = _furthest(report, name, lambda values, nulls: (values - nulls).abs().amin(0))
     if furthest is None:
         return None
-    at, beyond, nulls = furthest
-    value = float(report[name][at])
+    row, beyond, nulls = furthest
+    value = float(report[name][row])
     above = value > max(nulls.values())
     clear = beyond and (above or value < min(nulls.values()))
     cell = Cells("contextual", report, rounded=True)
-    shown = cell(at, name)
-    mean = f"their mean |cos| in state {report.states[at]} is {shown}"
+    shown = cell(row, name)
+    mean = f"their mean |cos| in state {report.states[row]} is {shown}"
     return Finding(
         value=shown,
         said=f"Positional and context vectors are {'more' if above else 'less'} aligned than "
@@ -294,7 +302,7 @@ def incoherence(report: ContextualReport) -> Finding | None:
         if clear
         else "No evidence that positional and context vectors are more or less aligned than "
         f"chance: {mean}.",
-        beside=_beside_nulls(report, cell, name, at, nulls),
+        beside=_beside_nulls(report, cell, name, row, nulls),
         figure="figure-incoherence",
         clear=clear,
     )
@@ -310,13 +318,13 @@ def _furthest(
     if name not in report.errors or not means:
         return None
     distance = gap(report[name], torch.stack(list(means.values())))
-    at = _largest(_trusted(distance, report["split_half"]))
-    value, error = float(report[name][at]), float(report.errors[name][at])
+    row = _largest(_where_reliable(distance, report["split_half"]))
+    value, error = float(report[name][row]), float(report.errors[name][row])
     if not math.isfinite(error):
         return None
-    nulls = {null: float(values[at]) for null, values in means.items()}
+    nulls = {null: float(values[row]) for null, values in means.items()}
     spreads = {
-        null: float(v[at]) for (measure, null), v in report.spreads.items() if measure == name
+        null: float(v[row]) for (measure, null), v in report.spreads.items() if measure == name
     }
     # random directions have an exact mean and so no spread, yet one draw would differ from it;
     # the spread of sampling noise is in the error already
@@ -331,22 +339,22 @@ def _furthest(
         )
         for null, mean in nulls.items()
     )
-    return at, beyond and float(report["split_half"][at]) >= LOW_RELIABILITY, nulls
+    return row, beyond and float(report["split_half"][row]) >= LOW_RELIABILITY, nulls
 
 
 def _beside_nulls(
     report: StateMeasures,
     cell: Cells,
     name: str,
-    at: int,
+    row: int,
     nulls: dict[str, float],
     *,
     percent: bool = False,
 ) -> str:
     """The interval of a measure of a state, its nulls, and the reliability of position."""
-    interval = cell.interval(at, name, percent=percent, samples=report.blocks)
-    chance = [f"{cell(at, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
-    trust = _trust(cell(at, "split_half"), float(report["split_half"][at]))
+    interval = cell.interval(row, name, percent=percent, samples=report.blocks)
+    chance = [f"{cell(row, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
+    trust = _reliability_in_words(cell(row, "split_half"), float(report["split_half"][row]))
     return f"{interval}; {', '.join(chance)}; {trust}"
 
 
@@ -354,14 +362,14 @@ def lift(geometry: WeightGeometry) -> Finding | None:
     """Whether a head's W_QK reads the positional directions."""
     if not bool(geometry.p.isfinite().any()):
         return None
-    at = _largest(_trusted(geometry.excess, geometry.reliability))
-    trust = float(geometry.reliability[at])
-    clear = trust >= LOW_RELIABILITY and float(geometry.p[at]) <= 0.05
-    cell, head = Cells("weights_qk", geometry, rounded=True), head_name(geometry.heads[at])
-    shown = cell(at, "excess")
+    row = _largest(_where_reliable(geometry.excess, geometry.reliability))
+    trust = float(geometry.reliability[row])
+    clear = trust >= LOW_RELIABILITY and float(geometry.p[row]) <= 0.05
+    cell, head = Cells("weights_qk", geometry, rounded=True), head_name(geometry.heads[row])
+    shown = cell(row, "excess")
     held = (
-        f"the {cell(at, 'k')} leading positional directions hold "
-        f"{cell(at, 'concentration', percent=True)} of W_QK of {head}, {shown} times what as many "
+        f"the {cell(row, 'k')} leading positional directions hold "
+        f"{cell(row, 'concentration', percent=True)} of W_QK of {head}, {shown} times what as many "
         "directions hold with positions destroyed"
     )
     return Finding(
@@ -369,22 +377,22 @@ def lift(geometry: WeightGeometry) -> Finding | None:
         said=f"W_QK reads position: {held}."
         if clear
         else f"No evidence that W_QK reads position: {held}.",
-        beside=f"{cell(at, 'noise_null', percent=True)} on average and "
-        f"{cell(at, 'noise_high', percent=True)} at most in differences of random halves of the "
-        f"corpus, where position cancels; p = {cell(at, 'p')} among {len(geometry.heads)} heads; "
-        f"{_trust(cell(at, 'reliability'), trust)}",
+        beside=f"{cell(row, 'noise_null', percent=True)} on average and "
+        f"{cell(row, 'noise_high', percent=True)} at most in differences of random halves of the "
+        f"corpus, where position cancels; p = {cell(row, 'p')} among {len(geometry.heads)} heads; "
+        f"{_reliability_in_words(cell(row, 'reliability'), trust)}",
         figure="figure-lift",
         clear=clear,
     )
 
 
-def _trusted(values: Tensor, reliability: Tensor) -> Tensor:
+def _where_reliable(values: Tensor, reliability: Tensor) -> Tensor:
     """Values where position is reliable, the others NaN; all of them where it is nowhere."""
     reliable = reliability >= LOW_RELIABILITY
     return torch.where(reliable, values, torch.nan) if bool(reliable.any()) else values
 
 
-def _trust(shown: str, reliability: float) -> str:
+def _reliability_in_words(shown: str, reliability: float) -> str:
     """The reliability of positional vectors, in words."""
     low = "" if reliability >= LOW_RELIABILITY else ", too low for a statement about position"
     return f"reliability of position {shown} between halves of the corpus{low}"
@@ -396,33 +404,35 @@ def skipped(skips: SkipMap) -> Finding | None:
         return None
     place = skips.places[0]
     costs = [
-        (float(skips.table(name, "kl", place=place)[a, b]), name, a, b)
-        for name in skips.map_types
+        (float(skips.table(map_type, "kl", place=place)[a, b]), map_type, a, b)
+        for map_type in skips.map_types
         for a, b in skips.pairs()
-        if name != "mean" and b == a + 1
+        if map_type != "mean" and b == a + 1
     ]
     costs = [cost for cost in costs if math.isfinite(cost[0])]
     if not costs:
         return None
-    value, name, a, b = min(costs)
+    value, map_type, a, b = min(costs)
     null = float(skips.table("mean", "kl", place=place)[a, b])
-    bounds = around(value, float(skips.table(name, "kl_se", place=place)[a, b]), skips.test)
+    bounds = around(value, float(skips.table(map_type, "kl_se", place=place)[a, b]), skips.test)
     beyond = excludes(value, *bounds, null, samples=skips.test, among=len(costs))
     clear = value < null and beyond
-    keys = [tuple(row[:4]) for row in skips.rows()]
-    at, forgotten = (keys.index((place, m, a, b)) for m in (name, "mean"))
+    keys = [tuple(cells[:4]) for cells in skips.rows()]
+    row, mean_row = (keys.index((place, m, a, b)) for m in (map_type, "mean"))
     cell = Cells("skipped_layers", skips, rounded=True)
-    shown = cell(at, "kl")
+    shown = cell(row, "kl")
     change = f"moves the next-token distribution by {shown} nats (KL)"
-    map_name = {"flow": "rotation and stretch", "identity": "nothing at all"}.get(name, name)
+    map_name = {"flow": "rotation and stretch", "identity": "nothing at all"}.get(
+        map_type, map_type
+    )
     return Finding(
         value=shown,
         said=f"Block {a} is the easiest to do without: a map in its place ({map_name}) {change}."
         if clear
         else f"No evidence that a block can be replaced by a map: the best, {map_name} for block "
         f"{a}, {change}.",
-        beside=f"{cell.interval(at, 'kl', samples=skips.test)} over {skips.test} held-out chunks; "
-        f"{cell(forgotten, 'kl')} where the state is forgotten; the smallest of {len(costs)} maps "
+        beside=f"{cell.interval(row, 'kl', samples=skips.test)} over {skips.test} held-out chunks; "
+        f"{cell(mean_row, 'kl')} where the state is forgotten; the smallest of {len(costs)} maps "
         "and blocks",
         figure="figure-skips",
         clear=clear,
@@ -431,26 +441,28 @@ def skipped(skips: SkipMap) -> Finding | None:
 
 def truncated(curve: TruncationCurve) -> Finding | None:
     """Whether at most half of all directions carry the output: nearly all do, however drawn."""
-    few = [i for i, k in enumerate(curve.K) if 2 * k <= curve.K[-1]]
+    small_grid_rows = [i for i, k in enumerate(curve.K) if 2 * k <= curve.K[-1]]
     chunks = curve.provenance.contexts
-    if not (few and curve.claimed) or chunks is None:
+    if not (small_grid_rows and curve.claimed) or chunks is None:
         return None
     needed = curve.needed()
-    at = min(few[-1], len(curve.K) if needed is None else curve.K.index(needed))
-    value = float(curve.kl[at])
-    bounds = around(value, float(curve.kl_se[at]), chunks)
+    # where half of the directions are not enough, that half shows by how much
+    row = min(small_grid_rows[-1], len(curve.K) if needed is None else curve.K.index(needed))
+    value = float(curve.kl[row])
+    bounds = around(value, float(curve.kl_se[row]), chunks)
     allowed = 0.1 * curve.baseline_mean
     clear = excludes(value, *bounds, allowed, samples=chunks, among=len(curve.K))
-    clear &= needed == curve.K[at]
+    # a K that is needed lies below half, and stays below the limit from there on
+    clear &= needed == curve.K[row]
     cell = Cells("truncation", curve, rounded=True)
-    K, shown = cell(at, "K"), cell(at, "kl")
+    K, shown = cell(row, "K"), cell(row, "kl")
     return Finding(
         value=K,
         said=f"{K} directions carry the output: the distribution moves by {shown} nats."
         if clear
         else f"No evidence that few directions carry the output: with {K} of {curve.K[-1]} it "
         f"still moves by {shown} nats.",
-        beside=f"{cell.interval(at, 'kl', samples=chunks)}; {cell(at, 'baseline_mean')} between "
+        beside=f"{cell.interval(row, 'kl', samples=chunks)}; {cell(row, 'baseline_mean')} between "
         "consecutive chunks, of which a tenth is allowed",
         figure="figure-truncation",
         clear=clear,

@@ -57,10 +57,10 @@ def _skip_cost(analysis: Analysis, chunks: int) -> float:
     """Seconds of the passes that all maps are fitted on, of the fitting, and of the last token's
     way from each map to the output on half of the chunks (measured)."""
     view, costs = analysis.view, analysis.costs
-    d, n, states = view.d_model, view.n_layers, min(view.n_layers + 1, 31)
+    d, n_layers, states = view.d_model, view.n_layers, min(view.n_layers + 1, 31)
     fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
-    pairs = n * (n + 1) / 2 if n <= SHALLOW else 3 * n
-    maps = (len(MAP_TYPES) - 1) * pairs + n  # one mean for each state
+    pairs = n_layers * (n_layers + 1) / 2 if n_layers <= SHALLOW else 3 * n_layers
+    maps = (len(MAP_TYPES) - 1) * pairs + n_layers  # one mean for each state
     # a map is followed by half of the blocks on average, and by the output head
     measuring = 2.5 * (costs.output - costs.token / 2) * maps * chunks / 2
     return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
@@ -76,16 +76,20 @@ def section(draft: Draft, analysis: Analysis) -> None:
     if len(windows) < FEWEST:
         draft.leave_out(what, f"{len(windows)} windows are fewer than {FEWEST}")
         return
-    length, most = _length(analysis), min(CHUNKS, len(windows))
+    length, max_chunks = _length(analysis), min(CHUNKS, len(windows))
     # three passes (text, gibberish, the untrained model) and a tenth for what is kept of them
-    each = 3.3 * analysis.costs.token * length + _maps_cost(analysis, most) / most
-    count = draft.fit(analysis.work, what, each, most, FEWEST, share=0.6)
+    chunk_seconds = (
+        3.3 * analysis.costs.token * length + _maps_cost(analysis, max_chunks) / max_chunks
+    )
+    count = draft.fit(analysis.work, what, chunk_seconds, max_chunks, FEWEST, share=0.6)
     if not count:
         return
-    picked = analysis.pick(count)
-    chunks = dataclasses.replace(picked, tokens=picked.tokens[:, :length], str_tokens=())
-    if count < most:
-        draft.say(f"{count} chunks in place of {most}, to keep the budget.")
+    chosen_windows = analysis.pick(count)
+    chunks = dataclasses.replace(
+        chosen_windows, tokens=chosen_windows.tokens[:, :length], str_tokens=()
+    )
+    if count < max_chunks:
+        draft.say(f"{count} chunks in place of {max_chunks}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
@@ -133,11 +137,11 @@ def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
 def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Trajectories) -> None:
     """The same numbers of gibberish and of the model with untrained weights."""
     view, model = analysis.view, analysis.model
-    bos = bool(chunks.has_bos) and view.bos_id is not None
-    noise = gibberish(
-        model, len(chunks), chunks.tokens.shape[1], prepend_bos=bos, seed=analysis.seed
+    with_bos = bool(chunks.has_bos) and view.bos_id is not None
+    random_chunks = gibberish(
+        model, len(chunks), chunks.tokens.shape[1], prepend_bos=with_bos, seed=analysis.seed
     )
-    ensembles = {"text": ensemble, "gibberish": trajectories(model, noise, progress=False)}
+    ensembles = {"text": ensemble, "gibberish": trajectories(model, random_chunks, progress=False)}
     with reinitialized(model, seed=analysis.seed) as null:
         ensembles["untrained"] = trajectories(null, chunks, progress=False)
     nulls = compare_ensembles(ensembles)
@@ -161,10 +165,11 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """The output of states with few directions, which are those of the first half of the chunks."""
     what, half = "truncated states", len(chunks) // 2
-    each = _truncation_cost(analysis)
-    count = draft.fit(analysis.work, what, each, len(chunks) - half, 8, share=0.5)
+    chunk_seconds = _truncation_cost(analysis)
+    count = draft.fit(analysis.work, what, chunk_seconds, len(chunks) - half, 8, share=0.5)
     if not count:
         return
+    # directions of chunks that are not measured: in-sample the KL would be 0 at full rank
     fitted = trajectories(analysis.model, chunks[slice(0, half)], progress=False)
     tested = chunks[slice(half, half + count)]
     curve = truncation_kl(analysis.model, tested, fitted, progress=False)
@@ -179,9 +184,11 @@ def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """What it costs to replace blocks by maps."""
-    view, most = analysis.view, len(chunks)
-    each = _skip_cost(analysis, most) / most
-    count = draft.fit(analysis.work, "skipped layers", each, most, min(FEWEST, most))
+    view, max_chunks = analysis.view, len(chunks)
+    chunk_seconds = _skip_cost(analysis, max_chunks) / max_chunks
+    count = draft.fit(
+        analysis.work, "skipped layers", chunk_seconds, max_chunks, min(FEWEST, max_chunks)
+    )
     if not count:
         return
     shallow = view.n_layers <= SHALLOW
@@ -194,9 +201,11 @@ def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
         seed=analysis.seed,
     )
     lengths = ", ".join(map(str, sorted({b - a for a, b in skips.pairs()})))
-    which = "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
+    skips_shown = (
+        "all pairs of states" if shallow else f"skips of {lengths} of {view.n_layers} blocks"
+    )
     draft.say(
-        f"How many layers can be skipped for how much loss ({which})? The blocks between two "
+        f"How many layers can be skipped for how much loss ({skips_shown})? The blocks between two "
         f"states are replaced by a fitted map at the last token of {skips.test} held-out chunks, "
         f"where the model's own loss is {Cells('skipped_layers', skips)(0, 'own_loss')} nats; "
         "'mean' forgets the state altogether: what a map must beat."

@@ -43,7 +43,7 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _put(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
@@ -94,6 +94,7 @@ class Folder:
         self.parts: dict[str, page.Part] = {}
         self.provenance = Provenance()
         self.lede = self.caution = ""
+        # a run stopped from here on leaves a record by which its files are known
         self._record(finished=False)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
@@ -101,8 +102,8 @@ class Folder:
         same settings."""
         self.settings = digest(settings)
         for name, entry in self.known.items():
-            same = entry.get("settings") == self.settings and not entry.get("failed")
-            if same and self.files.unchanged(f"{PARTS}/{name}.json"):
+            reusable = entry.get("settings") == self.settings and not entry.get("failed")
+            if reusable and self.files.unchanged(f"{PARTS}/{name}.json"):
                 self.manifest[name] = entry
                 self.parts[name] = page.Part.read(self.out / PARTS / f"{name}.json")
 
@@ -120,26 +121,29 @@ class Folder:
         blocks, written = list(section.blocks), []
         for key, table in section.tables.items():
             names = [f"{key}.csv", f"{key}.safetensors"]
-            taken = [file for file in names if not self.files.free(file)]
-            if taken:  # by another program while this ran; the page still holds the table
+            foreign_files = [file for file in names if not self.files.free(file)]
+            if foreign_files:  # by another program while this ran; the page still holds the table
                 why = "files of these names are not of this run"
-                blocks.append(Card(status="left out", what=", ".join(taken), why=why))
+                blocks.append(Card(status="left out", what=", ".join(foreign_files), why=why))
                 continue
+            # bound as a default: the loop goes on to another table
             self._write(names[0], lambda part, table=table: write_csv(table, part))
             self._write(names[1], table.save)
             written += names
         section = dataclasses.replace(section, blocks=tuple(blocks))
-        cards = [{"status": c.status, "what": c.what, "why": c.why} for c in section.cards]
+        cards = [
+            {"status": card.status, "what": card.what, "why": card.why} for card in section.cards
+        ]
         self.parts[name] = section.part(name)
         text = json.dumps(dataclasses.asdict(self.parts[name]), default=str)
-        self._write(f"{PARTS}/{name}.json", lambda part: _put(part, text))
+        self._write(f"{PARTS}/{name}.json", lambda part: _write_text(part, text))
         self.manifest[name] = {
             "title": section.title,
             "settings": self.settings,
             "seconds": round(seconds, 1),
             "tables": written,
             "cards": cards,
-            "failed": next((c["why"] for c in cards if c["status"] == "failed"), ""),
+            "failed": next((card["why"] for card in cards if card["status"] == "failed"), ""),
         }
         self.write()
 
@@ -154,28 +158,33 @@ class Folder:
 
     def write(self, finished: bool = False) -> None:
         """Write page and record as they are now."""
-        done = self.finished()
-        missing = [name for name in self.names if name not in done]
-        cited = [key for name in done for key in self.parts[name].sources]
+        finished_names = self.finished()
+        missing = [name for name in self.names if name not in finished_names]
+        cited = [key for name in finished_names for key in self.parts[name].sources]
         text = page.document(
             f"Geometry of {self.model}",
             # what was analysed, and what the numbers do not say, stand at the end
-            [self.parts[name] for name in sorted(done, key=lambda name: name == "overview")],
+            [
+                self.parts[name]
+                for name in sorted(finished_names, key=lambda name: name == "overview")
+            ],
             [SOURCES[key] for key in dict.fromkeys([*self.provenance.sources, *cited])],
             lede=self.lede,
             caution=self.caution,
-            note=f"Being written: {len(done)} of {len(self.names)} sections are here, "
+            note=f"Being written: {len(finished_names)} of {len(self.names)} sections are here, "
             f"{', '.join(missing)} to come."
             if missing
             else "",
         )
         self.summary |= {
-            "sections": [self.parts[name].title for name in done],
-            "failed": {name: e["failed"] for name, e in self.manifest.items() if e["failed"]},
-            "manifest": {name: self.manifest[name] for name in done},
+            "sections": [self.parts[name].title for name in finished_names],
+            "failed": {
+                name: entry["failed"] for name, entry in self.manifest.items() if entry["failed"]
+            },
+            "manifest": {name: self.manifest[name] for name in finished_names},
             "kept": self.kept,
         }
-        self._write(PAGE, lambda part: _put(part, text))
+        self._write(PAGE, lambda part: _write_text(part, text))
         self._record(finished)
 
     def _write(self, name: str, save: Callable[[Path], object]) -> None:

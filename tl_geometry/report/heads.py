@@ -39,9 +39,9 @@ INTERVALS = 75.0
 
 def _sweep_cost(analysis: Analysis) -> float:
     view, length = analysis.view, analysis.windows.tokens.shape[1]
-    cells = view.n_layers * view.n_heads * length**2
-    extra = INTERVALS * analysis.costs.svd * cells
-    return SWEEP * analysis.costs.token * length + extra
+    n_scores = view.n_layers * view.n_heads * length**2
+    interval_seconds = INTERVALS * analysis.costs.svd * n_scores
+    return SWEEP * analysis.costs.token * length + interval_seconds
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -87,8 +87,8 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         )
         draft.leave_out("the sweep over all heads", why)
         return None
-    most = min(PROMPTS, len(analysis.windows))
-    count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), most, share=0.55))
+    max_windows = min(PROMPTS, len(analysis.windows))
+    count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), max_windows, share=0.55))
     # a shortformer has no position in its stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
@@ -99,19 +99,19 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         progress=False,
         seed=analysis.seed,
     )
-    if count < most:
-        draft.say(f"{count} windows in place of {most}, to keep the budget.")
+    if count < max_windows:
+        draft.say(f"{count} windows in place of {max_windows}, to keep the budget.")
     return table
 
 
 def _maps(draft: Draft, table: SweepTable) -> None:
     """Maps of the shares, the strongest heads of each type, and every number of every head."""
-    cell, null, said = Cells("heads", table), table.details.get("cs_position_null"), ""
+    cell, null, null_sentence = Cells("heads", table), table.details.get("cs_position_null"), ""
     if null is not None and bool(null.isfinite().any()):
         row = int(null.nan_to_num(-1.0).argmax())
-        most = Cells("heads", table, rounded=True)(row, "cs_position_null")
-        said = f"With position destroyed, position has at most {most}."
-    draft.draw(views.head_shares(table), "shares", null=said)
+        largest_share = Cells("heads", table, rounded=True)(row, "cs_position_null")
+        null_sentence = f"With position destroyed, position has at most {largest_share}."
+    draft.draw(views.head_shares(table), "shares", null=null_sentence)
     draft.say(
         "A cell that gets no attention counts for little. Weighted by where attention goes, the "
         "same terms have these shares:"
@@ -135,32 +135,33 @@ def _maps(draft: Draft, table: SweepTable) -> None:
 def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
     """Heads with their score, and with what their label on this corpus rests on."""
     cell, lines = Cells("heads", table), []
-    end = "" if table.group_intervals is None else "_corrected"
+    # intervals stand around the corrected shares: where there are any, those are quoted
+    suffix = "" if table.group_intervals is None else "_corrected"
     for i, pair in enumerate(top.heads):
         row, flag = table.heads.index(pair), top.by_group.flags[i]
         group = top.groups[int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())]
-        said = [
-            f"{top.by_group.labels[i]} on this corpus: {group} {cell(row, f'cs_{group}{end}')}"
-            f"{_evidence(table, row, group)} of the score and {cell(row, f'gs_{group}{end}')} of "
-            "the gain"
+        remarks = [
+            f"{top.by_group.labels[i]} on this corpus: {group} {cell(row, f'cs_{group}{suffix}')}"
+            f"{_evidence(table, row, group)} of the score and "
+            f"{cell(row, f'gs_{group}{suffix}')} of the gain"
         ]
-        said += [f"flagged: {flag}"] if flag else []
+        remarks += [f"flagged: {flag}"] if flag else []
         if top.dropped_mass is not None:
             mass = cell(row, "dropped_mass", percent=True)
-            said.append(f"{mass} of its attention on what is left out")
-        lines.append(f"{head_name(pair)} {cell(row, name)} ({', '.join(said)})")
+            remarks.append(f"{mass} of its attention on what is left out")
+        lines.append(f"{head_name(pair)} {cell(row, name)} ({', '.join(remarks)})")
     return lines
 
 
 def _evidence(table: SweepTable, row: int, group: str) -> str:
     """The interval of a group's share and, for position, the null share, where there are any."""
     shares, cell = table.group_intervals, Cells("heads", table, rounded=True)
-    said = []
+    evidence = []
     if shares is not None and bool(shares.low[row].isfinite().all()):
-        said.append(cell.interval(row, f"cs_{group}_corrected"))
+        evidence.append(cell.interval(row, f"cs_{group}_corrected"))
     if group == "position" and "cs_position_null" in table.details:
-        said.append(f"{cell(row, 'cs_position_null')} with position destroyed")
-    return f" ({', '.join(said)})" if said else ""
+        evidence.append(f"{cell(row, 'cs_position_null')} with position destroyed")
+    return f" ({', '.join(evidence)})" if evidence else ""
 
 
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -196,6 +197,7 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
         return None
     piece = window[start : start + period]
     chosen = list(dict.fromkeys(table.top(name, 1).heads[0] for name in types))
+    # BOS stands once, in front: only the piece is repeated
     prompt = torch.cat([window[:start], piece, piece])
     return split_scores(analysis.model, prompt, analysis.basis, heads=chosen)
 
@@ -209,11 +211,11 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
     # fewer draws first, then fewer windows. Beside the draws there are five conditions (clean,
     # dominant term, dominant group, bias terms, uniform attention); repeated tokens run through all
-    draws, each = DRAWS, EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
-    while draws > FEWEST_DRAWS and (5 + draws) * each * (KEPT + REPEATS) > work.left:
+    draws, window_seconds = DRAWS, EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
+    while draws > FEWEST_DRAWS and (5 + draws) * window_seconds * (KEPT + REPEATS) > work.left:
         draws -= 1
-    most = min(KEPT, len(analysis.windows))
-    count = work.take((5 + draws) * each, most + REPEATS) - REPEATS
+    max_windows = min(KEPT, len(analysis.windows))
+    count = work.take((5 + draws) * window_seconds, max_windows + REPEATS) - REPEATS
     count = max(FEWEST, count)  # an interval, whatever the budget
     effect = dominant_only(
         analysis.model,
@@ -227,7 +229,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     cell = Cells("dominant_only", effect)
     loss = {str(row[0]): cell(i, "loss") for i, row in enumerate(effect.rows())}
     smaller = ""
-    if (count, draws) != (most, DRAWS):
+    if (count, draws) != (max_windows, DRAWS):
         smaller = f" ({count} windows and {draws} draws, to keep the budget)"
     draft.say(
         "If every head kept only its dominant term, how much of the model would survive? On "

@@ -44,7 +44,7 @@ def add(draft: Draft, analysis: Analysis, anova: Cells | None) -> None:
 
 def largest(table: LargestTokens, row: int) -> list[tuple[int, float, str]]:
     """Position, norm and text of the largest tokens of a state, descending."""
-    texts = [f"token {id}" for id in table.token[row].tolist()]
+    texts = [f"token {token}" for token in table.token[row].tolist()]
     if table.str_tokens:
         texts = [html.token_text(text) for text in table.str_tokens[row]]
     return list(zip(table.position[row].tolist(), table.norm[row].tolist(), texts, strict=True))
@@ -75,17 +75,20 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int, share: str)
     if not states:
         return f"{title(basis, table, row, share)}, more than of any other state."
     cell = Cells("massive_tokens", table, rounded=True)
-    first = [r[0] for r in table.rows()].index(table.states[row])
-    named: dict[tuple[int, str], str] = {}
+    first_row = [cells[0] for cells in table.rows()].index(table.states[row])
+    places: dict[tuple[int, str], str] = {}
     for i, (position, norm, text) in enumerate(largest(table, row)):
+        # the table lists the largest tokens of every state, massive or not
         if norm > 3 * float(table.median[row]):
-            short = text if len(text) <= 16 else f"{text[:15]}…"
-            where = f"{short!r} at position {cell(first + i, 'position')}"
-            named.setdefault((position, short), where)
+            short_text = text if len(text) <= 16 else f"{text[:15]}…"
+            token_place = f"{short_text!r} at position {cell(first_row + i, 'position')}"
+            # one token at one position is named once, however many windows hold it
+            places.setdefault((position, short_text), token_place)
     return (
-        f"{title(basis, table, row, share)} ({', '.join(list(named.values())[:3])}; norm "
-        f"{cell(first, 'norm')} where the median token has {cell(first, 'median')}, coordinate "
-        f"{cell(first, 'coordinate')}). Shares, spectra and measures of {len(states)} of "
+        f"{title(basis, table, row, share)} ({', '.join(list(places.values())[:3])}; norm "
+        f"{cell(first_row, 'norm')} where the median token has {cell(first_row, 'median')}, "
+        f"coordinate {cell(first_row, 'coordinate')}). Shares, spectra and measures of "
+        f"{len(states)} of "
         f"{len(table.states)} states ({spans(states)}) describe these tokens more than the others; "
         "a normalised basis weighs all tokens alike."
     )

@@ -48,9 +48,9 @@ class Cells:
             value, error = (self._value(row, f"{column}{end}") for end in ("", "_se"))
             ends = list(around(value, error, samples))
         factor = 100.0 if percent else 1.0
-        both = zip(places, ends, strict=True)
-        said = [self._placed(place, number(factor * end), percent) for place, end in both]
-        return f"95% interval {' to '.join(said)}"
+        placed_ends = zip(places, ends, strict=True)
+        texts = [self._placed(place, number(factor * end), percent) for place, end in placed_ends]
+        return f"95% interval {' to '.join(texts)}"
 
     def _placed(self, place: str, text: str, percent: bool) -> str:
         return f"{OPEN}{self.name}.csv:{place}{BETWEEN}{text}{'%' * percent}{CLOSE}"
@@ -82,6 +82,7 @@ def number(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e6:
+        # rounded first: 9.996 has three digits as 10.0, one place fewer than its logarithm says
         rounded = float(f"{value:.3g}")
         places = 0 if not rounded else max(0, 2 - math.floor(math.log10(abs(rounded))))
         return f"{rounded:,.{places}f}".replace("-", "−")
@@ -99,6 +100,7 @@ def by_error(value: float, error: float) -> str:
     if not (math.isfinite(error) and error > 0):
         return number(value)
     places = max(0, 1 - math.floor(math.log10(error)))
+    # + 0.0 turns a negative zero into zero
     return f"{round(value, places) + 0.0:,.{places}f}".replace("-", "−")
 
 
@@ -119,8 +121,9 @@ def linked(escaped: str) -> str:
     >>> linked("a \ue000t.csv:0:x\ue0013.2\ue002 b")
     'a <span data-source="t.csv:0:x">3.2</span> b'
     """
-    bare = ATTRIBUTE.sub(lambda match: plain(match[0]), escaped)
-    return MARKED.sub(r'<span data-source="\1">\2</span>', bare)
+    # an element inside an attribute would not be HTML
+    without_attributes = ATTRIBUTE.sub(lambda match: plain(match[0]), escaped)
+    return MARKED.sub(r'<span data-source="\1">\2</span>', without_attributes)
 
 
 def plain(text: str) -> str:

@@ -20,22 +20,22 @@ def section(draft: Draft, analysis: Analysis) -> None:
     """Model, corpus, window and cautions."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
     (start, end), names = basis.window, analysis.windows.names
-    used = "all positions in the statistics"
+    used_positions = "all positions in the statistics"
     if start:
         positions = f"positions 0 to {start - 1}"
-        used = f"{positions} left out of the statistics (attention sink), their sums kept"
+        used_positions = f"{positions} left out of the statistics (attention sink), their sums kept"
     processed = ", processed weights" if view.processed else ""
     size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
     windows = f"{basis.contexts} windows of {basis.length} tokens"
-    listed = f"{', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
+    listed_names = f"{', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
     facts = {
         "model": f"{view.name} ({view.class_name}, {view.library}{processed})",
         "size": f"{size}, vocabulary {view.d_vocab}",
         "weights": f"fingerprint {view.fingerprint}, computed in {p.dtype}",
         "corpus": f"{p.corpus}: {windows}, hash {p.token_hash}",
-        "documents": f"{len(names)}: {listed}",
+        "documents": f"{len(names)}: {listed_names}",
         "first token": "BOS" if p.has_bos else "text (no BOS)",
-        "window": f"positions {start} to {end - 1}; {used}",
+        "window": f"positions {start} to {end - 1}; {used_positions}",
         "kept": basis.kept,
         "made smaller": "; ".join(analysis.smaller) or "nothing",
         "remarks": "; ".join([*p.flags, *view.notes, *analysis.notes]) or "none",

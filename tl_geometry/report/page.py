@@ -92,10 +92,10 @@ def chosen(findings: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list
     ranked = sorted(findings, key=lambda item: not item[1].clear)
     # first at most EACH of a section; what room is left goes to the next in rank
     head: list[tuple[str, Finding]] = []
-    for most in (EACH, SHOWN):
+    for max_of_section in (EACH, SHOWN):
         for section, finding in ranked:
             of_section = sum(name == section for name, _ in head)
-            if len(head) < SHOWN and of_section < most and (section, finding) not in head:
+            if len(head) < SHOWN and of_section < max_of_section and (section, finding) not in head:
                 head.append((section, finding))
     rest = [finding for section, finding in ranked if (section, finding) not in head]
     return [finding for _, finding in head], rest

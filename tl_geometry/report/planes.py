@@ -25,9 +25,9 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
-        f"tokens modulo L. Of {len(table.heads)} heads, {_counted(bands)}: near is a wavelength of "
-        f"up to 16 tokens, far one beyond the {planes.length} of a window, which hardly sees the "
-        "offset at all."
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}: near is a "
+        f"wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, which "
+        "hardly sees the offset at all."
     )
     heads: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
@@ -39,8 +39,8 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     profile = None
     if heads:
         heads = list(dict.fromkeys(heads))
-        each = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
-        count = analysis.work.take(each, min(PROMPTS, len(analysis.windows)), 2)
+        window_seconds = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
+        count = analysis.work.take(window_seconds, min(PROMPTS, len(analysis.windows)), 2)
         if count:
             windows = analysis.pick(count)
             split = split_scores(analysis.model, windows, analysis.basis, heads=heads)
@@ -53,7 +53,7 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         draft.table("planes", planes, "Shares of every rotary plane in every head")
 
 
-def _counted(bands: BandTable) -> str:
+def _counts_in_words(bands: BandTable) -> str:
     """How many heads each band dominates."""
     words = {band: f"{band} planes lead" for band in bands.bands}
     words[UNCLEAR] = "no band leads clearly by covariance and by gain"
@@ -64,5 +64,6 @@ def _counted(bands: BandTable) -> str:
 def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
+    # only partial rotation has coordinates that pass unturned
     listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
     return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)

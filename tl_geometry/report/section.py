@@ -105,7 +105,7 @@ class Section:
     def part(self, name: str) -> Part:
         """The section as the page and its file hold it."""
         figures = [block for block in self.blocks if isinstance(block, FigureBlock)]
-        tables = self.tables
+        section_tables = self.tables
         return Part(
             name=name,
             title=self.title,
@@ -113,10 +113,10 @@ class Section:
             findings=self.findings,
             scripts=sorted({script for figure in figures for script in figure.scripts}),
             library=any(figure.library for figure in figures),
-            sources=[key for table in tables.values() for key in table.provenance.sources],
+            sources=[key for table in section_tables.values() for key in table.provenance.sources],
             tables={
                 key: {"columns": list(table.columns()), "rows": [list(row) for row in table.rows()]}
-                for key, table in tables.items()
+                for key, table in section_tables.items()
             },
         )
 
@@ -147,6 +147,7 @@ class Draft:
             yield
         except GeometryError as error:
             self.blocks.append(Card(status="refused", what=what, why=_one_line(error)))
+        # any error: one part must not cost the reader the rest of the report
         except Exception as error:
             why = _one_line(f"{type(error).__name__}: {error}")[:500]
             trace = "".join(traceback.format_exception(error))
@@ -172,7 +173,7 @@ class Draft:
         name = f"figure-{key or anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
         if isinstance(figure, PageView):
-            self.blocks.append(_live(figure, name))
+            self.blocks.append(_interactive_block(figure, name))
         else:
             figure.title = title or figure.title
             self.blocks.append(FigureBlock(key=name, text=linked(figure.html())))
@@ -213,7 +214,7 @@ class Draft:
         return Section(title=self.title, blocks=tuple(self.blocks), findings=tuple(self.findings))
 
 
-def _live(figure: PageView, name: str) -> FigureBlock:
+def _interactive_block(figure: PageView, name: str) -> FigureBlock:
     """An interactive figure; where no script runs, and on paper, its image with title and
     caption."""
     png = figure.png()  # holds the title

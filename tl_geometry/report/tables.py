@@ -83,10 +83,14 @@ def joined(table: Result) -> tuple[list[str], list[list[object]]]:
     """Columns and rows, with bounds and standard errors written beside their number: ``x_low`` and
     ``x_high``, or ``x_se``, stand in the cell of ``x``."""
     columns, ends = table.columns(), ("_low", "_high", "_se")
-    place = {name: i for i, name in enumerate(columns)}
-    beside = [c for c in columns if c.endswith(ends) and c.rsplit("_", 1)[0] in place]
-    names = [name for name in columns if name not in beside]
-    return names, [[_joined(row, name, place) for name in names] for row in table.rows()]
+    column_index = {name: i for i, name in enumerate(columns)}
+    bound_columns = [
+        column
+        for column in columns
+        if column.endswith(ends) and column.rsplit("_", 1)[0] in column_index
+    ]
+    names = [name for name in columns if name not in bound_columns]
+    return names, [[_joined(row, name, column_index) for name in names] for row in table.rows()]
 
 
 def _joined(row: Sequence[object], name: str, place: Mapping[str, int]) -> object:
@@ -145,22 +149,25 @@ def shown(
     """A table on the page, folded where it is long or wide, searchable where it is long;
     ``columns`` are some of its columns, all by default."""
     names, rows = joined(table)
-    chosen = [n for n in names if columns is None or n in columns]
-    headings = [heading(table, n) for n in chosen]
+    chosen = [key for key in names if columns is None or key in columns]
+    headings = [heading(table, key) for key in chosen]
     labels = [f"{text} ({unit})" if unit else text for text, unit in headings]
-    cells = [[row[names.index(n)] for n in chosen] for row in rows[:LONGEST]]
+    cells = [[row[names.index(key)] for key in chosen] for row in rows[:LONGEST]]
     labels, cells = upright(labels, cells)
-    right = [all(not isinstance(c, str) or _numeric(c) for c in column) for column in zip(*cells)]
-    left = f" of {len(rows):,} rows" if len(rows) > LONGEST else " rows"
+    is_number = [
+        all(not isinstance(value, str) or _numeric(value) for value in column)
+        for column in zip(*cells)
+    ]
+    of_rows = f" of {len(rows):,} rows" if len(rows) > LONGEST else " rows"
     return fill(
         "table",
         name=name,
         anchor=anchor(name),
         about=about or name.replace("_", " "),
-        size=f"{min(len(rows), LONGEST):,}{left}, {len(chosen)} of {len(names)} columns",
+        size=f"{min(len(rows), LONGEST):,}{of_rows}, {len(chosen)} of {len(names)} columns",
         open=len(cells) <= SHORT and len(labels) <= 8,
         searched=len(cells) >= SEARCHED,
-        headings=list(zip(labels, right or [True] * len(labels), strict=True)),
+        headings=list(zip(labels, is_number or [True] * len(labels), strict=True)),
         rows=[[number(table.readable(cell)) for cell in row] for row in cells],
     )
 

@@ -53,11 +53,11 @@ def _offset_cost(analysis: Analysis, length: int) -> float:
 def _surrogate_length(analysis: Analysis) -> int:
     """Tokens of a window for surrogates: all, or in a rotary model as many as the budget allows, 16
     at least."""
-    full, allowed = analysis.windows.tokens.shape[1], 0.8 * analysis.work.left
+    full_length, allowed = analysis.windows.tokens.shape[1], 0.8 * analysis.work.left
     if analysis.view.position != "rotary":
-        return full
-    fitting = (n for n in LENGTHS if n <= full and _offset_cost(analysis, n) <= allowed)
-    return next(fitting, min(full, LENGTHS[-1]))
+        return full_length
+    fitting = (n for n in LENGTHS if n <= full_length and _offset_cost(analysis, n) <= allowed)
+    return next(fitting, min(full_length, LENGTHS[-1]))
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -125,19 +125,20 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         return
     from tl_geometry.interventions.surrogates import surrogate_effect
 
-    full, length = analysis.windows.tokens.shape[1], _surrogate_length(analysis)
-    most = min(SURROGATES, len(analysis.windows))
-    least = min(most, intervals.FEWEST)
-    each, once = PASSES * analysis.costs.output * length, _offset_cost(analysis, length)
-    smallest = once + least * each
-    if not work.room(smallest, 1):
-        draft.too_long(what, smallest)
+    full_length, length = analysis.windows.tokens.shape[1], _surrogate_length(analysis)
+    max_windows = min(SURROGATES, len(analysis.windows))
+    min_windows = min(max_windows, intervals.FEWEST)
+    window_seconds = PASSES * analysis.costs.output * length
+    fixed_seconds = _offset_cost(analysis, length)
+    min_seconds = fixed_seconds + min_windows * window_seconds
+    if not work.room(min_seconds, 1):
+        draft.too_long(what, min_seconds)
         return
-    work.spend(once)
-    count = max(least, work.take(each, most))
-    rows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
-    effect = surrogate_effect(analysis.model, rows, analysis.basis)
-    smaller = ", to keep the budget" if (count, length) != (most, full) else ""
+    work.spend(fixed_seconds)
+    count = max(min_windows, work.take(window_seconds, max_windows))
+    windows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
+    effect = surrogate_effect(analysis.model, windows, analysis.basis)
+    smaller = ", to keep the budget" if (count, length) != (max_windows, full_length) else ""
     draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
         "in the live model; grey bars are controls of the same rank. Losses are those of "

@@ -63,14 +63,15 @@ class Costs:
 def threads_for(d_model: int) -> Iterator[None]:
     """A context manager: one thread where the model is narrow, decided by its width alone. A number
     that the user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays."""
-    before = torch.get_num_threads()
-    chosen = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
-    if d_model < NARROW and not chosen:
+    # the setting is of the whole process: it is put back for the caller
+    previous = torch.get_num_threads()
+    user_set = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    if d_model < NARROW and not user_set:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 class Work:
@@ -99,11 +100,12 @@ class Work:
     def room(self, each: float, most: int, least: int = 1, *, share: float = 1.0) -> int:
         """How many items of ``each`` seconds fit into a share of what is left, ``least`` to
         ``most``; 0 where not even ``least`` do."""
-        rest = share * self.left
-        count = int(min(max(0, most), rest / max(each, 1e-9)))
+        seconds = share * self.left
+        count = int(min(max(0, most), seconds / max(each, 1e-9)))
         if count >= least:
             return count
-        return min(least, most) if least * each <= PATIENCE * rest else 0
+        # a stage that just misses its smallest useful size is still worth running
+        return min(least, most) if least * each <= PATIENCE * seconds else 0
 
     def take(self, each: float, most: int, least: int = 1, *, share: float = 1.0) -> int:
         """:meth:`room`, and it is spent."""

@@ -68,29 +68,39 @@ class TokenPaths(Result):
 
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
-        where = ["context", "position", "token", "state", "next_angle", "next_rank", "step"]
-        updates = [f"{name}_{update}" for update in UPDATES for name in SPLIT]
-        return [*where, *updates, "length", "net", "tortuosity"]
+        places = ("context", "position", "token", "state")
+        update_columns = [f"{name}_{update}" for update in UPDATES for name in SPLIT]
+        return [
+            *places,
+            "next_angle",
+            "next_rank",
+            "step",
+            *update_columns,
+            "length",
+            "net",
+            "tortuosity",
+        ]
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Rows of the table."""
-        out: list[list[object]] = []
+        table_rows: list[list[object]] = []
         batch, position, states = self.angle.shape
         fields = [getattr(self, name) for name in SPLIT]
         for b in range(batch):
             for t in range(position):
-                path = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
+                path_values = [v[b, t].item() for v in (self.length, self.net, self.tortuosity)]
                 for s in range(states):
-                    last = s == states - 1
-                    parts = [
-                        torch.nan if last else f[u, s, b, t].item()
+                    is_last = s == states - 1
+                    split_values = [
+                        torch.nan if is_last else f[u, s, b, t].item()
                         for u in range(len(UPDATES))
                         for f in fields
                     ]
-                    step = torch.nan if last else self.steps[b, t, s].item()
-                    near = [self.angle[b, t, s].item(), int(self.rank[b, t, s])]
-                    out.append([b, t, self.str_tokens[b][t], s, *near, step, *parts, *path])
-        return out
+                    step = torch.nan if is_last else self.steps[b, t, s].item()
+                    approach = [self.angle[b, t, s].item(), int(self.rank[b, t, s])]
+                    values = [*approach, step, *split_values, *path_values]
+                    table_rows.append([b, t, self.str_tokens[b][t], s, *values])
+        return table_rows
 
 
 def token_paths(
@@ -134,16 +144,21 @@ def token_paths(
         basis.check_model(view)
         basis.require_raw("token_paths")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    size = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
+    batch_contexts = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
     shown, place, fitted_on = _projection(view, basis, method, seed)
     token_directions = output_rows(view)
-    parts = [_measured(view, part, token_directions, place) for part in rows.tokens.split(size)]
+    batch_tensors = [
+        _path_tensors(view, token_batch, token_directions, place)
+        for token_batch in rows.tokens.split(batch_contexts)
+    ]
     joined = {
-        name: torch.cat([p[name] for p in parts], dim=2 if name in SPLIT else 0)
-        for name in parts[0]
+        name: torch.cat([tensors[name] for tensors in batch_tensors], dim=2 if name in SPLIT else 0)
+        for name in batch_tensors[0]
     }
-    absent = any(bool(p["radial"].isnan().all()) for p in parts)
-    flags = ["attention and MLP outputs do not add up to the states: no updates"] if absent else []
+    no_updates = any(bool(tensors["radial"].isnan().all()) for tensors in batch_tensors)
+    flags = (
+        ["attention and MLP outputs do not add up to the states: no updates"] if no_updates else []
+    )
     if not view.head_trained:
         flags.append("output head not trained: next tokens are sought in the embedding")
     texts = [tuple(html.token_text(s) for s in view.decode(row.tolist())) for row in rows.tokens]
@@ -170,40 +185,44 @@ def _contexts_per_batch(
 ) -> int:
     """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
     length = rows.tokens.shape[1]
+    # 8 bytes for float64; beside the copies stand the cosines with a chunk of the vocabulary
     per_state = 8 * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
     per_context = per_state * (view.n_layers + 1) * length
-    least = len(rows) if method == "umap" else 1
-    need = least * per_context
-    if memory_budget < need:
-        expected = f"at least {need} bytes for {least} x {length} tokens"
+    min_contexts = len(rows) if method == "umap" else 1
+    min_bytes = min_contexts * per_context
+    if memory_budget < min_bytes:
+        expected = f"at least {min_bytes} bytes for {min_contexts} x {length} tokens"
         instead = "shorter or fewer windows, or a larger memory_budget="
         got, error = memory_budget, BudgetError
         fail("memory_budget", expected=expected, got=got, instead=instead, error=error)
-    wanted = batch_size or default_batch(length, view.device)
-    return max(least, min(memory_budget // per_context, wanted))
+    requested = batch_size or default_batch(length, view.device)
+    return max(min_contexts, min(memory_budget // per_context, requested))
 
 
 Place = Callable[[Tensor], Tensor]
 """Coordinates of states on the three axes."""
 
 
-def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> dict[str, Tensor]:
+def _path_tensors(
+    view: ModelView, tokens: Tensor, token_directions: Tensor, place: Place
+) -> dict[str, Tensor]:
     """The tensors of :class:`TokenPaths` for some contexts."""
     states, updates = _states(view, tokens)
     path = projection.path_geometry(states, view.norm)
+    # the last token has no next: token 0 stands in, and is_last leaves its numbers out
     target = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1).to(states.device)
-    near = projection.token_approach(
-        states, words, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm
+    approach = projection.token_approach(
+        states, token_directions, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm
     )
-    last = torch.arange(tokens.shape[1], device=states.device) == tokens.shape[1] - 1
-    last = rearrange(last, "position -> position 1")
+    is_last = torch.arange(tokens.shape[1], device=states.device) == tokens.shape[1] - 1
+    is_last = rearrange(is_last, "position -> position 1")
     unknown = torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()
-    split = [unknown] * 3 if updates is None else updates
+    update_parts = [unknown] * 3 if updates is None else updates
     measured = {
-        "angle": torch.where(last, torch.nan, near.angle),
-        "rank": torch.where(last, 0, near.rank),
+        "angle": torch.where(is_last, torch.nan, approach.angle),
+        "rank": torch.where(is_last, 0, approach.rank),
         "coordinates": place(states).double(),
-        **dict(zip(SPLIT, split, strict=True)),
+        **dict(zip(SPLIT, update_parts, strict=True)),
     }
     return {name: value.cpu() for name, value in (measured | path._asdict()).items()}
 
@@ -211,11 +230,12 @@ def _measured(view: ModelView, tokens: Tensor, words: Tensor, place: Place) -> d
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
     """States ``[batch position state d_model]`` in float64, and the updates of attention and MLP
     split as in :data:`SPLIT` (``None`` where they do not add up to the states)."""
-    wanted = (*view.state_hooks, *view.attention_hooks)
+    # one pass for all hooks: states and updates must be of the same run to add up
+    hooks = (*view.state_hooks, *view.attention_hooks)
     try:
-        activations = view.activations(tokens, (*wanted, *view.mlp_hooks))
+        activations = view.activations(tokens, (*hooks, *view.mlp_hooks))
     except GeometryError:  # attention-only blocks have no MLP output
-        activations = view.activations(tokens, wanted)
+        activations = view.activations(tokens, hooks)
     h = torch.stack([activations[hook].double() for hook in view.state_hooks], dim=2)
     attention = torch.stack([activations[hook].double() for hook in view.attention_hooks], dim=2)
     mlp = torch.zeros_like(attention)
@@ -225,12 +245,13 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     # float32 sums round at about 1e-6; a norm behind a block is off by as much as a state
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None
-    parts = [
+    # each update turns the stream that it is added to: the MLP's comes after attention's
+    splits = [
         projection.update_split(h[:, :, :-1], attention, view.norm),
         projection.update_split(h[:, :, :-1] + attention, mlp, view.norm),
     ]
     pattern = "update batch position layer -> update layer batch position"
-    return h, [rearrange(torch.stack(pair), pattern) for pair in zip(*parts, strict=True)]
+    return h, [rearrange(torch.stack(pair), pattern) for pair in zip(*splits, strict=True)]
 
 
 def _projection(
@@ -247,6 +268,7 @@ def _projection(
         rows, name = basis.samples.flatten(0, 2), "sampled states"
 
     def on_sphere(states: Tensor) -> Tensor:
+        # unit length: axes are those of directions, which the norm's scale does not change
         return torch.nn.functional.normalize(remove_mean(states, view.norm), dim=-1)
 
     unit = on_sphere(rows.double())

@@ -62,20 +62,22 @@ def norm_geometry(
     choice(norm_type, NORMS, "norm_type")
     require(eps >= 0, "eps", expected="a number of at least 0", got=eps)
     size = x.shape[-1]
-    c = remove_mean(x.double(), norm_type)
-    length = torch.linalg.vector_norm(c, dim=-1)
+    centred = remove_mean(x.double(), norm_type)
+    length = torch.linalg.vector_norm(centred, dim=-1)
     # a constant vector leaves rounding errors behind when it is centred: they are no direction
     rounding = torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
     degenerate = length <= 8 * rounding
-    c = torch.where(degenerate.unsqueeze(-1), 0.0, c)
+    centred = torch.where(degenerate.unsqueeze(-1), 0.0, centred)
     length = torch.where(degenerate, 0.0, length)
     scale = (length.square() + size * eps).sqrt()
-    z = size**0.5 * c / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    z = size**0.5 * centred / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     gain = torch.ones_like(z) if gain is None else gain.double().expand_as(z)
     bias = torch.zeros_like(z) if bias is None else bias.double().expand_as(z)
     y = gain * z + bias
     radius = torch.linalg.vector_norm(z, dim=-1)
+    # sqrt(d) - radius with the difference of square roots multiplied out
     deficit = size**0.5 * torch.where(scale > 0, size * eps / (scale * (scale + length)), 1.0)
+    # a zero gain loses the coordinate: z itself stands in, as divided by nothing it would be NaN
     recovered = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
     ellipsoid = (recovered.square().sum(-1) - radius.square()).abs() / size
     plane = recovered.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
@@ -115,9 +117,9 @@ def path_geometry(
     2.0
     """
     require(points.shape[-2] >= 2, "points", expected="at least two states", got=describe(points))
-    c = remove_mean(points.double(), norm_type)
-    steps = linalg.angle(c[..., :-1, :], c[..., 1:, :])
-    net = linalg.angle(c[..., 0, :], c[..., -1, :])
+    centred = remove_mean(points.double(), norm_type)
+    steps = linalg.angle(centred[..., :-1, :], centred[..., 1:, :])
+    net = linalg.angle(centred[..., 0, :], centred[..., -1, :])
     length = steps.sum(-1)
     return PathGeometry(steps, length, net, torch.where(net > 0, length / net, torch.nan))
 
@@ -192,11 +194,14 @@ def token_approach(
     target_cosine = (unit * linalg.normalize_rows(targets)[0]).sum(-1)
     nearer = torch.zeros_like(target)
     for start in range(0, len(vocabulary), VOCABULARY_CHUNK):
-        part = vocabulary[start : start + VOCABULARY_CHUNK].double()
-        rows = linalg.normalize_rows(remove_mean(part, norm_type))[0]
-        ids = torch.arange(start, start + len(rows), device=target.device)
-        above = (unit @ rows.mT > target_cosine.unsqueeze(-1)) & (ids != target.unsqueeze(-1))
-        nearer += above.sum(-1)
+        vocabulary_chunk = vocabulary[start : start + VOCABULARY_CHUNK].double()
+        unit_tokens = linalg.normalize_rows(remove_mean(vocabulary_chunk, norm_type))[0]
+        ids = torch.arange(start, start + len(unit_tokens), device=target.device)
+        # the target is not nearer than itself, whatever its two cosines round to
+        is_nearer = (unit @ unit_tokens.mT > target_cosine.unsqueeze(-1)) & (
+            ids != target.unsqueeze(-1)
+        )
+        nearer += is_nearer.sum(-1)
     return Approach(angle, torch.where(zero, 0, nearer + 1))
 
 
@@ -223,15 +228,15 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     """
     require(1 <= k <= min(rows.shape), "k", expected=f"1 to {min(rows.shape)} axes", got=k)
     mean = reduce(rows.double(), "row d_model -> d_model", "mean")
-    c = rows.double() - mean
+    centred = rows.double() - mean
     if len(rows) > 2 * rows.shape[1]:
         # tall: eigenvectors of the covariance; the squared condition number does not harm the
         # leading axes
-        values, vectors = torch.linalg.eigh(c.mT @ c)
+        values, vectors = torch.linalg.eigh(centred.mT @ centred)
         variance = values.flip(-1).clamp(min=0)
         axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)
     else:
-        _, values, axes = linalg.svd(c)
+        _, values, axes = linalg.svd(centred)
         variance = values.square()
     total = variance.sum()
     return Projection(mean, axes[:, :k], torch.where(total > 0, variance[:k] / total, torch.nan))
@@ -257,6 +262,6 @@ def umap_coordinates(
         fail("umap", expected="the optional package umap-learn", got=got, instead=instead)
     reducer = umap.UMAP(n_neighbors=15, min_dist=0.1, n_components=k, random_state=seed)
     reducer.fit(fit[:10_000].double().cpu().numpy())
-    flat = rearrange(points, "... d_model -> (...) d_model")
-    placed = torch.as_tensor(reducer.transform(flat.double().cpu().numpy()))
-    return placed.reshape(*points.shape[:-1], k)
+    flat_points = rearrange(points, "... d_model -> (...) d_model")
+    coordinates = torch.as_tensor(reducer.transform(flat_points.double().cpu().numpy()))
+    return coordinates.reshape(*points.shape[:-1], k)

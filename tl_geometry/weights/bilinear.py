@@ -76,8 +76,8 @@ class Factors:
     def off_diagonal_energy(self) -> Float[Tensor, "*batch head"]:
         """``|W_o|_F^2``, W_o the matrix without its diagonal; exactly zero where it is below the
         rounding of ``|W|^2``."""
-        rest = self.energy - self.diagonal.square().sum(-1)
-        return torch.where(rest > 1e-12 * self.energy, rest, 0.0)
+        energy_off_diagonal = self.energy - self.diagonal.square().sum(-1)
+        return torch.where(energy_off_diagonal > 1e-12 * self.energy, energy_off_diagonal, 0.0)
 
 
 def fold(
@@ -103,6 +103,7 @@ def fold(
     layer_norm = norm.norm_type == "LN" and not raw
 
     def read(weight: Tensor) -> Tensor:
+        # a copy: the products below are made in place, and the weights are the model's
         product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))
         return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
 
@@ -212,7 +213,7 @@ def structure(
     size = left.shape[-2]
     expected = f"1 to {min(left.shape[-1], right.shape[-1])} columns"
     require(1 <= k <= min(left.shape[-1], right.shape[-1]), "k", expected=expected, got=k)
-    total = factors.off_diagonal_energy
+    off_diagonal_energy = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
     # a last column, the sum of all columns of Q, gives the sum of all d^2 entries without Q
     wide_left = torch.cat([left, complete(left, ones)], dim=-1)
@@ -220,11 +221,16 @@ def structure(
     product = project(wide_left, factors.left) @ project(wide_right, factors.right).mT
     rotated = product - rotate_diagonal(wide_left, factors.diagonal, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
-    std = (total / size**2 - mean.square()).clamp(min=0).sqrt()
+    # a rotation keeps the sum of squares: it is that of W_o itself
+    std = (off_diagonal_energy / size**2 - mean.square()).clamp(min=0).sqrt()
     threshold = math.sqrt(2 * math.log(size**2)) * std
     above = block.abs() > rearrange(threshold, "... head -> ... head 1 1")
-    inner = block[..., :k, :k]
-    concentration = torch.where(total > 0, inner.square().sum((-2, -1)) / total, torch.nan)
+    subspace_block = block[..., :k, :k]
+    concentration = torch.where(
+        off_diagonal_energy > 0,
+        subspace_block.square().sum((-2, -1)) / off_diagonal_energy,
+        torch.nan,
+    )
     return Structure(
         diagonal=factors.diagonal,
         block=block,
@@ -263,25 +269,28 @@ def haar_null(
     0.1
     """
     size, diag = factors.left.shape[-2], factors.diagonal
-    total = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
+    whole_energy = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
     # tr(W_o W_o), and W_o has no trace
-    square = factors.trace_of_square - (diag.square().sum(-1) if off_diagonal else 0)
-    trace = torch.zeros_like(total) if off_diagonal else diag.sum(-1)
+    trace_of_square = factors.trace_of_square - (diag.square().sum(-1) if off_diagonal else 0)
+    trace = torch.zeros_like(whole_energy) if off_diagonal else diag.sum(-1)
     if centered:  # of P W P, from W u, W^T u and u^T W u with u the unit vector of equal entries
         removed = diag if off_diagonal else torch.zeros_like(diag)
-        rows = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
-        columns = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
-        corner = rows.sum(-1) / size**0.5
-        energy = energy - rows.square().sum(-1) - columns.square().sum(-1) + corner.square()
-        square = square - 2 * (rows * columns).sum(-1) + corner.square()
+        row_means = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
+        column_means = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
+        corner = row_means.sum(-1) / size**0.5
+        energy = (
+            energy - row_means.square().sum(-1) - column_means.square().sum(-1) + corner.square()
+        )
+        trace_of_square = trace_of_square - 2 * (row_means * column_means).sum(-1) + corner.square()
         trace = trace - corner
+    # vectors that sum to zero have one dimension fewer
     d = size - 1 if centered else size
     alpha, beta = (k / d) ** 2, 0.0
     if one_basis and d > 1:
         alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
         beta = k * (d - k) / (d * (d - 1) * (d + 2))
-    expected = alpha * energy + beta * (square + trace.square())
-    return torch.where(total > 0, expected / total, torch.nan)
+    expected = alpha * energy + beta * (trace_of_square + trace.square())
+    return torch.where(whole_energy > 0, expected / whole_energy, torch.nan)
 
 
 def leading_directions(

@@ -164,63 +164,68 @@ def weight_geometry(
     checks.choice(matrix, bilinear.MATRICES, "matrix")
     chosen = checks.indices(layers, view.n_layers, "layers")
     step = 1 if matrix == "OV" else 0
-    need = sorted({s for l in chosen for s in (l, l + step)})
-    expected, got = f"states {need}", f"states {basis.states}"
+    needed = sorted({s for l in chosen for s in (l, l + step)})
+    expected, got = f"states {needed}", f"states {basis.states}"
     instead = "states=None"
-    require(set(need) <= set(basis.states), "basis", expected=expected, got=got, instead=instead)
+    require(set(needed) <= set(basis.states), "basis", expected=expected, got=got, instead=instead)
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
-    wanted = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
-    width = min(max(shown, wanted), view.d_model)
+    max_rank = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
+    width = min(max(shown, max_rank), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     positional = subspaces.Subspaces(
-        basis, width=width, k=min(wanted, width), centered=centered, draws=draws, seed=seed
+        basis, width=width, k=min(max_rank, width), centered=centered, draws=draws, seed=seed
     )
-    reliable = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
-    parts: list[dict[str, Tensor]] = []
-    used: list[tuple[int, int]] = []
+    reliability_of = dict(zip(basis.states, reliability(basis.moments).tolist(), strict=True))
+    layer_numbers: list[dict[str, Tensor]] = []
+    k_and_rank: list[tuple[int, int]] = []
     for layer, factors in factors_of(view, chosen, matrix, raw=raw, offsets=tuple(offsets)):
         left, right = positional.at(layer), positional.at(layer + step) if step else None
         pos_rank = left.rank if right is None else min(left.rank, right.rank)
         expected, got = "positional vectors that differ", f"none at state {layer}"
         require(pos_rank > 0, "basis", expected=expected, got=got, instead="a longer window")
-        k = min(wanted, pos_rank)
-        used.append((k, pos_rank))
+        k = min(max_rank, pos_rank)
+        k_and_rank.append((k, pos_rank))
         numbers = _layer(factors, left, right, k=k, centered=centered)
-        lowest = min(reliable[layer], reliable[layer + step])
+        lowest = min(reliability_of[layer], reliability_of[layer + step])
         numbers["reliability"] = torch.full((view.n_heads,), lowest, dtype=torch.float64)
-        missing = min(wanted, width) - k
-        numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, missing, 0, missing))
-        parts.append(numbers)
-    drawn = [subspaces.Draws(p.pop("noise"), p.pop("random")) for p in parts]
-    nulls = subspaces.Draws(*(torch.cat(x, dim=1).cpu() for x in zip(*drawn, strict=True)))
-    table: dict[str, Any] = {n: torch.cat([p[n] for p in parts]).cpu() for n in parts[0]}
-    table |= _against(nulls, table["concentration"])
+        # layers of lower rank are padded with zeros, so that L of all heads is one tensor
+        n_padding = min(max_rank, width) - k
+        numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, n_padding, 0, n_padding))
+        layer_numbers.append(numbers)
+    # the draws leave the numbers: they are reduced to columns of their own
+    nulls = subspaces.Draws(
+        *(torch.cat([n.pop(name) for n in layer_numbers], 1).cpu() for name in ("noise", "random"))
+    )
+    table: dict[str, Any] = {
+        name: torch.cat([n[name] for n in layer_numbers]).cpu() for name in layer_numbers[0]
+    }
+    table |= _null_columns(nulls, table["concentration"])
     flags = _flags(bool(draws and not len(nulls.noise)), raw, bool(table["singular"].any()))
     return WeightGeometry(
         provenance=_provenance(view, basis, raw, flags),
         matrix=matrix,
         heads=tuple((l, h) for l in chosen for h in range(view.n_heads)),
         layers=chosen,
-        k=tuple(k for k, _ in used),
-        ranks=tuple(r for _, r in used),
+        k=tuple(k for k, _ in k_and_rank),
+        ranks=tuple(r for _, r in k_and_rank),
         raw=raw,
         offsets=tuple(offsets),
         **table,
     )
 
 
-def _against(
+def _null_columns(
     nulls: subspaces.Draws, values: Float[Tensor, " head"]
 ) -> dict[str, Float[Tensor, " head"]]:
     """Mean and maximum of the draws with positions destroyed, and the p-value of ``values``: the
     larger of those against both nulls."""
     unknown = torch.full_like(values, torch.nan)
-    drawn = len(nulls.noise) > 0
+    has_draws = len(nulls.noise) > 0
     p = [subspaces.familywise_p(values, draws) for draws in nulls]
     return {
-        "noise_null": nulls.noise.mean(0) if drawn else unknown,
-        "noise_high": nulls.noise.amax(0) if drawn else unknown,
+        "noise_null": nulls.noise.mean(0) if has_draws else unknown,
+        "noise_high": nulls.noise.amax(0) if has_draws else unknown,
         "p": torch.maximum(*p),
     }
 
@@ -243,7 +248,8 @@ def _provenance(
     )
     fields = ("corpus", "token_hash", "has_bos", "window", "contexts")
     return dataclasses.replace(
-        of_weights.flagged(*basis.flags()), **{f: getattr(basis.provenance, f) for f in fields}
+        of_weights.flagged(*basis.flags()),
+        **{name: getattr(basis.provenance, name) for name in fields},
     )
 
 
@@ -259,18 +265,18 @@ def _layer(
     device = factors.left.device
     left, right = left.to(device), None if right is None else right.to(device)
     V, U = left.directions, None if right is None else right.directions
-    s = bilinear.structure(factors, V, U, k=k)
+    structure = bilinear.structure(factors, V, U, k=k)
     fit = low_rank_diagonal.fit_low_rank_diagonal(
-        factors, V[:, :k], None if U is None else U[:, :k], product=s.product[..., :k, :k]
+        factors, V[:, :k], None if U is None else U[:, :k], product=structure.product[..., :k, :k]
     )
-    out = {**s._asdict(), **fit._asdict()}
-    out.pop("product")
-    out["singular"] = fit.singular.expand(factors.left.shape[0])
+    numbers = {**structure._asdict(), **fit._asdict()}
+    numbers.pop("product")
+    numbers["singular"] = fit.singular.expand(factors.left.shape[0])
     for name, off_diagonal in (("null", True), ("null_r2", False)):
-        out[name] = bilinear.haar_null(
+        numbers[name] = bilinear.haar_null(
             factors, k, off_diagonal=off_diagonal, one_basis=right is None, centered=centered
         )
-    return out | subspaces.drawn_concentration(factors, left, right, k)._asdict()
+    return numbers | subspaces.drawn_concentration(factors, left, right, k)._asdict()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -324,14 +330,16 @@ class TokenReadout(Result):
             self.right_tokens,
             self.right_opposite_tokens,
         )
-        out: list[list[object]] = []
+        table_rows: list[list[object]] = []
         coverage = self.coverage
         for i, (layer, head) in enumerate(self.heads):
-            for f in range(self.features):
-                numbers = (self.values[i, f].item(), coverage[i, f].item())
-                tokens = (" ".join(rows[i * self.features + f]) for rows in texts)
-                out.append([layer, head, f, *numbers, bool(self.degenerate[i, f]), *tokens])
-        return out
+            for feature in range(self.features):
+                numbers = (self.values[i, feature].item(), coverage[i, feature].item())
+                tokens = (" ".join(rows[i * self.features + feature]) for rows in texts)
+                table_rows.append(
+                    [layer, head, feature, *numbers, bool(self.degenerate[i, feature]), *tokens]
+                )
+        return table_rows
 
 
 def token_readout(
@@ -374,7 +382,7 @@ def token_readout(
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if matrix == "OV" else None
-    parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
+    layer_readings: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
     reads_norm, reads = None, rows
     read_layers = sorted({layer for layer, _ in pairs})
     for layer, factors in factors_of(view, read_layers, matrix, raw=raw, offsets=tuple(offsets)):
@@ -387,8 +395,8 @@ def token_readout(
         reading = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )
-        parts.append((svd.S, reading.left, reading.right))
-    return _readout(view, matrix, pairs, features, raw, parts)
+        layer_readings.append((svd.S, reading.left, reading.right))
+    return _readout(view, matrix, pairs, features, raw, layer_readings)
 
 
 def _readout(
@@ -397,14 +405,14 @@ def _readout(
     pairs: tuple[tuple[int, int], ...],
     features: int,
     raw: bool,
-    parts: list[tuple[Tensor, readout.Extremes, readout.Extremes]],
+    layer_readings: list[tuple[Tensor, readout.Extremes, readout.Extremes]],
 ) -> TokenReadout:
-    values = torch.cat([S for S, _, _ in parts]).cpu()
+    values = torch.cat([S for S, _, _ in layer_readings]).cpu()
     fields: dict[str, Any] = {}
     for i, side in enumerate(("left", "right"), start=1):
         ends_of_side = [
-            torch.cat([v.flatten(0, -2) for v in layers]).cpu()
-            for layers in zip(*(part[i] for part in parts), strict=True)
+            torch.cat([end.flatten(0, -2) for end in layers]).cpu()
+            for layers in zip(*(part[i] for part in layer_readings), strict=True)
         ]
         ends = readout.Extremes(*ends_of_side)
         fields |= {

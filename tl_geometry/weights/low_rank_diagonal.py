@@ -56,31 +56,31 @@ def fit_low_rank_diagonal(
     ([[1.0, 2.0], [0.0, 3.0]], 1.0)
     """
     right_basis = left if right is None else right
-    diag, total = factors.diagonal, factors.energy
-    full = (
+    diag, total_energy = factors.diagonal, factors.energy
+    rotated_product = (
         project(left, factors.left) @ project(right_basis, factors.right).mT
         if product is None
         else product
     )
     pattern = "... d row, ... head row column, ... d column -> ... head d"
-    target = diag - einsum(left, full, right_basis, pattern)
+    target = diag - einsum(left, rotated_product, right_basis, pattern)
     delta, singular = solve_diagonal(left, right_basis, target.mT)
     delta = delta.mT
-    L = full - rotate_diagonal(left, delta, right_basis)
+    L = rotated_product - rotate_diagonal(left, delta, right_basis)
     block_energy = L.square().sum((-2, -1))
     # |W - D|^2 - |L|^2, as V_left L V_right^T is the projection of W - D
-    residual = total - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
+    residual = total_energy - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
 
     def share(value: Tensor) -> Tensor:
-        return torch.where(total > 0, value / total, torch.nan)
+        return torch.where(total_energy > 0, value / total_energy, torch.nan)
 
-    symmetric = torch.full_like(total, torch.nan)
+    symmetric = torch.full_like(total_energy, torch.nan)
     if L.shape[-1] == L.shape[-2]:
         symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / block_energy
     return LowRankDiagonal(
         L=L,
         delta=delta,
-        r2_low_rank=share(full.square().sum((-2, -1))),
+        r2_low_rank=share(rotated_product.square().sum((-2, -1))),
         r2_diagonal=share(diag.square().sum(-1)),
         r2_joint=1 - share(residual.clamp(min=0)),
         symmetric=symmetric,
@@ -107,10 +107,10 @@ def solve_diagonal(
     bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
     # above 0.05 the smaller system has a condition number of 20 at most
     if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
-        pairs = _pairs(left, right)
+        pairs = _column_products(left, right)
         small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
-        inner = torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small))
-        return target + pairs @ inner, bound < 0
+        correction = torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small))
+        return target + pairs @ correction, bound < 0
     matrix = eye - (left @ left.mT) * (right @ right.mT)
     if bool((bound > 1e-6).all()):  # a condition number of 1e6: float64 keeps ten digits
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
@@ -120,7 +120,7 @@ def solve_diagonal(
     return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
 
 
-def _pairs(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
+def _column_products(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
     """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b
     counted twice."""
     if right is left:

@@ -61,15 +61,18 @@ class _Output(NamedTuple):
         instead, error = "measures of states and weights", UnsupportedModelError
         require(view.head_trained, what, expected=expected, got=got, instead=instead, error=error)
         norm = view.final_norm()
-        rows = rearrange(view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model")
+        unembedding = rearrange(
+            view.unembed().detach().float(), "d_model d_vocab -> d_vocab d_model"
+        )
         norm = _plain_norm(view, None, 0.0) if norm is None else norm
-        bias = rearrange(view.unembed_bias().to(rows), "d_vocab -> d_vocab 1")
-        return _Output(norm, torch.cat([rows, bias], dim=1))
+        bias = rearrange(view.unembed_bias().to(unembedding), "d_vocab -> d_vocab 1")
+        return _Output(norm, torch.cat([unembedding, bias], dim=1))
 
     def top(self, states: Float[Tensor, "*batch d_model"], k: int) -> Int[Tensor, "*batch column"]:
         """Ids of the k largest logits of states."""
         flat = rearrange(states, "... d_model -> (...) d_model").float()
         y = normalized_rows(flat, self.norm, affine=True)
+        # a last coordinate of 1 adds the bias to every dot product
         extremes = readout.extremes(torch.cat([y, torch.ones_like(y[:, :1])], dim=1), self.rows, k)
         return extremes.top_ids.reshape(*states.shape[:-1], k)
 
@@ -107,18 +110,21 @@ class NounProbe(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         """Rows of the table."""
         text = dict(self.texts)
-        out: list[list[object]] = []
+        table_rows: list[list[object]] = []
         for i, layer in enumerate(self.layers):
-            for n, noun in enumerate(self.nouns):
+            for noun_row, noun in enumerate(self.nouns):
                 for head in range(self.key_ids.shape[1]):
-                    pair = (
-                        " ".join(text[t] for t in ids[i, head, n].tolist())
+                    key_and_value_texts = (
+                        " ".join(text[t] for t in ids[i, head, noun_row].tolist())
                         for ids in (self.key_ids, self.value_ids)
                     )
-                    out.append([layer, head, noun, *pair, self.norms[i, head, n].item()])
-                promoted = " ".join(text[t] for t in self.sum_ids[i, n].tolist())
-                out.append([layer, "all", noun, "", promoted, self.sum_norms[i, n].item()])
-        return out
+                    norm = self.norms[i, head, noun_row].item()
+                    table_rows.append([layer, head, noun, *key_and_value_texts, norm])
+                promoted = " ".join(text[t] for t in self.sum_ids[i, noun_row].tolist())
+                table_rows.append(
+                    [layer, "all", noun, "", promoted, self.sum_norms[i, noun_row].item()]
+                )
+        return table_rows
 
 
 def noun_probe(
@@ -149,9 +155,10 @@ def noun_probe(
     """
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
-    last = view.n_layers - 1
-    wanted = sorted({0, last // 2, last}) if layers is None else layers
-    chosen = checks.indices(wanted, view.n_layers, "layers")
+    last_layer = view.n_layers - 1
+    # a set: in a shallow model first, middle and last coincide
+    requested_layers = sorted({0, last_layer // 2, last_layer}) if layers is None else layers
+    chosen = checks.indices(requested_layers, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
     nouns = common_nouns() if nouns is None else nouns
     requested = (nouns,) if isinstance(nouns, str) else tuple(nouns)
@@ -163,10 +170,10 @@ def noun_probe(
     ids = torch.tensor([encoded[n][0] for n in single])
     rows = embeddings(view)
     per_layer = [_probe_layer(view, layer, rows, ids, output, k, biases) for layer in chosen]
-    keys, values, sums, norms, lengths = (
-        torch.stack(part).cpu() for part in zip(*per_layer, strict=True)
+    keys, values, sums, norms, sum_norms = (
+        torch.stack(layer_parts).cpu() for layer_parts in zip(*per_layer, strict=True)
     )
-    shown = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
+    shown_ids = {int(t) for ids in (keys, values, sums) for t in ids.unique()}
     return NounProbe(
         provenance=view.provenance(sources=SOURCE, preset="exact" if biases else "paper"),
         nouns=single,
@@ -176,8 +183,8 @@ def noun_probe(
         value_ids=values,
         sum_ids=sums,
         norms=norms,
-        sum_norms=lengths,
-        texts=tuple(token_texts(view, shown).items()),
+        sum_norms=sum_norms,
+        texts=tuple(token_texts(view, shown_ids).items()),
     )
 
 
@@ -185,10 +192,10 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not
     write straight into it."""
     for layer in layers:
-        facts = view.layer_facts(layer)
+        spec = view.layer_facts(layer)
         qk_norm = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
-        obstacle = "a norm after attention" if facts.qk_norm is None else qk_norm
-        plain = facts.qk_norm is None and not facts.norm_after
+        obstacle = "a norm after attention" if spec.qk_norm is None else qk_norm
+        plain = spec.qk_norm is None and not spec.norm_after
         expected = "heads without QK-norm and without a norm after attention"
         instead, error = "weight_geometry or token_readout", UnsupportedModelError
         got = f"{obstacle} in layer {layer} of {view.name}"
@@ -199,7 +206,7 @@ def _probe_layer(
     view: ModelView, layer: int, rows: Tensor, ids: Tensor, output: _Output, k: int, biases: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ids of keys, values and summed values of one layer, and the lengths that are written."""
-    w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+    w, norm = _in_float32(view.weights(layer)), view.attention_norm(layer)
     reads = normalized_rows(rows, norm, affine=True)
     x = reads[ids]
     q = einsum(x, w.W_Q, "row d_model, head d_model e -> head row e")
@@ -209,12 +216,12 @@ def _probe_layer(
     v = einsum(x, w.W_V, "row d_model, head d_model e -> head row e") + w.b_V[:, None]
     u = remove_mean(einsum(v, w.W_O, "head row e, head e d_model -> head row d_model"), view.norm)
     start = rows[ids] + w.b_O
-    total = reduce(u, "head row d_model -> row d_model", "sum")
-    lengths = torch.linalg.vector_norm(u, dim=-1), torch.linalg.vector_norm(total, dim=-1)
-    return keys, output.top(start + u, k), output.top(start + total, k), *lengths
+    summed = reduce(u, "head row d_model -> row d_model", "sum")
+    lengths = torch.linalg.vector_norm(u, dim=-1), torch.linalg.vector_norm(summed, dim=-1)
+    return keys, output.top(start + u, k), output.top(start + summed, k), *lengths
 
 
-def _single(w: HeadWeights) -> HeadWeights:
+def _in_float32(w: HeadWeights) -> HeadWeights:
     """The same weights in float32."""
     return HeadWeights(**{name: value.detach().float() for name, value in vars(w).items()})
 
@@ -237,15 +244,15 @@ class BiasReadout(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         """Rows of the table."""
         text = dict(self.texts)
-        out: list[list[object]] = []
+        table_rows: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):
-            for b, name in enumerate(("query", "key", "value")):
+            for bias_row, name in enumerate(("query", "key", "value")):
                 ends = (
-                    " ".join(text[t] for t in ids[i, b].tolist())
+                    " ".join(text[t] for t in ids[i, bias_row].tolist())
                     for ids in (self.top_ids, self.bottom_ids)
                 )
-                out.append([layer, head, name, self.lengths[i, b].item(), *ends])
-        return out
+                table_rows.append([layer, head, name, self.lengths[i, bias_row].item(), *ends])
+        return table_rows
 
 
 def bias_readout(
@@ -281,16 +288,19 @@ def bias_readout(
     per_layer: list[tuple[Tensor, Tensor, Tensor]] = []
     for layer in sorted({l for l, _ in pairs}):
         chosen = [h for l, h in pairs if l == layer]
-        w, norm = _single(view.weights(layer)), view.attention_norm(layer)
+        w, norm = _in_float32(view.weights(layer)), view.attention_norm(layer)
         reads = normalized_rows(rows, norm, affine=False)
         vectors = _bias_vectors(w, norm)[chosen]
-        read = readout.extremes(vectors[:, :2], reads, k)
-        write = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
-        top = torch.cat([read.top_ids, write.top_ids], dim=1)
-        bottom = torch.cat([read.bottom_ids, write.bottom_ids], dim=1)
+        read_extremes = readout.extremes(vectors[:, :2], reads, k)
+        # a vector common to all tokens shifts every logit alike, which no softmax sees
+        write_extremes = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
+        top = torch.cat([read_extremes.top_ids, write_extremes.top_ids], dim=1)
+        bottom = torch.cat([read_extremes.bottom_ids, write_extremes.bottom_ids], dim=1)
         per_layer.append((torch.linalg.vector_norm(vectors, dim=-1), top, bottom))
-    lengths, top, bottom = (torch.cat(part).cpu() for part in zip(*per_layer, strict=True))
-    shown = {int(t) for ids in (top, bottom) for t in ids.unique()}
+    lengths, top, bottom = (
+        torch.cat(layer_parts).cpu() for layer_parts in zip(*per_layer, strict=True)
+    )
+    shown_ids = {int(t) for ids in (top, bottom) for t in ids.unique()}
     untrained = "output head not trained: values are read in the embedding"
     flags = [] if view.head_trained else [untrained]
     return BiasReadout(
@@ -299,7 +309,7 @@ def bias_readout(
         lengths=lengths,
         top_ids=top,
         bottom_ids=bottom,
-        texts=tuple(token_texts(view, shown).items()),
+        texts=tuple(token_texts(view, shown_ids).items()),
     )
 
 
@@ -307,6 +317,7 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
     """``W_Q b_K``, ``W_K b_Q``, ``b_V W_O`` per head, gain and bias of the norm folded in."""
     gain, shift = norm.gain.to(w.W_Q), norm.bias.to(w.W_Q)
     b_Q, b_K, b_V = (
+        # the norm's bias passes through the matrix and adds to the head's own
         b + einsum(shift, m, "d_model, head d_model e -> head e")
         for b, m in ((w.b_Q, w.W_Q), (w.b_K, w.W_K), (w.b_V, w.W_V))
     )

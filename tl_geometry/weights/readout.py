@@ -34,12 +34,13 @@ class Extremes(NamedTuple):
     bottom_scores: Float[Tensor, "*batch column"]
 
 
-def _best(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _top_k(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest scores and their ids, equal scores in the order of the ids."""
-    best, best_ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
+    best_scores, best_ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
+    # topk leaves the order of equal scores open: sort by id, then stably by score
     best_ids, order = ids.gather(-1, best_ids).sort(dim=-1)
-    best, order = best.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return best, best_ids.gather(-1, order)
+    best_scores, order = best_scores.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return best_scores, best_ids.gather(-1, order)
 
 
 def extremes(
@@ -57,10 +58,13 @@ def extremes(
     ([0, 2], [1, 2], [-1.0, 0.5])
     """
     require(1 <= k <= len(tokens), "k", expected=f"1 to {len(tokens)} tokens", got=k)
-    flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
-    parts = [_extremes(rows, tokens, k) for rows in flat.split(VECTOR_CHUNK)]
+    flat_vectors = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
+    chunk_extremes = [
+        _extremes(vector_chunk, tokens, k) for vector_chunk in flat_vectors.split(VECTOR_CHUNK)
+    ]
     joined = (
-        torch.cat(column).reshape(*vectors.shape[:-1], k) for column in zip(*parts, strict=True)
+        torch.cat(column).reshape(*vectors.shape[:-1], k)
+        for column in zip(*chunk_extremes, strict=True)
     )
     return Extremes(*joined)
 
@@ -72,14 +76,17 @@ def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
         scores = rows @ tokens[start : start + VOCABULARY_CHUNK].mT
         ids = torch.arange(start, start + scores.shape[-1], device=scores.device).expand_as(scores)
         for end, sign in enumerate((1, -1)):
-            top, top_ids = _best(sign * scores, ids, k)
+            top, top_ids = _top_k(sign * scores, ids, k)
+            # of the first chunk there is nothing to merge with
             if start == 0:
                 best.append((top, top_ids))
                 continue
-            before, before_ids = best[end]
-            best[end] = _best(torch.cat([before, top], -1), torch.cat([before_ids, top_ids], -1), k)
-    (high, high_ids), (low, low_ids) = best
-    return high_ids, high, low_ids, -low
+            scores_before, ids_before = best[end]
+            best[end] = _top_k(
+                torch.cat([scores_before, top], -1), torch.cat([ids_before, top_ids], -1), k
+            )
+    (top_scores, top_token_ids), (negated_scores, bottom_token_ids) = best
+    return top_token_ids, top_scores, bottom_token_ids, -negated_scores
 
 
 def coverage(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch rank"]:
@@ -118,11 +125,11 @@ def near_degenerate(
     """
     larger, smaller = singular_values[..., :-1], singular_values[..., 1:]
     close = larger - smaller <= gap * larger
-    edge = torch.zeros_like(close[..., :1])
+    no_neighbour = torch.zeros_like(close[..., :1])
     size = singular_values.shape[-1]
     rank = numerical_rank(singular_values, (size, size)).unsqueeze(-1)
     zero = torch.arange(size, device=singular_values.device) >= rank
-    return torch.cat([close, edge], -1) | torch.cat([edge, close], -1) | zero
+    return torch.cat([close, no_neighbour], -1) | torch.cat([no_neighbour, close], -1) | zero
 
 
 class Reading(NamedTuple):
@@ -144,7 +151,10 @@ def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
     """The same ends, exchanged where the vector was reversed."""
     turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
     return Extremes(
-        *(torch.where(flip.unsqueeze(-1), b, a) for a, b in zip(ends, turned, strict=True))
+        *(
+            torch.where(flip.unsqueeze(-1), opposite, end)
+            for end, opposite in zip(ends, turned, strict=True)
+        )
     )
 
 
@@ -174,6 +184,7 @@ def read_tokens(
     U, V = svd.U[..., :features], svd.V[..., :features]
     left = extremes(rearrange(U, "... d_model rank -> ... rank d_model"), left_tokens, k)
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)
+    # the best score of the negative is the smallest with its sign turned
     flip = right.top_scores[..., 0] < -right.bottom_scores[..., 0]
     sign = torch.where(flip, -1.0, 1.0).to(U).unsqueeze(-2)
     return Reading(svd.S[..., :features], _flip(left, flip), _flip(right, flip), U * sign, V * sign)

@@ -51,7 +51,7 @@ class Subspace(NamedTuple):
 
     def to(self, device: torch.device) -> Subspace:
         """The same on another device."""
-        draws = Draws(*(x.to(device) for x in self.draws))
+        draws = Draws(*(directions.to(device) for directions in self.draws))
         return Subspace(self.directions.to(device), self.rank, draws)
 
 
@@ -85,6 +85,7 @@ class Subspaces:
                 pos, self.width, centered=self.centered
             )
             noise = window_means(self.basis, row, self.signs)
+            # centred over positions, as the positional vectors are
             noise = noise - noise.mean(1, keepdim=True)
             if self.centered:
                 noise = noise - noise.mean(2, keepdim=True)
@@ -92,6 +93,7 @@ class Subspaces:
             if self.centered:  # no positional direction leaves the hyperplane of the norm either
                 normal = normal - normal.mean(1, keepdim=True)
             draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
+            # at most two states are held: W_OV of the next layer reads what this one wrote to
             self.held = {s: v for s, v in self.held.items() if s == state - 1}
             self.held[state] = Subspace(directions, rank, draws)
         return self.held[state]
@@ -117,15 +119,21 @@ def drawn_concentration(
 ) -> Draws:
     """Concentration of W_o in the subspaces of every draw, ``[sample head]`` (NaN where W_o is
     zero)."""
-    total = factors.off_diagonal_energy
+    off_diagonal_energy = factors.off_diagonal_energy
 
     def concentrations(left: Tensor, right: Tensor) -> Tensor:
         blocks = [
-            bilinear.rotated_block(factors, v[:, :k], u[:, :k]).square().sum((-2, -1))
-            for v, u in zip(left, right, strict=True)
+            bilinear.rotated_block(factors, left_directions[:, :k], right_directions[:, :k])
+            .square()
+            .sum((-2, -1))
+            for left_directions, right_directions in zip(left, right, strict=True)
         ]
-        energy = torch.stack(blocks) if blocks else total.new_zeros(0, len(total))
-        return torch.where(total > 0, energy / total, torch.nan)
+        energy = (
+            torch.stack(blocks)
+            if blocks
+            else off_diagonal_energy.new_zeros(0, len(off_diagonal_energy))
+        )
+        return torch.where(off_diagonal_energy > 0, energy / off_diagonal_energy, torch.nan)
 
     return Draws(
         *(concentrations(*pair) for pair in zip(left.draws, (right or left).draws, strict=True))
@@ -148,7 +156,8 @@ def familywise_p(
         return torch.full_like(values, torch.nan)
     with_data = torch.cat([values[None], draws])
     mean_of_others = (with_data.sum(0) - with_data) / len(draws)
+    # a head without a ratio must not be the largest
     ratio = torch.nan_to_num(with_data / mean_of_others, nan=-torch.inf)
-    above = (ratio[1:].amax(1, keepdim=True) >= ratio[0]).sum(0)
-    p = (1 + above).to(values) / (1 + len(draws))
+    n_as_high = (ratio[1:].amax(1, keepdim=True) >= ratio[0]).sum(0)
+    p = (1 + n_as_high).to(values) / (1 + len(draws))
     return torch.where(values.isnan(), torch.nan, p)

@@ -43,18 +43,23 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
     """
     rows = view.embed().float()
     if view.position in ("rotary", "alibi"):
-        first = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
-        if not torch.allclose(first, rows[: len(first)].to(first), rtol=1e-5, atol=1e-6):
+        first_states = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
+        if not torch.allclose(
+            first_states, rows[: len(first_states)].to(first_states), rtol=1e-5, atol=1e-6
+        ):
+            # windows of one length: the last is filled up from the start, and the excess cut off
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-            states = torch.cat([_state_zero(view, part[None])[0] for part in ids.split(width)])
+            states = torch.cat(
+                [_state_zero(view, token_ids[None])[0] for token_ids in ids.split(width)]
+            )
             rows = states[: len(rows)]
     return remove_mean(rows, view.norm if centered else None)
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
-    first, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
-    return view.activations(tokens, [first], stop_at=stop_at)[first].float()
+    first_hook, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
+    return view.activations(tokens, [first_hook], stop_at=stop_at)[first_hook].float()
 
 
 def normalized_rows(
@@ -88,13 +93,14 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def _agrees(seen: LayerView, plain: Factors) -> bool:
+def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
     """Whether the layer's maps at position 0 are the plain weights."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
-    parts = probe.expand(-1, 1, seen.h.shape[1], -1)
+    stream_parts = probe.expand(-1, 1, seen.h.shape[1], -1)
+    # the plain query factor holds the attention scale, which the layer's map does not
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
-        mapped = linear(parts)[:, 0, 0].double()
+        mapped = linear(stream_parts)[:, 0, 0].double()
         expected = einsum(
             probe[:, 0, 0].double(),
             factor.to(mapped.device),
@@ -106,17 +112,21 @@ def _agrees(seen: LayerView, plain: Factors) -> bool:
     return True
 
 
-def _mapped(seen: LayerView, size: int, offsets: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _projected_coordinates(
+    seen: LayerView, size: int, offsets: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Projections of every coordinate of the stream: queries averaged over the positions
     ``offsets``, keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
-    left, right = [], []
-    for rows in eye.split(ROWS):
-        parts = rearrange(rows, "row d_model -> row 1 1 d_model").expand(-1, 1, seen.h.shape[1], -1)
-        left.append(seen.q_map(parts)[:, 0, list(offsets)].double().mean(1))
-        right.append(seen.k_map(parts)[:, 0, 0].double())
+    queries, keys = [], []
+    for unit_vectors in eye.split(ROWS):
+        stream_parts = rearrange(unit_vectors, "row d_model -> row 1 1 d_model").expand(
+            -1, 1, seen.h.shape[1], -1
+        )
+        queries.append(seen.q_map(stream_parts)[:, 0, list(offsets)].double().mean(1))
+        keys.append(seen.k_map(stream_parts)[:, 0, 0].double())
     pattern = "d_model head d_head -> head d_model d_head"
-    sides = [rearrange(torch.cat(rows), pattern).contiguous() for rows in (left, right)]
+    sides = [rearrange(torch.cat(side), pattern).contiguous() for side in (queries, keys)]
     return sides[0], sides[1]
 
 
@@ -137,11 +147,11 @@ def factors_of(
     frozen scale.
     """
     choice(matrix, bilinear.MATRICES, "matrix")
-    several = view.position == "rotary" and matrix == "QK"
-    fits = offsets == (0,) or (several and len(offsets) > 0 and min(offsets) >= 0)
+    takes_offsets = view.position == "rotary" and matrix == "QK"
+    valid = offsets == (0,) or (takes_offsets and len(offsets) > 0 and min(offsets) >= 0)
     expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise"
     got = f"{offsets} for W_{matrix} with {view.position} positions"
-    require(fits, "offsets", expected=expected, got=got)
+    require(valid, "offsets", expected=expected, got=got)
     require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
     if matrix == "OV":
         center = view.norm == "LN"
@@ -149,19 +159,25 @@ def factors_of(
             w, norm = view.weights(layer), view.attention_norm(layer)
             yield layer, bilinear.fold(w, norm, "OV", raw=raw, center_output=center)
         return
-    seen: dict[int, LayerView] = {}
+    layer_views: dict[int, LayerView] = {}
     if not raw:  # one pass over arbitrary tokens, in which every layer's scores are verified
+        # the largest offset needs a query that many positions behind the key
         positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
+        # any tokens do: maps and the attention scale do not depend on the text
         tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
-        view.run_layers(tokens, layers, lambda of_layer: seen.update({of_layer.layer: of_layer}))
+        view.run_layers(
+            tokens, layers, lambda of_layer: layer_views.update({of_layer.layer: of_layer})
+        )
     for layer in layers:
         norm, w = view.attention_norm(layer), view.weights(layer)
-        scale = seen[layer].scale if layer in seen else None
-        plain = bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
-        if scale is None or (offsets == (0,) and _agrees(seen[layer], plain)):
-            yield layer, plain
+        scale = layer_views[layer].scale if layer in layer_views else None
+        plain_factors = bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
+        if scale is None or (
+            offsets == (0,) and _maps_are_weights(layer_views[layer], plain_factors)
+        ):
+            yield layer, plain_factors
         else:
-            left, right = _mapped(seen[layer], view.d_model, offsets)
+            left, right = _projected_coordinates(layer_views[layer], view.d_model, offsets)
             yield layer, Factors(left * scale, right)
 
 
