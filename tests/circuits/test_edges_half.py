@@ -74,7 +74,7 @@ def scaled(heads: Any, factor: float) -> Any:
 
 def test_a_wrong_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = rounded("llama", torch.bfloat16)
-    monkeypatch.setattr(LiveBlock, "heads", scaled(LiveBlock.heads, 1.005))
+    monkeypatch.setattr(LiveBlock, "written", scaled(LiveBlock.written, 1.005))
     with pytest.raises(ReconstructionError, match="those of a pass by blocks"):
         edge_scores(model, **PAIRS)
     monkeypatch.setattr(precision, "LIMIT", 0)  # in its own precision nobody can see that
