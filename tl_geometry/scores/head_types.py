@@ -156,7 +156,7 @@ def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) 
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
     """Ids to draw from: 1,000 to 9,999 where the vocabulary has them (rarely special tokens), else
-    all above the ``avoid`` ids.
+    all above the ``avoid`` ids of its lower half.
 
     >>> token_range(50257), token_range(100, avoid=[0])
     ((1000, 10000), (1, 100))
