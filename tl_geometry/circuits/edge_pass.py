@@ -33,7 +33,6 @@ from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.precision import in_single
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.scores.values import trained_head
@@ -223,7 +222,7 @@ class EdgePass:
             view.run_layers(tokens[:1], range(view.n_layers), on_layer)
             return layers, roundoffs
 
-        (layers, roundoffs), _ = in_single(view._model, read)
+        (layers, roundoffs), _ = view.in_single(read)
         writing = writing_of(view).blocks
         blocks = (
             LiveBlock(
@@ -271,7 +270,7 @@ class EdgePass:
         seen: dict[str, Tensor] = {}
         hook = self.view.state_hooks[0]
         hooks = {hook: keep(seen, hook)}
-        logits, _ = in_single(self.view._model, lambda: self.view.logits(tokens, hooks))
+        logits, _ = self.view.in_single(lambda: self.view.logits(tokens, hooks))
         return seen[hook].to(self.blocks[0].view.h), logits[:, positions]
 
     def require_own(

@@ -59,7 +59,6 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
-from tl_geometry.models.precision import in_single
 from tl_geometry.models.reader import as_view
 
 ReceiversLike = str | Sequence[str] | Mapping[str, str | Sequence[str]]
@@ -390,7 +389,7 @@ class _PathRuns:
             z.append(layer.z)
 
         layers = range(view.n_layers)
-        in_single(view._model, lambda: view.run_layers(tokens, layers, keep, verify=False))
+        view.in_single(lambda: view.run_layers(tokens, layers, keep, verify=False))
         return h, z
 
     def _patched(

@@ -29,7 +29,6 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import inner, part, upcast
-from tl_geometry.models.precision import in_single
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.write_spec import by_head, writing_of
@@ -136,7 +135,7 @@ def _probes(view: ModelView) -> tuple[dict[int, _Probe], torch.dtype]:
     hooks = {l: _hooks(l, str(spec.mlp)) for l, spec in specs.items()}
     names = [name for of_block in hooks.values() for name in of_block]
     with without_hooks(view._model):
-        seen, precision = in_single(view._model, lambda: view.activations(ids, names))
+        seen, precision = view.in_single(lambda: view.activations(ids, names))
     probes = {}
     for layer, spec in specs.items():
         h, z, output = (upcast(seen[name]) for name in hooks[layer])

@@ -24,6 +24,7 @@ from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.precision import T, in_single
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
@@ -174,6 +175,11 @@ class ModelView:
     def layer_hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that a cache must hold for :meth:`layer`."""
         return self._layers.hooks(layer)
+
+    def in_single(self, run: Callable[[], T]) -> tuple[T, torch.dtype]:
+        """What ``run`` gives of this model, in float32 where the model is of half precision and not
+        too large, and the precision that it had."""
+        return in_single(self._model, run)
 
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""

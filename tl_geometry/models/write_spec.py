@@ -27,7 +27,6 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import part, upcast
-from tl_geometry.models.precision import in_single
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.verify import largest
@@ -100,7 +99,7 @@ def _infer(view: ModelView) -> Writing:
     names = [*view.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
     ids, names = ids[:, : view.n_ctx], list(dict.fromkeys(names))
     with without_hooks(view._model):
-        seen, precision = in_single(view._model, lambda: view.activations(ids, names))
+        seen, precision = view.in_single(lambda: view.activations(ids, names))
     activations, u = {name: upcast(x) for name, x in seen.items()}, unit_roundoff(precision)
     blocks = [_block(view, layer, activations, mlp, u) for layer, mlp in enumerate(mlps)]
     return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks))
