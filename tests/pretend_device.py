@@ -1,14 +1,18 @@
 """A device that is none: tensors on the CPU that say ``pretend:0`` and refuse to be mixed with
 others, as those of an accelerator do.
 
-``python -m tests.pretend_device`` looks at a model, moves it, and runs what takes a model; torch
-keeps a registered device for good, so that this needs a process of its own.
+``python -m tests.pretend_device moved`` looks at a model, moves it, and runs what takes a model;
+``python -m tests.pretend_device llama`` runs every call of :mod:`tests.device_calls` on a model and
+on the same one moved, and prints whether they agree and how often the second waited for its device.
+torch keeps a registered device for good, so that this needs a process of its own.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 CPU = torch.device("cpu")
 ATEN = torch.ops.aten
+PACKAGE = str(Path(__file__).parents[1] / "tl_geometry") + "/"
+WAITS: Counter[str] = Counter()
+"""How often a line of the library waited for the device, by its file and number."""
+WAITING = (
+    *(ATEN._local_scalar_dense.default, ATEN.is_nonzero.default, ATEN.nonzero.default),
+    *(ATEN.masked_select.default, ATEN.equal.default, ATEN._unique2.default),
+    *(ATEN.unique_dim.default, ATEN.bincount.default, ATEN.repeat_interleave.Tensor),
+)
+"""Operations whose result, or its shape, is needed on the CPU."""
 
 
 class Pretend(Tensor):
@@ -40,7 +53,11 @@ class Pretend(Tensor):
         return out
 
     def tolist(self) -> Any:
+        _wait()
         return self.held.tolist()
+
+    def new_tensor(self, data: Any, **options: Any) -> Pretend:
+        return Pretend(torch.tensor(data, **{"dtype": self.dtype} | options))
 
     @classmethod
     def __torch_dispatch__(
@@ -53,12 +70,29 @@ def _real(x: Any) -> Any:
     return x.held if isinstance(x, Pretend) else x
 
 
+def _wait() -> None:
+    """Count a wait for the line of the library that caused it; those of the model are not ours."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "transformer" in name and "site-packages" in name:
+            return
+        if name.startswith(PACKAGE):
+            WAITS[f"{name.removeprefix(PACKAGE)}:{frame.f_lineno}"] += 1
+            return
+        frame = frame.f_back
+
+
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation: on the pretended device where its tensors are, and refused where they are on
     both. Numbers (tensors without axes) and copies may cross."""
     given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     there = [x for x in given if isinstance(x, Pretend)]
     wanted = kwargs.get("device")
+    home = func is ATEN._to_copy.default and wanted is not None and torch.device(wanted) == CPU
+    home |= func is ATEN.copy_.default and not isinstance(args[0], Pretend)
+    if there and (func in WAITING or home or _by_mask(func, args)):
+        _wait()
     moved = wanted is not None and torch.device(wanted).type == "pretend"
     kwargs = kwargs | ({"device": CPU} if moved else {})
     here = tree_map(_real, args), tree_map(_real, kwargs)
@@ -82,6 +116,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return known.get(id(x), Pretend(x)) if isinstance(x, Tensor) else x
 
     return tree_map(wrap, out)
+
+
+def _by_mask(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a tensor is indexed by a mask, whose sum is needed on the CPU."""
+    indexed = func in (ATEN.index.Tensor, ATEN.index_put_.default)
+    return indexed and any(x is not None and x.dtype == torch.bool for x in args[1])
 
 
 def register() -> None:
@@ -134,9 +174,8 @@ def move(model: nn.Module) -> None:
             cfg.device = torch.device("pretend:0")
 
 
-def main() -> None:
+def moved_after_a_look() -> None:
     """Look, move, run."""
-    register()
     import tl_geometry as tlg
     from tests.tiny import hf_model, tokens
     from tl_geometry.models import from_hf
@@ -166,5 +205,33 @@ def main() -> None:
     say("removed")
 
 
+def compared(architecture: str) -> None:
+    """Every call on a model and on another of the same weights on the device: whether both give the
+    same, and how often the second waited."""
+    import tl_geometry as tlg
+    from tests.device_calls import calls, numbers_of
+    from tests.tiny import hf_model
+    from tl_geometry.models import from_hf
+
+    embedded = architecture == "embedded"
+    here, there = (
+        tlg.zoo.embedded() if embedded else from_hf(hf_model(architecture), None, name="tiny")
+        for _ in range(2)
+    )
+    move(there)
+    for name, run in calls(here.cfg.d_vocab, rotary=not embedded).items():
+        expected = numbers_of(run(here))
+        WAITS.clear()
+        found = numbers_of(run(there))
+        close = found.shape == expected.shape and torch.allclose(
+            found, expected, rtol=1e-3, atol=1e-4, equal_nan=True
+        )
+        verdict = "same" if len(found) and close else "differs"
+        sys.stdout.write(f"{name} {verdict} {WAITS.total()} {WAITS.most_common(3)}\n")
+
+
 if __name__ == "__main__":
-    main()
+    register()
+    # a wrapped tensor cannot be an inference tensor
+    torch.inference_mode = torch.no_grad  # pyright: ignore
+    moved_after_a_look() if sys.argv[1] == "moved" else compared(sys.argv[1])

@@ -38,17 +38,33 @@ def fresh(model_class: str, architecture: str = "gpt2") -> Any:
 # moved
 
 
-def test_a_model_moved_to_another_device_after_a_look() -> None:
+def on_the_device(what: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.pretend_device"],
+        [sys.executable, "-W", "ignore", "-m", "tests.pretend_device", what],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["mixed", "weights", "readout", "edges", "removed"]
+    return done.stdout
+
+
+def test_a_model_moved_to_another_device_after_a_look() -> None:
+    assert on_the_device("moved").split() == ["mixed", "weights", "readout", "edges", "removed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "embedded"])
+def test_what_takes_a_model_gives_the_same_on_a_device(architecture: str) -> None:
+    """Grouped keys and rotation, two blocks; learned positions, four blocks. A decomposition waits
+    three times for each batch (numbers that are not finite, samples, means) and for no layer."""
+    verdicts = [line.split()[:3] for line in on_the_device(architecture).splitlines()]
+    assert [name for name, verdict, _ in verdicts if verdict != "same"] == []
+    assert len(verdicts) >= 22
+    waits = {name: int(count) for name, _, count in verdicts}
+    assert waits["four_batches"] - waits["one_batch"] <= 3 * 3
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)

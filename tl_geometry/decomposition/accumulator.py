@@ -206,8 +206,11 @@ class Accumulation:
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
             expected = "finite numbers"
             require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
-            for slot, row, state in device_states:
-                self.reservoir.states[slot, row] = state
+            if device_states:
+                # in one copy: each would wait for the device
+                copied = torch.stack([state for _, _, state in device_states]).cpu()
+                for (slot, row, _), state in zip(device_states, copied, strict=True):
+                    self.reservoir.states[slot, row] = state
             if self.keep_ctx:
                 self.means[means_index] = torch.stack([torch.cat(parts) for parts in means]).cpu()
 

@@ -54,8 +54,13 @@ def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
     under a causal mask, all keys without one; any other mask is taken as it comes."""
     n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
     # under these two masks all rows of a block see the keys before `full`, which need no mask
-    causal = len(mask) == 1 and torch.equal(mask[0], causal_mask(length, device=mask.device))
-    everything = len(mask) == 1 and bool(mask.all())
+    causal = everything = False
+    if len(mask) == 1 and n_queries == length:
+        differs = mask[0] != causal_mask(length, device=mask.device)
+        # one answer for both: each waits for the device
+        causal, everything = torch.stack([~differs.any(), mask.all()]).tolist()
+    elif len(mask) == 1:
+        everything = bool(mask.all())
     for start in range(0, n_queries, BLOCK):
         stop = min(start + BLOCK, n_queries)
         full = start if causal else length if everything else 0

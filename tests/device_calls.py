@@ -1,0 +1,84 @@
+"""What takes a model, one call each, for the pretended device (:mod:`tests.pretend_device`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.tiny import tokens
+from tl_geometry import circuits, interventions, scores
+
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def calls(d_vocab: int, *, rotary: bool) -> dict[str, Callable[[Any], Any]]:
+    """Calls by name; each makes what it needs with the model that it is given."""
+    few, many = (tokens(n, 14, seed=n) % d_vocab for n in (12, 24))
+    pairs: dict[str, Any] = {"prompts": few[:6], "counterfactuals": few[6:], "targets": (5, 9)}
+    basis = lambda m: tlg.decompose(m, many, batch_size=6, **QUIET)
+    targets = [(5, 9)] * len(few)
+    knocked: dict[str, Any] = {"targets": targets, "attributions": True, **QUIET}
+    paths: dict[str, Any] = {"controls": 2, **QUIET}
+    readers = ["mlp1", "output"]
+    head_paths = interventions.head_paths
+    found: dict[str, Callable[[Any], Any]] = {
+        "check_model": lambda m: (tlg.check_model(m), basis(m)),  # the model is looked at once
+        "one_batch": lambda m: tlg.decompose(m, many, batch_size=24, **QUIET),
+        "four_batches": basis,
+        "split_scores": lambda m: tlg.split_scores(m, few[:1], basis(m)),
+        "split_writers": lambda m: tlg.split_scores(m, few[:1], parts="writers"),
+        "split_values": lambda m: tlg.split_values(m, few[:1], basis(m)),
+        "sweep_heads": lambda m: tlg.sweep_heads(m, many, basis(m), detail=("intervals",), **QUIET),
+        "sweep_writers": lambda m: tlg.sweep_heads(m, many, parts="writers", **QUIET),
+        "composition": lambda m: tlg.composition(m, few, **QUIET),
+        "explain_logit": lambda m: tlg.explain_logit(m, few[:1], 13, 5),
+        "explain_logits": lambda m: circuits.explain_logits(m, few, targets),
+        "trace_logit": lambda m: tlg.trace_logit(m, few[:1], 5, against=9),
+        "edge_scores": lambda m: tlg.edge_scores(m, **pairs),
+        "faithfulness": lambda m: tlg.faithfulness(m, ["L0H0", "L1H1"], **pairs),
+        "head_knockouts": lambda m: interventions.head_knockouts(m, few, "difference", **knocked),
+        "head_paths": lambda m: head_paths(m, few, "L0H0", readers, "loss", **paths),
+        "live_paths": lambda m: head_paths(
+            m, few, "L0H0", readers, "loss", between="live", **paths
+        ),
+        "edge_necessity": lambda m: interventions.edge_necessity(
+            m, many[:4], "L0H0", "L1H0", controls=1
+        ),
+        "weight_geometry": lambda m: tlg.weight_geometry(m, basis(m), rank=3),
+        "token_readout": lambda m: tlg.token_readout(m, features=2),
+        "token_paths": lambda m: tlg.token_paths(m, few[:1]),
+        "trajectories": lambda m: tlg.trajectories(m, many),
+        "skip_map": lambda m: tlg.skip_map(m, many, **QUIET),
+    }
+    if rotary:
+        normalized = lambda m: tlg.decompose(m, many, normalize=True, **QUIET)
+        found["relative_kernel"] = lambda m: scores.relative_kernel(m, normalized(m))
+    return found
+
+
+def numbers_of(result: Any) -> Tensor:
+    """All real numbers of a result in one row, on the CPU, where they must be already."""
+    found: list[Tensor] = []
+
+    def take(value: Any) -> None:
+        if isinstance(value, Tensor):
+            assert value.device.type == "cpu", "a result stays on its device"
+            if value.is_floating_point():
+                found.append(value.double().flatten())
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                take(getattr(value, field.name))
+        elif isinstance(value, Mapping):
+            for each in value.values():
+                take(each)
+        elif isinstance(value, tuple | list):
+            for each in value:
+                take(each)
+
+    take(result)
+    return torch.cat(found) if found else torch.zeros(0)
