@@ -325,7 +325,7 @@ class _PathRuns:
         """Rows of one pass."""
         view, layout, length = self.edges.view, self.edges.layout, self.metric.tokens.shape[1]
         fit = output_batch(view, length, all_positions=self.metric.position is None)
-        inputs = layout.n_heads + 2 * max(layout.key_heads)
+        inputs = layout.n_heads + 2 * max(layout.n_key_heads)
         wide = max(4, torch.finfo(view.dtype).bits // 8)
         fit = min(fit, READ_BYTES // (inputs * length * layout.d_model * wide))
         return max(1, fit // 2 if self.between == "live" else fit)  # live: two streams a row
