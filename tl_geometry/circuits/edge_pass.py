@@ -262,14 +262,14 @@ class EdgePass:
         self, tokens: Tensor, positions: slice
     ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
         """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
-        model's own (:meth:`require_own`)."""
-        first, model_logits = self.own(tokens, positions)
+        model's own (:meth:`require_model_logits`)."""
+        first, model_logits = self.model_run(tokens, positions)
         stream = SharedStream(first)
         logits = self.run(stream, positions)
-        self.require_own(model_logits, stream.total[:, positions], logits)
+        self.require_model_logits(model_logits, stream.total[:, positions], logits)
         return stream, logits
 
-    def own(self, tokens: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
+    def model_run(self, tokens: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
         """The model's own first state ``[batch position d_model]``, which its embedding writes, and
         its logits ``[batch position d_vocab]`` at some positions."""
         states: dict[str, Tensor] = {}
@@ -278,7 +278,7 @@ class EdgePass:
         logits, _ = self.view.in_single(lambda: self.view.logits(tokens, hooks))
         return states[hook].to(self.blocks[0].layer.h), logits[:, positions]
 
-    def require_own(
+    def require_model_logits(
         self,
         model_logits: Float[Tensor, "batch position d_vocab"],
         last: Float[Tensor, "batch position d_model"],

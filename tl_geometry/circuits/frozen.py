@@ -1,7 +1,8 @@
 """One forward pass as a linear model: what :func:`tl_geometry.trace_logit` follows a logit through.
 
 For one prompt (the batch axis has length 1 everywhere) everything that is not linear is frozen as
-it was: the scales of all norms, the attention patterns, and the MLPs' activations by their secant, ``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
+it was: the scales of all norms, the attention patterns, and the MLPs' activations by their secant,
+``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
 two linear maps of x, one half through g (a(g) / g and u frozen), one half through u (a(g) frozen).
 Every write to the residual stream, and every difference T of two logits, is then affine in the
 embeddings. The sum is exact; that it is split by the secant and by halves is a convention.

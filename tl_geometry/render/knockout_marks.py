@@ -1,6 +1,6 @@
-"""Which heads of a view write what they do, and which do not? The marks that
+"""For which heads of a view is what they write also what they do? The marks that
 :func:`tl_geometry.render.logit_page` and its image carry where the direct contribution of a head
-and its knockout disagree, and the sentence about each head that was knocked out.
+and its knockout disagree, and a sentence about each head that was knocked out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from tl_geometry.interventions.attribution_tables import require_same_model
 from tl_geometry.interventions.knockouts import HeadKnockouts
 
 MARK = "≠"
-"""Stands at heads of which direct contribution and knockout disagree."""
+"""Marks heads whose direct contribution and knockout disagree."""
 REPLACED = {"mean": "its mean over prompts", "zero": "zero", "prompt": "that of another prompt"}
+"""What stands in place of a head, by the ``by`` of its knockout."""
 
 
 class KnockoutMarks(NamedTuple):
-    """A sentence for each head that was knocked out, heads that disagree (those of the largest
-    effect first), and how to read the marks."""
+    """A sentence for each head that was knocked out, the heads that disagree (largest effect
+    first), and how to read the marks."""
 
     sentences: dict[tuple[int, int], str]
     disagreeing: tuple[tuple[int, int], ...]
