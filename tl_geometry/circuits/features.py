@@ -234,8 +234,8 @@ class _FeatureSums:
         score = score[..., start:, start:]
         centred = row_center(score, allowed)
         p = masked_softmax(soft_cap(score, layer.softcap), allowed)
-        moved = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-        weight = torch.stack([centred, moved])
+        above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+        weight = torch.stack([centred, above_uniform])  # one for each of SHARES
         length, most = active.place[:, start:].shape[1:]
         blocks = []
         for at in range(0, length, max(1, PRODUCTS // (length * most**2))):

@@ -29,7 +29,7 @@ class KnockoutMarks(NamedTuple):
     legend: str
 
 
-def knockout_marks(found: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
+def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
     """The marks of knockouts beside an explanation of a logit; none without knockouts."""
     if knockouts is None:
         return KnockoutMarks({}, (), "")
@@ -39,7 +39,7 @@ def knockout_marks(found: LogitExplanation, knockouts: HeadKnockouts | None) -> 
     if disagrees is None or knockouts.direct is None:
         expected = "knockouts with direct contributions"
         fail("knockouts", expected=expected, got=got, instead=instead)
-    require_same_model(found, knockouts)
+    require_same_model(explained, knockouts)
     value, _, high, _ = knockouts.effect
     direct = knockouts.direct.mean(1)
     sentences = {
