@@ -235,7 +235,7 @@ class _FeatureSums:
         centred = row_center(score, allowed)
         p = masked_softmax(soft_cap(score, layer.softcap), allowed)
         above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-        weight = torch.stack([centred, above_uniform])  # one for each of SHARES
+        weight = torch.stack([centred, above_uniform])  # as SHARES
         length, most = active.place[:, start:].shape[1:]
         blocks = []
         for at in range(0, length, max(1, PRODUCTS // (length * most**2))):
@@ -307,9 +307,9 @@ class _Side:
     which: str
     heads: list[int]
     directions: Float[Tensor, "feature head d_head"]
-    cotangents: Float[Tensor, "share batch position head d_head"]
+    cotangents: Float[Tensor, "weight batch position head d_head"]
 
-    def numerators(self, active: _Active) -> Float[Tensor, "share head feature"]:
+    def numerators(self, active: _Active) -> Float[Tensor, "weight head feature"]:
         """Numerators of the shares of each feature."""
         n, _, _, heads, _ = self.cotangents.shape
         sums = self.cotangents.new_zeros(n, heads, len(active.ids), dtype=torch.float64)

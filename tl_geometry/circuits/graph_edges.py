@@ -153,6 +153,7 @@ class EdgeFinder:
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
         rows, columns = (index.cpu() for index in carrying.nonzero().T)
         biased = (constants != 0).nonzero()[:, 0].cpu()
+        # an edge from the constants is kept whatever its size, where there is one
         targets = torch.cat([targets[rows], targets[biased]])
         self.kept.append(
             (

@@ -40,8 +40,8 @@ class Reader:
     """
 
     matrix: Float[Tensor, "d_model head d_head"]
-    cotangents: Float[Tensor, "share batch position head d_head"]
-    constant: Float[Tensor, "share head"]
+    cotangents: Float[Tensor, "weight batch position head d_head"]
+    constant: Float[Tensor, "weight head"]
     positions: tuple[int, ...] | None = None
 
     @classmethod
@@ -49,7 +49,7 @@ class Reader:
         cls,
         layer: LayerView,
         which: str,
-        cotangents: Float[Tensor, "share batch position head d_head"],
+        cotangents: Float[Tensor, "weight batch position head d_head"],
         heads: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> Reader:
@@ -75,7 +75,7 @@ class Reader:
         grain: str,
         shift: int,
         turns: Sequence[Float[Tensor, "d_model d_model"] | None],
-    ) -> Float[Tensor, "sample share head part"]:
+    ) -> Float[Tensor, "sample weight head part"]:
         """The numerators by pairs of heads, for each of ``turns``. Each context reads what was
         written ``shift`` contexts before it in the batch."""
         matrices = self.turned(turns)
@@ -131,7 +131,7 @@ class Reader:
 
     def _vectors(
         self, written: Written, shift: int, turns: Sequence[Tensor | None]
-    ) -> list[dict[str, Float[Tensor, "share head"]]]:
+    ) -> list[dict[str, Float[Tensor, "weight head"]]]:
         """Numerators of embeddings, MLPs and constants, which are vectors of the stream, for each
         turn."""
         held = {**written.dense, CONSTANTS: written.constants}
@@ -157,7 +157,7 @@ def numerators(
     *,
     turns: Sequence[Float[Tensor, "d_model d_model"]] = (),
     others: bool = False,
-) -> list[Float[Tensor, "sample share head part"]]:
+) -> list[Float[Tensor, "sample weight head part"]]:
     """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer. The samples are what was
     written, the same turned by each of ``turns`` (orthogonal maps), and, if ``others``, what was
     written in the context before it in the batch."""
@@ -177,7 +177,7 @@ def _by_token(
     grain: str,
     turns: Sequence[Float[Tensor, "d_model d_model"]],
     others: bool,
-) -> list[Float[Tensor, "sample share head part"]]:
+) -> list[Float[Tensor, "sample weight head part"]]:
     """The numerators from every write as a vector of the stream, a few positions at a time."""
     batch, length, d_model = written.constants.shape
     matrices = [

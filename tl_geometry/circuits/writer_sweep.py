@@ -45,8 +45,8 @@ from tl_geometry.scores.terms import ALIBI
 SCORE_SIDES = ("query", "key")
 """Sides of a score that a writer can be read on."""
 SHARES = ("cs", "gs")
-"""Covariance and gain share. A cell counts by the row-centred score, or by attention minus
-uniform."""
+"""Covariance and gain share, the axis ``weight``: a cell counts by the row-centred score, or by
+attention minus uniform."""
 
 
 class Cotangents(NamedTuple):
@@ -54,10 +54,10 @@ class Cotangents(NamedTuple):
     these is its numerator, one for each of :data:`SHARES`. ``alibi`` are the numerators of ALiBi,
     ``total`` the denominators, ``floor`` what rounding alone could leave of them."""
 
-    query: Float[Tensor, "share batch query head d_head"]
-    key: Float[Tensor, "share batch key head d_head"]
-    alibi: Float[Tensor, "share head"]
-    total: Float[Tensor, "share head"]
+    query: Float[Tensor, "weight batch query head d_head"]
+    key: Float[Tensor, "weight batch key head d_head"]
+    alibi: Float[Tensor, "weight head"]
+    total: Float[Tensor, "weight head"]
     floor: Float[Tensor, " head"]
 
 
@@ -323,12 +323,12 @@ def _table(
     alibi = any(bool((sums[l].alibi != 0).any()) for l in layers)
     width = 1 + len(last) + alibi
 
-    def wide(of: _Sums) -> Float[Tensor, "share head side part"]:
+    def wide(of: _Sums) -> Float[Tensor, "weight head side part"]:
         out = of.shares.new_zeros(*of.shares.shape[:-1], width)
         out[..., : of.shares.shape[-1]] = of.shares
         if alibi:
             out[..., -1] = of.alibi.unsqueeze(1)
-        return rearrange(out, "share side head part -> share head side part")
+        return rearrange(out, "weight side head part -> weight head side part")
 
     shares = torch.cat([wide(sums[l]) for l in layers], 1)
     total = torch.cat([sums[l].total for l in layers], 1)
