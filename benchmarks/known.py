@@ -195,8 +195,7 @@ ratio, Elhage et al. 2021; for edges from head to head), and the label by covari
 margins). Plain attribution patching of edges (Syed et al. 2023) is
 `edge_scores(method="gradient")`.
 
-In {right} of the {rows} rows that are not those of rivals everything is recovered and nothing is
-false.
+In {right} of {rows} rows, rivals apart, everything is recovered and nothing is false.
 """
 LOSSES = """## Where the library loses
 

@@ -4,9 +4,9 @@ pages draw, and ``networkx``. The records of these formats are made here for com
 
 In Neuronpedia's JSON every node has an integer ``feature``. Pages silently delete nodes that share
 one at the same layer and position, so each head, MLP and rest gets a number of its own: Cantor's
-pairing of its layer and its place there. Value edges are links; the writers that made a
-head attend are in its ``qk_tracing_results``. What pruning left out of a node is a node of its own
-(``rest``), so that the links into every node sum to its value in the file too.
+pairing of its layer and its place there. Value edges are links; the writers that made a head attend
+are in its ``qk_tracing_results``. What pruning left out of a node is a node of its own (``rest``),
+so that the links into every node sum to its value in the file too.
 """
 
 from __future__ import annotations

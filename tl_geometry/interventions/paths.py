@@ -398,10 +398,8 @@ class _PathRuns:
         self, run: _Clean, sets: Sequence[Heads], column: int
     ) -> Float[Tensor, "sender batch"]:
         """The metric with each set of senders replaced for one receiver."""
-        receives, layers = (
-            self.receives[column],
-            by_layer([head for heads in sets for head in heads]),
-        )
+        receives = self.receives[column]
+        layers = by_layer([head for heads in sets for head in heads])
         if self.between == "frozen":
             # all is clean up to the first receiver; the last block runs even for the output alone
             start = min(self._first_block(receives), len(run.h) - 1)

@@ -49,7 +49,7 @@ def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None)
     order = sorted(knockouts.by_head.items(), key=lambda pair: -abs(float(value[pair[1]])))
     prompts = knockouts.effects.shape[1]
     legend = (
-        f"{MARK} marks heads of which the knockout is not what they write (difference of logits, "
+        f"{MARK} marks heads whose knockout is not what they write (difference of logits, "
         f"mean of {prompts} prompts, ± 95% interval; a head removed is replaced by "
         f"{REPLACED[knockouts.by]})."
     )
