@@ -198,8 +198,10 @@ class _FeatureSums:
         self.seen |= (activations != 0).any(0).any(0).cpu()
         cotangents = score_cotangents(layer, self.drop, self.heads)
         sides = []
-        for s, (which, of_side) in enumerate((("q", cotangents.query), ("k", cotangents.key))):
-            reader = Reader.of(layer, which, of_side, self.heads)
+        for s, (which, side_cotangents) in enumerate(
+            (("q", cotangents.query), ("k", cotangents.key))
+        ):
+            reader = Reader.of(layer, which, side_cotangents, self.heads)
             projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
             both = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
             self.shares[:, :, s, 0] += reader.constant.cpu()

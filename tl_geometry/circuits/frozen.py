@@ -145,20 +145,24 @@ class FrozenBlock:
         return self.turned(self.spec.projected(parts, which), which, positions)
 
     def to_stream(
-        self, weight: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+        self,
+        cotangents: Float[Tensor, "row head d_head"],
+        which: str,
+        positions: Int[Tensor, " row"],
     ) -> Float[Tensor, "row d_model"]:
         """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
         # autograd of a linear map gives its transpose, at zero as anywhere
         with torch.enable_grad():
-            start = torch.zeros_like(weight, requires_grad=True)
-            weight = torch.autograd.grad(self.turned(start, which, positions), start, weight)[0]
-        return self.back(weight, which)
+            start = torch.zeros_like(cotangents, requires_grad=True)
+            turned = self.turned(start, which, positions)
+            back = torch.autograd.grad(turned, start, cotangents)[0]
+        return self.back(back, which)
 
     def back(
-        self, weight: Float[Tensor, "row head d_head"], which: str
+        self, cotangents: Float[Tensor, "row head d_head"], which: str
     ) -> Float[Tensor, "row d_model"]:
         """The transpose of centring, gain and projection."""
-        stream = einsum(weight, self.spec.matrix(which), "r h e, h d e -> r d")
+        stream = einsum(cotangents, self.spec.matrix(which), "r h e, h d e -> r d")
         return self.spec.norm.centre(stream * self.spec.norm.gain)
 
     def query_blocks(self) -> Iterator[slice]:

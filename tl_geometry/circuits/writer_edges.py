@@ -296,8 +296,8 @@ class _CompositionSums:
         several = len(layer.h) > 1
         sides = (("q", cotangents.query), ("k", cotangents.key), ("v", value))
         readers = [
-            Reader.of(layer, which, of_side, self.heads, queries if which == "q" else None)
-            for which, of_side in sides
+            Reader.of(layer, which, side_cotangents, self.heads, queries if which == "q" else None)
+            for which, side_cotangents in sides
         ]
         turns = [turn.to(layer.h) for turn in self.turns]
         by_side = numerators(readers, written, self.grain, turns=turns, others=several)

@@ -195,7 +195,7 @@ class _Sums:
         """Take in one batch."""
         cotangents = score_cotangents(layer, drop)
         sides = (("q", cotangents.query), ("k", cotangents.key))
-        readers = [Reader.of(layer, which, of_side) for which, of_side in sides]
+        readers = [Reader.of(layer, which, side_cotangents) for which, side_cotangents in sides]
         for side, by_writer in enumerate(numerators(readers, written, grain)):
             constant = readers[side].constant.unsqueeze(-1)
             self.shares[:, side] += torch.cat([constant, by_writer[0]], -1).cpu()

@@ -26,7 +26,8 @@ from torch import Tensor
 VOCAB, LENGTH = 16, 24
 """Token ids (0 is BOS) and positions of every planted model."""
 D_ROTARY, THETA = 64, 1e8
-"""Width of a rotary head and base of its frequencies, ``THETA ** (-2 f / D_ROTARY)`` in plane f."""
+"""Width of a rotary head and base of its frequencies, ``THETA ** (-2 f / D_ROTARY)`` in plane f: so
+large that at least VOCAB planes are slow."""
 SLOW = 12
 """First plane that turns by less than 0.03 radians within LENGTH positions: from here on position
 hardly acts, and content is read."""

@@ -2,20 +2,21 @@
 with heads that look alike and do not matter.
 
 The stream has blocks of one-hot directions: the token, the token before, a first and a second
-scratch block, and in the learned model the position. The output reads the token block alone.
+scratch block, and in the learned model the position. The output reads the token block alone. Heads
+of layer 0 attend at an offset. Heads of layer 1 attend where the token of the query matches a block
+of the key, which their line names:
 
     layer 0   previous    at offset 1     copies the token to "before"
               second      at offset 2     copies the token to the first scratch block
               itself      at offset 0     copies the token to the first scratch block
               even        evenly          copies the token to the second scratch block
-    layer 1   induction   token, before   copies the token to the token: the output reads it
-              decoy       token, scratch  copies the token to the second scratch block
-              match       token, token    copies "before" to the second scratch block
+    layer 1   induction   "before"        copies the token to the token block: the output reads it
+              decoy       first scratch   copies the token to the second scratch block
+              match       token           copies "before" to the second scratch block
               even        evenly          copies the second scratch block to itself
 
-(In layer 1: the query and the key that are matched, then the value.) On tokens that repeat, the
-induction head and what it reads make the next token, and nothing else does. Small random entries
-are added to every matrix, so that no other edge is exactly zero.
+On tokens that repeat, the induction head and what it reads make the next token, and nothing else
+does. Small random entries are added to every matrix, so that no other edge is exactly zero.
 """
 
 from __future__ import annotations
