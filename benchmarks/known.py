@@ -160,60 +160,66 @@ Made by `python -m benchmarks --only known` (about a minute on one core), on the
 {{py:func}}`tl_geometry.zoo.known`:
 
 - **heads**: one layer of heads planted by hand, which attend at one offset, by position, by token
-  identity, by a random table of tokens, by the key's token, by query position times key token, by
-  offset and identity with equal energy (the right label is "unclear"), or evenly;
+  identity, by a random table of tokens, by the key's token, by offset and identity with equal
+  energy (the right label is "unclear"), or evenly; with learned positions also one by query
+  position times key token, with rotary ones also one, `query`, whose scores depend on the query's
+  token alone (the right label is "uniform");
 - **retrieval**: one layer of heads planted by hand that match both attributes of a token (colour
-  and shape), or one of them;
+  and shape) or one of them, and one that attends evenly;
 - **circuit**: an induction circuit of two layers planted by hand, among heads that look alike and
   do not matter for the output;
 - **induction**: two layers of attention that were trained on repeated random tokens. Their heads
   are named by where they attend, which none of the measures below looks at.
 
-Each with learned positions (GPT-2) and rotary ones (Qwen2, Llama), under three seeds: directions,
-order and strength of heads, gains, biases and added noise, or the training.
+Each comes with learned positions (GPT-2) and rotary ones (Qwen2, Llama), and with three seeds. A
+seed draws directions, order and strength of heads, gains, biases and added noise, or it is that of
+the training.
 
 **How it is judged.** A label is *recovered* if it is the planted one, *missed* if there is no clear
-label where there should be one, *false* otherwise. Of a ranking as many items are named as are
-true; what is true and not among them is missed, what is among them and not true is false. *By
-chance*: how many would be recovered if the same labels or ranks were dealt out at random. Numbers
-are sums over seeds; in brackets the least and most of one seed. AUROC is the mean over seeds (least
-to most), and its null the AUROC that 95% of random orders stay below. Planes, composition and edges
-are ranked by absolute value.
+label where there should be one, *false* otherwise. From the top of a ranking as many items are
+taken as are true: true items that are not taken are missed, taken items that are not true are
+false. *By chance*: how many would be recovered if the same labels or ranks were dealt out at
+random. Numbers are sums over seeds, with the least and the most of one seed in brackets. AUROC is
+the mean over seeds (least to most); *null* is the AUROC that 95% of random orders stay below.
+Planes, composition and edges are ranked by absolute value.
 
-**Edges.** A pair of prompts repeats seven tokens. In the counterfactual all tokens are others in
-the same form, or only the last token is another. True edges of the planted circuit are the planted
-ones that differ between the two; those of a trained model carry more than 10% of the difference
-each, by live runs in which one edge alone has the counterfactual's write.
+**Edges.** A prompt repeats seven tokens. Its counterfactual repeats seven others ("all tokens
+changed"), or differs in the last token alone ("last token changed"). True edges of the planted
+circuit are the planted ones that differ between the two. True edges of a trained model carry more
+than 10% of the difference each, by live runs in which one edge alone has the counterfactual's
+write.
 
-**Rivals** run on the same models and are judged alike: attribution patching of whole writers (each
-edge gets the score of its writer), composition scores of the weights alone (Frobenius ratio, Elhage
-et al. 2021; for edges from head to head), and the label by covariance alone (same margins). Plain
-attribution patching of edges (Syed et al. 2023) is `edge_scores(method="gradient")`.
+**Rivals** are other methods, run on the same models and judged alike: attribution patching of whole
+writers (each edge gets the score of its writer), composition scores of the weights alone (Frobenius
+ratio, Elhage et al. 2021; for edges from head to head), and the label by covariance alone (same
+margins). Plain attribution patching of edges (Syed et al. 2023) is
+`edge_scores(method="gradient")`.
 
-In {right} of {rows} rows that are not a rival's everything is recovered and nothing is false.
+In {right} of {rows} rows, rivals apart, everything is recovered and nothing is false.
 """
 LOSSES = """## Where the library loses
 
 - **Edges of queries and keys are missed where attention is certain and does not change.** With all
   tokens changed, prompt and counterfactual attend to the same places, in the planted circuit with
   near certainty. Gradients of the softmax are then close to zero, along the whole path of
-  `method="integrated"` too, because it moves queries and keys together. A single edge from the
-  counterfactual breaks the match and costs 40% of the difference. On the one true edge from head to
-  head there, gradients rank worse than chance, and the composition scores of weights alone are
-  better. Live runs, one edge at a time, find every planted edge: where a model is small, or a
-  ranking matters, check it with `faithfulness`. Changing only the last token, `"integrated"`
-  recovers every planted edge, and the gradient half of them.
-- **On the planted circuit the weights alone find who reads whom as well as shares on data do**:
+  `method="integrated"` too, because it moves queries and keys together. Yet one edge alone that
+  carries the counterfactual's write breaks the match and costs 40% of the difference. On the one
+  true edge from head to head there, gradients rank worse than chance, and the composition scores of
+  weights alone are better. Live runs, one edge at a time, find every planted edge: where a model is
+  small, or a ranking matters, check it with `faithfulness`. With only the last token changed,
+  `"integrated"` recovers every planted edge, and the gradient half of them.
+- **On the planted circuit the weights alone find which head reads which as well as shares on data
+  do**:
   both are right everywhere. Nothing was planted there that weights suggest and data refute.
 - **A label by covariance alone does as well as the label that also asks for gain**: nothing was
   planted, and nothing was learnt here, on which the two disagree.
 - **A head whose attention is even to within 2% still gets a label.** The rotary head `query` has
   scores that are constant in each row but for a rotation of at most 0.03 radians. Shares are
-  ratios, so that what is left is divided by itself; "uniform" is said only where nothing above
-  rounding is left.
+  ratios: the little that is left is divided by itself. Only where nothing above rounding is left is
+  the label "uniform".
 - **An odd layer among few layers is seldom flagged.** With 12 states, one that is off by five
-  standard deviations ranks high (AUROC near 1), but passes the limit for 5% of null runs in about
-  one map of four.
+  standard deviations ranks high (AUROC near 1), but passes the limit that 5% of null runs pass in
+  only about one map of four.
 
 Every row in which something is missed or false:
 """

@@ -21,7 +21,7 @@ from benchmarks.known_judging import (
     exact_effects,
 )
 from tl_geometry.base.checks import head_name
-from tl_geometry.circuits.writer_edges import SIDES, Composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 from tl_geometry.scores import offset_profile, relative_kernel
 from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, UNCLEAR, UNIFORM
 from tl_geometry.zoo import induction, known
@@ -137,7 +137,7 @@ def head_to_head(table: Composition, values: Tensor, sides: range) -> tuple[list
             if table.writer_heads[p] < 0 or table.wrote[p] >= layer:
                 continue
             for s in sides:
-                keys.append((part, head_name((layer, head)), SIDES[s]))
+                keys.append((part, head_name((layer, head)), HEAD_SIDES[s]))
                 scores.append(values[h, s, p].abs())
     return keys, torch.stack(scores).double()
 
@@ -154,7 +154,7 @@ def composed(positions: str, seed: int) -> Iterator[Finding]:
     for h, reader in enumerate(writers.heads):
         for p, part in enumerate(writers.parts):
             if part.startswith("L0H"):
-                keys += [(part, head_name(reader), side) for side in SIDES[:2]]
+                keys += [(part, head_name(reader), side) for side in HEAD_SIDES[:2]]
                 scores += list(reads[h, :, p])
     inside = torch.tensor([key in truth.head_pairs for key in keys])
     measure = "writers of queries and keys"

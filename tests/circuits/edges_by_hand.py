@@ -110,7 +110,7 @@ def pruned_by_hand(model: Any, layout: EdgeLayout, kept: Tensor) -> Tensor:
         cache = model.run_with_cache(COUNTERFACTUALS)[1]
     there, now = written(model, cache), [model_input(model)]
     names, mask, at = reader_hooks(model), kept.to(there), 0
-    sizes = [layout.n_heads, layout.key_heads[0], layout.key_heads[0]]
+    sizes = [layout.n_heads, layout.n_key_heads[0], layout.n_key_heads[0]]
     sizes += [] if model.cfg.attn_only else [1]
     hooks = []
 

@@ -13,7 +13,7 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.head_readers import Reader
-from tl_geometry.circuits.writer_edges import SIDES, Composition, composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition, composition
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -93,9 +93,9 @@ def test_weight_only_scores_are_those_of_transformerlens() -> None:
     model = tiny_hooked(attn_only=True, normalization_type=None)
     table = found(model, layers=1)
     first = table.parts.index("L0H0")
-    for side, letter in zip(SIDES, "QKV", strict=True):
+    for side, letter in zip(HEAD_SIDES, "QKV", strict=True):
         theirs: Tensor = model.all_composition_scores(letter)[0, :, 1, :]  # writer, reader
-        mine = table.weights[:, SIDES.index(side), first : first + 4].mT
+        mine = table.weights[:, HEAD_SIDES.index(side), first : first + 4].mT
         assert torch.allclose(mine.float(), theirs, atol=1e-4), side
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.circuits.test_graph_files import METADATA, NODE_FIELDS
 from tests.tiny import tiny, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.circuits.writer_edges import SIDES, Composition, composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition, composition
 
 PROMPTS = tokens(batch=4, length=12, seed=7)
 
@@ -53,7 +53,7 @@ def hidden(file: dict[str, Any]) -> list[str]:
 
 def test_shares_into_every_side_sum_to_one_in_the_file(file: dict[str, Any]) -> None:
     assert not unbalanced(file)
-    assert {n["activation"] for n in file["nodes"] if n["clerp"].endswith((*SIDES,))} >= {1.0}
+    assert {n["activation"] for n in file["nodes"] if n["clerp"].endswith((*HEAD_SIDES,))} >= {1.0}
     without_rest = [x for x in file["links"] if "rest" not in x["source"]]
     assert len(without_rest) == 60
     assert unbalanced(file | {"links": without_rest})

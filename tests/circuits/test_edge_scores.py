@@ -335,7 +335,7 @@ def test_a_metric_of_the_user_and_the_likeliest_tokens() -> None:
 
 def test_the_layout_counts_every_edge_once() -> None:
     layout = EdgeLayout(
-        n_layers=2, n_heads=4, d_model=8, key_heads=(2, 2), mlps=("sequential", "parallel")
+        n_layers=2, n_heads=4, d_model=8, n_key_heads=(2, 2), mlps=("sequential", "parallel")
     )
     names = layout.edge_names()
     assert len(names) == len(set(names)) == 8 * 1 + 5 + 8 * 6 + 6 + 11

@@ -73,7 +73,7 @@ def patched_by_hand(
         for row in range(
             layout.n_heads
             if "q_input" in name
-            else layout.key_heads[0]
+            else layout.n_key_heads[0]
             if "k_input" in name or "v_input" in name
             else 1
         )
@@ -267,7 +267,7 @@ def test_live_paths_patch_what_readers_make_of_the_other_stream(architecture: st
     """Queries, keys and values of the last heads together: their mixed values are those of a run
     without the sender, patched into a clean one."""
     model = model_of(architecture)
-    size = HEADS // layout_of(model).key_heads[1]
+    size = HEADS // layout_of(model).n_key_heads[1]
     group = f"L1H{HEADS - size}-{HEADS - 1}" if size > 1 else f"L1H{HEADS - 1}"
     queries = [f"L1H{head}<q>" for head in range(HEADS - size, HEADS)]
     inputs = {"heads": [*queries, f"{group}<k>", f"{group}<v>"]}

@@ -2,9 +2,9 @@
 draw, and ``networkx`` (``networkx.write_graphml`` writes it as GraphML). The records are those of
 :mod:`tl_geometry.circuits.graph_files`; :class:`tl_geometry.circuits.Composition` calls this.
 
-Shares belong to no position, so the columns of the file are four in place of tokens: the writers,
-and the query, key and value side of the heads that read them. A link is a share. The links into a
-side and its ``rest`` (the reader's own constants, ALiBi, writers that are not shown) sum to one.
+Shares belong to no position. In place of tokens the file has four columns: the writers, and the
+query, key and value side of the heads that read them. A link is a share. The links into a side and
+its ``rest`` (the reader's own constants, ALiBi, writers that are not shown) sum to one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tl_geometry.circuits.graph_files import (
     node_record,
     pairing,
 )
-from tl_geometry.circuits.writer_edges import SIDES, Composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 
-COLUMNS = ("writers", *SIDES)
-"""Columns of the file. Front ends delete what stands in more than two thirds of the columns: with
-one column, everything."""
+COLUMNS = ("writers", *HEAD_SIDES)
+"""Columns of the file. Front ends delete what stands in more than two thirds of the columns; were
+there a single one, they would delete everything."""
 FEATURE = "cross layer transcoder"
 """What the front ends call a node of a block."""
 
@@ -65,7 +65,7 @@ def networkx_graph(composition: Composition, *, share: str, writers: str, n: int
     edges = composition.edges(share=share, writers=writers, n=n)
     names = dict.fromkeys(name for edge in edges for name in edge[:2])
     places = {name: composition.place(name) for name in names}
-    nodes = ((name, {"layer": at[0], "head": at[1]}) for name, at in places.items())
+    nodes = ((name, {"layer": l, "head": h}) for name, (l, h) in places.items())
     return multigraph(nodes, edges, model=composition.provenance.model or "", share=share)
 
 
@@ -103,15 +103,16 @@ def _writer_nodes(
 def _side_nodes(
     composition: Composition, reader: str, side: str, rest: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A side of a head, and what no link into it shows; the numbers of rests are above those of
-    all heads."""
+    """A side of a head, and what no link into it shows. Rests are numbered from the number of parts
+    up: with ``parts="writers"`` above all heads."""
     (layer, head), column = composition.place(reader), COLUMNS.index(side)
     text, where = f"{reader} {side}", str(layer)
-    feature, of_rest = (pairing(layer + 1, x) for x in (head, len(composition.parts) + head))
-    node, name = _node_id(composition, reader, column), f"{layer}_rest-h{head}_{column}"
+    numbers = (head, len(composition.parts) + head)
+    feature, rest_feature = (pairing(layer + 1, number) for number in numbers)
+    node, rest_node = _node_id(composition, reader, column), f"{layer}_rest-h{head}_{column}"
     return (
         node_record(node, feature, where, column, FEATURE, text, 1.0),
-        node_record(name, of_rest, where, column, REST_TYPE, f"rest of {text}", rest),
+        node_record(rest_node, rest_feature, where, column, REST_TYPE, f"rest of {text}", rest),
     )
 
 

@@ -44,11 +44,11 @@ class LayerReaders(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeLayout:
-    """The writers and readers of a model: ``key_heads[l]`` groups of heads of block l share keys
+    """The writers and readers of a model: ``n_key_heads[l]`` groups of heads of block l share keys
     and values, ``mlps[l]`` says what its MLP reads.
 
     >>> layout = EdgeLayout(
-    ...     n_layers=1, n_heads=2, d_model=8, key_heads=(1,), mlps=("sequential",)
+    ...     n_layers=1, n_heads=2, d_model=8, n_key_heads=(1,), mlps=("sequential",)
     ... )
     >>> layout.writers, layout.readers[:4]
     (('embed', 'L0H0', 'L0H1', 'mlp0'), ('L0H0<q>', 'L0H1<q>', 'L0H0-1<k>', 'L0H0-1<v>'))
@@ -59,7 +59,7 @@ class EdgeLayout:
     n_layers: int
     n_heads: int
     d_model: int
-    key_heads: tuple[int, ...]
+    n_key_heads: tuple[int, ...]
     mlps: tuple[str, ...]
 
     @classmethod
@@ -82,7 +82,7 @@ class EdgeLayout:
             n_layers=view.n_layers,
             n_heads=view.n_heads,
             d_model=view.d_model,
-            key_heads=tuple(view.key_heads(layer) for layer in range(view.n_layers)),
+            n_key_heads=tuple(view.key_heads(layer) for layer in range(view.n_layers)),
             mlps=tuple(
                 NO_MLP if mlp is None else PARALLEL if mlp.parallel else SEQUENTIAL for mlp in mlps
             ),
@@ -93,7 +93,7 @@ class EdgeLayout:
         and what its MLP reads."""
         before = 1
         for layer, mlp in enumerate(self.mlps):
-            yield layer, before, self.n_heads // self.key_heads[layer], mlp
+            yield layer, before, self.n_heads // self.n_key_heads[layer], mlp
             before += self.n_heads + (mlp != NO_MLP)
 
     @property
@@ -130,7 +130,7 @@ class EdgeLayout:
         """How many writers each reader sees: the first so many."""
         counts: list[int] = []
         for layer, before, _, mlp in self._layers():
-            counts += [before] * (self.n_heads + 2 * self.key_heads[layer])
+            counts += [before] * (self.n_heads + 2 * self.n_key_heads[layer])
             after = before + (self.n_heads if mlp == SEQUENTIAL else 0)
             counts += [after] if mlp != NO_MLP else []
         return (*counts, len(self.writers))
@@ -140,8 +140,8 @@ class EdgeLayout:
         at = 0
         for layer, _, _, mlp in self._layers():
             keys = at + self.n_heads
-            values = keys + self.key_heads[layer]
-            mlps = values + self.key_heads[layer]
+            values = keys + self.n_key_heads[layer]
+            mlps = values + self.n_key_heads[layer]
             end = mlps + (mlp != NO_MLP)
             yield LayerReaders(
                 slice(at, keys), slice(keys, values), slice(values, mlps), slice(mlps, end)

@@ -44,7 +44,7 @@ Writes = Float[Tensor, "writer batch position d_model"]
 
 
 class SharedStream:
-    """The ordinary stream: everyone reads all that was written. It keeps the ``writes``, and the
+    """The ordinary stream: every reader reads all that was written. It keeps the ``writes`` and the
     ``reads`` of every reader, at which gradients can be taken."""
 
     def __init__(self, first: Float[Tensor, "batch position d_model"]) -> None:
@@ -59,7 +59,7 @@ class SharedStream:
         return reads
 
     def add(self, writes: Writes) -> None:
-        """Add to what everyone reads."""
+        """Add to what every reader reads."""
         self.total = self.total + writes.sum(0)
         self.writes.append(writes)
 
@@ -69,8 +69,8 @@ class SharedStream:
 
 
 class PrunedStream:
-    """A stream of which each reader gets the counterfactual's, plus (running - counterfactual) of
-    the writers that are kept for it."""
+    """Each reader gets the counterfactual stream, plus (running - counterfactual) of the writers
+    that are kept for it."""
 
     def __init__(
         self,
@@ -90,17 +90,21 @@ class PrunedStream:
         return self.total.unsqueeze(2) + einsum(kept, differences, "r w, w b i d -> b i r d")
 
     def add(self, writes: Writes) -> None:
-        """Take the counterfactual's writes in, and how far the running ones are from them."""
-        there = slice(self.written, self.written + len(writes))
-        self.differences[there] = writes - self.counterfactual[there]
-        self.total = self.total + self.counterfactual[there].sum(0)
-        self.written = there.stop
+        """Add the same writers' counterfactual writes, and note how the running ones differ."""
+        writers = slice(self.written, self.written + len(writes))
+        self.differences[writers] = writes - self.counterfactual[writers]
+        self.total = self.total + self.counterfactual[writers].sum(0)
+        self.written = writers.stop
 
 
 class PathStream:
-    """The ordinary stream, except that ``receives [position row]`` says which readers read another
-    one, and where: the stream plus ``change``; or, without one, the stream of the first half of the
-    batch, while all others of the second half read the second."""
+    """The ordinary stream, and another one for the receivers: the readers and positions that
+    ``receives [position row]`` marks.
+
+    With ``change`` receivers read the stream plus ``change``. Without it the batch is two runs of
+    the same prompts, one in each half: receivers of the second half read the stream of the first,
+    and every other reader that of its own half.
+    """
 
     def __init__(
         self,
@@ -114,34 +118,34 @@ class PathStream:
         """What each reader gets."""
         receives = self.receives[:, readers].unsqueeze(-1)
         if self.change is not None:
-            other, own = (x.unsqueeze(2) for x in (self.total + self.change, self.total))
-            return torch.where(receives, other, own)
-        other, own = self.total.unsqueeze(2).chunk(2)
+            other, ordinary = (x.unsqueeze(2) for x in (self.total + self.change, self.total))
+            return torch.where(receives, other, ordinary)
+        other, ordinary = self.total.unsqueeze(2).chunk(2)
         return torch.cat(
-            [other.expand(-1, -1, receives.shape[1], -1), torch.where(receives, other, own)]
+            [other.expand(-1, -1, receives.shape[1], -1), torch.where(receives, other, ordinary)]
         )
 
     def add(self, writes: Writes) -> None:
-        """Add to what everyone reads."""
+        """Add to what every reader reads."""
         self.total = self.total + writes.sum(0)
 
 
 Stream = SharedStream | PrunedStream | PathStream
-"""Says what each reader gets, and takes what is written."""
+"""What hands each reader its input, and takes in what is written."""
 
 
 @dataclass(frozen=True, eq=False)
 class LiveBlock:
-    """One block with everything live. ``view`` gives mask, bias and rotation for the length of the
-    prompts; ``after`` is the norm behind attention."""
+    """One block with everything live. ``layer`` gives mask, bias and rotation for the length of the
+    prompts; ``after`` is the norm behind attention, if there is one."""
 
     spec: AttentionSpec
-    view: LayerView
+    layer: LayerView
     after: NormWeights | None
     mlp: MLPSpec | None
 
     def run(self, stream: Stream, readers: LayerReaders, outputs: OutputEdit | None = None) -> None:
-        """Read, and write, as the block does; ``outputs`` gives other mixed values."""
+        """Read and write as the block does; ``outputs`` maps its mixed values to others."""
         z = self.mixed(stream.read(readers.attention), readers)
         attention = self.written(z if outputs is None else outputs(z))
         # a parallel block reads for its MLP what it reads for its heads
@@ -163,9 +167,9 @@ class LiveBlock:
             for part, which in zip(parts, "qkv", strict=True)
         )
         scores = scores_of(q, k, self.spec.scale)
-        if self.view.bias is not None:
-            scores = scores + self.view.bias
-        return einsum(self.view.pattern_of(scores), v, "b h i j, b j h e -> b i h e")
+        if self.layer.bias is not None:
+            scores = scores + self.layer.bias
+        return einsum(self.layer.pattern_of(scores), v, "b h i j, b j h e -> b i h e")
 
     def written(self, z: Float[Tensor, "batch position head d_head"]) -> Writes:
         """What each head writes, from its mixed values."""
@@ -190,8 +194,9 @@ class LiveBlock:
         x = (x + spec.constant(which)[..., ::size, :]).repeat_interleave(size, 2)
         if which != "v" and spec.qk_norm is not None:
             x = x / spec.qk_norm.scale(x).unsqueeze(-1)
-        turn = None if self.view.turn is None else (self.view.turn.cos, self.view.turn.sin)
-        return spec.head_map(x, which, turn)
+        turn = self.layer.turn
+        tables = None if turn is None else (turn.cos, turn.sin)
+        return spec.head_map(x, which, tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +232,7 @@ class EdgePass:
         blocks = (
             LiveBlock(
                 spec=view._layers.spec_with_weights(l, layer.h),
-                view=layer,
+                layer=layer,
                 after=writing[l].after_attention,
                 mlp=mlp_spec(view, l),
             )
@@ -244,8 +249,8 @@ class EdgePass:
         start: int = 0,
         outputs: Mapping[int, OutputEdit] | None = None,
     ) -> Float[Tensor, "batch position d_vocab"]:
-        """One pass from block ``start``: logits at some positions. ``outputs`` gives other mixed
-        values in some blocks."""
+        """One pass from block ``start``: logits at some positions. ``outputs`` maps the mixed
+        values of some blocks to others."""
         edits = outputs or {}
         for layer, readers in enumerate(self.layout.layer_readers()):
             if layer >= start:
@@ -257,23 +262,23 @@ class EdgePass:
         self, tokens: Tensor, positions: slice
     ) -> tuple[SharedStream, Float[Tensor, "batch position d_vocab"]]:
         """The ordinary pass over ``tokens``, and its logits at some positions, compared with the
-        model's own (:meth:`require_own`)."""
-        first, model_logits = self.own(tokens, positions)
+        model's own (:meth:`require_model_logits`)."""
+        first, model_logits = self.model_run(tokens, positions)
         stream = SharedStream(first)
         logits = self.run(stream, positions)
-        self.require_own(model_logits, stream.total[:, positions], logits)
+        self.require_model_logits(model_logits, stream.total[:, positions], logits)
         return stream, logits
 
-    def own(self, tokens: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
+    def model_run(self, tokens: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
         """The model's own first state ``[batch position d_model]``, which its embedding writes, and
         its logits ``[batch position d_vocab]`` at some positions."""
-        seen: dict[str, Tensor] = {}
+        states: dict[str, Tensor] = {}
         hook = self.view.state_hooks[0]
-        hooks = {hook: keep(seen, hook)}
+        hooks = {hook: keep(states, hook)}
         logits, _ = self.view.in_single(lambda: self.view.logits(tokens, hooks))
-        return seen[hook].to(self.blocks[0].view.h), logits[:, positions]
+        return states[hook].to(self.blocks[0].layer.h), logits[:, positions]
 
-    def require_own(
+    def require_model_logits(
         self,
         model_logits: Float[Tensor, "batch position d_vocab"],
         last: Float[Tensor, "batch position d_model"],

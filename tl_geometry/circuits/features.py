@@ -27,7 +27,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
 from tl_geometry.circuits.head_readers import Reader
-from tl_geometry.circuits.writer_sweep import WEIGHTS, pulled
+from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
 from tl_geometry.corpus.sources import TokenSource, token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
@@ -175,8 +175,8 @@ class _FeatureSums:
         self.features, self.heads, self.drop, self.per_cell = features, heads, drop, per_cell
         count, wide = len(features.decoder), torch.float64
         # last axis: bias, error, b_dec, then the features
-        self.shares = torch.zeros(len(WEIGHTS), len(heads), 2, 3 + count, dtype=wide)
-        self.total = torch.zeros(len(WEIGHTS), len(heads), dtype=wide)
+        self.shares = torch.zeros(len(SHARES), len(heads), 2, 3 + count, dtype=wide)
+        self.total = torch.zeros(len(SHARES), len(heads), dtype=wide)
         self.floor = torch.zeros(len(heads), dtype=wide)
         self.seen = torch.zeros(count, dtype=torch.bool)
         self.pairs = [_PairSums() for _ in heads]
@@ -196,17 +196,19 @@ class _FeatureSums:
         dense = torch.stack([error, scale * self.features.bias.to(h) + shift])
         active = _Active.of(activations, scale)
         self.seen |= (activations != 0).any(0).any(0).cpu()
-        cotangents = pulled(layer, self.drop, self.heads)
+        cotangents = score_cotangents(layer, self.drop, self.heads)
         sides = []
-        for s, (which, weight) in enumerate((("q", cotangents.query), ("k", cotangents.key))):
-            reader = Reader.of(layer, which, weight, self.heads)
+        for s, (which, side_cotangents) in enumerate(
+            (("q", cotangents.query), ("k", cotangents.key))
+        ):
+            reader = Reader.of(layer, which, side_cotangents, self.heads)
             projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
-            both = einsum(projected, reader.pulled, "p b i h e, n b i h e -> n h p")
+            both = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
             self.shares[:, :, s, 0] += reader.constant.cpu()
             self.shares[:, :, s, 1:3] += both.double().cpu()
             directions = self.features.decoder.to(h)[active.ids]
             directions = einsum(directions, reader.matrix, "f d, d h e -> f h e")
-            sides.append(_Side(layer, which, self.heads, directions, reader.pulled))
+            sides.append(_Side(layer, which, self.heads, directions, reader.cotangents))
             by_feature = sides[-1].numerators(active)
             self.shares[:, :, s, 3:].index_add_(-1, active.ids.cpu(), by_feature.cpu())
         self.total += cotangents.total.cpu()
@@ -234,8 +236,8 @@ class _FeatureSums:
         score = score[..., start:, start:]
         centred = row_center(score, allowed)
         p = masked_softmax(soft_cap(score, layer.softcap), allowed)
-        moved = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-        weight = torch.stack([centred, moved])
+        above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
+        weight = torch.stack([centred, above_uniform])  # as SHARES
         length, most = active.place[:, start:].shape[1:]
         blocks = []
         for at in range(0, length, max(1, PRODUCTS // (length * most**2))):
@@ -301,22 +303,23 @@ class _Active(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _Side:
     """Queries or keys of features: the decoder's ``directions`` through centring, gain and the
-    projection of the heads, and what their products are multiplied by (``pulled``)."""
+    projection of the heads, and the ``cotangents`` that they are multiplied by."""
 
     layer: LayerView
     which: str
     heads: list[int]
     directions: Float[Tensor, "feature head d_head"]
-    pulled: Float[Tensor, "weight batch position head d_head"]
+    cotangents: Float[Tensor, "weight batch position head d_head"]
 
     def numerators(self, active: _Active) -> Float[Tensor, "weight head feature"]:
         """Numerators of the shares of each feature."""
-        n, _, _, heads, _ = self.pulled.shape
-        sums = self.pulled.new_zeros(n, heads, len(active.ids), dtype=torch.float64)
+        n, _, _, heads, _ = self.cotangents.shape
+        sums = self.cotangents.new_zeros(n, heads, len(active.ids), dtype=torch.float64)
         for b, place in enumerate(active.place):
-            each = einsum(self.directions[place], self.pulled[:, b], "i f h e, n i h e -> n h i f")
-            each = (each * active.weight[b]).double().flatten(2)
-            sums.index_add_(-1, place.flatten(), each)
+            cotangents = self.cotangents[:, b]
+            products = einsum(self.directions[place], cotangents, "i f h e, n i h e -> n h i f")
+            products = (products * active.weight[b]).double().flatten(2)
+            sums.index_add_(-1, place.flatten(), products)
         return sums
 
     def turned(self, active: _Active, b: int) -> Float[Tensor, "head active position d_head"]:

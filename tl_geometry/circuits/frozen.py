@@ -1,8 +1,8 @@
 """One forward pass as a linear model: what :func:`tl_geometry.trace_logit` follows a logit through.
 
-For one prompt (the batch axis has length 1 everywhere) everything that is not linear is frozen
-where it is: the scales of all norms, the attention patterns, and the MLPs' activations by their
-secant, ``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
+For one prompt (the batch axis has length 1 everywhere) everything that is not linear is frozen as
+it was: the scales of all norms, the attention patterns, and the MLPs' activations by their secant,
+``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
 two linear maps of x, one half through g (a(g) / g and u frozen), one half through u (a(g) frozen).
 Every write to the residual stream, and every difference T of two logits, is then affine in the
 embeddings. The sum is exact; that it is split by the secant and by halves is a convention.
@@ -14,7 +14,7 @@ the exact sum. Norm scales, QK-norm scales and MLP slopes stay frozen in this wa
 
 What a block writes comes from :mod:`tl_geometry.models.writers` (``HeadWrites``), what its MLP
 computes from :mod:`tl_geometry.models.mlp` (``MLPSpec``). A head's **constant write** is what b_V
-and the norm's bias put into its output: the same whichever keys it attends to.
+and the norm's bias put into its output: it is the same whichever keys the head attends to.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
 ROW_CELLS = 2**24
-"""Cells of attention that are held at a time (64 MB in float32): patterns are made again from
+"""Cells of attention that are held at a time (64 MB in float32). Patterns are recomputed from
 queries and keys, a few rows at a time, so that memory grows with the prompt and not its square."""
 SMALL = 1e-6
-"""Below this an activation's argument is replaced by it: there a(x) / x is the derivative at 0."""
+"""Arguments of an activation closer to 0 are replaced by this: a(x) / x is then the derivative at
+0."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -144,20 +145,24 @@ class FrozenBlock:
         return self.turned(self.spec.projected(parts, which), which, positions)
 
     def to_stream(
-        self, weight: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
+        self,
+        cotangents: Float[Tensor, "row head d_head"],
+        which: str,
+        positions: Int[Tensor, " row"],
     ) -> Float[Tensor, "row d_model"]:
         """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
         # autograd of a linear map gives its transpose, at zero as anywhere
         with torch.enable_grad():
-            start = torch.zeros_like(weight, requires_grad=True)
-            weight = torch.autograd.grad(self.turned(start, which, positions), start, weight)[0]
-        return self.back(weight, which)
+            start = torch.zeros_like(cotangents, requires_grad=True)
+            turned = self.turned(start, which, positions)
+            back = torch.autograd.grad(turned, start, cotangents)[0]
+        return self.back(back, which)
 
     def back(
-        self, weight: Float[Tensor, "row head d_head"], which: str
+        self, cotangents: Float[Tensor, "row head d_head"], which: str
     ) -> Float[Tensor, "row d_model"]:
         """The transpose of centring, gain and projection."""
-        stream = einsum(weight, self.spec.matrix(which), "r h e, h d e -> r d")
+        stream = einsum(cotangents, self.spec.matrix(which), "r h e, h d e -> r d")
         return self.spec.norm.centre(stream * self.spec.norm.gain)
 
     def query_blocks(self) -> Iterator[slice]:
@@ -305,10 +310,9 @@ def attention_response(
     slope: Float[Tensor, "batch head query key"],
     head_adjoints: Float[Tensor, "batch query head d_head"],
 ) -> Float[Tensor, "batch head query key"]:
-    """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij) slope_ij``, with ``t_ij`` what one
-    unit of attention to j writes towards T and the ``slope`` that of a soft cap (1 without one).
-    Without a soft cap its sum over keys is zero (with a sink, which writes nothing, counted as a
-    key)."""
+    """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij) slope_ij``. ``t_ij`` is what one
+    unit of attention to j writes towards T, ``slope`` that of a soft cap (1 without one). Without
+    a soft cap the sum over keys is zero (with a sink, which writes nothing, counted as a key)."""
     if layer.v is None:
         raise RuntimeError("a verified layer has values")
     towards = einsum(head_adjoints, layer.v, "b i h e, b j h e -> b h i j")

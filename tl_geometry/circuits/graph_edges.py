@@ -6,12 +6,13 @@ frozen scale of the norm at j:
 
 - value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . (dT/d mixed value of the
   head at i)``; into an MLP: its adjoint at i; into the logit: the readout;
-- query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j``;
-- key edges: ``scale c_ij (key of m_j) . q_i``, with attention's response ``c_ij``. Their sums are
-  of S without ALiBi, which no writer puts there.
+- query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j`` and attention's
+  response ``c_ij`` (:func:`~tl_geometry.circuits.frozen.attention_response`);
+- key edges: ``scale c_ij (key of m_j) . q_i``.
 
-Of the edges of a type into a node the fewest are kept that carry a given share of their absolute
-sum. The others are one number, the node's rest.
+Query edges and key edges each sum to ``sum_j c_ij S_ij``, S without ALiBi, which no writer makes.
+Of each type of edges into a node the fewest are kept that carry a given share of the absolute sum.
+The others are one number, the node's rest.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torch.nn.functional import one_hot
 from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
 
 AFTER_ATTENTION, AFTER_MLP = 1, 2
-"""When a write enters the stream, in steps of three for each block: a block reads at 3 l, attention
-has written at 3 l + 1, the MLP at 3 l + 2."""
+"""When a write enters the stream, in steps of three for each block: block l reads at 3 l, its
+attention has written at 3 l + 1, its MLP at 3 l + 2."""
 VALUE, QUERY, KEY = 0, 1, 2
 """Places of the edge types in :data:`tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
 LOGIT_NODE, CONSTANTS_NODE = 0, 1
@@ -40,8 +41,8 @@ EDGE_CELLS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class Nodes:
-    """The nodes of a graph: what they are, what they wrote (``writes``), when their write
-    ``enters`` the stream, and when they ``read`` it (-1: never)."""
+    """The nodes of a graph: what they are, what they wrote (``writes``), when their write enters
+    the stream (``enters``), and when they read it (``reads``; -1: never)."""
 
     names: tuple[str, ...]
     layers: Int[Tensor, " node"]
@@ -60,7 +61,7 @@ class Nodes:
         return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
 
     def read_by(self, target: int) -> Int[Tensor, " node"]:
-        """Writes that were in the stream when a node read it."""
+        """Nodes whose writes were in the stream when a node read it (the constants apart)."""
         return ((self.enters <= self.reads[target]) & (self.positions >= 0)).nonzero()[:, 0]
 
 
@@ -88,7 +89,7 @@ def fewest_carrying(
     size = sizes.abs()
     ordered, order = size.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    # 1e-6: a share that is reached but for rounding is reached; nothing that is zero is kept
+    # 1e-6: a share reached but for rounding counts as reached; zeros are never kept
     short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
     return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
 
@@ -128,11 +129,14 @@ class EdgeFinder:
                 if not parallel:
                     self._into_mlp(layer)
                 self.constant_stream = self.constant_stream + block.mlp.constant[0]
+        # the logit reads by its readout, like an MLP by its adjoint
         logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
         self.totals[logit, VALUE] = value
         fixed = torch.tensor([constant], dtype=torch.float64)
-        self._by_vectors(VALUE, logit, vectors, self._here(logit), fixed.to(vectors.device))
-        sources, targets, types, weights = (torch.cat(of) for of in zip(*self.kept, strict=True))
+        factor = self._own_position(logit)
+        self._by_vectors(VALUE, logit, vectors, factor, fixed.to(vectors.device))
+        columns = zip(*self.kept, strict=True)
+        sources, targets, types, weights = (torch.cat(column) for column in columns)
         return Edges(sources, targets, types, weights, self.totals, self.rest, self.attention)
 
     def _add(
@@ -143,12 +147,13 @@ class EdgeFinder:
         sources: Int[Tensor, " node"],
         constants: Float[Tensor, " row"],
     ) -> None:
-        """Prune the edges of one type into some targets; what comes from the constants stays."""
+        """Prune the edges of one type into some targets; those from the constants always stay."""
         carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).double().sum(1) + constants
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
-        rows, columns = (at.cpu() for at in carrying.nonzero().T)
+        rows, columns = (index.cpu() for index in carrying.nonzero().T)
         biased = (constants != 0).nonzero()[:, 0].cpu()
+        # an edge from the constants is kept whatever its size, where there is one
         targets = torch.cat([targets[rows], targets[biased]])
         self.kept.append(
             (
@@ -159,7 +164,7 @@ class EdgeFinder:
             )
         )
 
-    def _here(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
+    def _own_position(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
         """One at each node's own position, else zero."""
         length = self.frozen.last.shape[1]
         return one_hot(self.nodes.positions[rows], length).to(self.nodes.writes)
@@ -172,9 +177,10 @@ class EdgeFinder:
         factor: Float[Tensor, "row position"],
         constants: Float[Tensor, " row"] | None = None,
     ) -> None:
-        """Edges ``factor[position of the write] * vector . write``, and besides the constants that
-        are in the stream those given. The factor is what each position counts by: the attention
-        paid to it for values, otherwise 1 at the target's own position and 0 elsewhere."""
+        """Edges ``factor[position of the write] * vector . write``. The edge from the constants is
+        that of the constants in the stream, plus ``constants``. The factor is what each position
+        counts by: the attention paid to it for values into heads, otherwise 1 at the target's own
+        position and 0 elsewhere."""
         sources = self.nodes.read_by(int(targets[0]))  # all targets read at the same time
         fixed = dot(factor, vectors @ self.constant_stream.mT)
         fixed = fixed if constants is None else fixed + constants
@@ -190,29 +196,29 @@ class EdgeFinder:
         if len(rows):
             at, after = self.nodes.positions[rows], self.adjoints.stream[layer + 1]
             self.totals[rows, VALUE] = dot(mlp.written[0, at], after[0, at]).cpu()
-            self._by_vectors(VALUE, rows, vectors[0, at], self._here(rows))
+            self._by_vectors(VALUE, rows, vectors[0, at], self._own_position(rows))
 
     def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
         """Value, query and key edges into heads of one block."""
         layer_view, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
-        pick = (0, heads, torch.arange(len(rows)))
+        pick = (0, heads, torch.arange(len(rows)))  # of all heads at these queries, each its own
         patterns, slope = block.pattern(at)
-        of_value, of_response = (a.heads[layer] for a in (self.adjoints, self.responsive))
-        response = attention_response(layer_view, patterns, slope, of_response[:, at])[pick]
+        value_adjoints, all_adjoints = (a.heads[layer] for a in (self.adjoints, self.responsive))
+        response = attention_response(layer_view, patterns, slope, all_adjoints[:, at])[pick]
         response, pattern = response * layer_view.scale, patterns[pick]
         self.attention[rows] = pattern.float().cpu()
-        adjoint, query = of_value[0, at, heads], layer_view.q[0, at, heads]
+        adjoint, query = value_adjoints[0, at, heads], layer_view.q[0, at, heads]
         gradient = einsum(response, layer_view.k[0][:, heads], "r j, j r e -> r e")
         mixed = block.heads.z[0, at, heads]
         for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
             self.totals[rows, edge_type] = dot(*factors).cpu()
         self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
-        vectors = block.back(self._only(block, heads, adjoint), "v")
+        vectors = block.back(self._at_head(block, heads, adjoint), "v")
         self._by_vectors(VALUE, rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
-        vectors = block.to_stream(self._only(block, heads, gradient), "q", at)
+        vectors = block.to_stream(self._at_head(block, heads, gradient), "q", at)
         constants = dot(gradient, layer_view.q_constant[0, at, heads])
-        self._by_vectors(QUERY, rows, vectors, self._here(rows), constants)
-        self._by_keys(block, rows, self._only(block, heads, query).flatten(1), response)
+        self._by_vectors(QUERY, rows, vectors, self._own_position(rows), constants)
+        self._by_keys(block, rows, self._at_head(block, heads, query).flatten(1), response)
 
     def _by_keys(
         self,
@@ -221,8 +227,8 @@ class EdgeFinder:
         queries: Float[Tensor, "row column"],
         response: Float[Tensor, "row position"],
     ) -> None:
-        """Key edges. The rotation of a key depends on the position of the source, so a query is no
-        single direction of the stream. Each write is made a key instead."""
+        """Key edges. The rotation of a key depends on the position of the source, so that no single
+        direction of the stream stands for a query. Each write is made a key instead."""
         sources, everywhere = self.nodes.read_by(int(rows[0])), torch.arange(response.shape[1])
         at = self.nodes.positions[sources]
         keys = block.read(self.nodes.writes[sources], "k", at).flatten(1)
@@ -231,13 +237,13 @@ class EdgeFinder:
         self._add(KEY, rows, queries @ keys.mT * response[:, at], sources, constants)
 
     @staticmethod
-    def _only(
+    def _at_head(
         block: FrozenBlock, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
     ) -> Float[Tensor, "row head d_head"]:
         """A vector of each target on the axis of all heads, zero but for its own head."""
-        placed = x.new_zeros(len(x), *block.layer.q.shape[2:])
-        placed[torch.arange(len(x)), heads] = x
-        return placed
+        padded = x.new_zeros(len(x), *block.layer.q.shape[2:])
+        padded[torch.arange(len(x)), heads] = x
+        return padded
 
 
 def dot(a: Float[Tensor, "*row column"], b: Float[Tensor, "*row column"]) -> Float[Tensor, "*row"]:

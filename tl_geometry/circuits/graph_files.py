@@ -2,11 +2,11 @@
 pages draw, and ``networkx``. The records of these formats are made here for composition too
 (:mod:`tl_geometry.circuits.composition_files`).
 
-In Neuronpedia's JSON every node has an integer ``feature``; two nodes with the same feature in one
-layer and position hide each other, so each head, MLP and rest gets a number of its own by Cantor's
-pairing of layer and place. Value edges are links; who made a head attend is in its
-``qk_tracing_results``. What pruning left out of a node is a node of its own (``rest``), so that the
-links into every node sum to its value in the file too.
+In Neuronpedia's JSON every node has an integer ``feature``. Pages silently delete nodes that share
+one at the same layer and position, so each head, MLP and rest gets a number of its own: Cantor's
+pairing of its layer and its place there. Value edges are links; the writers that made a head attend
+are in its ``qk_tracing_results``. What pruning left out of a node is a node of its own (``rest``),
+so that the links into every node sum to its value in the file too.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def file_record(
     pinned: list[str],
 ) -> dict[str, Any]:
     """A graph as Neuronpedia's JSON."""
-    opened = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    page_state = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
     return {
         "metadata": about,
-        "qParams": {"pinnedIds": pinned, **opened},
+        "qParams": {"pinnedIds": pinned, **page_state},
         "nodes": nodes,
         "links": links,
     }
@@ -120,7 +120,7 @@ def metadata(
     settings: dict[str, Any],
     pruning: dict[str, Any],
 ) -> dict[str, Any]:
-    """What a graph is of; one entry of ``graph-metadata.json``. ``tokens`` head the columns."""
+    """What a graph is of: one entry of ``graph-metadata.json``. ``tokens`` name the columns."""
     return {
         "slug": slug(prompt),
         "scan": slug(model or "model"),
@@ -213,14 +213,12 @@ def _last_layer(graph: LogitGraph) -> int:
 
 def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
     """The number of a node, or of its rest, that no other node has."""
-    layer, head, heads = (
-        int(graph.layers[node]),
-        int(graph.heads_of[node]),
-        graph.head_values.shape[1],
-    )
+    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
+    n_heads = graph.head_values.shape[1]
     if layer < 0:
         return pairing(_last_layer(graph) + 1, node)
-    return pairing(layer, (head if head >= 0 else heads) + (heads + 1) * rest)
+    # the heads, the MLP, then their rests in the same order
+    return pairing(layer, (head if head >= 0 else n_heads) + (n_heads + 1) * rest)
 
 
 def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dict[str, Any]:
@@ -228,16 +226,16 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
     layer, head = int(graph.layers[node]), int(graph.heads_of[node])
     logit = node == 0
     node_type = "logit" if logit else "embedding" if layer < 0 else "cross layer transcoder"
-    shown = graph.label(node)
+    text = graph.label(node)
     if logit:  # the front end reads the probability out of this text
-        shown = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
+        text = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
     record = node_record(
         ids[node],
         graph.target[0] if logit else _feature(graph, node),
         str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
         position,
         node_type,
-        shown,
+        text,
         float(graph.values[node]),
         influence,
         moved=float(graph.moved[node]),
@@ -261,11 +259,11 @@ def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) 
 def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
     """What was left out of a node, drawn as the front ends draw errors of a replacement."""
     layer = int(graph.layers[node])
-    at = _last_layer(graph) - 1 if layer < 0 else layer
+    row = _last_layer(graph) - 1 if layer < 0 else layer
     position = max(0, int(graph.positions[node]))
-    name = f"{at}_rest-{graph.names[node]}_{position}"
+    name = f"{row}_rest-{graph.names[node]}_{position}"
     feature, text = _feature(graph, node, rest=True), f"rest of {graph.label(node)}"
-    return node_record(name, feature, str(at), position, REST_TYPE, text, rest)
+    return node_record(name, feature, str(row), position, REST_TYPE, text, rest)
 
 
 def networkx_graph(graph: LogitGraph) -> Any:

@@ -1,15 +1,16 @@
 """How much of what each writer wrote do heads read? Sums of products of writes and cotangents; the
 sweep over writers and composition ask for them.
 
-A side of a head (query, key or value) is linear in the stream, ``x = M h``. With G the cotangent of
-x (:func:`tl_geometry.circuits.writer_sweep.pulled`) the numerator of writer a is
+With scales frozen a side of a head (query, key or value) is linear in the stream, ``x = M h``. With
+G the cotangent of x (:func:`tl_geometry.circuits.writer_sweep.score_cotangents`) the numerator of
+writer a's share is
 
     sum_i w_a[i] . (M G[i]).
 
 For few tokens every write is formed as a vector of the stream, once for all readers, and compared
-with all ``M G[i]`` in one product. For many tokens embeddings and MLPs are compared so; a head
-writes ``z W_O``, and ``sum_i z[i] G[i]^T`` is one small matrix for each pair of heads, its product
-with the composite ``W_O^writer M^reader`` (Elhage et al. 2021) the numerator.
+with all ``M G[i]`` in one product. For many tokens only embeddings and MLPs are compared this way.
+A head writes ``z W_O``: ``sum_i z[i] G[i]^T`` is one small matrix for each pair of heads, and its
+product with the composite ``W_O^writer M^reader`` (Elhage et al. 2021) is the numerator.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.writers import CONSTANTS, Written
 
 WORKING_SET = 2**27
-"""Bytes of one step over vectors of the stream."""
+"""Bytes that vectors of the stream may take in one step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """One side of some heads of a layer as a linear function of the stream: ``matrix`` is centring,
-    gain and projection, ``pulled`` what their products are multiplied by (turned back through
-    rotation, QK-norm and frozen scale), ``constant`` numerators of the layer's own constants;
-    ``positions`` are those that it reads (``None``: all)."""
+    """One side of some heads of a layer as a linear function of the stream.
+
+    ``matrix`` is centring, gain and projection. ``cotangents`` are those of the projections, taken
+    back through rotation, QK-norm and frozen scale. ``constant`` holds the numerators of the
+    layer's own constants. ``positions`` are those that the side reads (``None``: all).
+    """
 
     matrix: Float[Tensor, "d_model head d_head"]
-    pulled: Float[Tensor, "weight batch position head d_head"]
+    cotangents: Float[Tensor, "weight batch position head d_head"]
     constant: Float[Tensor, "weight head"]
     positions: tuple[int, ...] | None = None
 
@@ -46,21 +49,22 @@ class Reader:
         cls,
         layer: LayerView,
         which: str,
-        weight: Float[Tensor, "weight batch position head d_head"],
+        cotangents: Float[Tensor, "weight batch position head d_head"],
         heads: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
     ) -> Reader:
-        """The ``"q"``, ``"k"`` or ``"v"`` side; ``weight`` is for the chosen heads and
-        positions."""
-        length, count = layer.q.shape[1:3]
-        pick = list(range(count) if heads is None else heads)
+        """The ``"q"``, ``"k"`` or ``"v"`` side; ``cotangents`` are those of the side as it enters
+        scores or output, at the chosen heads and positions."""
+        length, n_heads = layer.q.shape[1:3]
+        pick = list(range(n_heads) if heads is None else heads)
         at = list(range(length) if positions is None else positions)
-        frozen, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
-        constants = einsum(weight, constant[:, at][:, :, pick], "n b i h e, b i h e -> n h")
-        everywhere = weight.new_zeros(*weight.shape[:2], length, count, weight.shape[-1])
-        here = torch.tensor(at)[:, None], torch.tensor(pick)
-        everywhere[:, :, *here] = weight
-        back = _adjoint(layer, which, everywhere)[:, :, *here] * frozen[:, *here].unsqueeze(-1)
+        scale, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
+        constants = einsum(cotangents, constant[:, at][:, :, pick], "n b i h e, b i h e -> n h")
+        # the layer rotates all its heads and positions: zeros stand where none are chosen
+        padded = cotangents.new_zeros(*cotangents.shape[:2], length, n_heads, cotangents.shape[-1])
+        chosen = torch.tensor(at)[:, None], torch.tensor(pick)
+        padded[:, :, *chosen] = cotangents
+        back = _adjoint(layer, which, padded)[:, :, *chosen] * scale[:, *chosen].unsqueeze(-1)
         eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
         matrix = layer.projected(eye, which)[:, pick]
         return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
@@ -72,73 +76,78 @@ class Reader:
         shift: int,
         turns: Sequence[Float[Tensor, "d_model d_model"] | None],
     ) -> Float[Tensor, "sample weight head part"]:
-        """The numerators by pairs of heads, for each of ``turns``; ``shift`` takes what was written
-        in another context of the batch."""
-        matrix = self.turned(turns)
+        """The numerators by pairs of heads, for each of ``turns``. Each context reads what was
+        written ``shift`` contexts before it in the batch."""
+        matrices = self.turned(turns)
         by_turn = self._vectors(written, shift, turns)
-        flat = rearrange(self.pulled, "n b i h e -> (b i) (n h e)")
-        size = self.pulled.shape[0], *self.matrix.shape[1:]
+        flat = rearrange(self.cotangents, "n b i h e -> (b i) (n h e)")
+        size = self.cotangents.shape[0], *self.matrix.shape[1:]
         for heads in written.heads:
             z = self._read((heads.z * heads.scale[..., None, None]), shift)
-            small = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
-            small = small.view(*heads.W.shape[:2], *size)
-            for each_turn, turned_matrix in zip(by_turn, matrix, strict=True):
-                pair = einsum(heads.W, turned_matrix, "w f d, d h e -> w f h e")
-                each = einsum(small, pair, "w f n h e, w f h e -> n h w")
+            products = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
+            products = products.view(*heads.W.shape[:2], *size)
+            for by_name, matrix in zip(by_turn, matrices, strict=True):
+                composite = einsum(heads.W, matrix, "w f d, d h e -> w f h e")
+                by_head = einsum(products, composite, "w f n h e, w f h e -> n h w")
                 if grain == "writers":
-                    each_turn |= {f"L{heads.layer}H{h}": x for h, x in enumerate(each.unbind(-1))}
+                    by_name |= {f"L{heads.layer}H{h}": x for h, x in enumerate(by_head.unbind(-1))}
                 else:
-                    each_turn[f"attn{heads.layer}"] = each.sum(-1)
+                    by_name[f"attn{heads.layer}"] = by_head.sum(-1)
         names = [w.name for w in written.names(grain)]
-        return torch.stack([torch.stack([of[n].double() for n in names], -1) for of in by_turn])
+        return torch.stack(
+            [torch.stack([by_name[name].double() for name in names], -1) for by_name in by_turn]
+        )
 
     def _read(self, x: Float[Tensor, "batch position ..."], shift: int) -> Tensor:
-        """What was written at the positions that are read, in the context ``shift`` before."""
+        """What was written at the positions that are read, ``shift`` contexts before."""
         at = slice(None) if self.positions is None else list(self.positions)
         return x.roll(shift, 0)[:, at]
 
     def turned(
         self, turns: Sequence[Float[Tensor, "d_model d_model"] | None]
     ) -> Float[Tensor, "sample d_model head d_head"]:
-        """The matrix behind orthogonal maps of the stream."""
+        """The matrix after each orthogonal map of the stream (``None``: none)."""
         flat = self.matrix.flatten(1)
         return torch.stack([flat if t is None else t @ flat for t in turns]).view(
             -1, *self.matrix.shape
         )
 
     def few_tokens(self, turns: int) -> bool:
-        """Whether writes as vectors, token by token, take fewer products than all pairs of
+        """Whether writes as vectors, token by token, take fewer multiplications than pairs of
         heads."""
-        n, batch, length, heads, width = self.pulled.shape
+        n, batch, length, heads, width = self.cotangents.shape
         d_model, tokens = len(self.matrix), batch * length
         by_token = tokens * d_model * (width + turns * n * heads)
         by_pair = width * heads * width * (turns * d_model + n * tokens)
         return by_token < by_pair
 
     def among(self, start: int, stop: int) -> tuple[list[int], slice | list[int]]:
-        """Of the positions ``start`` to ``stop`` those that are read: their rows in ``pulled``, and
-        their places among all of ``start`` to ``stop``."""
+        """Which of the positions ``start`` to ``stop`` are read: their rows in ``cotangents``, and
+        their places counted from ``start``."""
         if self.positions is None:
             return list(range(start, stop)), slice(None)
-        rows = [row for row, at in enumerate(self.positions) if start <= at < stop]
+        rows = [row for row, position in enumerate(self.positions) if start <= position < stop]
         return rows, [self.positions[row] - start for row in rows]
 
     def _vectors(
         self, written: Written, shift: int, turns: Sequence[Tensor | None]
     ) -> list[dict[str, Float[Tensor, "weight head"]]]:
-        """Numerators of what is held as vectors of the stream, for each turn."""
+        """Numerators of embeddings, MLPs and constants, which are vectors of the stream, for each
+        turn."""
         held = {**written.dense, CONSTANTS: written.constants}
-        n, batch, length, heads, _ = self.pulled.shape
-        out = self.pulled.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
-        each = length * len(self.matrix) * (n * heads + 2 * len(held)) * out.element_size() // 2
-        for rows in torch.arange(batch).split(max(1, WORKING_SET // each)):
+        n, batch, length, heads, _ = self.cotangents.shape
+        out = self.cotangents.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
+        # half of float64: vectors counted as float32
+        width = len(self.matrix) * out.element_size() // 2
+        per_context = length * width * (n * heads + 2 * len(held))
+        for rows in torch.arange(batch).split(max(1, WORKING_SET // per_context)):
             values = torch.stack([self._read(x, shift)[rows] for x in held.values()])
-            back = einsum(self.pulled[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
+            back = einsum(self.cotangents[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
             back = back.flatten(2).flatten(0, 1).mT
             for turn, total in zip(turns, out, strict=True):
                 turned = values if turn is None else values @ turn
                 total += (turned.flatten(1) @ back).double()
-        return [dict(zip(held, of.view(-1, n, heads), strict=True)) for of in out]
+        return [dict(zip(held, total.view(-1, n, heads), strict=True)) for total in out]
 
 
 def numerators(
@@ -149,17 +158,17 @@ def numerators(
     turns: Sequence[Float[Tensor, "d_model d_model"]] = (),
     others: bool = False,
 ) -> list[Float[Tensor, "sample weight head part"]]:
-    """``sum_i w_a[i] . (matrix pulled[i])`` of each reader and writer. Samples are what was
+    """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer. The samples are what was
     written, the same turned by each of ``turns`` (orthogonal maps), and, if ``others``, what was
-    written in the context before of the batch."""
-    together = [reader for reader in readers if reader.few_tokens(1 + len(turns))]
-    found = dict(zip(together, _by_token(together, written, grain, turns, others), strict=True))
+    written in the context before it in the batch."""
+    by_token = [reader for reader in readers if reader.few_tokens(1 + len(turns))]
+    sums = dict(zip(by_token, _by_token(by_token, written, grain, turns, others), strict=True))
     for reader in readers:
-        if reader not in found:
+        if reader not in sums:
             samples = [reader.by_pair(written, grain, 0, (None, *turns))]
             samples += [reader.by_pair(written, grain, 1, (None,))] if others else []
-            found[reader] = torch.cat(samples)
-    return [found[reader] for reader in readers]
+            sums[reader] = torch.cat(samples)
+    return [sums[reader] for reader in readers]
 
 
 def _by_token(
@@ -175,7 +184,7 @@ def _by_token(
         rearrange(reader.turned((None, *turns)), "t d h e -> t h e d") for reader in readers
     ]
     samples, parts = 1 + len(turns) + others, len(written.names(grain))
-    sizes = [(parts, samples, r.matrix.shape[1], len(r.pulled)) for r in readers]
+    sizes = [(parts, samples, r.matrix.shape[1], len(r.cotangents)) for r in readers]
     totals = [
         torch.zeros(size, dtype=torch.float64, device=written.constants.device) for size in sizes
     ]
@@ -185,26 +194,26 @@ def _by_token(
         stop = min(start + step, length)
         writes = written.at(slice(start, stop)).stacked(grain)
         for reader, matrix, total in zip(readers, matrices, totals, strict=True):
-            rows, here = reader.among(start, stop)
+            rows, places = reader.among(start, stop)
             if not rows:
                 continue
-            pulled = rearrange(reader.pulled[:, :, rows], "n b i h e -> h (n b i) e")
-            back = pulled.new_empty(
-                samples, len(pulled), len(reader.pulled), batch, len(rows) * d_model
+            cotangents = rearrange(reader.cotangents[:, :, rows], "n b i h e -> h (n b i) e")
+            back = cotangents.new_empty(
+                samples, len(cotangents), len(reader.cotangents), batch, len(rows) * d_model
             )
             turned = len(matrix)
-            torch.matmul(pulled, matrix, out=back[:turned].view(turned, *pulled.shape[:2], d_model))
-            if others:  # the cotangents of the context behind meet what was written in this one
+            shape = turned, *cotangents.shape[:2], d_model
+            torch.matmul(cotangents, matrix, out=back[:turned].view(shape))
+            if others:  # the next context's cotangents meet what was written in this one
                 back[-1] = back[0].roll(-1, 2)
-            products = writes[:, :, here].flatten(1) @ back.flatten(3).flatten(0, 2).mT
+            products = writes[:, :, places].flatten(1) @ back.flatten(3).flatten(0, 2).mT
             total += products.view(total.shape).double()
     return [rearrange(total, "part t h n -> t n h part") for total in totals]
 
 
-def _adjoint(layer: LayerView, which: str, weight: Tensor) -> Tensor:
-    """The transpose of QK-norm's linear part and the rotation, which leave heads and positions
-    apart."""
+def _adjoint(layer: LayerView, which: str, cotangents: Tensor) -> Tensor:
+    """The transpose of QK-norm's linear part and the rotation; neither mixes heads or positions."""
     # autograd of a linear map gives its transpose, at zero as anywhere
     with torch.enable_grad():
-        start = torch.zeros_like(weight, requires_grad=True)
-        return torch.autograd.grad(layer.turned(start, which), start, weight)[0]
+        start = torch.zeros_like(cotangents, requires_grad=True)
+        return torch.autograd.grad(layer.turned(start, which), start, cotangents)[0]

@@ -1,12 +1,13 @@
-"""``trace_logit``: one logit followed back to the tokens, with the reason for attention inside.
+"""``trace_logit``: one logit followed back to the tokens, and why heads attended as they did.
 
 1. One forward pass is frozen (:mod:`tl_geometry.circuits.frozen`). T, a logit or a difference of
    two, is read out of the last state through the final norm at its frozen scale.
 2. One walk back gives dT/d(write) of every write; a node's **value** is ``write . adjoint``. With
    the MLPs followed, embeddings and constants sum to T.
-3. A second walk also follows queries and keys into the softmax; what it adds to a node's number is
-   what the node does by the attention that it **moves**. Over all edges before pruning, it is the
-   sum of the node's query and key edges, plus its value edges counted with what each target moves.
+3. A second walk also follows queries and keys into the softmax. What it adds to a node's number is
+   what the node does by the attention that it **moves**. Over all edges before pruning, that is the
+   sum of the node's query and key edges, plus its value edges with each target counted by what it
+   moves.
 4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
    Between kept nodes every edge is formed: the source's write, times what the target reads in it.
 
@@ -94,7 +95,7 @@ def trace_logit(
     keep: float = 0.8,
     prepend_bos: bool | None = None,
 ) -> LogitGraph:
-    """One logit of one prompt as a graph back to the tokens, with the reason for attention inside.
+    """One logit of one prompt as a graph back to the tokens, and why heads attended as they did.
 
     T is the logit of ``target`` at ``position``, less that of ``against``, or with
     ``log_probability`` less the mean logit under the model's own probabilities (the linear part of
@@ -110,7 +111,7 @@ def trace_logit(
         mlp: ``"frozen"`` follows MLPs back by their secant, ``"leaf"`` takes what they wrote as
             inputs (the only way for a mixture of experts).
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
-            in place of the embeddings: how much of T came from position, how much from content.
+            in place of the embeddings: how much of T came from position and how much from content.
         keep: share of all absolute values (and of all that is moved) that the nodes of the graph
             carry, and the edges into each node. The rest is kept as one number for each node.
 
@@ -140,11 +141,11 @@ def trace_logit(
     readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
     start = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
-    entry = torch.zeros_like(frozen.last)
-    entry[0, at] = readout.direction.to(entry)
-    adjoints = frozen.adjoints(entry)
-    # these also follow queries and keys into the softmax: every c_ij below is made with them
-    responsive = frozen.adjoints(entry, follow_patterns=True)
+    directions = torch.zeros_like(frozen.last)
+    directions[0, at] = readout.direction.to(directions)
+    adjoints = frozen.adjoints(directions)
+    # these also follow queries and keys into the softmax: the response c_ij is made with them
+    responsive = frozen.adjoints(directions, follow_patterns=True)
     values = _component_values(frozen, leaves, start, adjoints, readout.constant)
     moved = _component_values(frozen, leaves, start, responsive, readout.constant).minus(values)
     T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
@@ -189,12 +190,12 @@ def logit_readout(
 ) -> Readout:
     """T as a direction of the last state and a constant, at the frozen scale of the final norm."""
     head = trained_head(view, instead="composition(model, prompts), which needs no logits")
-    given = [target] if against is None else [target, against]
-    ids = target_ids(view, given)
+    tokens = [target] if against is None else [target, against]
+    ids = target_ids(view, tokens)
     differ, got = len(set(ids)) == len(ids), f"{view.decode(ids[:1])[0]!r} twice"
     require(differ, "target, against", expected="two different tokens", got=got)
-    one, what = len(ids) == 1 or not log_probability, "against, log_probability"
-    require(one, what, expected="one of them", got="both")
+    one_of_them, what = len(ids) == 1 or not log_probability, "against, log_probability"
+    require(one_of_them, what, expected="one of them", got="both")
     last = frozen.last[0, position]
     scale = head.norm.scale(last)
     probabilities = head.logits(last).softmax(-1)
@@ -251,6 +252,7 @@ def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str
     on the way."""
     total = float(values.leaves.sum()) + values.constant
     total += float(values.mlps.sum()) if mlp == "leaf" else 0.0
+    # leaves, heads and MLPs: all but the constant
     size = sum(float(x.abs().sum()) for x in values[:3]) + abs(values.constant)
     bound = reconstruction_bound(frozen.roundoff, size)
     if not abs(total - T) <= bound:  # NaN is refused too
@@ -310,8 +312,8 @@ def _tables(
 ) -> dict[str, Any]:
     """Nodes and edges as fields of the graph."""
     node_values, node_moved = (
-        torch.cat([torch.tensor([first, of.constant], dtype=torch.float64), of.flat()[chosen]])
-        for first, of in ((T, values), (0.0, moved))
+        torch.cat([torch.tensor([logit, x.constant], dtype=torch.float64), x.flat()[chosen]])
+        for logit, x in ((T, values), (0.0, moved))
     )
     return {
         "names": nodes.names,

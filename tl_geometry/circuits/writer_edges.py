@@ -7,10 +7,10 @@ side the output of a head (without its constant write) is linear in the writers,
 
 Nulls, each as a share beside the writer's own:
 
-- *other*: what the writer wrote in another context at the same position. A writer of position is
-  its own null, which the cosine between the two shows.
-- *random*: the writer turned by a random orthogonal map, the same at all tokens, which keeps norms
-  and angles of what it wrote and forgets the direction: the spread over draws.
+- *other*: what the writer wrote in another context at the same position. What depends on position
+  alone is the same in both contexts, and so its own null: the cosine between the two shows it.
+- *random*: the writer turned by a random orthogonal map, the same at all tokens. The map keeps
+  norms and angles of what it wrote and forgets the direction; the null is the spread over draws.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.head_readers import Reader, numerators
-from tl_geometry.circuits.writer_sweep import WEIGHTS, pulled, stream_writers
+from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents, stream_writers
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
@@ -41,8 +41,8 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, writer_names
 from tl_geometry.scores.families import BIAS
 
-SIDES = ("query", "key", "value")
-"""What a head does with what it reads."""
+HEAD_SIDES = ("query", "key", "value")
+"""Sides of a head that read writers."""
 WRITERS = ("all", "heads")
 """Which writers edges start from."""
 
@@ -51,16 +51,16 @@ WRITERS = ("all", "heads")
 class Composition(Result):
     """Edges from writers to heads: one row for each reader, side and writer.
 
-    ``cs`` and ``gs`` are covariance and gain share of the writer in the head's scores (query, key),
-    ``cs`` on the value side its share in the head's output. They sum to one over the parts of a
-    side; ``"bias"`` is the reader's own constants. ``other_cs``, ``other_gs`` are the shares of the
-    writer's output of another context at the same position, ``cosine`` the cosine of the two over
-    all kept positions; ``random_cs``, ``random_gs`` the root mean square share of the randomly
-    turned writer. ``weights`` is the composition score of the weights alone for pairs of heads,
-    ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and alike (Elhage et al. 2021; canonical weights, norms and
-    rotation left out). NaN where there is no such number. ``wrote`` and ``writer_heads`` are block
-    and head of each part, -1 for none. ``queries`` are the positions that were chosen as queries,
-    none where all are.
+    On the query and key side ``cs`` and ``gs`` are covariance and gain share of the writer in the
+    head's scores; on the value side ``cs`` is its share in the head's output. They sum to one over
+    the parts of a side; ``"bias"`` is the reader's own constants. ``other_cs`` and ``other_gs`` are
+    the shares of what the writer wrote in another context at the same position, ``cosine`` is the
+    cosine of the two over all kept positions. ``random_cs`` and ``random_gs`` are the root mean
+    square share of the randomly turned writer. ``weights`` is the composition score of the weights
+    alone for pairs of heads, ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and the like (Elhage et al. 2021;
+    canonical weights, norms and rotation left out). NaN where there is no such number. ``wrote``
+    and ``writer_heads`` are block and head of each part, -1 for none. ``queries`` are the positions
+    chosen as queries; it is empty where all count.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -97,7 +97,7 @@ class Composition(Result):
         """Readers in order, the strongest writers first; only writers that the head reads."""
         table: list[Sequence[object]] = []
         for h, (layer, head) in enumerate(self.heads):
-            for s, side in enumerate(SIDES):
+            for s, side in enumerate(HEAD_SIDES):
                 order = self.cs[h, s].abs().nan_to_num().argsort(descending=True, stable=True)
                 for p in order.tolist():
                     if self.wrote[p] >= layer:
@@ -114,10 +114,10 @@ class Composition(Result):
         """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
         ``writers="heads"`` leaves embeddings, MLPs and constants out."""
         heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
-        values = getattr(self, checks.choice(share, WEIGHTS, "share"))
-        sides = SIDES if side is None else (checks.choice(side, SIDES, "side"),)
+        values = getattr(self, checks.choice(share, SHARES, "share"))
+        sides = HEAD_SIDES if side is None else (checks.choice(side, HEAD_SIDES, "side"),)
         strongest = [
-            (self.parts[p], f"L{layer}H{head}", s, float(values[h, SIDES.index(s), p]))
+            (self.parts[p], f"L{layer}H{head}", s, float(values[h, HEAD_SIDES.index(s), p]))
             for h, (layer, head) in enumerate(self.heads)
             for s in sides
             for p in range(1, len(self.parts))
@@ -194,19 +194,23 @@ def composition(
     view = as_view(model)
     checks.choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    by_layer = {l: [h for at, h in chosen if at == l] for l in sorted({l for l, _ in chosen})}
+    layers_read = sorted({layer for layer, _ in chosen})
+    by_layer = {l: [head for layer, head in chosen if layer == l] for l in layers_read}
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     generator = torch.Generator().manual_seed(seed)
     random = [torch.randn(view.d_model, view.d_model, generator=generator) for _ in range(draws)]
     turns = [torch.linalg.qr(x)[0].to(view.device) for x in random]
     at_queries = _queries(queries, tokens, source.length)
-    sums = {l: _Edges(view, l, of, parts, turns, at_queries) for l, of in by_layer.items()}
+    sums = {
+        l: _CompositionSums(view, l, readers, parts, turns, at_queries)
+        for l, readers in by_layer.items()
+    }
 
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
         sums[layer.layer].add(layer, written, start)
 
     def verified(layer: LayerView, written: Written, start: int) -> None:
-        """The layer and its writers have been compared with the model by now."""
+        """Nothing to do: layer and writers have been compared with the model by now."""
 
     start, provenance = stream_writers(
         view,
@@ -219,8 +223,9 @@ def composition(
         progress=progress,
         seed=seed,
     )
-    several, got = all(s.pairs for s in sums.values()), f"{provenance.contexts}, one at a time"
-    require(several, "tokens", expected="batches of at least 2 prompts", got=got)
+    has_null = all(s.null_batches for s in sums.values())
+    got = f"{provenance.contexts}, one at a time"
+    require(has_null, "tokens", expected="batches of at least 2 prompts", got=got)
     width = max(s.width for s in sums.values())
     names = writer_names(view, max(by_layer), parts)
     numbers = {
@@ -249,15 +254,16 @@ def _queries(
     """Chosen queries as positions."""
     if queries is None:
         return None
-    named = isinstance(tokens, TokenWindows)
-    shared = tokens.positions if named else {}
-    rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=shared)
+    names = tokens.positions if isinstance(tokens, TokenWindows) else {}
+    # windows look up numbers and names; of their tokens only the length counts
+    rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=names)
     given = [queries] if isinstance(queries, int | str) else queries
     return checks.indices([rows.position(q) for q in given], length, "queries")
 
 
-class _Edges:
-    """Sums in progress of the readers of one layer."""
+class _CompositionSums:
+    """Sums in progress of the readers of one layer: numerators of the shares on data (``by_data``)
+    and of both nulls, denominators, and products of what a writer wrote in two contexts."""
 
     def __init__(
         self,
@@ -269,11 +275,12 @@ class _Edges:
         queries: Sequence[int] | None,
     ) -> None:
         self.view, self.layer, self.heads, self.grain = view, layer, list(heads), grain
-        self.turns, self.queries, self.pairs = turns, queries, 0
+        self.turns, self.queries = turns, queries
+        self.null_batches = 0  # of at least two contexts, so that one can stand in for another
         self.width = 1 + len(writer_names(view, layer, grain))
-        shape = len(WEIGHTS), len(SIDES), len(heads), self.width
+        shape = len(SHARES), len(HEAD_SIDES), len(heads), self.width
         wide = torch.float64
-        self.own, self.other = (torch.zeros(shape, dtype=wide) for _ in range(2))
+        self.by_data, self.other = (torch.zeros(shape, dtype=wide) for _ in range(2))
         self.random = torch.zeros(len(turns), *shape, dtype=wide)
         self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in range(2))
         self.products = torch.zeros(2, self.width, dtype=wide)
@@ -284,29 +291,31 @@ class _Edges:
         queries = self.queries
         early, left_out = [q for q in queries or () if q < drop], f"queries from {drop} on"
         require(not early, "queries", expected=left_out, got=early, instead="drop=0")
-        cotangents = pulled(layer, drop, self.heads, queries)
-        value, energy = _value_weight(layer, self.view, drop, self.heads, queries)
+        cotangents = score_cotangents(layer, drop, self.heads, queries)
+        value, energy = _value_cotangents(layer, self.view, drop, self.heads, queries)
         several = len(layer.h) > 1
         sides = (("q", cotangents.query), ("k", cotangents.key), ("v", value))
         readers = [
-            Reader.of(layer, which, weight, self.heads, queries if which == "q" else None)
-            for which, weight in sides
+            Reader.of(layer, which, side_cotangents, self.heads, queries if which == "q" else None)
+            for which, side_cotangents in sides
         ]
         turns = [turn.to(layer.h) for turn in self.turns]
-        found = numerators(readers, written, self.grain, turns=turns, others=several)
-        for at, (reader, samples) in enumerate(zip(readers, found, strict=True)):
+        by_side = numerators(readers, written, self.grain, turns=turns, others=several)
+        for s, (reader, samples) in enumerate(zip(readers, by_side, strict=True)):
             samples = samples.cpu()
-            on_values = SIDES[at] == "value"
+            on_values = HEAD_SIDES[s] == "value"
             n = slice(samples.shape[1])  # the value side has no gain
+            # the share in a head's output leaves its constant write out
             constant = reader.constant.cpu().unsqueeze(-1) * (not on_values)
-            self.own[n, at] += torch.cat([constant, samples[0]], -1)
-            self.random[:, n, at, :, 1:] += samples[1 : 1 + len(turns)]
+            self.by_data[n, s] += torch.cat([constant, samples[0]], -1)
+            # part 0 is the reader's constants, of which there is no null
+            self.random[:, n, s, :, 1:] += samples[1 : 1 + len(turns)]
             total = energy.unsqueeze(0) if on_values else cotangents.total
-            self.total[n, at] += total.cpu()
+            self.total[n, s] += total.cpu()
             if several:
-                self.other[n, at, :, 1:] += samples[-1]
-                self.other_total[n, at] += total.cpu()
-        self.pairs += several
+                self.other[n, s, :, 1:] += samples[-1]
+                self.other_total[n, s] += total.cpu()
+        self.null_batches += several
         if several:
             self.products[:, 1:] += _products(written, drop, self.grain).cpu()
         if self.composed is None and self.grain == "writers":
@@ -315,17 +324,17 @@ class _Edges:
     def share(self, name: str) -> Float[Tensor, "head side part"]:
         """One of the numbers of :class:`Composition`."""
         if name == "weights":
-            empty = torch.full_like(self.own[0].transpose(0, 1), torch.nan)
+            empty = torch.full_like(self.by_data[0].transpose(0, 1), torch.nan)
             return empty if self.composed is None else self.composed
-        which, _, weight = name.rpartition("_")
-        n = WEIGHTS.index(weight)
-        total = (self.other_total if which == "other" else self.total)[n].unsqueeze(-1)
+        null, _, share = name.rpartition("_")
+        n = SHARES.index(share)
+        total = (self.other_total if null == "other" else self.total)[n].unsqueeze(-1)
         total = torch.where(total > 0, total, torch.nan)
-        if which == "random":
+        if null == "random":
             values = (self.random[:, n] / total).square().mean(0).sqrt()
         else:
-            values = (self.other if which == "other" else self.own)[n] / total
-        if which:
+            values = (self.other if null == "other" else self.by_data)[n] / total
+        if null:
             values[..., 0] = torch.nan  # the reader's constants have no writer
         return values.transpose(0, 1)
 
@@ -339,14 +348,15 @@ class _Edges:
         return self.products[0] / size
 
 
-def _value_weight(
+def _value_cotangents(
     layer: LayerView,
     view: ModelView,
     drop: int,
     heads: Sequence[int],
     queries: Sequence[int] | None,
 ) -> tuple[Float[Tensor, "1 batch key head d_head"], Float[Tensor, " head"]]:
-    """What a part of the values is multiplied by to give ``sum o_a . o``, and ``sum o . o``."""
+    """Cotangents of the values (times a part of them they give ``sum o_a . o``), and
+    ``sum o . o``."""
     weights, norm = view.weights(layer.layer), layer.norm
     require(layer.pattern is not None and layer.z is not None, "layer", expected="z", got="none")
     assert layer.pattern is not None
@@ -354,8 +364,9 @@ def _value_weight(
     rows = slice(drop, None) if queries is None else list(queries)
     pattern = layer.pattern[:, heads][:, :, rows].to(layer.h)
     W_O = remove_mean(weights.W_O[heads].to(layer.h), norm.norm_type)
-    always = layer.v_constant[:, rows][:, :, heads] * pattern.sum(-1).mT.unsqueeze(-1)
-    z = layer.z[:, rows][:, :, heads] - always
+    # attention to all keys together: below 1 with a sink
+    constant_z = layer.v_constant[:, rows][:, :, heads] * pattern.sum(-1).mT.unsqueeze(-1)
+    z = layer.z[:, rows][:, :, heads] - constant_z
     out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
     energy = (z.double() * out.double()).sum((0, 1, 3))
     return einsum(pattern, out, "b h i j, b i h e -> b j h e").unsqueeze(0), energy
@@ -390,8 +401,9 @@ def _composed(
     width: int,
 ) -> Float[Tensor, "head side part"]:
     """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
-    product of two heads' matrices over the product of their norms."""
-    out = torch.full((len(heads), len(SIDES), width), torch.nan, dtype=torch.float64)
+    product of two heads' matrices over the product of their norms. All norms come from Gram
+    matrices of the factors: no product ``[d_model d_model]`` is formed."""
+    out = torch.full((len(heads), len(HEAD_SIDES), width), torch.nan, dtype=torch.float64)
     # pairs in the model's dtype: sums of squares do not cancel
     q, k, v = (reader.matrix for reader in readers)
     W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].to(q), layer.norm.norm_type)
@@ -400,14 +412,14 @@ def _composed(
     # heads that share keys and values share these products
     share = view.n_heads // view._layers.key_heads(layer.layer)
     groups = torch.tensor([head // share for head in heads]).unique(return_inverse=True)[1].tolist()
-    own = list(range(len(heads)))
-    sides = ((q, gram["k"], own), (k, gram["q"], groups), (v, gram["o"], groups))
+    separate = list(range(len(heads)))
+    sides = ((q, gram["k"], separate), (k, gram["q"], groups), (v, gram["o"], groups))
     reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
     names = [w.name for w in written.names()]
     for writers in written.heads:
         norm = view.attention_norm(writers.layer)
-        into = _read(view.weights(writers.layer).W_V.to(q), norm)
-        inner = einsum(into, into, "w e d, w f d -> w e f")
+        W_V = _read(view.weights(writers.layer).W_V.to(q), norm)
+        inner = einsum(W_V, W_V, "w e d, w f d -> w e f")
         W = remove_mean(writers.W.to(q), layer.norm.norm_type)
         size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
         first = names.index(f"L{writers.layer}H0") + 1
@@ -415,9 +427,10 @@ def _composed(
             firsts = [group.index(g) for g in range(max(group) + 1)]
             pair = einsum(W, side[:, firsts], "w f d, d r e -> w r f e")
             product = pair.mT @ inner.unsqueeze(1) @ pair
-            both = einsum(product[:, group], other, "w h e i, h e i -> h w")
+            squared = einsum(product[:, group], other, "w h e i, h e i -> h w")
             norms = reads[s][:, None] * size[None]
-            score = both.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
+            # rounding may leave a square below zero
+            score = squared.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
             out[:, s, first : first + len(W)] = score.cpu()
     return out
 

@@ -42,15 +42,17 @@ from tl_geometry.scores.families import BIAS
 from tl_geometry.scores.sums import dropped_mass
 from tl_geometry.scores.terms import ALIBI
 
-SIDES = ("query", "key")
+SCORE_SIDES = ("query", "key")
 """Sides of a score that a writer can be read on."""
-WEIGHTS = ("cs", "gs")
-"""What a cell counts by: the row-centred score, and how attention differs from uniform."""
+SHARES = ("cs", "gs")
+"""Covariance and gain share, the axis ``weight``: a cell counts by the row-centred score, or by
+attention minus uniform."""
 
 
-class Pulled(NamedTuple):
-    """Cotangents of some heads of a layer: what a part of the query (or key) is multiplied by to
-    give its numerators, one for each of :data:`WEIGHTS`; and the totals."""
+class Cotangents(NamedTuple):
+    """Cotangents of queries and keys of some heads of a layer: a part of the query (or key) times
+    these is its numerator, one for each of :data:`SHARES`. ``alibi`` are the numerators of ALiBi,
+    ``total`` the denominators, ``floor`` what rounding alone could leave of them."""
 
     query: Float[Tensor, "weight batch query head d_head"]
     key: Float[Tensor, "weight batch key head d_head"]
@@ -59,12 +61,12 @@ class Pulled(NamedTuple):
     floor: Float[Tensor, " head"]
 
 
-def pulled(
+def score_cotangents(
     layer: LayerView,
     drop: int,
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
-) -> Pulled:
+) -> Cotangents:
     """``G_q[i] = scale sum_j W_ij k[j]`` and ``G_k[j] = scale sum_i W_ij q[i]`` with W the
     row-centred scores, and attention minus uniform; zero at the first ``drop`` positions.
 
@@ -80,15 +82,15 @@ def pulled(
     query, shift = q * layer.scale, k.mean(2, keepdim=True)
     key = (k - shift).contiguous()
     bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
-    out_q, out_k = (x.new_zeros(len(WEIGHTS), *x.shape) for x in (q, k))
+    out_q, out_k = (x.new_zeros(len(SHARES), *x.shape) for x in (q, k))
     alibi, total = (
-        torch.zeros(len(WEIGHTS), len(pick), dtype=torch.float64, device=q.device) for _ in range(2)
+        torch.zeros(len(SHARES), len(pick), dtype=torch.float64, device=q.device) for _ in range(2)
     )
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
-    for block, centred, block_bias, moved in block_scores(query, key, mask, **options):
+    for block, centred, block_bias, above_uniform in block_scores(query, key, mask, **options):
         at, seen = slice(block.start, block.stop), slice(block.end)
-        assert moved is not None
-        for n, weight in enumerate((centred, moved)):
+        assert above_uniform is not None
+        for n, weight in enumerate((centred, above_uniform)):
             out_q[n][:, :, at] = weight @ key[:, :, seen] * layer.scale
             out_k[n][:, :, seen] += weight.mT @ query[:, :, at]
             total[n] += (weight * centred).sum((0, 2, 3), dtype=torch.float64)
@@ -101,7 +103,7 @@ def pulled(
         torch.nn.functional.pad(rearrange(x, "n b h i e -> n b i h e"), (0, 0, 0, 0, before, 0))
         for x, before in ((out_q, drop if queries is None else 0), (out_k, drop))
     )
-    return Pulled(query, key, alibi, total, floor)
+    return Cotangents(query, key, alibi, total, floor)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,8 +144,8 @@ class WriterSweep(Result):
     def of(self, head: checks.Head, part: str, *, side: str = "key", share: str = "gs") -> float:
         """One share of one writer in one head."""
         at = self.heads.index(_head(head, self.heads))
-        values = getattr(self, checks.choice(share, WEIGHTS, "share"))
-        side_at = SIDES.index(checks.choice(side, SIDES, "side"))
+        values = getattr(self, checks.choice(share, SHARES, "share"))
+        side_at = SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))
         return float(values[at, side_at, self.parts.index(checks.choice(part, self.parts, "part"))])
 
     def top(
@@ -151,8 +153,8 @@ class WriterSweep(Result):
     ) -> tuple[tuple[str, float], ...]:
         """The ``n`` writers with the largest share in a head, largest first."""
         at = self.heads.index(_head(head, self.heads))
-        side_at = SIDES.index(checks.choice(side, SIDES, "side"))
-        values = getattr(self, checks.choice(share, WEIGHTS, "share"))[at, side_at]
+        side_at = SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))
+        values = getattr(self, checks.choice(share, SHARES, "share"))[at, side_at]
         best = values.sort(descending=True, stable=True)
         return tuple(
             (self.parts[i], v)
@@ -168,7 +170,7 @@ class WriterSweep(Result):
         return [
             (layer, head, side, part, cs[h][s][p], gs[h][s][p], mass[h])
             for h, (layer, head) in enumerate(self.heads)
-            for s, side in enumerate(SIDES)
+            for s, side in enumerate(SCORE_SIDES)
             for p, part in enumerate(self.parts)
             if self.wrote[p] < layer
         ]
@@ -184,19 +186,19 @@ class _Sums:
     """Sums in progress of one layer: numerators of all writers' shares, and what divides them."""
 
     def __init__(self, parts: int, heads: int) -> None:
-        self.shares = torch.zeros(len(WEIGHTS), len(SIDES), heads, parts, dtype=torch.float64)
-        self.total = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
+        self.shares = torch.zeros(len(SHARES), len(SCORE_SIDES), heads, parts, dtype=torch.float64)
+        self.total = torch.zeros(len(SHARES), heads, dtype=torch.float64)
         self.floor, self.mass = (torch.zeros(heads, dtype=torch.float64) for _ in range(2))
-        self.alibi = torch.zeros(len(WEIGHTS), heads, dtype=torch.float64)
+        self.alibi = torch.zeros(len(SHARES), heads, dtype=torch.float64)
 
     def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
         """Take in one batch."""
-        cotangents = pulled(layer, drop)
+        cotangents = score_cotangents(layer, drop)
         sides = (("q", cotangents.query), ("k", cotangents.key))
-        readers = [Reader.of(layer, which, weight) for which, weight in sides]
-        for at, by_writer in enumerate(numerators(readers, written, grain)):
-            constant = readers[at].constant.unsqueeze(-1)
-            self.shares[:, at] += torch.cat([constant, by_writer[0]], -1).cpu()
+        readers = [Reader.of(layer, which, side_cotangents) for which, side_cotangents in sides]
+        for side, by_writer in enumerate(numerators(readers, written, grain)):
+            constant = readers[side].constant.unsqueeze(-1)
+            self.shares[:, side] += torch.cat([constant, by_writer[0]], -1).cpu()
         self.total += cotangents.total.cpu()
         self.floor += cotangents.floor.cpu()
         self.alibi += cotangents.alibi.cpu()
@@ -205,7 +207,7 @@ class _Sums:
 
     def check(self, layer: LayerView) -> None:
         """Raise unless the parts of each side sum to the head's own total."""
-        for at, side in enumerate(SIDES):
+        for at, side in enumerate(SCORE_SIDES):
             error = (self.shares[:, at].sum(-1) + self.alibi - self.total).abs()
             size = self.shares[:, at].abs().sum(-1) + self.total.abs()
             # 1024 units (6e-5 in float32): the numerators come out of three products in a row, with

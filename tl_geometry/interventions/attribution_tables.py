@@ -1,6 +1,6 @@
-"""Do heads that write a logit matter to it? Any table of attributions to heads with two more
-columns, what a knockout of each head does and whether the two disagree. Researchers call
-:func:`beside_knockouts` on the tables of ``explain_logit``, ``explain_logits``, ``trace_logit``,
+"""Do heads that write a logit matter to it? :func:`beside_knockouts` adds to any table of
+attributions to heads what a knockout of each head does, and whether it disagrees with the head's
+direct contribution. The tables are those of ``explain_logit``, ``explain_logits``, ``trace_logit``,
 ``average_graphs`` and ``edge_scores(...).nodes()``.
 """
 
@@ -26,7 +26,8 @@ WRITER = "writer"
 class AttributionTable(Result):
     """A table of attributions (``names`` and ``cells`` are its columns and rows) beside knockouts:
     the ``effect`` on their metric with its interval, their ``direct`` contribution and whether the
-    two disagree (:class:`HeadKnockouts`). NaN in rows of writers that were not knocked out."""
+    two disagree (:class:`HeadKnockouts`). Rows of writers that were not knocked out have NaN, and
+    ``disagrees`` is false there."""
 
     names: tuple[str, ...]
     cells: tuple[tuple[object, ...], ...]
@@ -38,8 +39,8 @@ class AttributionTable(Result):
 
     def _added(self) -> dict[str, Tensor]:
         names = ("effect", "effect_low", "effect_high", "direct", "disagrees")
-        each = {name: getattr(self, name) for name in names}
-        return {name: values for name, values in each.items() if values is not None}
+        columns = {name: getattr(self, name) for name in names}
+        return {name: values for name, values in columns.items() if values is not None}
 
     def columns(self) -> Sequence[str]:
         return (*self.names, *self._added())
@@ -50,13 +51,13 @@ class AttributionTable(Result):
 
 
 def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTable:
-    """A table of attributions to heads with what knockouts of these heads do.
+    """A table of attributions to heads, with what knockouts of these heads do beside it.
 
     Args:
         table: with a column ``"writer"`` that names heads (``"L5H1"``), of the same model.
-        knockouts: of :func:`head_knockouts`; rows of several heads are left out. With
-            ``attributions=True`` the direct contributions of its prompts come too, and whether they
-            disagree with the knockouts.
+        knockouts: of :func:`head_knockouts`; rows of several heads are left out. If made with
+            ``attributions=True``, the direct contributions on its prompts come too, and whether
+            they disagree with the knockouts.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -80,10 +81,10 @@ def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTabl
     rows = {head_name(head): row for head, row in knockouts.by_head.items()}
     place = torch.tensor([rows.get(str(row[at]), -1) for row in cells])
 
-    def of(values: Tensor, missing: float | bool) -> Tensor:
+    def by_row(values: Tensor, missing: float | bool) -> Tensor:
         return torch.where(place >= 0, values[place], missing)
 
-    value, low, high, _ = (of(x, torch.nan) for x in knockouts.effect)
+    value, low, high, _ = (by_row(x, torch.nan) for x in knockouts.effect)
     direct, disagrees = knockouts.direct, knockouts.disagrees
     return AttributionTable(
         provenance=table.provenance,
@@ -92,13 +93,13 @@ def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTabl
         effect=value,
         effect_low=low,
         effect_high=high,
-        direct=None if direct is None else of(direct.mean(1), torch.nan),
-        disagrees=None if disagrees is None else of(disagrees, False),
+        direct=None if direct is None else by_row(direct.mean(1), torch.nan),
+        disagrees=None if disagrees is None else by_row(disagrees, False),
     )
 
 
 def require_same_model(result: Result, knockouts: HeadKnockouts) -> None:
     """Refuse knockouts of another model than that of a result."""
-    ours, theirs = (of.provenance for of in (result, knockouts))
-    expected, got = f"knockouts of {ours.model} with the same weights", f"those of {theirs.model}"
-    require(ours.fingerprint == theirs.fingerprint, "knockouts", expected=expected, got=got)
+    table, knocked = result.provenance, knockouts.provenance
+    expected, got = f"knockouts of {table.model} with the same weights", f"those of {knocked.model}"
+    require(table.fingerprint == knocked.fingerprint, "knockouts", expected=expected, got=got)

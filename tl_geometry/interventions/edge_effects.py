@@ -21,7 +21,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import paired_interval
-from tl_geometry.circuits.writer_edges import SIDES, composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, composition
 from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
@@ -115,7 +115,7 @@ def edge_necessity(
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     require(len(rows) >= 2, "tokens", expected="at least 2 prompts", got=len(rows))
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    checks.choice(side, SIDES, "side")
+    checks.choice(side, HEAD_SIDES, "side")
     layers, start = by_layer(chosen), first_edited(drop, rows)
     shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
@@ -191,11 +191,11 @@ def _shares(
     before all of these heads."""
     if side == "value":
         table = composition(view, tokens, heads=heads, draws=1, drop=drop, progress=False)
-        cs = table.cs[:, SIDES.index(side)]
+        cs = table.cs[:, HEAD_SIDES.index(side)]
     else:
         layers = sorted({layer for layer, _ in heads})
         table = sweep_writers(view, tokens, layers=layers, drop=drop, progress=False)
-        cs = table.cs[[table.heads.index(head) for head in heads], SIDES.index(side)]
+        cs = table.cs[[table.heads.index(head) for head in heads], HEAD_SIDES.index(side)]
     first = min(layer for layer, _ in heads)
     writers = zip(table.parts, table.wrote, cs.mT, strict=True)
     return {part: x for part, at, x in writers if at < first and part not in ("bias", "alibi")}

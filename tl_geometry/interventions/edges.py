@@ -25,7 +25,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
-from tl_geometry.circuits.writer_edges import SIDES
+from tl_geometry.circuits.writer_edges import HEAD_SIDES
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.interventions.head_edits import (
@@ -111,7 +111,7 @@ def edge_edits(
     """One edit for each layer that has chosen heads: it takes ``writers`` (with ``keep`` all
     others) out of their inputs from position ``drop`` on, and puts those of ``other`` in."""
     names = _names(writers)
-    letters = {checks.choice(side, SIDES, "side")[0] for side in _names(sides)}
+    letters = {checks.choice(side, HEAD_SIDES, "side")[0] for side in _names(sides)}
     edits: list[Edit] = []
     for at, chosen in by_layer(heads).items():
         clean = run.readers[at]

@@ -1,10 +1,11 @@
 """Does a head matter? Knockouts: the output of whole heads replaced in a live model.
 
 What a head writes towards a logit (its direct effect, :func:`tl_geometry.explain_logit`) is not
-what it does: on SmolLM2 some heads that write nothing matter by where later heads look, and some
-that write much are made up for. A knockout measures the effect with everything behind it live. The
-mixed values ``z_i = sum_j pattern_ij v_j`` of the chosen heads become zero, their mean over
-reference prompts at the same position, or those of another prompt of the batch.
+what it does: on SmolLM2 some heads that write nothing matter because they change where later heads
+look, and some that write much are hardly missed. A knockout measures the effect with everything
+behind the head live. The mixed values ``z_i = sum_j pattern_ij v_j`` of the chosen heads become
+zero, their mean over reference prompts at the same position, or those of another prompt of the
+batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def remove_heads(
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> LiveEdit:
-    """Context manager, and list of hooks: run the live model without what ``heads`` put out.
+    """Context manager, and list of hooks: run the live model without the output of ``heads``.
 
     Args:
         heads: one head, several, or all (``None``), as (layer, head) or ``"L5H1"``.
@@ -68,15 +69,16 @@ def remove_heads(
     rows = None if reference is None else token_rows(view, reference, prepend_bos=prepend_bos)
 
     def prepare() -> tuple[ModelView, list[StreamEdit]]:
-        now = as_view(model)
+        current = as_view(model)
         if by == "mean" and rows is not None:
-            means = mean_outputs(now, rows.tokens, chosen)
+            means = mean_outputs(current, rows.tokens, chosen)
             new: dict[int, OutputEdit] = {l: partial(_mean, mean=m) for l, m in means.items()}
         elif by == "zero":
             new = dict.fromkeys(chosen, torch.zeros_like)
         else:
             new = dict.fromkeys(chosen, partial(from_another_prompt, seed=seed, what=what))
-        return now, [edit_of_outputs(now, at, chosen[at], new[at]) for at in chosen]
+        edits = [edit_of_outputs(current, layer, chosen[layer], new[layer]) for layer in chosen]
+        return current, edits
 
     return LiveEdit(prepare)
 

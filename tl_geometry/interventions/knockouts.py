@@ -47,7 +47,7 @@ from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.reader import as_view
 
 CONTROLS = 8
-"""Random sets of heads beside chosen ones."""
+"""Random sets of heads beside chosen ones, by default."""
 ATTRIBUTIONS = ("direct", "value_paths", "all_paths")
 """Columns of attributions, in the order of :class:`HeadAttributions`."""
 
@@ -62,11 +62,11 @@ class HeadKnockouts(Result):
     rows of one size share the sets). ``excess`` is effect minus control; its interval covers chance
     over prompts and the spread of one more random draw.
 
-    ``direct``, ``value_paths`` and ``all_paths`` are what attributions say that the heads
-    contribute: where an attribution is all that a head does, ``effect = -attribution``.
-    ``disagrees`` marks rows of which effect and direct contribution do not cancel: the interval of
+    ``direct``, ``value_paths`` and ``all_paths`` are what three attributions say that the heads
+    contribute. Where an attribution is all that a head does, ``effect = -attribution``.
+    ``disagrees`` marks rows in which effect and direct contribution do not cancel: the interval of
     their sum is farther from zero than half of the larger of the two. With a soft cap on the output
-    logits effects are measured behind it, attributions before it.
+    logits effects are measured behind it and attributions before it.
     """
 
     conditions: tuple[str, ...]
@@ -101,7 +101,7 @@ class HeadKnockouts(Result):
 
     @property
     def disagrees(self) -> Bool[Tensor, " condition"] | None:
-        """Rows of which the knockout is not what the direct contribution says."""
+        """Rows in which the knockout is not what the direct contribution says."""
         if self.direct is None:
             return None
         _, low, high, _ = paired_interval((self.effects + self.direct).mT)
@@ -206,14 +206,14 @@ def head_knockouts(
     fields: dict[str, Any] = {}
     if drawn:
         by_size = {size: runs.effects(sets) for size, sets in drawn.items()}
-        of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])
-        fields = {"control": of_rows.mean(1), "control_draws": of_rows.mean(2)}
+        by_row = torch.stack([by_size[len(row_heads)] for row_heads in chosen.values()])
+        fields = {"control": by_row.mean(1), "control_draws": by_row.mean(2)}
     if attributions:
         fields |= runs.attributions(list(chosen.values()))
     return HeadKnockouts(
         provenance=view.provenance(rows, seed=seed),
         conditions=tuple(chosen),
-        sets=tuple(tuple(of) for of in chosen.values()),
+        sets=tuple(tuple(row_heads) for row_heads in chosen.values()),
         metric=measured.name,
         by=by,
         clean=runs.clean,
@@ -225,8 +225,8 @@ def head_knockouts(
 def head_sets(view: ModelView, heads: Any) -> dict[str, Heads]:
     """The heads of each row by its name."""
     if not isinstance(heads, Mapping):
-        each = checks.heads(heads, view.n_layers, view.n_heads)
-        return {checks.head_name(head): [head] for head in each}
+        alone = checks.heads(heads, view.n_layers, view.n_heads)
+        return {checks.head_name(head): [head] for head in alone}
     require(len(heads) > 0, "heads", expected="at least one set of heads", got="none")
     chosen = {
         str(name): checks.heads(of, view.n_layers, view.n_heads) for name, of in heads.items()
@@ -255,9 +255,9 @@ def reference_means(
 def control_sets(
     chosen: Sequence[Heads], heads: Heads, controls: Any, seed: int
 ) -> dict[int, list[Heads]]:
-    """Random sets by their size, from those of ``heads`` that no row has; none are drawn for
-    ``controls=0``, and by default where every head has a row."""
-    taken = {head for of in chosen for head in of}
+    """Random sets by their size, drawn from those of ``heads`` that no row has. There are none with
+    ``controls=0``, nor by default where every head has a row."""
+    taken = {head for row in chosen for head in row}
     others = [head for head in heads if head not in taken]
     by_default = CONTROLS if others else 0
     count = by_default if controls is None else checks.whole(controls)
@@ -267,7 +267,7 @@ def control_sets(
         return {}
     generator = torch.Generator().manual_seed(seed)
     sets: dict[int, list[Heads]] = {}
-    for size in sorted({len(of) for of in chosen}):
+    for size in sorted({len(row) for row in chosen}):
         expected, got = f"at least {size} heads that no row has", len(others)
         require(got >= size, "controls", expected=expected, got=got, instead="controls=0")
         orders = [torch.randperm(got, generator=generator)[:size] for _ in range(count)]
@@ -316,18 +316,19 @@ class _Runs:
     def _run(self, sets: Sequence[Heads], rows: slice) -> Float[Tensor, "condition batch"]:
         """The metric of some prompts without each set of heads."""
         tokens = self.metric.tokens[rows].repeat(len(sets), 1)
-        layers = by_layer([head for of in sets for head in of])
+        layers = by_layer([head for heads in sets for head in heads])
         edits = [self._edit(layer, sets) for layer in layers]
         hooks, at = {}, self.metric.position
         point = self.view.unembed_hook
+        # unembed the one position that is read, where the model has such a hook
         if at is not None and point is not None:
             hooks = {point: lambda h: h[:, [at]]}
         with edited_scores(self.view, edits):
             logits = self.view.logits(tokens, hooks)
         if at is not None and point is None:
             logits = logits[:, [at]]
-        each = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
-        return torch.stack([self.metric.of(of_set, rows) for of_set in each])
+        by_set = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
+        return torch.stack([self.metric.of(set_logits, rows) for set_logits in by_set])
 
     def _edit(self, layer: int, sets: Sequence[Heads]) -> StreamEdit:
         """Other mixed values in the rows of the batch whose set has heads of this layer."""
@@ -370,15 +371,15 @@ class _Runs:
         if self.metric.ids is None or at is None:
             raise RuntimeError("attributions are of a difference of two logits")
         outputs = self._outputs()
-        new = [self._replacement(of_layer, l) for l, of_layer in enumerate(outputs)]
+        new = [self._replacement(z, layer) for layer, z in enumerate(outputs)]
         removed, values = outputs - torch.stack(new), []
         for row in tqdm(range(len(tokens)), disable=not self.progress, desc="attributions"):
             right, wrong = self.metric.ids[row].tolist()
             prompt = tokens[row : row + 1]
-            of_heads = torch.stack(
+            by_head = torch.stack(
                 head_attributions(view, prompt, removed[:, row], at, (right, wrong))
             )
-            layers, heads = ([[head[i] for head in of] for of in sets] for i in (0, 1))
-            sums = [of_heads[:, l, h].sum(1) for l, h in zip(layers, heads, strict=True)]
+            layers, heads = ([[head[i] for head in chosen] for chosen in sets] for i in (0, 1))
+            sums = [by_head[:, l, h].sum(1) for l, h in zip(layers, heads, strict=True)]
             values.append(torch.stack(sums, 1))
         return dict(zip(ATTRIBUTIONS, torch.stack(values, -1), strict=True))

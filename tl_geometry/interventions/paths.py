@@ -2,15 +2,15 @@
 inputs (receivers): queries of heads, keys and values of groups of heads, MLPs, the output.
 :func:`head_knockouts` says what a head does; :func:`head_paths` says which of its readers do it.
 
-A sender's mixed values z become z', as in :func:`remove_heads`, and only the receivers see it. With
-x the running stream at a reader, everything behind a receiver live, norms included,
+The mixed values z of a sender's heads are replaced by z', as in :func:`remove_heads`, and only the
+receivers see it. All other readers read the running stream x. A receiver reads instead
 
-    frozen    receivers read ``x + write(z') - write(z)``: the direct edges, all else reads x
-    live      receivers read the stream of a run in which the sender is replaced and everything
-              answers; all else reads x
+    frozen    ``x + write(z') - write(z)``: the direct edge from the sender alone
+    live      the stream of a run in which the sender is replaced and everything responds
 
 ``write`` is what the sender's block adds with these values, through the norm behind attention where
-there is one. Where every reader of a sender is a receiver, both are the knockout.
+there is one. Everything behind a receiver is live, norms included. Where every reader of a sender
+is a receiver, both are the knockout.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from tl_geometry.models.reader import as_view
 ReceiversLike = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """One receiver, several, or sets of receivers by name."""
 BETWEEN = ("frozen", "live")
-"""What stands between senders and receivers."""
+"""Whether what lies between senders and receivers keeps its clean output or responds."""
 READ_BYTES = 2**29
-"""The inputs of all readers of a block in one pass, at most."""
+"""Bytes that the inputs of all readers of a block may take in one pass."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -192,24 +192,25 @@ def head_paths(
     runs = _PathRuns(
         EdgePass.of(view, layout, rows.tokens), measured, receives, between, means, others
     )
-    sets = [*chosen.values(), *(of for draw in drawn.values() for of in draw)]
+    # the rows, then the random sets by size: one call shares the clean run among them
+    sets = [*chosen.values(), *(heads for draws in drawn.values() for heads in draws)]
     clean, effects = runs.effects(sets, progress)
     fields: dict[str, Any] = {}
     if drawn:
-        of_draws = effects[len(chosen) :].unflatten(0, (len(drawn), -1))
-        by_size = dict(zip(drawn, of_draws, strict=True))
-        of_rows = torch.stack([by_size[len(of)] for of in chosen.values()])
+        draw_effects = effects[len(chosen) :].unflatten(0, (len(drawn), -1))
+        by_size = dict(zip(drawn, draw_effects, strict=True))
+        by_row = torch.stack([by_size[len(heads)] for heads in chosen.values()])
         fields = {
-            "control": of_rows.mean(1),
-            "control_draws": rearrange(of_rows.mean(-1), "s n r -> s r n"),
+            "control": by_row.mean(1),
+            "control_draws": rearrange(by_row.mean(-1), "s n r -> s r n"),
         }
     sources = ("wang2022", "goldowskydill2023")
     return HeadPaths(
         provenance=view.provenance(rows, sources=sources, seed=seed),
         senders=tuple(chosen),
         receivers=tuple(columns),
-        sets=tuple(tuple(of) for of in chosen.values()),
-        inputs=tuple(tuple(layout.readers[i] for i in of) for of in columns.values()),
+        sets=tuple(tuple(heads) for heads in chosen.values()),
+        inputs=tuple(tuple(layout.readers[i] for i in readers) for readers in columns.values()),
         metric=measured.name,
         by=by,
         between=between,
@@ -221,7 +222,7 @@ def head_paths(
 
 def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, ...]]:
     """Numbers of the readers of each receiver by its name."""
-    number = {name: at for at, name in enumerate(layout.readers)}
+    number = {name: i for i, name in enumerate(layout.readers)}
 
     def numbers(names: Any) -> tuple[int, ...]:
         given = [names] if isinstance(names, str) else names
@@ -232,7 +233,7 @@ def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, .
         require(len(given) > 0, "receivers", expected="at least one input", got="none")
         unknown = [name for name in given if name not in number]
         if unknown:
-            # of a head without its group the names of its block say which group it is in
+            # a head that shares its key: the names of its block show the group
             block = str(unknown[0]).split("H")[0] + "H"
             near = [name for name in number if name.startswith(block)] or list(number)
             expected = f"inputs of this model: {listed(near, unknown[0])}"
@@ -241,13 +242,13 @@ def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, .
 
     if isinstance(receivers, Mapping):
         require(len(receivers) > 0, "receivers", expected="at least one set of inputs", got="none")
-        return {str(name): numbers(of) for name, of in receivers.items()}
+        return {str(name): numbers(inputs) for name, inputs in receivers.items()}
     return {layout.readers[i]: (i,) for i in numbers(receivers)}
 
 
 def _heads_before(layout: EdgeLayout, columns: Mapping[str, tuple[int, ...]]) -> Heads:
     """All heads that write before every receiver reads."""
-    seen = min(layout.seen[i] for of in columns.values() for i in of)
+    seen = min(layout.seen[i] for readers in columns.values() for i in readers)
     before = (layout.head_writers < seen).nonzero()[:, 0].tolist()
     expected, got = "inputs that read some head", "one that comes before all heads"
     require(len(before) > 0, "receivers", expected=expected, got=got)
@@ -259,8 +260,8 @@ def _require_order(
 ) -> None:
     """Refuse a sender that a receiver does not read."""
     writers = layout.head_writers.view(layout.n_layers, layout.n_heads)
-    for layer, head in (head for of in chosen.values() for head in of):
-        for reader in (reader for of in columns.values() for reader in of):
+    for layer, head in (head for heads in chosen.values() for head in heads):
+        for reader in (reader for readers in columns.values() for reader in readers):
             require(
                 int(writers[layer, head]) < layout.seen[reader],
                 f"the path from {head_name((layer, head))} to {layout.readers[reader]}",
@@ -294,8 +295,8 @@ def _other_prompts(
 
 
 class _Clean(NamedTuple):
-    """Some prompts in the clean run: the input of every block, the mixed values of its heads, and
-    those that replace them."""
+    """Some prompts in the clean run: the input ``h`` of every block, the mixed values ``z`` of its
+    heads, and the ``new`` ones that replace them."""
 
     rows: slice
     h: list[Float[Tensor, "batch position d_model"]]
@@ -305,8 +306,8 @@ class _Clean(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _PathRuns:
-    """Runs patched paths, several in one pass, and measures them. Mixed values come from ``means``,
-    from the prompts ``others``, or are zero."""
+    """Runs patched paths, several in one pass, and measures them. A sender's new mixed values are
+    ``means``, or those of the prompts ``others``, or without both zero."""
 
     edges: EdgePass
     metric: OutputMetric
@@ -325,9 +326,9 @@ class _PathRuns:
         """Rows of one pass."""
         view, layout, length = self.edges.view, self.edges.layout, self.metric.tokens.shape[1]
         fit = output_batch(view, length, all_positions=self.metric.position is None)
-        inputs = layout.n_heads + 2 * max(layout.key_heads)
-        wide = max(4, torch.finfo(view.dtype).bits // 8)
-        fit = min(fit, READ_BYTES // (inputs * length * layout.d_model * wide))
+        inputs = layout.n_heads + 2 * max(layout.n_key_heads)
+        element = max(4, torch.finfo(view.dtype).bits // 8)  # the pass is at least in float32
+        fit = min(fit, READ_BYTES // (inputs * length * layout.d_model * element))
         return max(1, fit // 2 if self.between == "live" else fit)  # live: two streams a row
 
     @torch.no_grad()
@@ -351,8 +352,8 @@ class _PathRuns:
                 clean[rows] = self._clean_metric(rows).cpu()
                 run = self._clean_run(rows)
                 for column, chosen in self._cells(chunks):
-                    some = [sets[i] for i in chosen.tolist()]
-                    values[chosen, column, rows] = self._patched(run, some, column).cpu()
+                    senders = [sets[i] for i in chosen.tolist()]
+                    values[chosen, column, rows] = self._patched(run, senders, column).cpu()
                     bar.update(1)
         return clean, values - clean
 
@@ -362,10 +363,11 @@ class _PathRuns:
     def _clean_metric(self, rows: slice) -> Float[Tensor, " batch"]:
         """The metric of the ordinary pass, which is compared with the model's own."""
         tokens = self.metric.tokens[rows]
-        first, model_logits = self.edges.own(tokens, self.positions)
+        first, model_logits = self.edges.model_run(tokens, self.positions)
+        # no receivers: an ordinary pass
         stream = PathStream(first, torch.zeros_like(self.receives[0]), torch.zeros_like(first))
         logits, last = self.edges.run(stream, self.positions), stream.total[:, self.positions]
-        self.edges.require_own(model_logits, last, logits)
+        self.edges.require_model_logits(model_logits, last, logits)
         return self.metric.of(logits, rows)
 
     def _clean_run(self, rows: slice) -> _Clean:
@@ -396,7 +398,8 @@ class _PathRuns:
         self, run: _Clean, sets: Sequence[Heads], column: int
     ) -> Float[Tensor, "sender batch"]:
         """The metric with each set of senders replaced for one receiver."""
-        receives, layers = self.receives[column], by_layer([head for of in sets for head in of])
+        receives = self.receives[column]
+        layers = by_layer([head for heads in sets for head in heads])
         if self.between == "frozen":
             # all is clean up to the first receiver; the last block runs even for the output alone
             start = min(self._first_block(receives), len(run.h) - 1)
@@ -408,12 +411,14 @@ class _PathRuns:
             outputs = {layer: partial(self._first_half, run, sets, layer) for layer in layers}
         stream = PathStream(first, receives, change)
         logits = self.edges.run(stream, self.positions, start=start, outputs=outputs)
-        each = rearrange(logits, "(n c b) i v -> n c b i v", c=len(sets), b=len(run.h[0]))[-1]
-        return torch.stack([self.metric.of(of_set, run.rows) for of_set in each])
+        # live: the second half of the rows is the patched run
+        by_set = rearrange(logits, "(n c b) i v -> n c b i v", c=len(sets), b=len(run.h[0]))[-1]
+        return torch.stack([self.metric.of(set_logits, run.rows) for set_logits in by_set])
 
     def _first_block(self, receives: Bool[Tensor, "position row"]) -> int:
         """The block of the first receiver."""
         first = int(receives.any(0).nonzero()[0])
+        # readers are numbered block by block, and those of the MLP are the last of each
         ends = [readers.mlp.stop for readers in self.edges.layout.layer_readers()]
         return sum(first >= end for end in ends)
 
@@ -422,16 +427,17 @@ class _PathRuns:
     ) -> Float[Tensor, "row position head d_head"]:
         """Mixed values of a layer, ``(set prompt)`` by row, with the heads of each set replaced."""
         mask = heads_in_sets(sets, layer, z.shape[2]).to(z.device)
-        each = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
+        by_set = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
         mask = rearrange(mask, "c h -> c 1 1 h 1")
-        return torch.where(mask, run.new[layer], each).flatten(0, 1)
+        return torch.where(mask, run.new[layer], by_set).flatten(0, 1)
 
     def _first_half(
         self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor
     ) -> Float[Tensor, "row position head d_head"]:
-        """The same for the first half of the rows, in which senders are replaced."""
-        replaced, own = z.chunk(2)
-        return torch.cat([self._replaced(run, sets, layer, replaced), own])
+        """The same for the first half of the rows, the run in which senders are replaced; the
+        second half, the patched run, stays."""
+        first, second = z.chunk(2)
+        return torch.cat([self._replaced(run, sets, layer, first), second])
 
     def _change(
         self, run: _Clean, sets: Sequence[Heads], layers: Sequence[int]

@@ -31,13 +31,17 @@ FIRST_ORDER = "Query and key edges are first order in the attention."
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DrawnGraph:
-    """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, with what a page needs:
-    ``reached``, the share at which each node appears, ``written``, the sum of absolute values of
-    ``whole``, ``columns``, token and place of each position, and sentences.
+    """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, with what a page needs.
 
-    ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts of
-    an average (of ``prompts``), both values of a comparison. ``edge_marks`` and ``node_marks`` are
-    0, or one more than the index of the mark's line style in ``dashes``.
+    ``reached`` is the share at which each node appears, ``written`` the sum of absolute values and
+    ``whole`` the words for what it sums. ``columns`` are token and place of each position,
+    ``numbers`` the node's number in the graph that is drawn. The other texts are sentences of the
+    page.
+
+    ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts for
+    an average (of ``prompts``), both values for a comparison, where a node's third number is its
+    mark. ``edge_marks`` and ``node_marks`` are 0, or one more than the index of the mark's line
+    style in ``dashes``.
     """
 
     names: tuple[str, ...]
@@ -85,13 +89,13 @@ def drawn_graph(graph: LogitGraph | AverageGraph | GraphComparison) -> DrawnGrap
 
 
 def _one(graph: LogitGraph) -> DrawnGraph:
-    every = (graph.leaf_values, graph.head_values, graph.mlp_values)
+    components = (graph.leaf_values, graph.head_values, graph.mlp_values)
     texts: Sequence[str] = graph.str_tokens or [f"<{i}>" for i in graph.token_ids]
     nodes, edges = len(graph.names), len(graph.weights)
     logit = f"{graph.value:.2f}".replace("-", "−")
     target = " minus ".join(f"“{html.token_text(t)}”" for t in graph.target_tokens)
-    alike = ("names", "layers", "heads_of", "positions", "values", "moved", "totals", "attention")
-    same = (*alike, "sources", "targets", "edge_types", "weights")
+    of_nodes = ("names", "layers", "heads_of", "positions", "values", "moved", "totals")
+    same = (*of_nodes, "attention", "sources", "targets", "edge_types", "weights")
     return DrawnGraph(
         **{name: getattr(graph, name) for name in same},
         node_numbers=torch.zeros(nodes, 0),
@@ -100,7 +104,7 @@ def _one(graph: LogitGraph) -> DrawnGraph:
         edge_marks=torch.zeros(edges, dtype=torch.int64),
         blocks=len(graph.head_values),
         reached=reach(graph),
-        written=sum(float(x.abs().sum()) for x in every) + abs(graph.constant_value),
+        written=sum(float(x.abs().sum()) for x in components) + abs(graph.constant_value),
         whole="all that is written",
         columns=tuple((shown_token(text), str(i)) for i, text in enumerate(texts)),
         numbers=tuple(range(nodes)),
@@ -118,7 +122,7 @@ def _average(graph: AverageGraph) -> DrawnGraph:
     uncertain &= ~graph.weights_low.isnan()
     columns = zip(graph.values_low, graph.values_high, graph.node_prompts, strict=True)
     interval = f" (95%: {graph.value_low:.2f} to {graph.value_high:.2f})"
-    few = graph.value_low != graph.value_low
+    few = graph.value_low != graph.value_low  # NaN: too few prompts for an interval
     value = f"{graph.value:.4f}{'' if few else interval}".replace("-", "−")
     mean = f"{graph.value:.2f}".replace("-", "−")
     has_interval = (
@@ -129,7 +133,7 @@ def _average(graph: AverageGraph) -> DrawnGraph:
         values=graph.values,
         moved=graph.moved,
         weights=graph.weights,
-        node_numbers=torch.tensor([[float(x) for x in of] for of in columns]),
+        node_numbers=torch.tensor([[float(x) for x in row] for row in columns]),
         edge_numbers=torch.stack([graph.weights_low, graph.weights_high, graph.edge_prompts], 1),
         node_marks=torch.zeros(len(graph.names), dtype=torch.int64),
         edge_marks=uncertain.long(),
@@ -190,7 +194,7 @@ def _placed(
     rest: Float[Tensor, " node"] | None,
     **fields: Any,
 ) -> DrawnGraph:
-    """A graph over places, with the logit as its first node."""
+    """A graph over places (positions that prompts share), with the logit as its first node."""
     logit = _logit(graph)
     order = torch.tensor([logit, *(i for i in range(len(graph.names)) if i != logit)])
     place, is_value = order.argsort(), graph.edge_types == VALUE
@@ -201,11 +205,12 @@ def _placed(
     reads |= is_mlp & bool(is_mlp[graph.targets[is_value]].any())
     totals = torch.full((len(values), len(EDGE_TYPES)), torch.nan, dtype=torch.float64)
     totals[:, VALUE] = torch.where(reads, values, 0.0) if rest is None else read + rest
-    apart = torch.arange(len(values)) != logit
-    shares = [_appears(of, of[apart]) for of in (values, moved)]
+    writers = torch.arange(len(values)) != logit
+    shares = [_appears(sizes, sizes[writers]) for sizes in (values, moved)]
     reached = torch.minimum(*shares)
     reached[logit] = 0.0
-    named = {p: of for p, of in zip(graph.positions.tolist(), graph.places, strict=True) if of}
+    places = zip(graph.positions.tolist(), graph.places, strict=True)
+    named = {position: name for position, name in places if name}
     texts = [shown_token(text) if text else "" for text in graph.place_tokens]
     return DrawnGraph(
         names=tuple(graph.names[i] for i in order.tolist()),
@@ -222,7 +227,7 @@ def _placed(
         node_marks=node_marks[order],
         blocks=1 + int(graph.layers.max()),
         reached=reached[order],
-        written=float(values[apart].abs().sum()),
+        written=float(values[writers].abs().sum()),
         whole="what its nodes write",
         columns=tuple((text, named.get(p, str(p))) for p, text in enumerate(texts)),
         numbers=tuple(order.tolist()),
@@ -238,17 +243,19 @@ def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
     shares = []
     for name, sizes in (("values", graph.values), ("moved", graph.moved)):
         # as trace_logit chooses nodes: the constants, which are always shown, do not count
-        every = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
-        shares.append(_appears(sizes, torch.cat(every)))
+        components = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
+        shares.append(_appears(sizes, torch.cat(components)))
     reached = torch.minimum(*shares)
     reached[0] = 0.0
     return reached
 
 
-def _appears(sizes: Float[Tensor, " node"], every: Float[Tensor, " row"]) -> Tensor:
-    """What is larger than each of some sizes, as a share of the sum of all."""
-    ordered = every.double().abs().sort(descending=True).values
+def _appears(sizes: Float[Tensor, " node"], components: Float[Tensor, " row"]) -> Tensor:
+    """The sum of the components that are larger than each of some sizes, as a share of the sum of
+    all."""
+    ordered = components.double().abs().sort(descending=True).values
     before = ordered.cumsum(0) - ordered
+    # searchsorted takes ascending rows: both are negated
     place = torch.searchsorted(-ordered, -sizes.abs().contiguous()).clamp(max=len(ordered) - 1)
     return before[place] / ordered.sum().clamp(min=1e-300)
 

@@ -1,14 +1,15 @@
 """The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
-looked where they looked. Notebooks, the gallery and ``tl-geometry trace`` show it.
+attended as they did. Notebooks, the gallery and ``tl-geometry trace`` show it.
 
 1. A :class:`~tl_geometry.circuits.LogitGraph`, an average of several, or two side by side
    (:mod:`tl_geometry.render.graph_nodes`): tokens along x, blocks from the embeddings below to the
    logit above, a mark for each writer at its position, a line for each value edge.
-2. A node appears where the slider reaches its share: the share of all that is written (or of all
-   that is moved) which larger writers carry already. So the page begins with few nodes, those that
+2. A node appears when the slider reaches its share: the share of all that is written (or of all
+   that is moved) that larger nodes carry already. So the page begins with few nodes, those that
    ``trace_logit(..., keep=share)`` would keep.
 3. The chosen node is explained below: edges into it and out of it, and for a head the attention it
-   paid and who wrote its query and its keys. Every list has what it leaves out as its last line.
+   paid and the writers of its query and its keys. The last line of every list is what it leaves
+   out.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from tl_geometry.render.graph_nodes import SUMS, DrawnGraph, drawn_graph
 from tl_geometry.render.page import PageView, rounded
 
 START, MOST, LISTED = 40, 400, 12
-"""Nodes that the page begins with and holds at most, and edges of a type into each that it holds:
-with them a page has some hundred kilobytes, whatever the prompt and the model."""
+"""How many nodes the page begins with and holds at most, and how many edges of each type into a
+node it holds. They limit a page to some hundred kilobytes, whatever the prompt and the model."""
 SOURCES, LEAST_PAID = 6, 0.0005
-"""Positions that the attention of a head names, and the least attention (smaller shows as 0)."""
+"""How many positions a head's attention is listed at, and the least that is listed: smaller shows
+as 0."""
 WIDTH, TALLEST = 1080, 1180
 """Pixels of the page across, and down at most."""
 
@@ -69,6 +71,7 @@ def graph_page(
     chosen = 0
     if node is not None:
         chosen = drawn.numbers.index(checks.index(node, len(drawn.names), "node"))
+    # the chosen node is always on the page, if need be as the last one
     order = drawn.reached.argsort(stable=True)
     held = order[:MOST] if chosen in order[:MOST].tolist() else order[: MOST - 1]
     held = held if chosen in held.tolist() else torch.cat([held, order.new_tensor([chosen])])
@@ -103,6 +106,7 @@ def _largest_edges(
     place of each node among the held ones (-1: not held)."""
     place = torch.full((len(graph.names),), -1)
     place[held] = torch.arange(len(held))
+    # largest first, then by target and type: the place of an edge in its group is its rank
     inside = ((place[graph.sources] >= 0) & (place[graph.targets] >= 0)).nonzero()[:, 0]
     inside = inside[graph.weights[inside].abs().argsort(descending=True, stable=True)]
     into = 3 * graph.targets[inside] + graph.edge_types[inside]
@@ -116,7 +120,7 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[st
     """What the page draws."""
     edges, place = _largest_edges(graph, held)
     rows = row_of(graph).tolist()
-    paid = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
+    attention = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
     nodes = [
         {
             "name": graph.names[i],
@@ -131,7 +135,9 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[st
             "mark": int(graph.node_marks[i]),
             "paid": [
                 [j, rounded(p, 3)]
-                for j, p in zip(paid.indices[i].tolist(), paid.values[i].tolist(), strict=True)
+                for j, p in zip(
+                    attention.indices[i].tolist(), attention.values[i].tolist(), strict=True
+                )
                 if p >= LEAST_PAID
             ]
             if graph.heads_of[i] >= 0
@@ -146,8 +152,8 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[st
     return {
         "nodes": nodes,
         "edges": [
-            [s, t, kind, rounded(w, 4), mark, *(rounded(x, 3) for x in more)]
-            for s, t, kind, w, mark, more in zip(*columns, numbers, strict=True)
+            [s, t, edge_type, rounded(w, 4), mark, *(rounded(x, 3) for x in more)]
+            for s, t, edge_type, w, mark, more in zip(*columns, numbers, strict=True)
         ],
         "tokens": [[i, *graph.columns[i]] for i in sorted(named) if i != NOWHERE],
         "blocks": graph.blocks,
@@ -200,6 +206,7 @@ def graph_figure(graph: DrawnGraph) -> View:
     cells: dict[tuple[int, int], list[int]] = {}
     for i in shown:
         cells.setdefault((int(graph.positions[i]), int(rows[i])), []).append(i)
+    # nodes that share a position and a row stand side by side
     points = {
         i: (columns[position] + (k + 1) / (len(members) + 1) - 0.5, lines[row])
         for (position, row), members in cells.items()
@@ -231,8 +238,8 @@ def graph_figure(graph: DrawnGraph) -> View:
     names = [drawable(labels[p]) for p in columns]
     axis.set_xticks(range(len(columns)), names, fontsize=7, rotation=45, ha="right")
     top = 2 * graph.blocks + 1
-    said = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
-    axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else said(r) for r in lines])
+    label = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
+    axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else label(r) for r in lines])
     axis.tick_params(length=0, labelsize=7)
     axis.set(xlabel="token and its position", ylabel="block (those with a node)")
     return View(

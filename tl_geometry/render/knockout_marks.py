@@ -1,6 +1,6 @@
-"""Which heads of a view write what they do, and which do not? The marks that
+"""For which heads of a view is what they write also what they do? The marks that
 :func:`tl_geometry.render.logit_page` and its image carry where the direct contribution of a head
-and its knockout disagree, and the sentence about each head that was knocked out.
+and its knockout disagree, and a sentence about each head that was knocked out.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from tl_geometry.interventions.attribution_tables import require_same_model
 from tl_geometry.interventions.knockouts import HeadKnockouts
 
 MARK = "≠"
-"""Stands at heads of which direct contribution and knockout disagree."""
+"""Marks heads whose direct contribution and knockout disagree."""
 REPLACED = {"mean": "its mean over prompts", "zero": "zero", "prompt": "that of another prompt"}
+"""What stands in place of a head, by the ``by`` of its knockout."""
 
 
 class KnockoutMarks(NamedTuple):
-    """A sentence for each head that was knocked out, heads that disagree (those of the largest
-    effect first), and how to read the marks."""
+    """A sentence for each head that was knocked out, the heads that disagree (largest effect
+    first), and how to read the marks."""
 
     sentences: dict[tuple[int, int], str]
     disagreeing: tuple[tuple[int, int], ...]
     legend: str
 
 
-def knockout_marks(found: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
+def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
     """The marks of knockouts beside an explanation of a logit; none without knockouts."""
     if knockouts is None:
         return KnockoutMarks({}, (), "")
@@ -38,7 +39,7 @@ def knockout_marks(found: LogitExplanation, knockouts: HeadKnockouts | None) -> 
     if disagrees is None or knockouts.direct is None:
         expected = "knockouts with direct contributions"
         fail("knockouts", expected=expected, got=got, instead=instead)
-    require_same_model(found, knockouts)
+    require_same_model(explained, knockouts)
     value, _, high, _ = knockouts.effect
     direct = knockouts.direct.mean(1)
     sentences = {
@@ -48,7 +49,7 @@ def knockout_marks(found: LogitExplanation, knockouts: HeadKnockouts | None) -> 
     order = sorted(knockouts.by_head.items(), key=lambda pair: -abs(float(value[pair[1]])))
     prompts = knockouts.effects.shape[1]
     legend = (
-        f"{MARK} marks heads of which the knockout is not what they write (difference of logits, "
+        f"{MARK} marks heads whose knockout is not what they write (difference of logits, "
         f"mean of {prompts} prompts, ± 95% interval; a head removed is replaced by "
         f"{REPLACED[knockouts.by]})."
     )

@@ -13,7 +13,7 @@ from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice
 from tl_geometry.circuits.logits import LogitExplanation
-from tl_geometry.circuits.writer_edges import SIDES, Composition
+from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 from tl_geometry.render.figure import (
     BLUE,
     GREEN,
@@ -78,7 +78,7 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
     for writer, reader, side, value in reversed(edges):
         (x0, y0), (x1, y1) = place(writer), place(reader)
         # edges of one pair on several sides lie beside each other
-        shift = 0.08 * (SIDES.index(side) - 1)
+        shift = 0.08 * (HEAD_SIDES.index(side) - 1)
         style = "-" if value > 0 else "--"
         line = {"linewidth": 0.3 + 5 * min(1.0, abs(value)), "linestyle": style}
         axis.plot([x0 + shift, x1 + shift], [y0, y1], color=COLOURS[side], alpha=0.7, **line)

@@ -1,8 +1,8 @@
 """How are the induction circuits of ``zoo.known("induction")`` trained, and where are they stored?
 Two layers of attention without MLPs; ``python -m tl_geometry.zoo.induction --out DIR`` makes them.
 
-Rows are BOS and random tokens repeated with a period of each row's own. Only tokens of a second
-copy or later are predicted, so that nothing but induction lowers the loss. Weights are stored in
+Rows are BOS and random tokens repeated; each row draws its period. Only tokens of a second copy or
+later are predicted, so that nothing but induction lowers the loss. Weights are stored in
 half precision (0.1 MB a model).
 """
 
@@ -25,7 +25,7 @@ from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
 log = logging.getLogger(__name__)
 VOCAB, LENGTH, LAYERS, HEADS, D_HEAD = 64, 49, 2, 4, 16
 SEEDS = (0, 1, 2)
-"""Seeds whose weights are stored, of each kind of positions."""
+"""Seeds whose weights are stored, for learned and for rotary positions."""
 PERIODS = (8, 24)
 """Least and largest period of a row."""
 _SHARED: dict[str, Any] = {
@@ -38,7 +38,7 @@ _SHARED: dict[str, Any] = {
 
 
 def settings(seed: int) -> TrainSettings:
-    """About 40 seconds on one core."""
+    """The training of one model: about 40 seconds on one core."""
     return TrainSettings(
         steps=1500,
         learning_rate=8e-3,
@@ -84,8 +84,8 @@ def new_model(positions: str, seed: int) -> Any:
 def repeats(
     n: int, generator: torch.Generator, periods: tuple[int, int] = PERIODS
 ) -> tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]:
-    """BOS and random tokens repeated with a random period of each row's own; and which tokens are
-    of a second copy or later."""
+    """BOS and random tokens repeated, with a period drawn for each row from ``periods`` (both ends
+    included); and which tokens are of a second copy or later."""
     period = torch.randint(periods[0], periods[1] + 1, (n, 1), generator=generator)
     rows = torch.randint(1, VOCAB, (n, LENGTH - 1), generator=generator)
     at = torch.arange(LENGTH - 1)[None]

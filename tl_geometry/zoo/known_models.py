@@ -20,10 +20,11 @@ CHANGED = ("all", "last")
 PERIOD = 7
 """Tokens that :meth:`KnownModel.pairs` repeats."""
 ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
-"""A trained head that pays more than half of its attention at one offset, or at one shift of 1 to 7
-tokens behind the same token of earlier copies, whatever the period, is said to do so. (A trained
-circuit need not use the token before: in the rotary ones a head reads four tokens back, and the
-induction head finds the answer three tokens after it.)"""
+"""A trained head is named "offset" if more than half of its attention is at one offset of 1 to 7
+tokens, and "induction" if more than half is at one shift of 1 to 7 tokens after earlier copies of
+the current token; offset or shift must be the same with both periods. (A trained circuit need not
+use the token before: in the rotary ones a head reads four tokens back, and the induction head finds
+the answer three tokens after it.)"""
 
 
 class TokenPairs(NamedTuple):
@@ -38,13 +39,15 @@ class TokenPairs(NamedTuple):
 class KnownModel:
     """A model and what is true of it. Token 0 is BOS.
 
-    ``does`` says what each head does. ``labels`` and ``terms`` are the group and the term that a
-    planted head deserves (``terms`` where one is dominant); ``offset`` is that of the planted heads
-    that attend at an offset, ``directions`` are those of what is planted in the stream, and
-    ``reads`` the rows of them that the keys of a head read. ``edges`` are the edges that carry the
-    difference between the prompts and counterfactuals of :meth:`pairs`, by what was ``changed``, as
-    :func:`tl_geometry.edge_scores` names them, and ``head_pairs`` the heads that read what another
-    wrote (writer, reader, side); both are empty where they were not planted.
+    ``does`` says what each head does. ``labels`` is the group of terms, and ``terms`` the dominant
+    term, that a correct measure finds for a head (where it has one). ``offset`` is that of the
+    planted heads that attend at an offset. ``directions`` are those of what is planted in the
+    stream, ``reads`` the rows of them that the keys of a head read.
+
+    ``edges`` are the edges that carry the difference between the prompts and counterfactuals of
+    :meth:`pairs`, by what was ``changed``, as :func:`tl_geometry.edge_scores` names them.
+    ``head_pairs`` are (writer, reader, side) of heads that read what another wrote. Both are empty
+    where they were not planted.
     """
 
     model: Any
@@ -67,9 +70,9 @@ class KnownModel:
         return torch.nn.functional.pad(rows, (1, 0))
 
     def pairs(self, n: int, *, changed: str = "all", seed: int = 0) -> TokenPairs:
-        """BOS and distinct random tokens that are repeated; counterfactuals have other tokens in
-        the same form (``changed="all"``), or another last token of the same prompt
-        (``changed="last"``). Targets are the tokens that follow in each."""
+        """Prompts are BOS and distinct random tokens, repeated. Counterfactuals repeat other tokens
+        (``changed="all"``), or are the same prompts with another of their tokens in the last place
+        (``changed="last"``). Targets are the next tokens of prompt and of counterfactual."""
         checks.choice(changed, CHANGED, "changed")
         _require_rows(n)
         generator = torch.Generator().manual_seed(seed)
@@ -82,6 +85,7 @@ class KnownModel:
         if changed == "all":
             return TokenPairs(prompts, others, torch.stack([first[:, 0], second[:, 0]], 1))
         others = prompts.clone()
+        # the last token was first[6], which first[0] follows; first[2] is followed by first[3]
         others[:, -1] = first[:, 2]
         return TokenPairs(prompts, others, first[:, [0, 3]])
 
@@ -135,7 +139,7 @@ def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     made = planted_heads.planted_heads(positions, seed)
     does = {(0, head): what for head, what in enumerate(made.does)}
     terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
-    # BOS has no part in it, and no query reads the last keys at an offset
+    # without BOS and its position, and without the last keys, which no query reads at an offset
     tokens = tuple(range(1, planted.VOCAB))
     rows = {"identity": tokens, "table": tokens}
     if positions == "learned":
@@ -186,7 +190,7 @@ def _circuit(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
 
 _LABELS = {"previous": "position", "second": "position", "itself": "position"}
 _LABELS |= {"offset": "position", "induction": "content", "match": "content", "decoy": "content"}
-"""Labels by what a head of a circuit does."""
+"""The label that a head of a circuit deserves for what it does."""
 
 
 def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
@@ -195,26 +199,30 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     hf = induction.hugging_face(positions, seed)
     on_offset, on_repeat = [], []
     for period in TRIED_PERIODS:
-        periods, generator = (period, period), torch.Generator().manual_seed(0)
-        tokens, _ = induction.repeats(32, generator, periods)
+        generator = torch.Generator().manual_seed(0)
+        tokens, _ = induction.repeats(32, generator, (period, period))
         with torch.inference_mode():
             patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
-        every, repeated = (
-            _paid(patterns[..., at:, :].mean(1)) for at in (max(SHIFTS), max(TRIED_PERIODS))
+        # queries that have all the offsets, and queries at least one period from the start
+        by_offset, by_copy = (
+            _attention_by_offset(patterns[..., first:, :].mean(1))
+            for first in (max(SHIFTS), max(TRIED_PERIODS))
         )
-        on_offset.append(torch.stack([every[..., c] for c in SHIFTS]))
-        on_repeat.append(torch.stack([repeated[..., period - c :: period].sum(-1) for c in SHIFTS]))
-    # what holds with both periods is no accident of one
+        on_offset.append(torch.stack([by_offset[..., shift] for shift in SHIFTS]))
+        # the same token stood one period back, two, ...; what followed it is that much nearer
+        copies = [by_copy[..., period - shift :: period].sum(-1) for shift in SHIFTS]
+        on_repeat.append(torch.stack(copies))
+    # the least over periods, so that neither is an accident of one; then the best shift
     scores = {
-        name: torch.stack(x).amin(0).amax(0)
-        for name, x in (("offset", on_offset), ("induction", on_repeat))
+        name: torch.stack(attention).amin(0).amax(0)
+        for name, attention in (("offset", on_offset), ("induction", on_repeat))
     }
     does = {}
     for layer in range(induction.LAYERS):
         for head in range(induction.HEADS):
             best = max(scores, key=lambda name: float(scores[name][layer, head]))
-            over = float(scores[best][layer, head]) > ATTENDED
-            does[layer, head] = best if over else ""
+            attends = float(scores[best][layer, head]) > ATTENDED
+            does[layer, head] = best if attends else ""
     return hf, {
         "vocab": induction.VOCAB,
         "length": induction.LENGTH,
@@ -223,11 +231,13 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _paid(
+def _attention_by_offset(
     pattern: Float[Tensor, "layer head query key"],
 ) -> Float[Tensor, "layer head offset"]:
-    """Attention by offset i - j, mean over the queries (the last ones of the keys)."""
+    """Attention by offset i - j, mean over the queries, which stand at the last of the keys'
+    positions."""
     queries, keys = pattern.shape[-2:]
+    # zeros before the first key stand for offsets that a query does not have
     padded = torch.nn.functional.pad(pattern, (keys, 0))
     first = keys - queries
     rows = [padded[..., i, first + i + 1 : first + i + 1 + keys].flip(-1) for i in range(queries)]

@@ -3,9 +3,9 @@ hand, without training; :mod:`~tl_geometry.zoo.planted_heads` and
 :mod:`~tl_geometry.zoo.planted_circuit` use them.
 
 The stream has orthonormal directions ``E [column d_model]``, drawn at random and orthogonal to the
-vector of ones, so that a LayerNorm only rescales. A token and a position are one-hot in them. With
-``n`` the squared norm of the stream a norm gives ``g sqrt(d_model / n) x + b``, with random gains g
-and biases b, and a head that is to read ``x E^T A`` has the weights
+vector of ones, so that the centring of a LayerNorm changes nothing. Tokens and positions are sums
+of a few of them. With n the squared norm of the stream a norm gives ``g sqrt(d_model / n) x + b``,
+with random gains g and biases b, and a head that is to read ``x E^T A`` has the weights
 
     W = diag(1 / g) E^T A sqrt(n / d_model),    constant = -b W
 
@@ -26,16 +26,18 @@ from torch import Tensor
 VOCAB, LENGTH = 16, 24
 """Token ids (0 is BOS) and positions of every planted model."""
 D_ROTARY, THETA = 64, 1e8
-"""Width of a rotary head and base of its frequencies, ``THETA ** (-2 f / D_ROTARY)`` in plane f."""
+"""Width of a rotary head and base of its frequencies, ``THETA ** (-2 f / D_ROTARY)`` in plane f: so
+large that at least VOCAB planes are slow."""
 SLOW = 12
-"""First plane that turns by less than 0.03 radians within LENGTH positions: content is read
-there."""
+"""First plane that turns by less than 0.03 radians within LENGTH positions: from here on position
+hardly acts, and content is read."""
 
 
 @dataclass(eq=False)
 class HeadWeights:
-    """What one head reads and writes in the planted directions: ``query``, ``key``, ``value``
-    ``[column d_head]``, constants of query and key, and ``out`` ``[d_head column]``."""
+    """What one head reads and writes in the planted directions (columns): ``query``, ``key`` and
+    ``value`` ``[column d_head]``, constants of query and key ``[d_head]``, and ``out``
+    ``[d_head column]``."""
 
     query: Tensor
     key: Tensor
@@ -47,6 +49,7 @@ class HeadWeights:
     @staticmethod
     def zeros(columns: int, d_head: int) -> HeadWeights:
         """A head that attends evenly and writes nothing."""
+        # fresh tensors each: they are filled in place
         read = lambda: torch.zeros(columns, d_head)  # noqa: E731
         bias = lambda: torch.zeros(d_head)  # noqa: E731
         return HeadWeights(read(), read(), read(), read().T.clone(), bias(), bias())
@@ -62,6 +65,7 @@ def directions(
     (True, True)
     """
     drawn = torch.randn(d_model, columns, generator=generator, dtype=torch.float64)
+    # the vector of ones comes first: all other columns of Q are orthogonal to it
     basis = torch.cat([torch.ones(d_model, 1, dtype=torch.float64), drawn], 1)
     return torch.linalg.qr(basis)[0][:, 1:].T.float()
 
@@ -104,8 +108,8 @@ def plant(
     squared_norm: float,
     generator: torch.Generator,
 ) -> None:
-    """Write heads into a layer of :func:`empty_model`, behind a norm with random gains (and biases)
-    that they undo; ``squared_norm`` is that of the layer's input."""
+    """Write heads into a layer of :func:`empty_model`. They undo the random gains (and biases) of
+    the norm before them; ``squared_norm`` is that of the layer's input."""
     d_model = basis.shape[1]
     learned = hasattr(model, "transformer")
     block = model.transformer.h[layer] if learned else model.model.layers[layer]

@@ -2,20 +2,21 @@
 with heads that look alike and do not matter.
 
 The stream has blocks of one-hot directions: the token, the token before, a first and a second
-scratch block that the output does not read (and the position, in the learned model).
+scratch block, and in the learned model the position. The output reads the token block alone. Heads
+of layer 0 attend at an offset. Heads of layer 1 attend where the token of the query matches a block
+of the key, which their line names:
 
     layer 0   previous    at offset 1     copies the token to "before"
               second      at offset 2     copies the token to the first scratch block
               itself      at offset 0     copies the token to the first scratch block
               even        evenly          copies the token to the second scratch block
-    layer 1   induction   token, before   copies the token to the token: the output reads it
-              decoy       token, scratch  copies the token to the second scratch block
-              match       token, token    copies "before" to the second scratch block
+    layer 1   induction   "before"        copies the token to the token block: the output reads it
+              decoy       first scratch   copies the token to the second scratch block
+              match       token           copies "before" to the second scratch block
               even        evenly          copies the second scratch block to itself
 
-(query and key that are matched, then the value). On tokens that repeat, the induction head and what
-it reads make the next token, and nothing else does. Every matrix has random entries added, so that
-no other edge is exactly zero.
+On tokens that repeat, the induction head and what it reads make the next token, and nothing else
+does. Small random entries are added to every matrix, so that no other edge is exactly zero.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ FIRST = ("previous", "second", "itself", "even")
 SECOND = ("induction", "decoy", "match", "even")
 OFFSETS = {"previous": 1, "second": 2, "itself": 0}
 TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
-"""Blocks of directions."""
+"""Blocks of directions; SCRATCH and UNREAD are the first and the second scratch block."""
 READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKEN, BEFORE)}
 """Blocks that the heads of layer 1 read as keys and as values; queries are tokens."""
 STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
 """Score of a match, size of the predicted token, and norm of the random entries of a matrix over
 that of its planted ones."""
 SHARP = range(4)
-"""Rotary planes that tell an offset from the next."""
+"""Fast rotary planes, which tell one offset from the next."""
 SQUARED_NORMS = {"learned": (2.0, 5.0), "rotary": (1.0, 4.0)}
 """Squared norm of the input of each layer: tokens, positions and what layer 0 copies."""
 
 
 class Planted(NamedTuple):
     """The Hugging Face model, what its heads do, the edges that make the next token differ where
-    all tokens or only the last differ, and the pairs (writer, reader, side) of heads of which one
-    reads what the other wrote."""
+    ``"all"`` tokens or only the ``"last"`` differ, and the pairs of heads (writer, reader, side) of
+    which one reads what the other wrote."""
 
     model: Any
     does: dict[tuple[int, int], str]
@@ -132,7 +133,8 @@ def second_head(name: str, columns: int, d_head: int) -> HeadWeights:
 
 
 def noisy(head: HeadWeights, g: torch.Generator) -> HeadWeights:
-    """The head with random entries added to each matrix; zero matrices stay zero."""
+    """The head with random entries added to each matrix, in proportion to its norm; zero matrices
+    stay zero."""
     for name in ("query", "key", "value", "out"):
         matrix = getattr(head, name)
         noise = torch.randn(matrix.shape, generator=g) * matrix.norm() / math.sqrt(matrix.numel())

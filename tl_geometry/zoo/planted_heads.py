@@ -1,8 +1,8 @@
 """Which heads attend by offset, by position, by token identity, by both, or evenly, by
 construction? The one-layer model of ``zoo.known("heads")``.
 
-Scores of the planted heads, with strength a, token t and position i of the query, t' and j of the
-key, and random numbers r:
+Scores of the planted heads before the softmax, and the label that each deserves, with strength a,
+token t and position i of the query, t' and j of the key, and random numbers r:
 
     offset      a [i - j = o]            position      (rotary: a mean_f cos((i - j - o) w_f))
     position    a r_j                    position      (rotary: the same kernel with o = 0)
@@ -57,14 +57,15 @@ TERMS = {
     "learned": {"offset": "pos-pos", "position": "bias-pos", "relation": "pos-cvec"},
     "rotary": {"offset": "bias-bias", "position": "bias-bias"},
 }
-"""The dominant term of each, where position differs; :data:`CONTENT_TERMS` in both models."""
+"""The dominant terms that depend on how the model encodes position."""
 CONTENT_TERMS = {"identity": "cvec-cvec", "table": "cvec-cvec", "token": "bias-cvec"}
+"""The dominant terms that are the same in both models."""
 RANK = 4
 """Rank of the random table of tokens."""
 FAST, RECENT = range(8), range(4, 8)
 """Rotary planes of the offset head and of the head that prefers recent keys."""
 COPIED = 0.5
-"""Size of the token that a head copies, over the size of the current one."""
+"""Size of the token that a head copies; that of the current token is 1."""
 
 
 class Planted(NamedTuple):
@@ -84,9 +85,9 @@ def planted_heads(positions: str, seed: int) -> Planted:
     ('token', 'offset')
     """
     generator = torch.Generator().manual_seed(seed)
-    kinds = LEARNED if positions == "learned" else ROTARY
-    order = torch.randperm(len(kinds), generator=generator).tolist()
-    names = tuple(kinds[i] for i in order)
+    roles = LEARNED if positions == "learned" else ROTARY
+    order = torch.randperm(len(roles), generator=generator).tolist()
+    names = tuple(roles[i] for i in order)
     offset = int(torch.randint(1, 4, (), generator=generator))
     columns, d_head = (VOCAB + LENGTH,) * 2 if positions == "learned" else (VOCAB, D_ROTARY)
     make = learned_head if positions == "learned" else rotary_head
@@ -106,11 +107,12 @@ def planted_heads(positions: str, seed: int) -> Planted:
 
 
 def learned_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
-    """A head on one-hot tokens (columns 0 to VOCAB - 1) and positions (the rest), which match in
-    coordinates of the same number."""
+    """A head on one-hot tokens (columns 0 to VOCAB - 1) and positions (the rest): column and
+    coordinate of the head have the same number."""
     columns = VOCAB + LENGTH
     head = HeadWeights.zeros(columns, columns)
     tokens, places = slice(0, VOCAB), slice(VOCAB, None)
+    # of query and of key: their product over sqrt(d_head) is the strength (d_head = columns)
     size = math.sqrt(strength * math.sqrt(columns))
     if name in ("offset", "both"):
         head.query[places, places] = size * torch.eye(LENGTH)
@@ -136,6 +138,7 @@ def rotary_head(name: str, offset: int, strength: float, g: torch.Generator) -> 
     """A head on one-hot tokens: position in constants on fast planes, content on slow ones."""
     head = HeadWeights.zeros(VOCAB, D_ROTARY)
     slow = slice(SLOW, SLOW + VOCAB)
+    # of query and of key: their product over sqrt(d_head) is the strength
     size = math.sqrt(strength * math.sqrt(D_ROTARY))
     if name in ("offset", "both"):
         head.query_bias, head.key_bias = constants(FAST, offset, size)
@@ -161,7 +164,8 @@ def signs(n: int, g: torch.Generator) -> Float[Tensor, " row"]:
 
 
 def fill_table(head: HeadWeights, rows: slice, at: slice, size: float, g: torch.Generator) -> None:
-    """Query and key of a random table of tokens, each with mean zero over the tokens but BOS."""
+    """Query and key of a random table of tokens, each with mean zero over all tokens but BOS, so
+    that the scores are content alone."""
     for side in (head.query, head.key):
         table = torch.randn(VOCAB, RANK, generator=g)
         table[0] = 0

@@ -1,8 +1,8 @@
 """Which subspaces do keys read, by construction? The one-layer model of ``zoo.known("retrieval")``.
 
 A token is a colour and a shape, ``t = 4 colour + shape``, each one-hot in directions of its own.
-The retrieval head scores ``a [colour = colour'] + a [shape = shape']`` for query and key, others
-one attribute alone, and one attends evenly.
+The score of the retrieval head for query and key is ``a [colour = colour'] + a [shape = shape']``.
+One head matches colours alone, one shapes alone, and one attends evenly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tl_geometry.zoo.planted import (
 )
 
 EACH = 4
-"""Colours, and shapes."""
+"""How many colours there are, and how many shapes."""
 READS = {
     "retrieval": tuple(range(2 * EACH)),
     "colour": tuple(range(EACH)),
@@ -69,6 +69,7 @@ def planted_retrieval(positions: str, seed: int) -> Planted:
         heads.append(head)
     model = empty_model(positions, 1, len(heads), d_head, VOCAB, LENGTH)
     basis = directions(columns, len(heads) * d_head, g)
+    # squared norm of the input: colour, shape and (learned) position
     plant(model, 0, heads, basis, 3.0 if learned else 2.0, g)
     token = torch.arange(VOCAB)
     tokens = basis[token // EACH] + basis[EACH + token % EACH]
