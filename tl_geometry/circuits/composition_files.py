@@ -103,12 +103,11 @@ def _writer_nodes(
 def _side_nodes(
     composition: Composition, reader: str, side: str, rest: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A side of a head, and what no link into it shows. Rests are numbered from the number of parts
-    up: with ``parts="writers"`` above all heads."""
+    """A side of a head, and what no link into it shows."""
     (layer, head), column = composition.place(reader), COLUMNS.index(side)
     text, where = f"{reader} {side}", str(layer)
-    numbers = (head, len(composition.parts) + head)
-    feature, rest_feature = (pairing(layer + 1, number) for number in numbers)
+    # even numbers for heads, odd ones for rests: two of the same number hide each other
+    feature, rest_feature = (pairing(layer + 1, 2 * head + is_rest) for is_rest in (0, 1))
     node, rest_node = _node_id(composition, reader, column), f"{layer}_rest-h{head}_{column}"
     return (
         node_record(node, feature, where, column, FEATURE, text, 1.0),

@@ -203,10 +203,10 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
         tokens, _ = induction.repeats(32, generator, (period, period))
         with torch.inference_mode():
             patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
-        # queries that have all the offsets, and queries at least one period from the start
+        # queries that have all the offsets, and queries of a second copy or later (BOS is before)
         by_offset, by_copy = (
             _attention_by_offset(patterns[..., first:, :].mean(1))
-            for first in (max(SHIFTS), max(TRIED_PERIODS))
+            for first in (max(SHIFTS), 1 + max(TRIED_PERIODS))
         )
         on_offset.append(torch.stack([by_offset[..., shift] for shift in SHIFTS]))
         # the same token stood one period back, two, ...; what followed it is that much nearer
