@@ -57,7 +57,8 @@ class Pretend(Tensor):
         return self.held.tolist()
 
     def new_tensor(self, data: Any, **options: Any) -> Pretend:
-        return Pretend(torch.tensor(data, **{"dtype": self.dtype} | options))
+        wanted: dict[str, Any] = {"dtype": self.dtype} | options
+        return Pretend(torch.tensor(data, **wanted))
 
     @classmethod
     def __torch_dispatch__(
