@@ -56,7 +56,7 @@ class Pretend(Tensor):
         _wait()
         return self.held.tolist()
 
-    def new_tensor(self, data: Any, **options: Any) -> Pretend:
+    def new_tensor(self, data: Any, **options: Any) -> Pretend:  # pyright: ignore
         wanted: dict[str, Any] = {"dtype": self.dtype} | options
         return Pretend(torch.tensor(data, **wanted))
 
