@@ -58,6 +58,8 @@ def calls(d_vocab: int, *, rotary: bool) -> dict[str, Callable[[Any], Any]]:
     if rotary:
         normalized = lambda m: tlg.decompose(m, many, normalize=True, **QUIET)
         found["relative_kernel"] = lambda m: scores.relative_kernel(m, normalized(m))
+    # the twin: the only call whose result depends on where the model is
+    found["planted"] = lambda m: torch.ones(1) * (next(m.parameters()).device.type == "cpu")
     return found
 
 

@@ -9,7 +9,7 @@ largest magnitude of each right singular vector is positive.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -137,6 +137,18 @@ def numerical_rank(
     """
     eps = torch.finfo(singular_values.dtype).eps
     return (singular_values > max(shape[-2:]) * eps * singular_values[..., :1]).sum(-1)
+
+
+def transposed(linear: Callable[[Tensor], Tensor], cotangent: Tensor) -> Tensor:
+    """The transpose of a linear map from a space into itself, applied to ``cotangent``.
+
+    >>> transposed(lambda x: x.roll(1), torch.tensor([1.0, 2.0, 3.0])).tolist()
+    [2.0, 3.0, 1.0]
+    """
+    # autograd of a linear map gives its transpose, at zero as anywhere
+    with torch.enable_grad():
+        start = torch.zeros_like(cotangent, requires_grad=True)
+        return torch.autograd.grad(linear(start), start, cotangent)[0]
 
 
 def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch row"]:

@@ -154,6 +154,7 @@ def _check_request(features: Dictionary, rows: TokenWindows, start: int, **sizes
     for name, value in sizes.items():
         least = int(name == "batch_size")
         require(value >= least, name, expected=f"at least {least}", got=value)
+    # what is stored does not depend on the states that are given
     stored = len(features.encode(features.bias)) if features.stored else len(rows)
     expected, got = f"those of {len(rows)} prompts", f"those of {stored}"
     require(stored == len(rows), "activations", expected=expected, got=got)

@@ -28,6 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.linalg import transposed
 from tl_geometry.models.attention_spec import AttentionSpec
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
@@ -151,11 +152,7 @@ class FrozenBlock:
         positions: Int[Tensor, " row"],
     ) -> Float[Tensor, "row d_model"]:
         """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
-        # autograd of a linear map gives its transpose, at zero as anywhere
-        with torch.enable_grad():
-            start = torch.zeros_like(cotangents, requires_grad=True)
-            turned = self.turned(start, which, positions)
-            back = torch.autograd.grad(turned, start, cotangents)[0]
+        back = transposed(lambda x: self.turned(x, which, positions), cotangents)
         return self.back(back, which)
 
     def back(

@@ -23,6 +23,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base.linalg import transposed
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.writers import CONSTANTS, Written
 
@@ -64,7 +65,8 @@ class Reader:
         padded = cotangents.new_zeros(*cotangents.shape[:2], length, n_heads, cotangents.shape[-1])
         chosen = torch.tensor(at)[:, None], torch.tensor(pick)
         padded[:, :, *chosen] = cotangents
-        back = _adjoint(layer, which, padded)[:, :, *chosen] * scale[:, *chosen].unsqueeze(-1)
+        back = transposed(lambda x: layer.turned(x, which), padded)
+        back = back[:, :, *chosen] * scale[:, *chosen].unsqueeze(-1)
         eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
         matrix = layer.projected(eye, which)[:, pick]
         return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
@@ -209,11 +211,3 @@ def _by_token(
             products = writes[:, :, places].flatten(1) @ back.flatten(3).flatten(0, 2).mT
             total += products.view(total.shape).double()
     return [rearrange(total, "part t h n -> t n h part") for total in totals]
-
-
-def _adjoint(layer: LayerView, which: str, cotangents: Tensor) -> Tensor:
-    """The transpose of QK-norm's linear part and the rotation; neither mixes heads or positions."""
-    # autograd of a linear map gives its transpose, at zero as anywhere
-    with torch.enable_grad():
-        start = torch.zeros_like(cotangents, requires_grad=True)
-        return torch.autograd.grad(layer.turned(start, which), start, cotangents)[0]

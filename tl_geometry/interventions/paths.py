@@ -390,8 +390,12 @@ class _PathRuns:
             h.append(layer.h)
             z.append(layer.z)
 
-        layers = range(view.n_layers)
-        view.in_single(lambda: view.run_layers(tokens, layers, keep, verify=False))
+        def run() -> None:
+            h.clear()  # a run that cannot be in float32 is tried again
+            z.clear()
+            view.run_layers(tokens, range(view.n_layers), keep, verify=False)
+
+        view.in_single(run)
         return h, z
 
     def _patched(
