@@ -14,6 +14,10 @@ from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition, composition
+from tl_geometry.circuits.writer_sweep import score_cotangents
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.writers import run_written
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -85,6 +89,38 @@ def test_a_random_direction_has_no_share_but_the_spread_of_chance() -> None:
     assert torch.equal(table.random_cs[..., 1:], again.random_cs[..., 1:])
     other = found(model, layers=1, draws=8, seed=1)
     assert not torch.equal(table.random_cs[..., 1:], other.random_cs[..., 1:])
+
+
+def test_the_random_null_is_that_of_random_orthogonal_maps() -> None:
+    """Against writers that are turned, and against the mean over all maps, |M| / sqrt(d_model)."""
+    model = tiny("bridge", "llama", dtype=torch.float64)
+    layers: list[tuple[LayerView, Tensor]] = []
+    view = as_view(model)
+    run_written(
+        view, PROMPTS, [1], lambda layer, written: layers.append((layer, written.stacked()))
+    )
+    [(layer, writes)] = layers
+    cotangents = score_cotangents(layer, 1)
+    reader = Reader.of(layer, "k", cotangents.key)
+    reads = torch.einsum("nbihe,dhe->nhbid", reader.cotangents, reader.matrix)[0]
+    M = torch.einsum("pbid,hbif->hpdf", writes, reads)
+    total = cotangents.total[0][:, None]
+
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(400, view.d_model, view.d_model, generator=generator).double()
+    Q, R = torch.linalg.qr(maps)
+    Q = Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform only with these signs
+    turned = torch.einsum("rfd,hpdf->rhp", Q, M) / total
+    expected = M.square().sum((-2, -1)).div(view.d_model).sqrt() / total
+    sizes = turned.square().mean(0).sqrt()
+    wrote = expected > 0  # Llama has no constants
+    # 400 squares of nearly normal numbers: 3.5% of the root
+    assert float((sizes / expected - 1)[wrote].abs().max()) < 0.15
+
+    found_null = found(model, layers=1, draws=4000, drop=1).random_cs[:, 1, 1:]
+    # squares of products of two normals have a heavier tail: 2.4% at most
+    assert float((found_null / expected - 1)[wrote].abs().max()) < 0.1
+    assert not bool(found_null[~wrote].any())
 
 
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")

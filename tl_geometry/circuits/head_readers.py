@@ -27,8 +27,9 @@ from tl_geometry.base.linalg import transposed
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.writers import CONSTANTS, Written
 
-WORKING_SET = 2**27
-"""Bytes that vectors of the stream may take in one step."""
+WORKING_SET = 2**25
+"""Bytes that vectors of the stream may take in one step: few enough for a processor's cache, and
+for memory that is handed out again without being cleared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,55 +73,37 @@ class Reader:
         return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
 
     def by_pair(
-        self,
-        written: Written,
-        grain: str,
-        shift: int,
-        turns: Sequence[Float[Tensor, "d_model d_model"] | None],
-    ) -> Float[Tensor, "sample weight head part"]:
-        """The numerators by pairs of heads, for each of ``turns``. Each context reads what was
-        written ``shift`` contexts before it in the batch."""
-        matrices = self.turned(turns)
-        by_turn = self._vectors(written, shift, turns)
+        self, written: Written, grain: str, shift: int
+    ) -> Float[Tensor, "weight head part"]:
+        """The numerators by pairs of heads. Each context reads what was written ``shift`` contexts
+        before it in the batch."""
+        by_name = self._vectors(written, shift)
         flat = rearrange(self.cotangents, "n b i h e -> (b i) (n h e)")
         size = self.cotangents.shape[0], *self.matrix.shape[1:]
         for heads in written.heads:
             z = self._read((heads.z * heads.scale[..., None, None]), shift)
             products = rearrange(z, "b i h e -> (b i) (h e)").mT @ flat
             products = products.view(*heads.W.shape[:2], *size)
-            for by_name, matrix in zip(by_turn, matrices, strict=True):
-                composite = einsum(heads.W, matrix, "w f d, d h e -> w f h e")
-                by_head = einsum(products, composite, "w f n h e, w f h e -> n h w")
-                if grain == "writers":
-                    by_name |= {f"L{heads.layer}H{h}": x for h, x in enumerate(by_head.unbind(-1))}
-                else:
-                    by_name[f"attn{heads.layer}"] = by_head.sum(-1)
-        names = [w.name for w in written.names(grain)]
-        return torch.stack(
-            [torch.stack([by_name[name].double() for name in names], -1) for by_name in by_turn]
-        )
+            composite = einsum(heads.W, self.matrix, "w f d, d h e -> w f h e")
+            by_head = einsum(products, composite, "w f n h e, w f h e -> n h w")
+            if grain == "writers":
+                by_name |= {f"L{heads.layer}H{h}": x for h, x in enumerate(by_head.unbind(-1))}
+            else:
+                by_name[f"attn{heads.layer}"] = by_head.sum(-1)
+        return torch.stack([by_name[w.name].double() for w in written.names(grain)], -1)
 
     def _read(self, x: Float[Tensor, "batch position ..."], shift: int) -> Tensor:
         """What was written at the positions that are read, ``shift`` contexts before."""
         at = slice(None) if self.positions is None else list(self.positions)
         return x.roll(shift, 0)[:, at]
 
-    def turned(
-        self, turns: Sequence[Float[Tensor, "d_model d_model"] | None]
-    ) -> Float[Tensor, "sample d_model head d_head"]:
-        """The matrix after each orthogonal map of the stream (``None``: none)."""
-        flat = self.matrix.flatten(1)
-        return torch.stack([flat if t is None else t @ flat for t in turns]).view(
-            -1, *self.matrix.shape
-        )
-
-    def few_tokens(self, turns: int) -> bool:
+    def few_tokens(self) -> bool:
         """Whether writes as vectors, token by token, take fewer multiplications than pairs of
         heads."""
         n, batch, length, heads, width = self.cotangents.shape
         d_model, tokens = len(self.matrix), batch * length
-        by_token = tokens * d_model * (width + turns * n * heads)
-        by_pair = width * heads * width * (turns * d_model + n * tokens)
+        by_token = tokens * d_model * (width + n * heads)
+        by_pair = width * heads * width * (d_model + n * tokens)
         return by_token < by_pair
 
     def among(self, start: int, stop: int) -> tuple[list[int], slice | list[int]]:
@@ -131,83 +114,80 @@ class Reader:
         rows = [row for row, position in enumerate(self.positions) if start <= position < stop]
         return rows, [self.positions[row] - start for row in rows]
 
-    def _vectors(
-        self, written: Written, shift: int, turns: Sequence[Tensor | None]
-    ) -> list[dict[str, Float[Tensor, "weight head"]]]:
-        """Numerators of embeddings, MLPs and constants, which are vectors of the stream, for each
-        turn."""
+    def _vectors(self, written: Written, shift: int) -> dict[str, Float[Tensor, "weight head"]]:
+        """Numerators of embeddings, MLPs and constants, which are vectors of the stream."""
         held = {**written.dense, CONSTANTS: written.constants}
         n, batch, length, heads, _ = self.cotangents.shape
-        out = self.cotangents.new_zeros(len(turns), len(held), n * heads, dtype=torch.float64)
+        total = self.cotangents.new_zeros(len(held), n * heads, dtype=torch.float64)
         # half of float64: vectors counted as float32
-        width = len(self.matrix) * out.element_size() // 2
+        width = len(self.matrix) * total.element_size() // 2
         per_context = length * width * (n * heads + 2 * len(held))
         for rows in torch.arange(batch).split(max(1, WORKING_SET // per_context)):
             values = torch.stack([self._read(x, shift)[rows] for x in held.values()])
             back = einsum(self.cotangents[:, rows], self.matrix, "n b i h e, d h e -> n h b i d")
-            back = back.flatten(2).flatten(0, 1).mT
-            for turn, total in zip(turns, out, strict=True):
-                turned = values if turn is None else values @ turn
-                total += (turned.flatten(1) @ back).double()
-        return [dict(zip(held, total.view(-1, n, heads), strict=True)) for total in out]
+            total += (values.flatten(1) @ back.flatten(2).flatten(0, 1).mT).double()
+        return dict(zip(held, total.view(-1, n, heads), strict=True))
 
 
 def numerators(
-    readers: Sequence[Reader],
-    written: Written,
-    grain: str = "writers",
-    *,
-    turns: Sequence[Float[Tensor, "d_model d_model"]] = (),
-    others: bool = False,
+    readers: Sequence[Reader], written: Written, grain: str = "writers", *, others: bool = False
 ) -> list[Float[Tensor, "sample weight head part"]]:
     """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer. The samples are what was
-    written, the same turned by each of ``turns`` (orthogonal maps), and, if ``others``, what was
-    written in the context before it in the batch."""
-    by_token = [reader for reader in readers if reader.few_tokens(1 + len(turns))]
-    sums = dict(zip(by_token, _by_token(by_token, written, grain, turns, others), strict=True))
+    written and, if ``others``, what was written in the context before it in the batch."""
+    by_token = [reader for reader in readers if reader.few_tokens()]
+    sums = dict(zip(by_token, _by_token(by_token, written, grain, others), strict=True))
     for reader in readers:
         if reader not in sums:
-            samples = [reader.by_pair(written, grain, 0, (None, *turns))]
-            samples += [reader.by_pair(written, grain, 1, (None,))] if others else []
-            sums[reader] = torch.cat(samples)
+            sums[reader] = torch.stack(
+                [reader.by_pair(written, grain, shift) for shift in range(1 + others)]
+            )
     return [sums[reader] for reader in readers]
 
 
-def _by_token(
+def random_numerators(
     readers: Sequence[Reader],
     written: Written,
     grain: str,
-    turns: Sequence[Float[Tensor, "d_model d_model"]],
-    others: bool,
+    directions: tuple[Float[Tensor, "draw d_model"], Float[Tensor, "draw d_model"]],
+) -> list[Float[Tensor, "draw weight head part"]]:
+    """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
+    and reads: two projections, where a turned writer would take as much as the writer itself."""
+    written_along = written.along(directions[0]).stacked(grain)
+    sums = []
+    for reader in readers:
+        matrix = einsum(reader.matrix, directions[1].to(reader.matrix), "d h e, k d -> k h e")
+        read_along = einsum(reader.cotangents, matrix, "n b i h e, k h e -> k n h b i")
+        positions = slice(None) if reader.positions is None else list(reader.positions)
+        at_positions = written_along[:, :, positions]
+        sums.append(einsum(read_along, at_positions, "k n h b i, p b i k -> k n h p").double())
+    return sums
+
+
+def _by_token(
+    readers: Sequence[Reader], written: Written, grain: str, others: bool
 ) -> list[Float[Tensor, "sample weight head part"]]:
     """The numerators from every write as a vector of the stream, a few positions at a time."""
     batch, length, d_model = written.constants.shape
-    matrices = [
-        rearrange(reader.turned((None, *turns)), "t d h e -> t h e d") for reader in readers
-    ]
-    samples, parts = 1 + len(turns) + others, len(written.names(grain))
+    samples, parts = 1 + others, len(written.names(grain))
     sizes = [(parts, samples, r.matrix.shape[1], len(r.cotangents)) for r in readers]
     totals = [
         torch.zeros(size, dtype=torch.float64, device=written.constants.device) for size in sizes
     ]
     vectors = parts + sum(samples * heads * n for _, _, heads, n in sizes)
     step = max(1, WORKING_SET // (vectors * batch * d_model * written.constants.element_size()))
+    memory = written.constants.new_empty(0)  # of one step after the other
     for start in range(0, length if readers else 0, step):
         stop = min(start + step, length)
-        writes = written.at(slice(start, stop)).stacked(grain)
-        for reader, matrix, total in zip(readers, matrices, totals, strict=True):
+        writes = written.at(slice(start, stop)).stacked(grain, out=memory)
+        for reader, total in zip(readers, totals, strict=True):
             rows, places = reader.among(start, stop)
             if not rows:
                 continue
-            cotangents = rearrange(reader.cotangents[:, :, rows], "n b i h e -> h (n b i) e")
-            back = cotangents.new_empty(
-                samples, len(cotangents), len(reader.cotangents), batch, len(rows) * d_model
-            )
-            turned = len(matrix)
-            shape = turned, *cotangents.shape[:2], d_model
-            torch.matmul(cotangents, matrix, out=back[:turned].view(shape))
+            back = einsum(
+                reader.cotangents[:, :, rows], reader.matrix, "n b i h e, d h e -> h n b i d"
+            ).unsqueeze(0)
             if others:  # the next context's cotangents meet what was written in this one
-                back[-1] = back[0].roll(-1, 2)
+                back = torch.cat([back, back.roll(-1, 3)])
             products = writes[:, :, places].flatten(1) @ back.flatten(3).flatten(0, 2).mT
             total += products.view(total.shape).double()
     return [rearrange(total, "part t h n -> t n h part") for total in totals]

@@ -9,19 +9,23 @@ Nulls, each as a share beside the writer's own:
 
 - *other*: what the writer wrote in another context at the same position. What depends on position
   alone is the same in both contexts, and so its own null: the cosine between the two shows it.
-- *random*: the writer turned by a random orthogonal map, the same at all tokens. The map keeps
-  norms and angles of what it wrote and forgets the direction; the null is the spread over draws.
+- *random*: the writer turned by a random orthogonal map R, the same at all tokens. The map keeps
+  norms and angles of what it wrote and forgets the direction. With ``M = sum_i w_a[i] g[i]^T``, g
+  what the head reads of the stream, the numerator is ``tr(R M)``. Its mean square over all R is
+  ``|M|^2 / d_model``, and so is that of ``(u^T M v)^2 / d_model`` over standard normal u and v.
+  The null is the root of the latter's mean over ``draws`` pairs, for which nothing is turned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -29,14 +33,15 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.head_readers import Reader, numerators
+from tl_geometry.circuits.head_readers import Reader, numerators, random_numerators
 from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents, stream_writers
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, writer_names
 from tl_geometry.scores.families import BIAS
@@ -159,7 +164,7 @@ def composition(
     heads: Sequence[Head] | Head | None = None,
     layers: Sequence[int] | int | None = None,
     parts: str = "writers",
-    draws: int = 4,
+    draws: int = 32,
     drop: int | None = None,
     queries: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
@@ -175,7 +180,7 @@ def composition(
         tokens: as :func:`tl_geometry.sweep_heads` takes them, at least two prompts.
         heads, layers: readers, all by default.
         parts: ``"writers"`` or ``"blocks"``.
-        draws: of the random null.
+        draws: pairs of random directions of the random null.
         drop: positions left out, as queries on all sides and as keys of scores (values of all
             positions count); by default a BOS token.
         queries: positions to count as queries, in place of all: numbers (-1 is the last) or names
@@ -198,11 +203,11 @@ def composition(
     by_layer = {l: [head for layer, head in chosen if layer == l] for l in layers_read}
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
     generator = torch.Generator().manual_seed(seed)
-    random = [torch.randn(view.d_model, view.d_model, generator=generator) for _ in range(draws)]
-    turns = [torch.linalg.qr(x)[0].to(view.device) for x in random]
+    write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     at_queries = _queries(queries, tokens, source.length)
+    value_factor = cache(partial(_value_factor, view))  # each writer has many readers
     sums = {
-        l: _CompositionSums(view, l, readers, parts, turns, at_queries)
+        l: _CompositionSums(view, l, readers, parts, (write, read), at_queries, value_factor)
         for l, readers in by_layer.items()
     }
 
@@ -271,17 +276,19 @@ class _CompositionSums:
         layer: int,
         heads: Sequence[int],
         grain: str,
-        turns: list[Tensor],
+        directions: tuple[Float[Tensor, "draw d_model"], Float[Tensor, "draw d_model"]],
         queries: Sequence[int] | None,
+        value_factor: Callable[[int], Float[Tensor, "head d_head d_head"]],
     ) -> None:
         self.view, self.layer, self.heads, self.grain = view, layer, list(heads), grain
-        self.turns, self.queries = turns, queries
+        self.directions, self.queries = directions, queries
+        self.value_factor = value_factor
         self.null_batches = 0  # of at least two contexts, so that one can stand in for another
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(SHARES), len(HEAD_SIDES), len(heads), self.width
         wide = torch.float64
         self.by_data, self.other = (torch.zeros(shape, dtype=wide) for _ in range(2))
-        self.random = torch.zeros(len(turns), *shape, dtype=wide)
+        self.random = torch.zeros(len(directions[0]), *shape, dtype=wide)
         self.total, self.other_total = (torch.zeros(shape[:-1], dtype=wide) for _ in range(2))
         self.products = torch.zeros(2, self.width, dtype=wide)
         self.composed: Tensor | None = None
@@ -299,17 +306,17 @@ class _CompositionSums:
             Reader.of(layer, which, side_cotangents, self.heads, queries if which == "q" else None)
             for which, side_cotangents in sides
         ]
-        turns = [turn.to(layer.h) for turn in self.turns]
-        by_side = numerators(readers, written, self.grain, turns=turns, others=several)
-        for s, (reader, samples) in enumerate(zip(readers, by_side, strict=True)):
-            samples = samples.cpu()
+        by_side = numerators(readers, written, self.grain, others=several)
+        by_chance = random_numerators(readers, written, self.grain, self.directions)
+        for s, reader in enumerate(readers):
+            samples, random = by_side[s].cpu(), by_chance[s].cpu()
             on_values = HEAD_SIDES[s] == "value"
             n = slice(samples.shape[1])  # the value side has no gain
             # the share in a head's output leaves its constant write out
             constant = reader.constant.cpu().unsqueeze(-1) * (not on_values)
             self.by_data[n, s] += torch.cat([constant, samples[0]], -1)
             # part 0 is the reader's constants, of which there is no null
-            self.random[:, n, s, :, 1:] += samples[1 : 1 + len(turns)]
+            self.random[:, n, s, :, 1:] += random
             total = energy.unsqueeze(0) if on_values else cotangents.total
             self.total[n, s] += total.cpu()
             if several:
@@ -319,7 +326,61 @@ class _CompositionSums:
         if several:
             self.products[:, 1:] += _products(written, drop, self.grain).cpu()
         if self.composed is None and self.grain == "writers":
-            self.composed = _composed(self.view, layer, written, readers, self.heads, self.width)
+            self.composed = self._weights_alone(layer, written, readers)
+
+    def _weights_alone(
+        self, layer: LayerView, written: Written, readers: Sequence[Reader]
+    ) -> Float[Tensor, "head side part"]:
+        """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
+        product of two heads' matrices over the product of their norms.
+
+        With ``L^T`` of :func:`_value_factor`, ``P = L^T W_O^writer M^reader`` and G the Gram matrix
+        of what the reader has on its other side, the norm of the product is ``sqrt(<P^T P, G>)``:
+        no matrix ``[d_model d_model]`` is formed."""
+        out = torch.full(
+            (len(self.heads), len(HEAD_SIDES), self.width), torch.nan, dtype=torch.float64
+        )
+        # pairs in the model's dtype: sums of squares do not cancel
+        q, k, v = (reader.matrix for reader in readers)
+        W_O = remove_mean(
+            self.view.weights(layer.layer).W_O[self.heads].to(q), layer.norm.norm_type
+        )
+        gram = {
+            "q": einsum(q, q, "d h e, d h f -> h e f"),
+            "k": einsum(k, k, "d h e, d h f -> h e f"),
+        }
+        gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
+        # heads that share keys and values share these products
+        share = self.view.n_heads // self.view._layers.key_heads(layer.layer)
+        groups = (
+            torch.tensor([head // share for head in self.heads])
+            .unique(return_inverse=True)[1]
+            .tolist()
+        )
+        separate = list(range(len(self.heads)))
+        sides = ((q, gram["k"], separate), (k, gram["q"], groups), (v, gram["o"], groups))
+        reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
+        names = [w.name for w in written.names()]
+        for writers in written.heads:
+            W = remove_mean(writers.W.to(q), layer.norm.norm_type)
+            W = self.value_factor(writers.layer).to(q) @ W
+            size = W.square().sum((1, 2)).sqrt()
+            first = names.index(f"L{writers.layer}H0") + 1
+            for s, (side, other, group) in enumerate(sides):
+                firsts = [group.index(g) for g in range(max(group) + 1)]
+                pair = rearrange(
+                    W.flatten(0, 1) @ side[:, firsts].flatten(1),
+                    "(w f) (r e) -> w r f e",
+                    w=len(W),
+                    r=len(firsts),
+                )
+                products = pair.mT @ pair
+                squared = (products[:, group] * other).sum((-2, -1)).mT
+                norms = reads[s][:, None] * size[None]
+                # rounding may leave a square below zero
+                score = squared.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
+                out[:, s, first : first + len(W)] = score.cpu()
+        return out
 
     def share(self, name: str) -> Float[Tensor, "head side part"]:
         """One of the numbers of :class:`Composition`."""
@@ -331,7 +392,8 @@ class _CompositionSums:
         total = (self.other_total if null == "other" else self.total)[n].unsqueeze(-1)
         total = torch.where(total > 0, total, torch.nan)
         if null == "random":
-            values = (self.random[:, n] / total).square().mean(0).sqrt()
+            mean_square = self.random[:, n].square().mean(0) / self.view.d_model
+            values = mean_square.sqrt() / total
         else:
             values = (self.other if null == "other" else self.by_data)[n] / total
         if null:
@@ -392,49 +454,9 @@ def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "2 part"
     return torch.stack([products[w.name] for w in written.names(grain)], -1)
 
 
-def _composed(
-    view: ModelView,
-    layer: LayerView,
-    written: Written,
-    readers: Sequence[Reader],
-    heads: Sequence[int],
-    width: int,
-) -> Float[Tensor, "head side part"]:
-    """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
-    product of two heads' matrices over the product of their norms. All norms come from Gram
-    matrices of the factors: no product ``[d_model d_model]`` is formed."""
-    out = torch.full((len(heads), len(HEAD_SIDES), width), torch.nan, dtype=torch.float64)
-    # pairs in the model's dtype: sums of squares do not cancel
-    q, k, v = (reader.matrix for reader in readers)
-    W_O = remove_mean(view.weights(layer.layer).W_O[list(heads)].to(q), layer.norm.norm_type)
-    gram = {"q": einsum(q, q, "d h e, d h f -> h e f"), "k": einsum(k, k, "d h e, d h f -> h e f")}
-    gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
-    # heads that share keys and values share these products
-    share = view.n_heads // view._layers.key_heads(layer.layer)
-    groups = torch.tensor([head // share for head in heads]).unique(return_inverse=True)[1].tolist()
-    separate = list(range(len(heads)))
-    sides = ((q, gram["k"], separate), (k, gram["q"], groups), (v, gram["o"], groups))
-    reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
-    names = [w.name for w in written.names()]
-    for writers in written.heads:
-        norm = view.attention_norm(writers.layer)
-        W_V = _read(view.weights(writers.layer).W_V.to(q), norm)
-        inner = einsum(W_V, W_V, "w e d, w f d -> w e f")
-        W = remove_mean(writers.W.to(q), layer.norm.norm_type)
-        size = einsum(inner, W, W, "w e f, w e d, w f d -> w").sqrt()
-        first = names.index(f"L{writers.layer}H0") + 1
-        for s, (side, other, group) in enumerate(sides):
-            firsts = [group.index(g) for g in range(max(group) + 1)]
-            pair = einsum(W, side[:, firsts], "w f d, d r e -> w r f e")
-            product = pair.mT @ inner.unsqueeze(1) @ pair
-            squared = einsum(product[:, group], other, "w h e i, h e i -> h w")
-            norms = reads[s][:, None] * size[None]
-            # rounding may leave a square below zero
-            score = squared.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
-            out[:, s, first : first + len(W)] = score.cpu()
-    return out
-
-
-def _read(W_V: Tensor, norm: NormWeights) -> Float[Tensor, "head d_head d_model"]:
-    """W_V as it acts on the stream: gain and centring in it, heads first."""
-    return norm.centre(W_V.mT * norm.gain.to(W_V))
+def _value_factor(view: ModelView, layer: int) -> Float[Tensor, "head d_head d_head"]:
+    """``L^T`` with ``L L^T = W_V W_V^T``, the gain and the centring of the heads' norm in W_V: R of
+    a QR factorisation, which takes matrices without full rank too."""
+    norm, W_V = view.attention_norm(layer), view.weights(layer).W_V
+    on_stream = norm.centre(W_V.mT * norm.gain.to(W_V))
+    return torch.linalg.qr(upcast(on_stream).mT, mode="r")[1]

@@ -176,6 +176,15 @@ class Written:
         """What was written at some positions."""
         return self._some((slice(None), positions))
 
+    def along(self, directions: Float[Tensor, "direction d_model"]) -> Written:
+        """What was written along each of ``directions``: the same writers, with an axis of
+        directions in place of d_model."""
+        some, onto = copy(self), directions.to(self.constants).mT
+        some.dense = {name: value @ onto for name, value in self.dense.items()}
+        some.constants = self.constants @ onto
+        some.heads = [replace(x, W=x.W @ onto) for x in self.heads]
+        return some
+
     def _some(self, at: tuple[slice, ...]) -> Written:
         some = copy(self)
         some.dense = {name: value[at] for name, value in self.dense.items()}
@@ -192,9 +201,17 @@ class Written:
         names = [writer.name for writer in self.names(grain)]
         return dict(zip(names, (part for of in self._in_order(grain) for part in of), strict=True))
 
-    def stacked(self, grain: str = "writers") -> Float[Tensor, "part batch position d_model"]:
-        """:meth:`parts` as one tensor."""
-        return torch.cat(list(self._in_order(grain)))
+    def stacked(
+        self, grain: str = "writers", out: Tensor | None = None
+    ) -> Float[Tensor, "part batch position d_model"]:
+        """:meth:`parts` as one tensor, in the memory of ``out`` where that is given."""
+        stack = self.constants.new_empty(0) if out is None else out
+        stack = stack.resize_(len(self.names(grain)), *self.constants.shape)
+        start = 0
+        for part in self._in_order(grain):
+            stack[start : start + len(part)] = part
+            start += len(part)
+        return stack
 
     def _in_order(self, grain: str) -> Iterator[Float[Tensor, "part batch position d_model"]]:
         """What was written, in the order of :meth:`names`."""
