@@ -28,7 +28,8 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
-from tl_geometry.decomposition.layer_intervals import anova_intervals, jackknife_blocks
+from tl_geometry.decomposition.groups import jackknife_blocks
+from tl_geometry.decomposition.layer_intervals import anova_intervals
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.reservoir import Reservoir
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, spans
