@@ -18,7 +18,7 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition import decompose
 from tl_geometry.models.untrained import reinitialized
 
-FAINT = 0.03
+FAINT = 0.003
 """What the output weights of heads are multiplied by: what they write is then too small to have a
 share by its own size."""
 
@@ -97,4 +97,4 @@ def writer_nulls(windows: int, repeats: int) -> list[Outcome]:
 
 def simulations(n: Callable[[int], int]) -> list[Callable[[], list[Outcome]]]:
     """The rows of this part of the table; ``n`` scales the repeats."""
-    return [lambda: writer_nulls(16, n(100))]
+    return [lambda: writer_nulls(16, n(60))]

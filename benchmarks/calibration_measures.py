@@ -271,15 +271,15 @@ def simulations(n: Callable[[int], int]) -> list[Callable[[], list[Outcome]]]:
             "measures of context, embedded model", real_basis, 32, n(80), contextual, real(32)
         ),
         *(
-            lambda name=name, c=c: two_bases(name, c, n(300))
+            lambda name=name, c=c: two_bases(name, c, n(200))
             for name in TWO
             for c in (10, 16, 32, 64)
-            if c >= 2 * TOPIC or "topics" not in name  # halves of one topic agree on its curve
+            if c >= 4 * TOPIC or "topics" not in name  # two texts: none is printed
         ),
         *(
-            lambda c=c, turned=turned: overlap_nulls(c, n(300), turned=turned)
+            lambda c=c, turned=turned: overlap_nulls(c, n(200), turned=turned)
             for turned in (False, True)
             for c in (10, 32, 64)
         ),
-        lambda: overlap_nulls(32, n(300), turned=True, topic=True),
+        lambda: overlap_nulls(32, n(200), turned=True, topic=True),
     ]

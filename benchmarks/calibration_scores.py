@@ -293,19 +293,19 @@ def offset_shares(
 def simulations(n: Callable[[int], int]) -> list[Callable[[], list[Outcome]]]:
     """The rows of this part of the table; ``n`` scales the repeats."""
     old = World(position=0.0, along=0.9)
-    few = "topics of 8 windows (of two texts: not offered)"
+    few = "topics of 8 windows (fewer than eight texts: not offered)"
     return [
         *(lambda x=x: sweep_intervals(repeats=n(300), **x) for x in share_settings()),
         *(lambda x=x: [position_null(repeats=n(300), **x)] for x in position_settings()),
         lambda: [permuted_positions(old, 32, n(200), "C = 32, AR 0.9")],
         lambda: head_types(n(1000)),
         *(
-            lambda c=c: offset_shares("profiles of windows", c, n(600), own=1.0)
+            lambda c=c: offset_shares("profiles of windows", c, n(400), own=1.0)
             for c in (8, 16, 32, 64)
         ),
+        lambda: offset_shares("topics of 8 windows", 64, n(400), topic=1.0),
         *(
-            lambda c=c: offset_shares("topics of 8 windows", c, n(600), topic=1.0)
-            for c in (16, 32, 64)
+            lambda c=c: offset_shares(few, c, n(400), topic=1.0, promised=False)
+            for c in (10, 16, 32)
         ),
-        lambda: offset_shares(few, 10, n(600), topic=1.0, promised=False),
     ]

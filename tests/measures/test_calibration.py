@@ -43,7 +43,7 @@ def test_errors_of_measures_cover_and_smaller_ones_do_not() -> None:
 
 
 def test_two_bases_of_one_population_are_within_their_floors() -> None:
-    far, unlike = two_bases("topics of 8 windows with their own curve", 16, 40)
+    far, unlike = two_bases("topics of 8 windows with their own curve", 64, 40)
     assert far.kept
     assert unlike.value < 0.25
 
