@@ -14,8 +14,8 @@ from benchmarks.harness import machine, show, steady
 NAMES = sorted(
     p.stem
     for p in Path(__file__).parent.glob("*.py")
-    if p.stem not in ("__init__", "__main__", "harness", "planted", "calibration_measures")
-    and p.stem not in ("known_judging", "known_measures")
+    if p.stem not in ("__init__", "__main__", "harness", "planted")
+    and not p.stem.startswith(("calibration_", "known_"))
 )
 
 

@@ -270,6 +270,20 @@ def test_debiased_share_and_reliability_tell_signal_from_noise() -> None:
     assert abs(signal.pos_debiased[0] - 0.5) < 0.08
 
 
+@pytest.mark.parametrize("contexts", [16, 32, 64])
+def test_halves_of_the_contexts_do_not_share_a_topic(contexts: int) -> None:
+    """Eight windows in a row have one curve in common (a form of their text), and no curve is that
+    of all: halves agree on nothing. The twin: halves whose groups cut through the eight."""
+    g = torch.Generator().manual_seed(0)
+    curves = torch.randn(contexts // 8, 12, 10, generator=g).repeat_interleave(8, 0)
+    h = curves + 0.5 * torch.randn(contexts, 12, 10, generator=g)
+    basis = basis_of(h)
+    assert abs(float(basis.anova().pos_reliability[0])) < 0.2
+    order = torch.arange(contexts).view(-1, 8).mT.flatten()
+    apart = basis_of(h[order])
+    assert float(apart.anova().pos_reliability[0]) > 0.6
+
+
 def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> None:
     generator = torch.Generator().manual_seed(4)
     contexts, positions = 150, 32

@@ -7,12 +7,17 @@ import dataclasses
 from benchmarks.calibration_measures import (
     REPORTED,
     anova_shares,
+    overlap_nulls,
+    planted,
     planted_basis,
     positional,
     report_errors,
+    two_bases,
 )
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.measures.state_measures import UNBOUNDED, StateMeasures
+
+SOME = planted("topics of 8 windows", 32)
 
 
 def test_shares_of_variance_in_topic_blocks_cover_or_have_no_interval() -> None:
@@ -30,8 +35,20 @@ def halved(basis: PositionContext) -> StateMeasures:
 
 def test_errors_of_measures_cover_and_smaller_ones_do_not() -> None:
     draw = planted_basis("topics of 8 windows")
-    (found,) = report_errors("position", draw, 32, 60, positional)
-    (small,) = report_errors("half of it", draw, 32, 60, halved)
+    (found,) = report_errors("position", draw, 32, 60, positional, SOME)
+    (small,) = report_errors("half of it", draw, 32, 60, halved, SOME)
     assert found.kept
     assert not small.kept
     assert not set(REPORTED[found.name]) & set(UNBOUNDED)
+
+
+def test_two_bases_of_one_population_are_within_their_floors() -> None:
+    far, unlike = two_bases("topics of 8 windows with their own curve", 64, 40)
+    assert far.kept
+    assert unlike.value < 0.25
+
+
+def test_overlap_of_noise_is_within_one_of_its_nulls() -> None:
+    flipped, both = overlap_nulls(32, 40, turned=True)
+    assert not flipped.kept
+    assert both.kept

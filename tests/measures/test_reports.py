@@ -519,6 +519,26 @@ def test_two_corpora_agree_to_the_floor_and_two_models_do_not(basis: PositionCon
     assert apart.overlap_random.tolist() == [3 / D] * 2
 
 
+def test_bases_of_noise_have_no_floors() -> None:
+    """Two bases without position differ by as much as their halves do: a relative floor would be
+    passed by half of them."""
+    g = torch.Generator().manual_seed(0)
+    noise, other = (torch.randn(64, 12, 10, generator=g) for _ in range(2))
+    curve = torch.randn(12, 10, generator=g)
+    found = comparison.compare_bases(*(decompose_activations(h) for h in (noise, other)))
+    for name in ("overlap", "procrustes", "difference"):
+        assert getattr(found, f"{name}_floor").isnan().all()
+        assert getattr(found, name).isfinite().all()
+    flag = "position is not reliable in state 0: no floors there"
+    assert flag in found.provenance.flags
+    both = [decompose_activations(h + curve) for h in (noise, other)]
+    there = comparison.compare_bases(*both)
+    assert there.difference_floor.isfinite().all()
+    assert flag not in there.provenance.flags
+    half = comparison.compare_bases(both[0], decompose_activations(other))
+    assert half.difference_floor.isnan().all(), "of either basis"
+
+
 def test_comparison_across_sizes_and_its_refusals(basis: PositionContext) -> None:
     wide = basis_of(torch.nn.functional.pad(planted(), (0, 3)))
     found = comparison.compare_bases(basis, wide)

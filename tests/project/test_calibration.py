@@ -3,19 +3,23 @@ what they replaced is caught by the same bounds."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.calibration import (
+from benchmarks.calibration import PARTS, simulations
+from benchmarks.calibration_effects import paired_effects
+from benchmarks.calibration_flow import flow_of, flow_reports
+from benchmarks.calibration_outcomes import AT_MOST, SIZE, Origin, lag_one, markdown, outcome
+from benchmarks.calibration_scores import (
     basis_of,
     measured,
-    outcome,
-    paired_effects,
+    offset_shares,
     permuted_positions,
     position_null,
     position_settings,
     share_settings,
-    simulations,
     sweep_intervals,
 )
 from benchmarks.planted import World
@@ -71,13 +75,55 @@ def test_effects_of_edits_are_calibrated() -> None:
     assert all(found.kept for found in paired_effects(600) if found.promised)
 
 
+SOME = Origin("made up", "none", "200 contexts")
+
+
 def test_a_promise_that_is_not_kept_is_said() -> None:
     hits = torch.ones(200, 4).double()
     hits[:60, 0] = 0
-    assert not outcome("one term below 85%", hits, 0.0).kept
-    assert not outcome("too wide", torch.ones(400, 4).double(), 0.0).kept
-    assert not outcome(
-        "size 0.2", (torch.arange(500) % 5 == 0).double()[:, None], 0, size=True
-    ).kept
-    assert outcome("size 0.05", (torch.arange(500) % 20 == 0).double()[:, None], 0, size=True).kept
-    assert len(simulations("smoke")) >= 16
+    assert not outcome("one term below 85%", hits, 0.0, SOME).kept
+    assert not outcome("too wide", torch.ones(400, 4).double(), 0.0, SOME).kept
+    every = {n: (torch.arange(500) % n == 0).double()[:, None] for n in (5, 20, 500)}
+    assert not outcome("size 0.2", every[5], 0, SOME, goal=SIZE).kept
+    assert outcome("size 0.05", every[20], 0, SOME, goal=SIZE).kept
+    assert not outcome("size 0.002", every[500], 0, SOME, goal=SIZE).kept
+    assert outcome("at most 0.05", every[500], 0, SOME, goal=AT_MOST).kept
+    assert not outcome("at most 0.05", every[5], 0, SOME, goal=AT_MOST).kept
+
+
+def test_every_row_names_its_generator_autocorrelation_and_fewest_contexts() -> None:
+    made = outcome("a row", (torch.arange(500) % 20 == 0).double()[:, None], 0, SOME, goal=SIZE)
+    told: list[str] = []
+    table = markdown([made], told.append).splitlines()
+    assert len(told) == 1
+    assert "| a row | made up | none | 200 contexts | size 5% | 0.050 |" in table[-1]
+    cells = table[-1].count("|")
+    page = (Path(__file__).parents[2] / "benchmarks" / "calibration.md").read_text().splitlines()
+    rows = [line for line in page if line.startswith("| ")]
+    assert len(rows) > 100
+    assert {line.count("|") for line in rows} == {cells}
+    assert all(all(cell.strip() for cell in line.split("|")[2:-2]) for line in rows)
+    assert len(simulations("smoke")) >= 80
+    assert sum(len(simulations("smoke", [part])) for part in PARTS) == len(simulations("smoke"))
+
+
+def test_the_autocorrelation_of_states_is_that_of_neighbouring_positions() -> None:
+    for along in (0.0, 0.8):
+        h = World(along=along, context=0.0).draw(400, torch.Generator().manual_seed(0))
+        assert lag_one(h) == pytest.approx(along, abs=0.03)
+
+
+def test_shares_of_the_offset_are_null_by_topics_and_were_not_by_eight_groups() -> None:
+    new, before = offset_shares("topics", 32, 60, topic=1.0)
+    assert new.value < before.value / 2
+    assert not before.kept
+    (profiles,) = offset_shares("profiles of windows", 64, 60, own=1.0)
+    assert profiles.kept
+
+
+def test_a_flow_that_is_one_has_no_anomalies_and_gaussian_residuals() -> None:
+    anomalous, normal, round_ = flow_reports(100, 6, 12)
+    assert anomalous.kept
+    assert normal.kept
+    assert not round_.kept
+    assert flow_of(8, 3, torch.Generator()).X.shape == (8, 3, 12)

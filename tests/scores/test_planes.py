@@ -32,7 +32,7 @@ from tl_geometry.scores import (
     offset_share,
     relative_kernel,
 )
-from tl_geometry.scores.relative import cross_validated
+from tl_geometry.scores.relative import cross_validated, prompt_groups
 from tl_geometry.scores.shapes import offset_sums
 
 ROTARY = (
@@ -367,8 +367,26 @@ def test_the_share_of_the_offset_is_cross_validated() -> None:
     assert share(few, 2) < 0 < fitted
 
 
+def test_prompts_of_one_topic_are_not_both_fitted_and_explained() -> None:
+    """Eight prompts in a row have one profile in common, and no profile is that of all: without it
+    in the fit, nothing is explained. The twin: groups that cut through the eight."""
+    generator = torch.Generator().manual_seed(0)
+    allowed = torch.ones(12, 12, dtype=torch.bool).tril()
+    index = (torch.arange(12).unsqueeze(1) - torch.arange(12)).clamp(min=0)
+    profiles = torch.randn(2, 1, 12, generator=generator, dtype=torch.float64)[..., index]
+    centred = row_center(profiles.repeat_interleave(8, 0), allowed)
+
+    def share(groups: int) -> float:
+        parts = [offset_sums(part, allowed) for part in centred.tensor_split(groups)]
+        return float(cross_validated(parts)[0])
+
+    assert share(prompt_groups(16)) < 0 < 0.3 < share(8)
+    assert [prompt_groups(n) for n in (2, 15, 24, 64, 200)] == [2, 2, 3, 8, 8]
+
+
 def test_offset_shares_of_a_split() -> None:
     split = many()
+    assert torch.equal(offset_share(split), offset_share(split, groups=2))
     shares = offset_share(split, groups=4)
     assert shares.shape == (8,)
     assert bool((shares < 1).all())

@@ -16,7 +16,7 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.decomposition.layer_intervals import jackknife_blocks
+from tl_geometry.decomposition.groups import jackknife_blocks
 from tl_geometry.decomposition.position_context import PositionContext
 
 
@@ -43,7 +43,7 @@ class Subsets:
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
     """The sets of groups that a report needs: row 0 holds all; with ``jackknife`` come those
     without each block of groups
-    (:func:`tl_geometry.decomposition.layer_intervals.jackknife_blocks`) and the levels.
+    (:func:`tl_geometry.decomposition.groups.jackknife_blocks`) and the levels.
 
     Empty groups are left out. With fewer than two groups there is no resampling.
     """

@@ -1,5 +1,5 @@
 """Where a pass begins a new group of contexts: groups are contiguous blocks, whose borders are
-those of documents where documents are known.
+those of documents where documents are known. And which of them are left out, or halved, together.
 
 Groups are what a jackknife leaves out. Windows of one document resemble each other, so that a group
 that ends inside a document leaves out half of something, and intervals come out too narrow: with 4
@@ -10,7 +10,7 @@ and 0.95 with the documents as groups (``tests/decomposition/test_groups.py``).
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST_GROUPS
@@ -25,6 +25,10 @@ APART = (
     "documents: intervals are for these documents, not for others"
 )
 """Flag of a basis in which a document comes in several runs, in different groups."""
+BLOCK = 8
+"""Contexts that a block holds at least. Consecutive windows are often of one topic. With topics of
+8 windows, 95% intervals covered 0.86 to 0.91 with groups of 4 and 0.93 to 0.95 with these blocks;
+with 16 contexts, of two topics, they cover 0.39 to 0.88 however they are grouped."""
 
 
 def group_borders(
@@ -56,3 +60,29 @@ def group_borders(
     # more pairs (document, group) than documents: one of them lies in several groups
     pairs = torch.stack([documents.cpu(), group]).unique(dim=1).shape[1]
     return tuple(moved), (APART,) if pairs > len(documents.unique()) else ()
+
+
+def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "row group"]:
+    """Neighbouring groups joined to blocks of at least so many contexts, the last with what is
+    left; empty groups belong to none.
+
+    >>> blocks(torch.tensor([4, 4, 4, 0, 4, 4, 4])).int().tolist()
+    [[1, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
+    """
+    number, block_size, block_of = 0, 0, torch.full((len(counts),), -1)
+    remaining = int(counts.sum())
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            block_of[group] = number
+            block_size, remaining = block_size + count, remaining - count
+            # a block ends only where what remains fills another
+            if block_size >= least and remaining >= least:
+                number, block_size = number + 1, 0
+    return block_of == torch.arange(number + 1).unsqueeze(1)
+
+
+def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
+    """What a jackknife leaves out in turn: blocks of at least 8 contexts, or single groups where
+    there are not four of them."""
+    joined = blocks(counts)
+    return joined if len(joined) >= FEWEST_GROUPS else blocks(counts, 1)

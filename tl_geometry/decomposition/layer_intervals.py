@@ -1,49 +1,20 @@
 """How well do the contexts determine the shares of position, context and residual? 95% intervals
 for :meth:`tl_geometry.PositionContext.anova`, by a jackknife that leaves out blocks of contexts in
-turn; and the blocks, which other measures leave out too."""
+turn."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
+from tl_geometry.decomposition.groups import blocks, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.variance import sums_of_squares
 
 SHARES = ("pos", "ctx", "resid")
 """Parts of the total sum of squares, in the order of their axis here."""
-BLOCK = 8
-"""Contexts that a block holds at least. Consecutive windows are often of one topic. With topics of
-8 windows, 95% intervals covered 0.86 to 0.91 with groups of 4 and 0.93 to 0.95 with these blocks;
-with 16 contexts, of two topics, they cover 0.39 to 0.88 however they are grouped."""
-
-
-def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "row group"]:
-    """Neighbouring groups joined to blocks of at least so many contexts, the last with what is
-    left; empty groups belong to none.
-
-    >>> blocks(torch.tensor([4, 4, 4, 0, 4, 4, 4])).int().tolist()
-    [[1, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
-    """
-    number, block_size, block_of = 0, 0, torch.full((len(counts),), -1)
-    remaining = int(counts.sum())
-    for group, count in enumerate(counts.tolist()):
-        if count:
-            block_of[group] = number
-            block_size, remaining = block_size + count, remaining - count
-            # a block ends only where what remains fills another
-            if block_size >= least and remaining >= least:
-                number, block_size = number + 1, 0
-    return block_of == torch.arange(number + 1).unsqueeze(1)
-
-
-def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
-    """What a jackknife leaves out in turn: blocks of at least 8 contexts, or single groups where
-    there are not four of them."""
-    joined = blocks(counts)
-    return joined if len(joined) >= FEWEST_GROUPS else blocks(counts, 1)
 
 
 def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:

@@ -19,6 +19,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition import merge_parts
 from tl_geometry.decomposition.from_activations import Parts, parts_about
+from tl_geometry.decomposition.groups import jackknife_blocks
 from tl_geometry.decomposition.largest import (
     Largest,
     LargestTokens,
@@ -28,7 +29,7 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
-from tl_geometry.decomposition.layer_intervals import anova_intervals, jackknife_blocks
+from tl_geometry.decomposition.layer_intervals import anova_intervals
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.reservoir import Reservoir
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, spans

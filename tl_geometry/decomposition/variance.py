@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.results import Result
+from tl_geometry.decomposition.groups import blocks
 from tl_geometry.decomposition.moments import Moments, half_width
 
 LOW_RELIABILITY = 0.5
@@ -137,12 +138,19 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
 def half_pos(
     m: Moments,
 ) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
-    """The positional basis from every other group of contexts and from the rest, or ``None`` when
-    there is only one group."""
-    halves, used = [], m.counts.nonzero().flatten()
-    if len(used) < 2:
+    """The positional basis from every other block of contexts and from the rest, or ``None`` when
+    there is only one group.
+
+    Blocks hold 8 contexts at least (groups where there are not two such blocks): halves that both
+    have windows of one topic agree on its curve, which is not that of all. With topics of 8 windows
+    and 32 contexts, halves of single groups agreed to 0.87, two whole bases to 0.33.
+    """
+    halves = []
+    member = blocks(m.counts)
+    member = member if len(member) > 1 else blocks(m.counts, 1)
+    if len(member) < 2:
         return None
-    for part in (used[0::2], used[1::2]):
+    for part in (member[0::2].any(0), member[1::2].any(0)):
         mean = m.sums[part, :, slice(*m.window)].sum(0) / m.counts[part].sum()
         halves.append(mean - mean.mean(1, keepdim=True))
     return halves[0], halves[1]

@@ -16,7 +16,7 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.variance import half_pos
+from tl_geometry.decomposition.variance import LOW_RELIABILITY, half_pos, reliability, spans
 from tl_geometry.measures import rank as ranks
 
 Pair = tuple[int, int]
@@ -34,7 +34,8 @@ class BasisComparison(Result):
     ``procrustes`` the similarity of the two curves after the best rotation and scale, 0 to 1;
     ``difference`` the relative distance ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation;
     ``mean_cosine`` the cosine of the two mean vectors. ``overlap_floor``, ``procrustes_floor`` and
-    ``difference_floor`` compare the halves of each basis with each other (the noisier of the two).
+    ``difference_floor`` compare the halves of each basis with each other (the noisier of the two;
+    NaN where position is not reliable).
     ``other`` says what ``b`` was made from.
     """
 
@@ -95,7 +96,9 @@ def compare_bases(
 
     The floors are conservative: a half has half the contexts, so the difference between halves
     carries twice the noise variance of the difference of two whole bases of that size. Agreement
-    above the floor cannot be told from identity.
+    above the floor cannot be told from identity. Where the halves of either basis agree by a cosine
+    below 0.5 there are no floors (a flag names the states): bases of noise are as far apart as
+    their halves. Halves are of whole blocks of 8 contexts, from 16 contexts on.
 
     Raises ``GeometryError`` for windows of different lengths, one basis of normalised states and
     one of raw ones, and more directions than there are.
@@ -112,9 +115,11 @@ def compare_bases(
         require_basis(basis)
     pairs = _checked_pairs(a, b, states)
     halves = [half_pos(basis.moments) for basis in (a, b)]
+    reliabilities = [reliability(basis.moments) for basis in (a, b)]
     positions, d_model = a.pos.shape[1:]
     rows: list[dict[str, Tensor]] = []
     used_ranks: list[int] = []
+    unreliable: list[int] = []
     for state_a, state_b in pairs:
         i, j = a.index(state_a), b.index(state_b)
         factors = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
@@ -132,13 +137,18 @@ def compare_bases(
         halves_of_row = [
             (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
         ]
+        if any(r[k] < LOW_RELIABILITY for r, k in zip(reliabilities, (i, j), strict=True)):
+            unreliable.append(state_a)
+            halves_of_row = []
         baselines = {"overlap_random": random, "mean_cosine": mean}
         rows.append(
             _agreement(*factors, n_directions) | _floors(halves_of_row, n_directions) | baselines
         )
         used_ranks.append(n_directions)
+    flag = f"position is not reliable in state {spans(unreliable)}: no floors there"
+    flags = (*a.flags(), *([flag] if unreliable else []))
     return BasisComparison(
-        provenance=a.provenance.flagged(*a.flags()),
+        provenance=a.provenance.flagged(*flags),
         other=b.provenance.line(),
         pairs=pairs,
         rank=tuple(used_ranks),

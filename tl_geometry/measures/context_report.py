@@ -17,7 +17,7 @@ from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
 from tl_geometry.corpus.sources import label_ids
 from tl_geometry.decomposition.delete_group import Subsets, subsets, window_means
-from tl_geometry.decomposition.layer_intervals import BLOCK
+from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
@@ -78,9 +78,10 @@ def contextual_report(
 
     - ``random``: isotropic directions (analytic);
     - ``flipped``: context vectors with random signs of their coordinates, which keeps outlier
-      coordinates;
+      coordinates, but not the directions in which averages of states vary most;
     - ``exchanged``: windows in which each position comes from another of the sampled contexts.
-      Their context vectors are the noise of averages, which lies where states vary most;
+      Their context vectors are the noise of averages, which lies where states vary most. Overlap
+      is to be compared with both: pos of fewer than ``rank`` directions is filled with that noise;
     - ``shuffled``: the labels in random order.
 
     Errors are delete-one jackknife errors over blocks of contexts, from 32 contexts on. Windows of
@@ -316,6 +317,9 @@ def _contextual_nulls(
         noise_incoherence = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
             null_values[f"incoherence_{n}", "exchanged"] = getattr(noise_incoherence, n)
+        # sizes of coordinates alone do not hold the directions in which averages vary most
+        overlaps = [_incoherence_and_overlap(pos, noise, rank)["overlap"] for noise in exchanged]
+        null_values["overlap", "exchanged"] = torch.stack(overlaps)
     # signs of whole coordinates: what both bases share in the size of coordinates stays
     overlaps = [_incoherence_and_overlap(pos, ctx * sign, rank)["overlap"] for sign in signs]
     null_values["overlap", "flipped"] = torch.stack(overlaps)

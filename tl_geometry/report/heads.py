@@ -7,7 +7,7 @@ import torch
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
-from tl_geometry.decomposition.layer_intervals import BLOCK
+from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.split_view import split

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, Interval, LeftOut, jackknife_interval
 from tl_geometry.base.results import row_hashes
-from tl_geometry.decomposition.layer_intervals import blocks
+from tl_geometry.decomposition.groups import blocks
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.scores.projection import Side

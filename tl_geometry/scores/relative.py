@@ -29,6 +29,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
+from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.attention_spec import rotate
 from tl_geometry.models.layer_view import LayerView
@@ -299,7 +300,7 @@ def offset_share(
     split: ScoreSplit,
     term: tuple[str, str] | str | None = None,
     *,
-    groups: int = 8,
+    groups: int | None = None,
     drop: int | None = None,
 ) -> Float[Tensor, " head"]:
     """Share of the row-centred scores (or of one term) that row-centred indicators of the offset
@@ -307,9 +308,14 @@ def offset_share(
 
     Prompts are cut into ``groups`` contiguous groups g; the profile ``beta_(-g)`` is fitted on the
     others, ``share = 1 - sum_g |S~_g - D~ beta_(-g)|^2 / sum_g |S~_g|^2``: at most one, negative
-    where the profile of other prompts does harm.
+    where the profile of other prompts does harm. Its null is zero: without a profile that all
+    prompts have in common 5 to 8% of shares are above it. Prompts of one text belong in one group,
+    which by default holds 8 prompts (:func:`prompt_groups`); then 10% are above zero where the
+    prompts are of 8 texts, 13% of 2 to 4 texts, and of fewer than 16 prompts the share speaks of
+    their texts only.
     """
     batch = split.q.shape[1]
+    groups = prompt_groups(batch) if groups is None else groups
     require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
     start, allowed = _start_and_mask(split, drop)
     term_matrix = _matrix(split, term)[..., start:, start:]
@@ -323,6 +329,18 @@ def offset_share(
             [offset_sums(part, inside) for part in centred.tensor_split(groups)]
         ).cpu()
     return shares
+
+
+def prompt_groups(prompts: int) -> int:
+    """Groups of :func:`offset_share`: 8, or as many as hold 8 prompts each, at least 2.
+
+    Consecutive prompts are often of one text. Where each eight had a profile in common and all had
+    none, eight groups of 2 gave a share above zero in 81% of simulations, of 4 in 40%.
+
+    >>> prompt_groups(12), prompt_groups(40), prompt_groups(200)
+    (2, 5, 8)
+    """
+    return max(2, min(8, prompts // BLOCK))
 
 
 def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:

@@ -29,7 +29,7 @@ from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.groups import APART, CUT
-from tl_geometry.decomposition.layer_intervals import BLOCK as CONTEXTS_PER_BLOCK
+from tl_geometry.decomposition.groups import BLOCK as CONTEXTS_PER_BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import SAMPLED
 from tl_geometry.models.layer_view import LayerView
