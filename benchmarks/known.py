@@ -82,11 +82,12 @@ def questions(size: str) -> Iterator[Callable[[], Iterator[Finding]]]:
     seeds = SEEDS[size]
     for seed in seeds:
         for positions in POSITIONS:
-            for name in ("heads", "retrieval", "circuit", "induction"):
+            for name in ("heads", "retrieval", "circuit", "induction", "sum"):
                 yield partial(measures.labels, name, positions, seed)
             yield partial(measures.planes, positions, seed)
-            yield partial(measures.composed, positions, seed)
-            for name in ("circuit", "induction"):
+            for name in ("circuit", "idle"):
+                yield partial(measures.composed, name, positions, seed)
+            for name in ("circuit", "induction", "sum"):
                 yield partial(measures.edges, name, positions, seed)
         for name, positions in (("heads", "learned"), *(("retrieval", p) for p in POSITIONS)):
             yield partial(measures.features, name, positions, seed)
@@ -156,20 +157,26 @@ def said(row: Summary) -> str:
 RIVAL = "(rival)"
 INTRODUCTION = """# What is found where the answer is known
 
-Made by `python -m benchmarks --only known` (about a minute on one core), on the models of
+Made by `python -m benchmarks --only known` (about two minutes on one core), on the models of
 {{py:func}}`tl_geometry.zoo.known`:
 
 - **heads**: one layer of heads planted by hand, which attend at one offset, by position, by token
   identity, by a random table of tokens, by the key's token, by offset and identity with equal
-  energy (the right label is "unclear"), or evenly; with learned positions also one by query
-  position times key token, with rotary ones also one, `query`, whose scores depend on the query's
-  token alone (the right label is "uniform");
+  energy (the right label is "unclear"), by position and identity so that position has more of the
+  covariance and identity more of the gain ("unclear", with both named), or evenly; with learned
+  positions also one by query position times key token, with rotary ones also one, `query`, whose
+  scores depend on the query's token alone (the right label is "uniform");
 - **retrieval**: one layer of heads planted by hand that match both attributes of a token (colour
   and shape) or one of them, and one that attends evenly;
 - **circuit**: an induction circuit of two layers planted by hand, among heads that look alike and
   do not matter for the output;
+- **idle**: the same, but all heads of the first layer save one are connected by their weights and
+  write next to nothing, because what they read has not been written yet;
 - **induction**: two layers of attention that were trained on repeated random tokens. Their heads
-  are named by where they attend, which none of the measures below looks at.
+  are named by where they attend, which none of the measures below looks at;
+- **sum**: one layer of attention and an MLP, trained to add a key to seven digits (modulo 10).
+  Attention brings digit and key together, the MLP adds: with its mean in place of what it writes
+  sums are guessed. Heads are named by where they attend.
 
 Each comes with learned positions (GPT-2) and rotary ones (Qwen2, Llama), and with three seeds. A
 seed draws directions, order and strength of heads, gains, biases and added noise, or it is that of
@@ -184,10 +191,11 @@ the mean over seeds (least to most); *null* is the AUROC that 95% of random orde
 Planes, composition and edges are ranked by absolute value.
 
 **Edges.** A prompt repeats seven tokens. Its counterfactual repeats seven others ("all tokens
-changed"), or differs in the last token alone ("last token changed"). True edges of the planted
-circuit are the planted ones that differ between the two. True edges of a trained model carry more
-than 10% of the difference each, by live runs in which one edge alone has the counterfactual's
-write.
+changed"), or differs in the last token alone ("last token changed"). Of sums the last is asked for;
+their counterfactual has another key and other digits, or another key alone ("key changed"). True
+edges of the planted circuit are the planted ones that differ between the two. True edges of a
+trained model carry more than 10% of the difference each, by live runs in which one edge alone has
+the counterfactual's write.
 
 **Rivals** are other methods, run on the same models and judged alike: attribution patching of whole
 writers (each edge gets the score of its writer), composition scores of the weights alone (Frobenius
@@ -209,10 +217,15 @@ LOSSES = """## Where the library loses
   small, or a ranking matters, check it with `faithfulness`. With only the last token changed,
   `"integrated"` recovers every planted edge, and the gradient half of them.
 - **On the planted circuit the weights alone find which head reads which as well as shares on data
-  do**:
-  both are right everywhere. Nothing was planted there that weights suggest and data refute.
-- **A label by covariance alone does as well as the label that also asks for gain**: nothing was
-  planted, and nothing was learnt here, on which the two disagree.
+  do**: both are right everywhere. They differ where heads are idle: there the weights put every
+  idle head before every true one.
+- **A label by covariance alone does as well as the label that also asks for gain**, but on the head
+  that was planted for the two to disagree.
+- **A label need not name what removal costs most.** In two of the six heads of **sum** with learned
+  positions that fetch a digit, position leads by covariance and by gain, and removing the terms of
+  position with content ("mixed") costs more. All of them attend by position, as the label says.
+- **Where an MLP adds (sum), not every true edge is found**: `"integrated"` ranks most of them first,
+  the gradient fewer.
 - **A head whose attention is even to within 2% still gets a label.** The rotary head `query` has
   scores that are constant in each row but for a rotation of at most 0.03 radians. Shares are
   ratios: the little that is left is divided by itself. Only where nothing above rounding is left is

@@ -24,17 +24,19 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 from tl_geometry.scores import offset_profile, relative_kernel
 from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, UNCLEAR, UNIFORM
-from tl_geometry.zoo import induction, known
-from tl_geometry.zoo.known_models import CHANGED, KnownModel
+from tl_geometry.zoo import known, trained
+from tl_geometry.zoo.known_models import KnownModel
 from tl_geometry.zoo.planted import SLOW, VOCAB
 from tl_geometry.zoo.planted_heads import FAST, RECENT
 
-SAID = {"all": "all tokens changed", "last": "last token changed"}
+SAID = {"all": "all tokens changed", "last": "last token changed", "key": "key changed"}
 QUIET: dict[str, Any] = {"progress": False}
 CONTEXTS, PAIRS = 64, 8
 NEEDED = 0.1
 """An edge is a true one of a trained model where it alone carries more than this share of the
 difference."""
+PREDICTED = {"induction": 25, "sum": 9}
+"""The first token of a trained model's rows that can be predicted, whatever the row."""
 PLANES = {"offset": FAST, "position": RECENT, "identity": range(SLOW, SLOW + VOCAB)}
 """Rotary planes in which heads of the planted model are planted."""
 
@@ -47,9 +49,9 @@ def model_of(name: str, positions: str, seed: int) -> KnownModel:
 
 def corpora(truth: KnownModel, name: str) -> tuple[Tensor, Tensor]:
     """Tokens that the basis is made from, and others that are split."""
-    if name == "induction":
+    if name in trained.TASKS:
         generator = torch.Generator().manual_seed(3)
-        made = [induction.repeats(CONTEXTS, generator)[0] for _ in range(2)]
+        made = [trained.TASKS[name].rows(CONTEXTS, generator)[0] for _ in range(2)]
         return made[0], made[1]
     return truth.random_tokens(CONTEXTS, seed=5), truth.random_tokens(CONTEXTS, seed=6)
 
@@ -71,23 +73,29 @@ def labels(name: str, positions: str, seed: int) -> Iterator[Finding]:
     ):
         by_head = dict(zip(table.heads, given, strict=True))
         yield Finding.of_labels(measure, title, by_head, truth.labels)
+    disputed = dict.fromkeys(truth.heads("disputed"), "position by cs, content by gs")
+    if disputed:
+        flags = dict(zip(table.heads, groups.flags, strict=True))
+        measure = "both groups named where covariance and gain disagree"
+        yield Finding.of_labels(measure, title, flags, disputed, none="")
     if truth.terms:
         by_head = dict(zip(table.heads, terms.labels, strict=True))
         yield Finding.of_labels("dominant term", title, by_head, truth.terms)
-    if name == "induction":
-        yield removals(
-            truth, title, basis, tokens, dict(zip(table.heads, groups.labels, strict=True))
-        )
+    if name in trained.TASKS:
+        given, first = dict(zip(table.heads, groups.labels, strict=True)), PREDICTED[name]
+        yield removals(truth, title, basis, tokens, given, first)
 
 
 @torch.no_grad()
-def removals(truth: KnownModel, title: str, basis: Any, tokens: Tensor, given: Any) -> Finding:
+def removals(
+    truth: KnownModel, title: str, basis: Any, tokens: Tensor, given: Any, first: int
+) -> Finding:
     """Labels of the heads of a trained circuit against the group that costs most to remove, on what
-    can be predicted (from position 25 on)."""
+    can be predicted (from position ``first`` on)."""
 
     def loss() -> float:
-        logits = truth.model(tokens)[:, 24:-1]
-        return float(F.cross_entropy(logits.mT, tokens[:, 25:]))
+        logits = truth.model(tokens)[:, first - 1 : -1]
+        return float(F.cross_entropy(logits.mT, tokens[:, first:]))
 
     clean, costliest = loss(), {}
     for head in truth.labels:
@@ -142,10 +150,10 @@ def head_to_head(table: Composition, values: Tensor, sides: range) -> tuple[list
     return keys, torch.stack(scores).double()
 
 
-def composed(positions: str, seed: int) -> Iterator[Finding]:
-    """Heads that read what another wrote, in the planted circuit, by shares on data and by weights
+def composed(name: str, positions: str, seed: int) -> Iterator[Finding]:
+    """Heads that read what another wrote, in a planted circuit, by shares on data and by weights
     alone."""
-    truth, title = model_of("circuit", positions, seed), f"circuit, {positions}"
+    truth, title = model_of(name, positions, seed), f"{name}, {positions}"
     tokens = truth.random_tokens(32, seed=6)
     table = tlg.composition(truth.model, tokens, layers=1, drop=1, **QUIET)
     writers = tlg.sweep_heads(truth.model, tokens, parts="writers", layers=1, **QUIET)
@@ -172,8 +180,9 @@ def edges(name: str, positions: str, seed: int) -> Iterator[Finding]:
     """Edges that carry the difference of two prompts: the planted ones, or those of a trained model
     that do in live runs, one by one."""
     truth = model_of(name, positions, seed)
-    weights = edge_weights(truth)
-    for changed in CHANGED:
+    several = len({layer for layer, _ in truth.does}) > 1
+    weights = edge_weights(truth) if several else {}
+    for changed in truth.changed:
         title = f"{name}, {positions}, {SAID[changed]}"
         pairs = truth.pairs(PAIRS, changed=changed, seed=7)
         names, effects = exact_effects(truth.model, pairs)

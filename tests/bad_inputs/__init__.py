@@ -18,6 +18,7 @@ from tests.bad_inputs import (
     edges,
     folders,
     inference,
+    known,
     labels,
     live,
     ownership,
@@ -27,7 +28,7 @@ from tests.bad_inputs import (
 )
 from tests.bad_inputs.cases import Call, Command
 
-_NEW = (text, ownership, live, folders, labels, inference, dictionaries, edges)
+_NEW = (text, ownership, live, folders, labels, inference, dictionaries, edges, known)
 CALLS: list[Call] = [*tokens.CALLS, *results.CALLS]
 COMMANDS: list[Command] = [*commands.COMMANDS]
 for _module in _NEW:

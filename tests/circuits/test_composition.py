@@ -42,6 +42,18 @@ def test_shares_sum_to_one_and_are_those_of_the_split(architecture: str) -> None
         assert bool(table.gs[:, 2].isnan().all())
 
 
+def test_rows_are_in_the_order_of_the_heads_asked_for() -> None:
+    """Layers in any order: each row is that of the head asked for alone."""
+    model, asked = tiny("bridge", "gpt2"), ("L1H2", "L0H1", "L1H0")
+    together, alone = found(model, heads=asked), [found(model, heads=head) for head in asked]
+    assert together.heads == ((1, 2), (0, 1), (1, 0))
+    for name in ("cs", "gs", "weights", "other_cs", "other_gs"):
+        for row, table in zip(getattr(together, name), alone, strict=True):
+            (expected,) = getattr(table, name)
+            width = expected.shape[-1]
+            assert torch.allclose(row[:, :width], expected, atol=1e-6, equal_nan=True), name
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_the_value_side_is_the_covariance_of_the_output(architecture: str) -> None:
     model = tiny("bridge", architecture)

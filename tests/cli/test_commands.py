@@ -134,6 +134,27 @@ def test_resume_goes_on_from_a_half_done_checkpoint(
     assert not (tmp_path / checkpoint).exists()
 
 
+@pytest.mark.parametrize(("words", "sizes"), [(["--batch-size", "5"], [5, 5, 2]), ([], [12])])
+def test_fit_runs_batches_of_the_size_asked_for(
+    words: list[str],
+    sizes: list[int],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def counting(view: Any, states: Any, batch: Tensor, on_state: Any) -> None:
+        seen.append(len(batch))
+        forward_states(view, states, batch, on_state)
+
+    monkeypatch.setattr(stream_pass, "forward_states", counting)
+    options = ["--corpus", str(text), "--contexts", "12", "--length", "16", "--quiet", *words]
+    done = CliRunner().invoke(app, ["fit", *options, "--out", str(tmp_path / "basis.safetensors")])
+    assert done.exit_code == 0, done.output
+    assert seen == sizes
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny GPT-2 with a tokenizer and a text of its words, as a Hugging Face directory."""

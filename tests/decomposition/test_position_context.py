@@ -308,17 +308,18 @@ def test_half_window_agreement_sees_a_common_context_and_not_a_slow_drift() -> N
     )
 
 
-def test_the_ends_that_agree_are_those_of_the_window() -> None:
+@pytest.mark.parametrize("window", [(2, 14), (6, 14)])
+def test_the_ends_that_agree_are_those_of_the_window(window: tuple[int, int]) -> None:
     """Outside the window the states differ, and the agreement does not see it."""
-    h = random_states(1, 12, 20, 3, seed=8)
-    inside = basis_of(h, window=(2, 14)).anova().ctx_agreement[0]
-    part = half_width(12)
-    a, b = h[0, :, 2 : 2 + part].mean(1), h[0, :, 14 - part : 14].mean(1)
+    h, (start, end) = random_states(1, 12, 20, 3, seed=8), window
+    inside = basis_of(h, window=window).anova().ctx_agreement[0]
+    part = half_width(end - start)
+    a, b = h[0, :, start : start + part].mean(1), h[0, :, end - part : end].mean(1)
     a, b = a - a.mean(0), b - b.mean(0)
     expected = (a * b).sum() / (a.square().sum() * b.square().sum()).sqrt()
     assert torch.isclose(inside, expected, atol=1e-10)
-    changed = torch.cat([100 * h[:, :, :2], h[:, :, 2:14], -50 * h[:, :, 14:]], dim=2)
-    assert torch.isclose(basis_of(changed, window=(2, 14)).anova().ctx_agreement[0], expected)
+    changed = torch.cat([100 * h[:, :, :start], h[:, :, start:end], -50 * h[:, :, end:]], dim=2)
+    assert torch.isclose(basis_of(changed, window=window).anova().ctx_agreement[0], expected)
 
 
 def test_the_debiased_share_by_hand() -> None:

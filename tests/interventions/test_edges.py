@@ -128,10 +128,11 @@ def test_swapping_with_the_same_prompts_changes_nothing() -> None:
         assert float((model(PROMPTS) - plain).abs().max()) > 1e-3
 
 
-def test_edited_heads_keep_their_own_slope() -> None:
+@pytest.mark.parametrize("architecture", ["bloom", "gpt2-inverse-layer"])
+def test_edited_heads_keep_their_own_slope_and_scale(architecture: str) -> None:
     """Only the last key is edited, so that earlier rows stay as they were: with the ALiBi slope of
-    another head they would not."""
-    model = tiny("bridge", "bloom", dtype=torch.float64)
+    another head, or a scale of one over the root of d_head, they would not."""
+    model = tiny("bridge", architecture, dtype=torch.float64)
     plain = model(PROMPTS)
     with remove_edge(model, PROMPTS, "L0H1", "L1H3", side="key", drop=PROMPTS.shape[1] - 1):
         edited = model(PROMPTS)

@@ -471,6 +471,13 @@ def test_many_contexts_are_thinned_for_similarities_and_flagged(
     assert "similarities from 12 contexts" in thin.provenance.flags
     assert not torch.equal(thin["intra"], full["intra"])
     assert torch.equal(thin["incoherence_avg"], full["incoherence_avg"])
+    # from the first context to the last, evenly
+    chosen = np.linspace(0, basis.contexts - 1, 12).astype(int)
+    assert thin.similarity is not None
+    assert basis.context_means is not None
+    for table, means, mean in zip(thin.similarity, basis.context_means, basis.mean, strict=True):
+        expected = contextual.cluster_similarity(means[chosen] - mean, LABELS[chosen]).table
+        assert torch.equal(table, expected)
 
 
 # --- Comparison -----------------------------------------------------------------------------------

@@ -102,6 +102,23 @@ def test_attention_only_shortformer_and_parallel_models() -> None:
         assert ("pos_embed" in parts) == ("positional_embedding_type" not in settings)
 
 
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+def test_the_bias_of_a_norm_behind_attention_is_a_constant() -> None:
+    """A LayerNorm behind attention, which no family has: those that have a norm there have an
+    RMSNorm, which has no bias."""
+    from transformer_lens.components import LayerNorm
+
+    model = tiny_hooked(normalization_type="RMS", use_normalization_before_and_after=True)
+    generator = torch.Generator().manual_seed(0)
+    for block in model.blocks:
+        block.ln1_post = LayerNorm(model.cfg)
+        block.ln1_post.b.data = torch.randn(model.cfg.d_model, generator=generator)
+    model.setup()
+    states, parts = parts_of(model)
+    for h, some in zip(states[1:], parts[1:], strict=True):
+        assert float((sum(some.values(), torch.zeros(())) - h).abs().max()) < 1e-4
+
+
 def test_writers_come_from_a_cache_too() -> None:
     model = tiny("bridge", "gpt2")
     cache = model.run_with_cache(PROMPTS)[1]

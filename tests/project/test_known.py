@@ -93,11 +93,31 @@ def test_seeds_are_added_up_and_a_row_says_their_spread() -> None:
 def test_labels_and_writers_of_planted_models_are_found(positions: str) -> None:
     found = {f.measure: f for f in known_measures.labels("heads", positions, 3)}
     even = 1 if positions == "rotary" else 0  # the head that is even to within 2%
-    assert found["label of a head"].counts == Counts(8 - even, 0, even)
+    assert found["label of a head"].counts == Counts(9 - even, 0, even)
     assert found["dominant term"].counts[1:] == (0, 0)
-    for finding in known_measures.composed(positions, 3):
+    for finding in known_measures.composed("circuit", positions, 3):
         assert finding.counts[1:] == (0, 0)
         assert (finding.auroc or 0) == 1 > (finding.null or 1)
+
+
+@pytest.mark.parametrize("positions", known.POSITIONS)
+def test_covariance_alone_is_wrong_where_gain_disagrees(positions: str) -> None:
+    """The disputed head: no label, and both groups named; by covariance alone it is position's."""
+    found = {f.measure: f for f in known_measures.labels("heads", positions, 3)}
+    both = found["both groups named where covariance and gain disagree"]
+    assert both.counts == Counts(1, 0, 0)
+    alone, label = (
+        found[f"label {x}"].counts for x in ("by covariance alone (rival)", "of a head")
+    )
+    assert (alone.recovered, alone.false) == (label.recovered - 1, label.false + 1)
+
+
+@pytest.mark.parametrize("positions", known.POSITIONS)
+def test_weights_alone_take_idle_heads_for_writers(positions: str) -> None:
+    shares = {f.measure: f for f in known_measures.composed("idle", positions, 3)}
+    weights = shares.pop("composition scores of weights alone (rival)")
+    assert all(found.counts[1:] == (0, 0) for found in shares.values())
+    assert weights.counts == Counts(0, 3, 3)
 
 
 def test_the_page_is_the_one_that_the_benchmark_writes() -> None:

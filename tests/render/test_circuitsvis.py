@@ -141,7 +141,11 @@ def test_a_split_gives_heads_terms_and_contexts() -> None:
 def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
     values = torch.tensor([[[1.0, 0.0], [4.0, -8.0]], [[0.5, 0.0], [0.25, 2.0]]])
     view = views.attention_heads(values, ["a", "b"])
-    assert payload(view)["props"]["maxValue"] == 8
+    props = payload(view)["props"]
+    assert (props["minValue"], props["maxValue"], payload(view)["signed"]) == (-8, 8, True)
+    assert view.image is not None
+    assert view.image().figure.axes[0].images[0].get_clim() == (-8, 8)
+    assert not payload(views.attention_heads(values.abs(), ["a", "b"]))["signed"]
     assert payload(view)["props"]["maskUpperTri"]
     assert not payload(views.attention_heads(values.mT, ["a", "b"]))["props"]["maskUpperTri"]
     masked = torch.where(torch.ones(2, 2, dtype=torch.bool).tril(), values, -torch.inf)

@@ -391,12 +391,12 @@ def test_findings_are_widened_for_all_that_they_were_chosen_from(
         assert set(seen) == {among}
 
 
-def test_a_value_between_two_nulls_is_not_beyond_them() -> None:
+def test_a_value_is_beyond_its_nulls_where_it_is_beyond_each() -> None:
     report = positional_report(basis())
     name = "low_frequency"
     below, *others = (n for m, n in report.nulls if m == name)
     none = dict.fromkeys(report.spreads, torch.zeros(len(report.states)).double())
-    for far, clear in ((0.4, False), (-0.4, True)):
+    for far, clear in ((0.4, False), (-1e-6, False), (-0.4, True)):
         nulls = {(name, null): report[name] + far for null in others}
         nulls |= {(name, below): report[name] - 0.3}
         found = findings.smooth(dataclasses.replace(report, nulls=nulls, spreads=none))

@@ -3,6 +3,7 @@ edges (and no other) carry the next token, and trained models have learnt induct
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -15,7 +16,8 @@ from benchmarks.known_judging import exact_effects
 from tl_geometry import zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import causal_mask, row_center
-from tl_geometry.zoo import induction, planted, planted_circuit, planted_heads
+from tl_geometry.models import view
+from tl_geometry.zoo import planted, planted_circuit, planted_heads, trained
 from tl_geometry.zoo.known_models import POSITIONS, KnownModel
 
 BOTH = pytest.mark.parametrize("positions", POSITIONS)
@@ -118,9 +120,10 @@ def test_two_reasons_have_equal_energy() -> None:
 
 
 @BOTH
-def test_planted_edges_and_no_other_carry_the_next_token(positions: str) -> None:
+@pytest.mark.parametrize("name", ["circuit", "idle"])
+def test_planted_edges_and_no_other_carry_the_next_token(name: str, positions: str) -> None:
     """One edge at a time from the counterfactual, in live runs."""
-    truth = zoo.known("circuit", seed=2, positions=positions)
+    truth = zoo.known(name, seed=2, positions=positions)
     for changed in ("all", "last"):
         pairs = truth.pairs(4, changed=changed, seed=1)
         assert bool((truth.model(pairs.prompts)[:, -1].argmax(-1) == pairs.targets[:, 0]).all())
@@ -145,14 +148,64 @@ def test_a_head_reads_what_the_planted_pairs_say() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("seed", induction.SEEDS)
+def test_idle_heads_write_next_to_nothing(positions: str) -> None:
+    """And attend and are connected as they are in the twin, where they write."""
+    tokens, sizes = zoo.known("circuit").random_tokens(8), {}
+    for name in ("circuit", "idle"):
+        truth = zoo.known(name, seed=2, positions=positions)
+        cache = truth.model.run_with_cache(tokens)[1]
+        weights = view(truth.model).weights(0).W_O
+        writes = torch.einsum("bihe,hed->hbid", cache["blocks.0.attn.hook_z"], weights)
+        norms = writes.square().sum(-1).mean((1, 2)).sqrt()
+        sizes[name] = {truth.does[0, head]: float(x) for head, x in enumerate(norms)}
+    assert sizes["idle"]["idle"] < 0.1 < 0.4 < min(sizes["circuit"].values())
+    assert sizes["idle"]["previous"] > 1
+
+
+@BOTH
+@pytest.mark.parametrize("seed", trained.SEEDS)
+def test_a_trained_mlp_adds(positions: str, seed: int) -> None:
+    """With its mean in place of what it writes sums are no better than guessed; the twin: with what
+    it writes they are right. Without what an attention head brings there is nothing to add."""
+    truth = zoo.known("sum", seed=seed, positions=positions)
+    tokens, counted = trained.sums(200, torch.Generator().manual_seed(11))
+    replaced = lambda value, hook: value.mean((0, 1), keepdim=True).expand_as(value)
+
+    def right(*hooks: str) -> float:
+        with torch.no_grad(), truth.model.hooks(fwd_hooks=[(name, replaced) for name in hooks]):
+            hits = truth.model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]
+        return float(hits[counted[:, 1:]].double().mean())
+
+    assert right() > 0.99
+    assert right("blocks.0.hook_mlp_out") < 0.3
+    assert right("blocks.0.hook_attn_out") < 0.2
+    assert truth.heads("summand")
+
+
+@pytest.mark.parametrize("changed", ["all", "key"])
+def test_pairs_of_sums_have_other_targets(changed: str) -> None:
+    truth = zoo.known("sum")
+    prompts, others, targets = truth.pairs(64, changed=changed, seed=3)
+    assert bool((targets[:, 0] != targets[:, 1]).all())
+    for rows, target in ((prompts, targets[:, 0]), (others, targets[:, 1])):
+        key, last = rows[:, 1] - 1 - trained.DIGITS, rows[:, 1 + trained.SUMMED] - 1
+        assert torch.equal(target, 1 + (key + last) % trained.DIGITS)
+    differ = (prompts != others).double().mean(0)
+    alone = [float(place == 1) for place in range(prompts.shape[1])]
+    assert differ.tolist() == (alone if changed == "key" else [0.0] + [1.0] * (len(alone) - 1))
+    with pytest.raises(GeometryError, match="key"):
+        truth.pairs(2, changed="last")
+
+
+@BOTH
+@pytest.mark.parametrize("seed", trained.SEEDS)
 def test_trained_circuits_have_learnt_induction(positions: str, seed: int) -> None:
     truth = zoo.known("induction", seed=seed, positions=positions)
-    tokens, counted = induction.repeats(32, torch.Generator().manual_seed(11))
+    tokens, counted = trained.repeats(32, torch.Generator().manual_seed(11))
     with torch.no_grad():
         losses = F.cross_entropy(truth.model(tokens)[:, :-1].mT, tokens[:, 1:], reduction="none")
     assert float(losses[counted[:, 1:]].mean()) < 0.35
-    assert float(losses[~counted[:, 1:]].mean()) > math.log(induction.VOCAB) - 0.5, "unpredictable"
+    assert float(losses[~counted[:, 1:]].mean()) > math.log(truth.vocab) - 0.5, "unpredictable"
     assert truth.heads("offset")
     assert truth.heads("induction")
     assert all(layer == 0 for layer, _ in truth.heads("offset"))
@@ -160,12 +213,12 @@ def test_trained_circuits_have_learnt_induction(positions: str, seed: int) -> No
 
 
 def test_the_stored_weights_are_small_and_what_the_trainer_makes_begins_alike() -> None:
-    sizes = [induction.path(p, s).stat().st_size for p in POSITIONS for s in induction.SEEDS]
-    assert sum(sizes) < 2**20
-    first, second = (induction.new_model("rotary", 0) for _ in range(2))
+    at = itertools.product(trained.TASKS, POSITIONS, trained.SEEDS)
+    assert sum(trained.path(*place).stat().st_size for place in at) < 2**20
+    first, second = (trained.new_model("sum", "rotary", 0) for _ in range(2))
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    other = induction.new_model("rotary", 1).lm_head.weight
+    other = trained.new_model("sum", "rotary", 1).lm_head.weight
     assert not torch.equal(first.lm_head.weight, other)
 
 

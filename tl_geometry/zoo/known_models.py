@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
 
-NAMES = ("heads", "retrieval", "circuit", "induction")
+NAMES = ("heads", "retrieval", "circuit", "idle", "induction", "sum")
 POSITIONS = ("learned", "rotary")
-CHANGED = ("all", "last")
-"""Which tokens of a counterfactual differ from its prompt."""
+CHANGED, CHANGED_SUMS = ("all", "last"), ("all", "key")
+"""Which tokens of a counterfactual may differ from its prompt: of repeated tokens, and of sums."""
 PERIOD = 7
 """Tokens that :meth:`KnownModel.pairs` repeats."""
 ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
@@ -39,15 +40,16 @@ class TokenPairs(NamedTuple):
 class KnownModel:
     """A model and what is true of it. Token 0 is BOS.
 
-    ``does`` says what each head does. ``labels`` is the group of terms, and ``terms`` the dominant
-    term, that a correct measure finds for a head (where it has one). ``offset`` is that of the
-    planted heads that attend at an offset. ``directions`` are those of what is planted in the
-    stream, ``reads`` the rows of them that the keys of a head read.
+    ``does`` says what each head does ("summand" and "key" attend to what the next sum is of).
+    ``labels`` is the group of terms, and ``terms`` the dominant term, that a correct measure finds
+    for a head (where it has one). ``offset`` is that of the planted heads that attend at an offset.
+    ``directions`` are those of what is planted in the stream, ``reads`` the rows of them that the
+    keys of a head read.
 
     ``edges`` are the edges that carry the difference between the prompts and counterfactuals of
     :meth:`pairs`, by what was ``changed``, as :func:`tl_geometry.edge_scores` names them.
     ``head_pairs`` are (writer, reader, side) of heads that read what another wrote. Both are empty
-    where they were not planted.
+    where they were not planted. ``changed`` are the counterfactuals that there are.
     """
 
     model: Any
@@ -61,21 +63,25 @@ class KnownModel:
     reads: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     edges: Mapping[str, frozenset[str]] = field(default_factory=dict)
     head_pairs: frozenset[tuple[str, str, str]] = frozenset()
+    changed: tuple[str, ...] = CHANGED
 
     def random_tokens(self, n: int, *, seed: int = 0) -> Int[Tensor, "batch position"]:
         """BOS, then independent tokens, all equally likely, to the model's full length."""
-        _require_rows(n)
-        generator = torch.Generator().manual_seed(seed)
+        generator = _checked(n, seed)
         rows = torch.randint(1, self.vocab, (n, self.length - 1), generator=generator)
         return torch.nn.functional.pad(rows, (1, 0))
 
     def pairs(self, n: int, *, changed: str = "all", seed: int = 0) -> TokenPairs:
         """Prompts are BOS and distinct random tokens, repeated. Counterfactuals repeat other tokens
         (``changed="all"``), or are the same prompts with another of their tokens in the last place
-        (``changed="last"``). Targets are the next tokens of prompt and of counterfactual."""
-        checks.choice(changed, CHANGED, "changed")
-        _require_rows(n)
-        generator = torch.Generator().manual_seed(seed)
+        (``changed="last"``). Targets are the next tokens of prompt and of counterfactual.
+
+        Prompts of ``"sum"`` lack their last sum, which is the target; the counterfactual has
+        another key and nothing else (``changed="key"``), or other digits and sums too."""
+        checks.choice(changed, self.changed, "changed")
+        generator = _checked(n, seed)
+        if self.changed == CHANGED_SUMS:
+            return _sum_pairs(n, changed, generator)
         rows = torch.stack([torch.randperm(self.vocab - 1, generator=generator) for _ in range(n)])
         first, second = (1 + rows[:, at : at + PERIOD] for at in (0, PERIOD))
         prompts, others = (
@@ -94,10 +100,31 @@ class KnownModel:
         return [head for head, what in self.does.items() if what == does]
 
 
-def _require_rows(n: int) -> None:
+def _sum_pairs(n: int, changed: str, generator: torch.Generator) -> TokenPairs:
+    """Rows of sums, and others of which all digits and the key, or the key alone, are others."""
+    from tl_geometry.zoo import trained
+
+    drawn = torch.randint(trained.DIGITS, (n, 1 + trained.SUMMED), generator=generator)
+    # two steps of 1 to 4 never add up to a multiple of ten, so that no target stays the same
+    step = torch.randint(1, trained.DIGITS // 2, drawn.shape, generator=generator)
+    rows = trained.in_tokens(drawn[:, :1], drawn[:, 1:])
+    step[:, 1:] *= changed == "all"
+    turned = (drawn + step) % trained.DIGITS
+    others = trained.in_tokens(turned[:, :1], turned[:, 1:])
+    targets = torch.stack([rows[:, -1], others[:, -1]], 1)
+    if changed == "key":
+        others[:, 2:] = rows[:, 2:]
+    return TokenPairs(rows[:, :-1], others[:, :-1], targets)
+
+
+def _checked(n: int, seed: int) -> torch.Generator:
+    """The generator of ``seed``, for ``n`` rows; both are checked."""
     count = checks.whole(n)
     fits = count is not None and count >= 1
     require(fits, "n", expected="a whole number of rows, at least 1", got=repr(n))
+    require(seed is not None, "seed", expected="a whole number", got="None")
+    check_seed(seed, "seed")
+    return torch.Generator().manual_seed(seed)
 
 
 def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel:
@@ -106,10 +133,12 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     Args:
         name: ``"heads"``, one layer of heads planted by hand that attend at one offset, by
             position, by token identity, by a random table of tokens, by the key's token, by both
-            offset and identity, or evenly; ``"retrieval"``, heads that match the two attributes of
-            a token, or one; ``"circuit"``, an induction circuit of two layers planted by hand among
-            heads that do not matter; ``"induction"``, a trained one, whose heads are named by where
-            they attend.
+            offset and identity (of equal energy, or so that covariance and gain disagree), or
+            evenly; ``"retrieval"``, heads that match the two attributes of a token, or one;
+            ``"circuit"``, an induction circuit of two layers planted by hand among heads that do
+            not matter; ``"idle"``, the same among heads that are connected by their weights and
+            write nothing; ``"induction"``, a trained one, whose heads are named by where they
+            attend; ``"sum"``, one trained layer whose MLP adds a key to digits.
         seed: what is random about it: order and strengths of heads, directions, gains and biases;
             or the seed of the training (0, 1 or 2).
         positions: ``"learned"`` (GPT-2) or ``"rotary"`` (Qwen2; the trained ones are Llama).
@@ -124,11 +153,9 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
 
     checks.choice(name, NAMES, "name")
     checks.choice(positions, POSITIONS, "positions")
-    check_seed(seed)
-    make = {"heads": _heads, "retrieval": _retrieval, "circuit": _circuit, "induction": _induction}[
-        name
-    ]
-    hf, truth = make(positions, seed)
+    _checked(1, seed)
+    makers = (_heads, _retrieval, _circuit, partial(_circuit, idle=True), _induction, _sum)
+    hf, truth = dict(zip(NAMES, makers, strict=True))[name](positions, seed)
     title = f"{name} ({positions}, seed {seed})"
     return KnownModel(model=from_hf(hf, None, name=title), **truth)
 
@@ -174,15 +201,17 @@ def _retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _circuit(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+def _circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dict[str, Any]]:
     from tl_geometry.zoo import planted, planted_circuit
 
-    made = planted_circuit.planted_circuit(positions, seed)
+    made = planted_circuit.planted_circuit(positions, seed, idle=idle)
+    # what idle heads do not write the decoy does not find: it attends evenly
+    labelled = _LABELS.keys() - ({"decoy"} if idle else set())
     return made.model, {
         "vocab": planted.VOCAB,
         "length": planted.LENGTH,
         "does": made.does,
-        "labels": {h: _LABELS[what] for h, what in made.does.items() if what in _LABELS},
+        "labels": {h: _LABELS[what] for h, what in made.does.items() if what in labelled},
         "edges": made.edges,
         "head_pairs": made.pairs,
     }
@@ -194,13 +223,13 @@ _LABELS |= {"offset": "position", "induction": "content", "match": "content", "d
 
 
 def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    from tl_geometry.zoo import induction
+    from tl_geometry.zoo import trained
 
-    hf = induction.hugging_face(positions, seed)
+    task, hf = trained.TASKS["induction"], trained.hugging_face("induction", positions, seed)
     on_offset, on_repeat = [], []
     for period in TRIED_PERIODS:
         generator = torch.Generator().manual_seed(0)
-        tokens, _ = induction.repeats(32, generator, (period, period))
+        tokens, _ = trained.repeats(32, generator, (period, period))
         with torch.inference_mode():
             patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
         # queries that have all the offsets, and queries of a second copy or later (BOS is before)
@@ -218,16 +247,42 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
         for name, attention in (("offset", on_offset), ("induction", on_repeat))
     }
     does = {}
-    for layer in range(induction.LAYERS):
-        for head in range(induction.HEADS):
+    for layer in range(task.layers):
+        for head in range(task.heads):
             best = max(scores, key=lambda name: float(scores[name][layer, head]))
             attends = float(scores[best][layer, head]) > ATTENDED
             does[layer, head] = best if attends else ""
     return hf, {
-        "vocab": induction.VOCAB,
-        "length": induction.LENGTH,
+        "vocab": task.vocab,
+        "length": task.length,
         "does": does,
         "labels": {head: _LABELS[what] for head, what in does.items() if what},
+    }
+
+
+def _sum(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    from tl_geometry.zoo import trained
+
+    task, hf = trained.TASKS["sum"], trained.hugging_face("sum", positions, seed)
+    tokens, _ = trained.sums(64, torch.Generator().manual_seed(0))
+    # queries that predict a sum: the last digit, and all sums but the last
+    queries = slice(1 + trained.SUMMED, -1)
+    with torch.inference_mode():
+        (pattern,) = hf(tokens, output_attentions=True).attentions
+    attention = pattern[:, :, queries].mean(0)
+    summand = attention.diagonal(offset=2, dim1=-2, dim2=-1).mean(-1)
+    key = attention[..., 1].mean(-1)
+    does = {}
+    for head in range(task.heads):
+        attends = {"summand": float(summand[head]), "key": float(key[head])}
+        best = max(attends, key=lambda name: attends[name])
+        does[0, head] = best if attends[best] > ATTENDED else ""
+    return hf, {
+        "vocab": task.vocab,
+        "length": task.length,
+        "does": does,
+        "labels": {head: "position" for head, what in does.items() if what == "summand"},
+        "changed": CHANGED_SUMS,
     }
 
 

@@ -1,5 +1,5 @@
-"""Which edges make induction, by construction? The two-layer model of ``zoo.known("circuit")``,
-with heads that look alike and do not matter.
+"""Which edges make induction, by construction? The two-layer models of ``zoo.known("circuit")`` and
+``zoo.known("idle")``, with heads that look alike and do not matter.
 
 The stream has blocks of one-hot directions: the token, the token before, a first and a second
 scratch block, and in the learned model the position. The output reads the token block alone. Heads
@@ -17,11 +17,18 @@ of the key, which their line names:
 
 On tokens that repeat, the induction head and what it reads make the next token, and nothing else
 does. Small random entries are added to every matrix, so that no other edge is exactly zero.
+
+In ``zoo.known("idle")`` weights alone mislead: all heads of layer 0 but ``previous`` read a block
+that nothing has written yet (the second scratch block). They attend and are connected as before,
+``itself`` to "before", yet what they write is next to nothing. ``previous`` copies the token to the
+second scratch block too, so that for each of its readers less of its weights matters than of an
+idle head's.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +53,18 @@ TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
 """Blocks of directions; SCRATCH and UNREAD are the first and the second scratch block."""
 READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKEN, BEFORE)}
 """Blocks that the heads of layer 1 read as keys and as values; queries are tokens."""
+WRITES = {"previous": (BEFORE,), "second": (SCRATCH,), "itself": (SCRATCH,), "even": (UNREAD,)}
+"""Blocks that the heads of layer 0 copy to."""
+IDLE = WRITES | {"previous": (BEFORE, UNREAD), "itself": (BEFORE,)}
+"""The same where all but ``previous`` are idle."""
 STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
 """Score of a match, size of the predicted token, and norm of the random entries of a matrix over
 that of its planted ones."""
 SHARP = range(4)
 """Fast rotary planes, which tell one offset from the next."""
 SQUARED_NORMS = {"learned": (2.0, 5.0), "rotary": (1.0, 4.0)}
-"""Squared norm of the input of each layer: tokens, positions and what layer 0 copies."""
+"""Squared norm of the input of each layer: tokens, positions and what layer 0 copies (with idle
+heads one less)."""
 
 
 class Planted(NamedTuple):
@@ -66,8 +78,9 @@ class Planted(NamedTuple):
     pairs: frozenset[tuple[str, str, str]]
 
 
-def planted_circuit(positions: str, seed: int) -> Planted:
-    """The model with the heads of each layer in random order.
+def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted:
+    """The model with the heads of each layer in random order; with ``idle`` all heads of layer 0
+    but one read nothing.
 
     >>> sorted(planted_circuit("learned", 0).edges["last"])
     ['L1H0->output', 'embed->L1H0<q>']
@@ -80,9 +93,9 @@ def planted_circuit(positions: str, seed: int) -> Planted:
     model = empty_model(positions, 2, 4, d_head, VOCAB, LENGTH)
     basis = directions(columns, 4 * d_head, g)
     for layer, (names, norm) in enumerate(zip(orders, SQUARED_NORMS[positions], strict=True)):
-        make = first_head if layer == 0 else second_head
+        make = second_head if layer else partial(first_head, idle=idle)
         heads = [noisy(make(name, columns, d_head), g) for name in names]
-        plant(model, layer, heads, basis, norm, g)
+        plant(model, layer, heads, basis, norm - (layer and idle), g)
     places = basis[4 * VOCAB :] if learned else None
     embed(model, basis[:VOCAB], places, basis[:VOCAB])
     at = {f"{layer}{n}": f"L{layer}H{h}" for layer in (0, 1) for h, n in enumerate(orders[layer])}
@@ -91,9 +104,13 @@ def planted_circuit(positions: str, seed: int) -> Planted:
     edges = last | {f"embed->{previous}<v>", f"{previous}->{induction}<k>"}
     edges |= {f"embed->{induction}<v>"}
     pairs = {(previous, induction, "key"), (previous, at["1match"], "value")}
-    pairs |= {(at[f"0{name}"], at["1decoy"], "key") for name in ("second", "itself")}
-    pairs |= {(at["0even"], at["1even"], "value")}
     does = {(layer, h): name for layer in (0, 1) for h, name in enumerate(orders[layer])}
+    if idle:
+        pairs |= {(previous, at["1even"], "value")}
+        does |= {head: "idle" for head, name in does.items() if head[0] == 0 and name != "previous"}
+    else:
+        pairs |= {(at[f"0{name}"], at["1decoy"], "key") for name in ("second", "itself")}
+        pairs |= {(at["0even"], at["1even"], "value")}
     return Planted(model, does, {"all": edges, "last": last}, frozenset(pairs))
 
 
@@ -102,8 +119,9 @@ def block(number: int) -> slice:
     return slice(number * VOCAB, (number + 1) * VOCAB if number < PLACE else None)
 
 
-def first_head(name: str, columns: int, d_head: int) -> HeadWeights:
-    """A head of layer 0: it attends at an offset, or evenly."""
+def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeights:
+    """A head of layer 0: it attends at an offset, or evenly, and copies the token, or (``idle``)
+    what the empty scratch block holds."""
     head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
     if name in OFFSETS and columns > 4 * VOCAB:
         offset = OFFSETS[name]
@@ -111,9 +129,10 @@ def first_head(name: str, columns: int, d_head: int) -> HeadWeights:
         head.key[block(PLACE)] = size * torch.ones(LENGTH - offset).diag(offset)
     elif name in OFFSETS:
         head.query_bias, head.key_bias = constants(SHARP, OFFSETS[name], size)
-    head.value[block(TOKEN), :VOCAB] = torch.eye(VOCAB)
-    to = {"previous": BEFORE, "second": SCRATCH, "itself": SCRATCH, "even": UNREAD}[name]
-    head.out[:VOCAB, block(to)] = torch.eye(VOCAB)
+    copied = UNREAD if idle and name != "previous" else TOKEN
+    head.value[block(copied), :VOCAB] = torch.eye(VOCAB)
+    for to in (IDLE if idle else WRITES)[name]:
+        head.out[:VOCAB, block(to)] = torch.eye(VOCAB)
     return head
 
 

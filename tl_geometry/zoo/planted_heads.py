@@ -12,6 +12,9 @@ token t and position i of the query, t' and j of the key, and random numbers r:
     relation    a r_i r_t'               mixed         (pos-cvec; learned positions only)
     query       a r_t                    uniform       (constant in each row; rotary only)
     both        offset + identity of equal energy      (no clear label)
+    disputed    a [t = t'] + b r_j                     (no clear label: position has more of the
+                                                        variance, content puts attention where it
+                                                        goes; rotary: b cos((i - j - pi/2) w_0))
     uniform     0                        uniform
 """
 
@@ -38,8 +41,8 @@ from tl_geometry.zoo.planted import (
     plant,
 )
 
-LEARNED = ("offset", "position", "identity", "table", "token", "relation", "both", "uniform")
-ROTARY = ("offset", "position", "identity", "table", "token", "query", "both", "uniform")
+_SHARED = ("offset", "position", "identity", "table", "token", "both", "disputed", "uniform")
+LEARNED, ROTARY = (*_SHARED, "relation"), (*_SHARED, "query")
 """What the heads do, before they are shuffled."""
 LABELS = {
     "offset": "position",
@@ -49,6 +52,7 @@ LABELS = {
     "token": "mixed",
     "relation": "mixed",
     "both": "unclear",
+    "disputed": "unclear",
     "query": "uniform",
     "uniform": "uniform",
 }
@@ -64,6 +68,10 @@ RANK = 4
 """Rank of the random table of tokens."""
 FAST, RECENT = range(8), range(4, 8)
 """Rotary planes of the offset head and of the head that prefers recent keys."""
+OVER, OVER_WAVE = 0.45, 0.85
+"""Size of the positional term of the disputed head over that of the match, learned and rotary.
+With it position has about two thirds of the variance; attention goes to the matches, of which each
+query has one at least, its own token."""
 COPIED = 0.5
 """Size of the token that a head copies; that of the current token is 1."""
 
@@ -118,19 +126,21 @@ def learned_head(name: str, offset: int, strength: float, g: torch.Generator) ->
         head.query[places, places] = size * torch.eye(LENGTH)
         # key j answers query j + offset
         head.key[places, places] = size * torch.ones(LENGTH - offset).diag(offset)
-    if name in ("identity", "both"):
+    if name in ("identity", "both", "disputed"):
         match = size * math.sqrt(balance(offsets(offset)) if name == "both" else 1.0)
         head.query[tokens, tokens] = head.key[tokens, tokens] = match * torch.eye(VOCAB)
     if name == "table":
         fill_table(head, tokens, slice(0, RANK), size, g)
-    if name in ("position", "token"):
+    if name == "token":
         head.query_bias[0] = size
     if name == "relation":
         head.query[places, 0] = size * signs(LENGTH, g)
     if name in ("token", "relation"):
         head.key[tokens, 0] = 0.5 * size * signs(VOCAB, g)
-    if name == "position":
-        head.key[places, 0] = 0.5 * size * signs(LENGTH, g)
+    if name in ("position", "disputed"):
+        # a coordinate that no match of tokens has
+        head.query_bias[VOCAB] = size
+        head.key[places, VOCAB] = (OVER if name == "disputed" else 0.5) * size * signs(LENGTH, g)
     return head
 
 
@@ -144,7 +154,10 @@ def rotary_head(name: str, offset: int, strength: float, g: torch.Generator) -> 
         head.query_bias, head.key_bias = constants(FAST, offset, size)
     if name == "position":
         head.query_bias, head.key_bias = constants(RECENT, 0, size)
-    if name in ("identity", "both"):
+    if name == "disputed":
+        # a quarter turn from the query's own token, of which the wave so says nothing
+        head.query_bias, head.key_bias = constants(range(1), math.pi / 2, OVER_WAVE * size)
+    if name in ("identity", "both", "disputed"):
         match = size * math.sqrt(balance(cosines(FAST, offset)) if name == "both" else 1.0)
         head.query[:, slow] = head.key[:, slow] = match * torch.eye(VOCAB)
     if name == "table":
@@ -174,7 +187,7 @@ def fill_table(head: HeadWeights, rows: slice, at: slice, size: float, g: torch.
 
 
 def constants(
-    planes: range, offset: int, size: float
+    planes: range, offset: float | int, size: float
 ) -> tuple[Float[Tensor, " d_head"], Float[Tensor, " d_head"]]:
     """Constant query and key with the score ``size^2 mean_f cos((i - j - offset) w_f)`` before the
     division by ``sqrt(d_head)``."""

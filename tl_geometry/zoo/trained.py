@@ -1,0 +1,222 @@
+"""How are the trained circuits of ``zoo.known`` made, and where are they stored? ``python -m
+tl_geometry.zoo.trained --out DIR`` trains them, each in less than a minute on one core.
+
+``"induction"``: two layers of attention without MLPs. Rows are BOS and random tokens repeated; each
+row draws its period. Only tokens of a second copy or later are predicted, so that nothing but
+induction lowers the loss.
+
+``"sum"``: one layer with an MLP. Rows are BOS, a key k, digits ``x_1 ... x_7`` and their sums with
+the key, ``y_i = (x_i + k) mod 10``, which alone are predicted. Attention has to bring digit and key
+together, and as no sum of a function of x and one of k is largest at ``(x + k) mod 10`` for all of
+them, the MLP has to add.
+
+Weights are stored in half precision (0.1 MB a model at most).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from tl_geometry.base.errors import require
+from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
+
+log = logging.getLogger(__name__)
+SEEDS = (0, 1, 2)
+"""Seeds whose weights are stored, for learned and for rotary positions."""
+PERIODS = (8, 24)
+"""Least and largest period of a row of repeated tokens."""
+SYMBOLS = 64
+"""Tokens of the rows that are repeated, BOS among them."""
+COPIES_LENGTH = 49
+"""Tokens of such a row: BOS and two periods at least."""
+DIGITS, SUMMED = 10, 7
+"""Digits (tokens 1 to 10; their keys are 11 to 20), and how many of them are summed."""
+
+Rows = tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]
+"""Tokens, and which of them are predicted."""
+
+
+def repeats(n: int, generator: torch.Generator, periods: tuple[int, int] = PERIODS) -> Rows:
+    """BOS and random tokens repeated, with a period drawn for each row from ``periods`` (both ends
+    included); tokens of a second copy or later are predicted."""
+    period = torch.randint(periods[0], periods[1] + 1, (n, 1), generator=generator)
+    rows = torch.randint(1, SYMBOLS, (n, COPIES_LENGTH - 1), generator=generator)
+    at = torch.arange(COPIES_LENGTH - 1)[None]
+    tokens = torch.cat([torch.zeros(n, 1, dtype=torch.int64), rows.gather(1, at % period)], 1)
+    return tokens, F.pad(at >= period, (1, 0))
+
+
+def sums(n: int, generator: torch.Generator) -> Rows:
+    """BOS, a key, digits, and the digits with the key added modulo 10, which are predicted.
+
+    >>> sums(1, torch.Generator().manual_seed(0))[0][0, :9].tolist()
+    [0, 15, 10, 4, 1, 4, 10, 8, 4]
+    """
+    key = torch.randint(DIGITS, (n, 1), generator=generator)
+    tokens = in_tokens(key, torch.randint(DIGITS, (n, SUMMED), generator=generator))
+    return tokens, (torch.arange(tokens.shape[1]) >= 2 + SUMMED).expand(n, -1)
+
+
+def in_tokens(
+    key: Int[Tensor, "batch 1"], digits: Int[Tensor, "batch digit"]
+) -> Int[Tensor, "batch position"]:
+    """The row of a key and digits, the sums among it."""
+    told = [torch.zeros_like(key), 1 + DIGITS + key, 1 + digits]
+    return torch.cat([*told, 1 + (digits + key) % DIGITS], 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a circuit was trained on, and its sizes; without MLPs where ``d_mlp`` is 0."""
+
+    rows: Callable[[int, torch.Generator], Rows]
+    vocab: int
+    length: int
+    layers: int
+    width: int
+    d_mlp: int
+    batch: int
+    settings: TrainSettings
+    heads: int = 4
+
+    def batch_at(self, seed: int, step: int) -> Batch:
+        """Rows of one step, and as targets the tokens that are predicted."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        tokens, counted = self.rows(self.batch, generator)
+        return tokens[:, :-1], torch.where(counted, tokens, IGNORE)[:, 1:]
+
+
+_SETTINGS = TrainSettings(
+    steps=1500, learning_rate=8e-3, final_learning_rate=1e-5, warmup=50, betas=(0.9, 0.98)
+)
+TASKS = {
+    "induction": Task(
+        rows=repeats,
+        vocab=SYMBOLS,
+        length=COPIES_LENGTH,
+        layers=2,
+        width=64,
+        d_mlp=0,
+        batch=16,
+        settings=_SETTINGS,
+    ),
+    "sum": Task(
+        rows=sums,
+        vocab=1 + 2 * DIGITS,
+        length=2 + 2 * SUMMED,
+        layers=1,
+        width=48,
+        d_mlp=96,
+        batch=32,
+        settings=replace(_SETTINGS, steps=3000, learning_rate=4e-3),
+    ),
+}
+"""The tasks by name."""
+
+
+def new_model(name: str, positions: str, seed: int) -> Any:
+    """The model before training: GPT-2 (``"learned"``) or Llama (``"rotary"``). Without MLPs means
+    MLPs of one unit that are zero and stay so.
+
+    >>> new_model("induction", "rotary", 0).config.num_hidden_layers
+    2
+    """
+    import transformers
+
+    task = TASKS[name]
+    shared: dict[str, Any] = {
+        "vocab_size": task.vocab,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if positions == "learned":
+            shape = {"n_embd": task.width, "n_layer": task.layers, "n_head": task.heads}
+            shape |= {"n_inner": task.d_mlp or 1, "n_positions": task.length}
+            still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+            config: Any = transformers.GPT2Config(**shape, **still, **shared)
+            model: Any = transformers.GPT2LMHeadModel(config)
+        else:
+            shape = {"hidden_size": task.width, "num_hidden_layers": task.layers}
+            shape |= {"num_attention_heads": task.heads, "num_key_value_heads": task.heads}
+            shape |= {"intermediate_size": task.d_mlp or 1, "max_position_embeddings": task.length}
+            rope = {"rope_type": "default", "rope_theta": 100.0}
+            config = transformers.LlamaConfig(**shape, **shared, rope_parameters=rope)
+            model = transformers.LlamaForCausalLM(config)
+    for weight, value in model.named_parameters():
+        if ".mlp." in weight and not task.d_mlp:
+            value.data.zero_()
+            value.requires_grad_(False)
+    return model.eval()
+
+
+def path(name: str, positions: str, seed: int, folder: Path | None = None) -> Path:
+    """Where the weights are stored."""
+    folder = Path(__file__).parent / "assets" / "known" if folder is None else folder
+    return folder / f"{name}_{positions}_{seed}.safetensors"
+
+
+def hugging_face(name: str, positions: str, seed: int) -> Any:
+    """The trained model, from its stored weights, as a ``transformers`` model.
+
+    Raises ``GeometryError`` for a seed that is not stored.
+
+    >>> hugging_face("induction", "learned", 2).config.n_layer
+    2
+    """
+    from safetensors.torch import load_file
+
+    require(seed in SEEDS, "seed", expected=f"one of {SEEDS}, which are stored", got=seed)
+    model = new_model(name, positions, seed)
+    # MLPs that are zero are not stored
+    model.load_state_dict(load_file(path(name, positions, seed)), strict=False)
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train every model, and write its weights into ``--out``."""
+    from safetensors.torch import save_file
+
+    parser = argparse.ArgumentParser(description="Train the circuits of the zoo.")
+    parser.add_argument("--out", type=Path, default=path("sum", "learned", 0).parent)
+    parser.add_argument("--only", choices=tuple(TASKS), help="one of the tasks")
+    arguments = parser.parse_args(argv)
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    torch.set_num_threads(1)
+    for name in TASKS if arguments.only is None else (arguments.only,):
+        task = TASKS[name]
+        for positions in ("learned", "rotary"):
+            for seed in SEEDS:
+                model = new_model(name, positions, seed)
+                losses = train(
+                    model,
+                    lambda step, task=task, seed=seed: task.batch_at(seed, step),
+                    replace(task.settings, seed=seed),
+                    progress=False,
+                )
+                learnt = {k: v.half() for k, v in model.named_parameters() if v.requires_grad}
+                save_file(learnt, path(name, positions, seed, out))
+                loss = sum(losses[-50:]) / 50
+                log.info("%s, %s, seed %d: loss %.3f", name, positions, seed, loss)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
