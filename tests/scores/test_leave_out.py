@@ -254,7 +254,7 @@ def test_blocks_of_contexts_merge_in_pairs() -> None:
     )
     for part in range(0, contexts, 10):
         some = slice(part, min(part + 10, contexts))
-        work.add(sums.select(some), torch.full((some.stop - some.start,), -1))
+        work.add(sums.select(some), [-1] * (some.stop - some.start))
     sizes = work.table(100).sizes[1]
     assert BLOCKS <= len(sizes) <= 2 * BLOCKS
     assert [round(contexts * s) for s in sizes] == [8] * 8 + [11]
@@ -268,7 +268,7 @@ def held(module: Any, length: int) -> int:
     basis = decompose(model, ids, progress=False)
     work = sweep._SweepSums(view(model), basis, (0,), length, ("intervals", "nulls"), 2**31, 0)
     work.details[0] = module.Details(work.detail, work.drop, 0)
-    work.batch = ids
+    work.begin(ids)
     view(model).run_layers(ids, (0,), work.on_layer)
     left: list[Any] = [work.details[0]]
     seen, sizes = {id(basis)}, {}
@@ -355,7 +355,7 @@ def check_draws(module: Any) -> None:
         groups = GroupProjections(layer, basis)
         null, sums = module.PositionNull(layer, groups, 0, 0), LeaveOut(groups.share)
         known = torch.full((64,), -1) if fresh else own_groups(basis, KNOWN)
-        sums.add(groups.sums(layer, slice(None), 0), known)
+        sums.add(groups.sums(layer, slice(None), 0), known.tolist())
         turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
         c = (turn.T @ groups.share.sqrt()) / groups.share.sqrt()
         pairs, beside, _ = null.pairs(sums)
@@ -382,7 +382,7 @@ def test_the_basis_is_the_first_direction(architecture: str, normalize: bool) ->
     """Its share is the printed one: same contexts, same keys, same estimator."""
     model, basis = tiny("bridge", architecture), basis_of(architecture, normalize=normalize)
     work = sweep._SweepSums(view(model), basis, (0, 1), 16, ("nulls",), 2**31, 0)
-    work.batch = KNOWN
+    work.begin(KNOWN)
     view(model).run_layers(KNOWN, (0, 1), work.on_layer)
     printed = swept(architecture, normalize=normalize).group_cs[:, 0]
     for layer, made in work.details.items():
