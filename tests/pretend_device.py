@@ -4,6 +4,7 @@ be mixed with others, as those of an accelerator do.
 =========================================== ========================================================
 ``python -m tests.pretend_device``          measures how often each public function waits for its
                                             device, and writes the table of ``CONTRIBUTING.md``
+``... waits sweep_heads composition``       prints the rows of some functions
 ``python -m tests.pretend_device moved``    looks at a model, moves it, and runs what takes a model
 ``python -m tests.pretend_device llama``    runs every call of :mod:`tests.device_calls` on a model,
                                             on the same one moved, with tokens here and there, and
@@ -22,7 +23,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,19 +301,25 @@ SIZES = ((2, 2), (2, 4), (4, 2), (4, 4))
 """Layers and batches of the runs that the table is made from."""
 
 
-def counted(events: Counter[str]) -> dict[str, tuple[dict[str, float], ...]]:
-    """By name of a call, its waits (or copies) for each batch, for each layer, and for each layer
-    of each batch, by function of the library: differences between models of two and four layers
-    over two and four batches."""
+def counted(
+    events: Counter[str], names: Sequence[str] = ()
+) -> dict[str, tuple[dict[str, float], ...]]:
+    """By name of a call (all by default), its waits (or copies) for each batch, for each layer, and
+    for each layer of each batch, by function of the library: differences between models of two and
+    four layers over two and four batches."""
     from tests.device_calls import CONTEXTS, STREAMED, calls
 
     runs: dict[str, dict[tuple[int, int], Counter[str]]] = {}
     for layers, batches in SIZES:
         model = made("llama", num_hidden_layers=layers)
         move(model)
-        for name, run in calls(model.cfg.d_vocab, rotary=True, batch=CONTEXTS // batches).items():
-            if name != "planted" and (name in STREAMED or batches == 2):
-                run(model)  # what is inferred once per model and length is inferred
+        of_model = calls(model.cfg.d_vocab, rotary=True, batch=CONTEXTS // batches)
+        # what is inferred once for a model and a length is inferred
+        for name in ("check_model", "split_writers", "sweep_heads"):
+            of_model[name](model)
+        for name in names or [name for name in of_model if name != "planted"]:
+            if name in STREAMED or batches == 2:
+                run = of_model[name]
                 events.clear()
                 run(model)
                 runs.setdefault(name, {})[layers, batches] = Counter(events)
@@ -334,11 +341,11 @@ def _slopes(runs: dict[tuple[int, int], Counter[str]]) -> tuple[dict[str, float]
     return batch, layer, both
 
 
-def rows() -> list[str]:
-    """The table of waits, a row for each call, as Markdown."""
+def rows(names: Sequence[str] = ()) -> list[str]:
+    """The table of waits, a row for each call (all by default), as Markdown."""
     head = ["public function", "waits: each batch", "each layer", "each layer and batch"]
     lines = ["| " + " | ".join([*head, "where"]) + " |", "|---|---|---|---|---|"]
-    for name, (batch, layer, both) in counted(WAITS).items():
+    for name, (batch, layer, both) in counted(WAITS, names).items():
         numbers = [f"{sum(of.values()):g}" if of else "" for of in (batch, layer, both)]
         sizes = {k: batch.get(k, 0) + layer[k] + both.get(k, 0) for k in layer}
         most = sorted((k for k in sizes if sizes[k] > 0), key=lambda k: -sizes[k])[:3]
@@ -359,15 +366,14 @@ def write_table() -> None:
     sys.stdout.write(table + "\n")
 
 
-def main(what: str | None = None) -> None:
+def main(what: str = "", *names: str) -> None:
     """What the command line asks for."""
     register()
     # a wrapped tensor cannot be an inference tensor
     torch.inference_mode = torch.no_grad  # pyright: ignore
-    if what is None:
-        write_table()
-    else:
-        moved_after_a_look() if what == "moved" else compared(what)
+    commands = {"": write_table, "moved": moved_after_a_look}
+    commands["waits"] = lambda: sys.stdout.write("\n".join(rows(names)) + "\n")
+    commands.get(what, lambda: compared(what))()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What leaves a device leaves it together: every copy to the CPU waits until the device has done all
-that was asked of it, however small the copy is."""
+"""What leaves a device leaves it together: every copy to the CPU waits until the device has done
+all that was asked of it, however small the copy is."""
 
 from __future__ import annotations
 
