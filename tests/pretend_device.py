@@ -227,6 +227,16 @@ def split(model: Any) -> None:
     model.cfg.n_devices = 2
 
 
+def together() -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of many types and sizes, and the same ones from two devices, in one copy of each."""
+    from tl_geometry.base.transfer import LARGE, on_cpu
+
+    here = [torch.arange(5.0), torch.tensor(True), torch.ones(2, 3).double() / 3, torch.zeros(0)]
+    here += [torch.arange(6).view(2, 3).T, torch.rand(3).half(), torch.ones(LARGE)]
+    found = on_cpu([Pretend(x, i % 2) for i, x in enumerate(here)])
+    return here, found
+
+
 def moved_after_a_look() -> None:
     """Look, move, run."""
     import tl_geometry as tlg
@@ -238,6 +248,7 @@ def moved_after_a_look() -> None:
         _ = Pretend(torch.ones(2)) + torch.ones(2)
     except RuntimeError:
         say("mixed")
+    say("together" if all(map(torch.equal, *together())) else "torn")
     rows = tokens(16, 14, seed=2)
     model = from_hf(hf_model("gpt2"), None, name="moved")
     basis = tlg.decompose(model, rows, progress=False)

@@ -54,7 +54,8 @@ def on_the_device(*what: str) -> str:
 
 
 def test_a_model_moved_to_another_device_after_a_look() -> None:
-    assert on_the_device("moved").split() == ["mixed", "weights", "readout", "edges", "removed"]
+    words = ["mixed", "together", "weights", "readout", "edges", "removed"]
+    assert on_the_device("moved").split() == words
 
 
 @pytest.mark.slow

@@ -471,3 +471,34 @@ def test_two_sources_of_error_add_up() -> None:
     assert float(found.error) == pytest.approx(2**0.5 * float(x.std()) / 2)
     t = (float(found.high) - 3) / float(found.error)
     assert t == pytest.approx(2.446912, rel=1e-5), "six degrees of freedom"
+
+
+def test_contexts_are_added_together_or_one_by_one() -> None:
+    """Neighbours of one group and block are added at once; blocks fill and merge alike."""
+    g = torch.Generator().manual_seed(5)
+    n = 75
+    fields = {
+        name: torch.rand(n, 2, 81, generator=g).double()
+        for name in ("numerators", "energies", "gains")
+    }
+    fields |= {
+        name: torch.rand(n, 2, generator=g).double()
+        for name in ("total", "gain_total", "floor", "cells")
+    }
+    sums, own = ShareSums(**fields), torch.randint(-1, 3, (n,), generator=g).sort().values.tolist()
+    own[10], own[40] = 2, -1  # a group comes back
+
+    def added(step: int, groups: list[int]) -> LeaveOut:
+        work = LeaveOut(torch.full((4,), 0.25).double())
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            work.add(sums.select(part), groups[part])
+        return work
+
+    one, many = added(1, own), added(32, own)
+    assert one.counts == many.counts
+    assert sum(one.counts.values()) == one.done == n
+    for key, expected in one.sums.items():
+        for name, value in expected.tensors().items():
+            assert torch.allclose(many.sums[key].tensors()[name], value, rtol=1e-12)
+    assert added(32, own[::-1]).counts != one.counts  # the twin
