@@ -12,15 +12,34 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.tiny import tokens
 from tl_geometry import circuits, interventions, scores
+from tl_geometry.scores.details import DETAILS
 
 QUIET: dict[str, Any] = {"progress": False}
+STREAMED = (
+    *("decompose", "sweep_heads", "sweep_heads, intervals", "sweep_heads, all details"),
+    *("sweep_writers", "composition", "edge_scores", "faithfulness", "trajectories", "skip_map"),
+)
+"""Calls that go over their tokens batch by batch."""
+CONTEXTS = 24
+"""Contexts of the streamed calls: the size of a batch says how many batches they are."""
 
 
-def calls(d_vocab: int, *, rotary: bool) -> dict[str, Callable[[Any], Any]]:
-    """Calls by name; each makes what it needs with the model that it is given."""
-    few, many = (tokens(n, 14, seed=n) % d_vocab for n in (12, 24))
-    pairs: dict[str, Any] = {"prompts": few[:6], "counterfactuals": few[6:], "targets": (5, 9)}
-    basis = lambda m: tlg.decompose(m, many, batch_size=6, **QUIET)
+def calls(
+    d_vocab: int,
+    *,
+    rotary: bool,
+    batch: int = CONTEXTS,
+    place: Callable[[Tensor], Tensor] = lambda ids: ids,
+) -> dict[str, Callable[[Any], Any]]:
+    """Calls by name; each makes what it needs with the model that it is given. ``batch`` is the
+    size of a batch, ``place`` moves tokens to where the caller has them."""
+    few, many = (place(tokens(n, 14, seed=n) % d_vocab) for n in (12, CONTEXTS))
+    other = place(tokens(CONTEXTS, 14, seed=1) % d_vocab)
+    both: dict[str, Any] = {"prompts": many, "counterfactuals": other, "targets": (5, 9)}
+    both["batch_size"] = batch
+    streamed = QUIET | {"batch_size": batch}
+    basis = lambda m: tlg.decompose(m, many, **streamed)
+    sweep = lambda m, *detail: tlg.sweep_heads(m, many, basis(m), detail=detail, **streamed)
     targets = [(5, 9)] * len(few)
     knocked: dict[str, Any] = {"targets": targets, "attributions": True, **QUIET}
     paths: dict[str, Any] = {"controls": 2, **QUIET}
@@ -28,19 +47,20 @@ def calls(d_vocab: int, *, rotary: bool) -> dict[str, Callable[[Any], Any]]:
     head_paths = interventions.head_paths
     found: dict[str, Callable[[Any], Any]] = {
         "check_model": lambda m: (tlg.check_model(m), basis(m)),  # the model is looked at once
-        "one_batch": lambda m: tlg.decompose(m, many, batch_size=24, **QUIET),
-        "four_batches": basis,
+        "decompose": basis,
         "split_scores": lambda m: tlg.split_scores(m, few[:1], basis(m)),
         "split_writers": lambda m: tlg.split_scores(m, few[:1], parts="writers"),
         "split_values": lambda m: tlg.split_values(m, few[:1], basis(m)),
-        "sweep_heads": lambda m: tlg.sweep_heads(m, many, basis(m), detail=("intervals",), **QUIET),
-        "sweep_writers": lambda m: tlg.sweep_heads(m, many, parts="writers", **QUIET),
-        "composition": lambda m: tlg.composition(m, few, **QUIET),
+        "sweep_heads": sweep,
+        "sweep_heads, intervals": lambda m: sweep(m, "intervals"),
+        "sweep_heads, all details": lambda m: sweep(m, *DETAILS),
+        "sweep_writers": lambda m: tlg.sweep_heads(m, many, parts="writers", **streamed),
+        "composition": lambda m: tlg.composition(m, many, **streamed),
         "explain_logit": lambda m: tlg.explain_logit(m, few[:1], 13, 5),
         "explain_logits": lambda m: circuits.explain_logits(m, few, targets),
         "trace_logit": lambda m: tlg.trace_logit(m, few[:1], 5, against=9),
-        "edge_scores": lambda m: tlg.edge_scores(m, **pairs),
-        "faithfulness": lambda m: tlg.faithfulness(m, ["L0H0", "L1H1"], **pairs),
+        "edge_scores": lambda m: tlg.edge_scores(m, **both),
+        "faithfulness": lambda m: tlg.faithfulness(m, ["L0H0", "L1H1"], **both),
         "head_knockouts": lambda m: interventions.head_knockouts(m, few, "difference", **knocked),
         "head_paths": lambda m: head_paths(m, few, "L0H0", readers, "loss", **paths),
         "live_paths": lambda m: head_paths(
@@ -52,11 +72,14 @@ def calls(d_vocab: int, *, rotary: bool) -> dict[str, Callable[[Any], Any]]:
         "weight_geometry": lambda m: tlg.weight_geometry(m, basis(m), rank=3),
         "token_readout": lambda m: tlg.token_readout(m, features=2),
         "token_paths": lambda m: tlg.token_paths(m, few[:1]),
-        "trajectories": lambda m: tlg.trajectories(m, many),
-        "skip_map": lambda m: tlg.skip_map(m, many, **QUIET),
+        "trajectories": lambda m: tlg.trajectories(m, many, batch_size=batch),
+        "skip_map": lambda m: tlg.skip_map(m, many, **streamed),
     }
     if rotary:
         normalized = lambda m: tlg.decompose(m, many, normalize=True, **QUIET)
+        found["sweep_heads, normalised"] = lambda m: tlg.sweep_heads(
+            m, many, normalized(m), **streamed
+        )
         found["relative_kernel"] = lambda m: scores.relative_kernel(m, normalized(m))
     # the twin: the only call whose result depends on where the model is
     found["planted"] = lambda m: torch.ones(1) * (next(m.parameters()).device.type == "cpu")

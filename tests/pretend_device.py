@@ -1,17 +1,29 @@
-"""A device that is none: tensors on the CPU that say ``pretend:0`` and refuse to be mixed with
-others, as those of an accelerator do.
+"""A device that is none: tensors on the CPU that say ``pretend:0`` (or ``pretend:1``) and refuse to
+be mixed with others, as those of an accelerator do.
 
-``python -m tests.pretend_device moved`` looks at a model, moves it, and runs what takes a model;
-``python -m tests.pretend_device llama`` runs every call of :mod:`tests.device_calls` on a model and
-on the same one moved, and prints whether they agree and how often the second waited for its device.
+=========================================== ========================================================
+``python -m tests.pretend_device``          measures how often each public function waits for its
+                                            device, and writes the table of ``CONTRIBUTING.md``
+``... waits sweep_heads composition``       prints the rows of some functions
+``python -m tests.pretend_device moved``    looks at a model, moves it, and runs what takes a model
+``python -m tests.pretend_device llama``    runs every call of :mod:`tests.device_calls` on a model,
+                                            on the same one moved, with tokens here and there, and
+                                            prints whether they agree
+``python -m tests.pretend_device split``    the same on a model split over two devices
+=========================================== ========================================================
+
 torch keeps a registered device for good, so that this needs a process of its own.
+
+A split model is one that its own forward pass expects: HookedTransformer sends the stream to the
+device of each block's number. A bridge leaves its split to accelerate, and asks for CUDA by name.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +35,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 CPU = torch.device("cpu")
 ATEN = torch.ops.aten
 PACKAGE = str(Path(__file__).parents[1] / "tl_geometry") + "/"
+GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+HELPERS = tuple(PACKAGE + name for name in ("base/transfer.py", "base/sums.py"))
+"""Modules that copy for others, who are named in their place."""
 WAITS: Counter[str] = Counter()
-"""How often a line of the library waited for the device, by its file and number."""
+"""How often a function of the library waited for the device, by its file and name."""
+COPIES: Counter[str] = Counter()
+"""How often one copied to the device what it then has to wait for."""
 WAITING = (
     *(ATEN._local_scalar_dense.default, ATEN.is_nonzero.default, ATEN.nonzero.default),
     *(ATEN.masked_select.default, ATEN.equal.default, ATEN._unique2.default),
@@ -34,31 +51,33 @@ WAITING = (
 
 
 class Pretend(Tensor):
-    """A tensor on the pretended device, and the one on the CPU behind it."""
+    """A tensor on a pretended device, and the one on the CPU behind it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
     held: Tensor
+    number: int
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Pretend:
+    def __new__(cls, held: Tensor, number: int = 0) -> Pretend:
         out = Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            device=torch.device("pretend:0"),
+            device=torch.device("pretend", number),
         )
-        out.held = held
+        out.held, out.number = held, number
         return out
 
     def tolist(self) -> Any:
-        _wait()
+        _count(WAITS)
         return self.held.tolist()
 
     def new_tensor(self, data: Any, **options: Any) -> Pretend:  # pyright: ignore
         wanted: dict[str, Any] = {"dtype": self.dtype} | options
-        return Pretend(torch.tensor(data, **wanted))
+        _count(COPIES)
+        return Pretend(torch.tensor(data, **wanted), self.number)
 
     @classmethod
     def __torch_dispatch__(
@@ -71,58 +90,73 @@ def _real(x: Any) -> Any:
     return x.held if isinstance(x, Pretend) else x
 
 
-def _wait() -> None:
-    """Count a wait for the line of the library that caused it; those of the model are not ours."""
+def _count(events: Counter[str]) -> None:
+    """Count a wait or a copy for the function of the library that caused it; those of the model are
+    not ours."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if "transformer" in name and "site-packages" in name:
             return
-        if name.startswith(PACKAGE):
-            WAITS[f"{name.removeprefix(PACKAGE)}:{frame.f_lineno}"] += 1
+        if name.startswith(PACKAGE) and not name.startswith(HELPERS):
+            function = frame.f_code.co_qualname.replace(".<locals>", "").replace(".<listcomp>", "")
+            events[f"{name.removeprefix(PACKAGE)}: {function}"] += 1
             return
         frame = frame.f_back
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation: on the pretended device where its tensors are, and refused where they are on
-    both. Numbers (tensors without axes) and copies may cross."""
+    several. Numbers (tensors without axes) and copies may cross."""
     given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
     there = [x for x in given if isinstance(x, Pretend)]
-    wanted = kwargs.get("device")
-    home = func is ATEN._to_copy.default and wanted is not None and torch.device(wanted) == CPU
+    wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    home = func is ATEN._to_copy.default and wanted == CPU
     home |= func is ATEN.copy_.default and not isinstance(args[0], Pretend)
     if there and (func in WAITING or home or _by_mask(func, args)):
-        _wait()
-    moved = wanted is not None and torch.device(wanted).type == "pretend"
+        _count(WAITS)
+    moved = wanted is not None and wanted.type == "pretend"
+    copies = func in (ATEN._to_copy.default, ATEN.copy_.default)
+    from_here = [x for x in given if not isinstance(x, Pretend) and x.dim() > 0]
+    target = moved if func is ATEN._to_copy.default else isinstance(args[0] if args else 0, Pretend)
+    if from_here and target and (copies or func in INDEXED):
+        _count(COPIES)
     kwargs = kwargs | ({"device": CPU} if moved else {})
     here = tree_map(_real, args), tree_map(_real, kwargs)
     if func is ATEN.copy_.default:
         func(*here[0], **here[1])
         return args[0]
     out_there = moved if wanted is not None else bool(there)
-    if func is not ATEN._to_copy.default:
-        # indices may come from the CPU, values may not
-        indexed = func in (ATEN.index.Tensor, ATEN.index_put_.default)
-        values = [args[0], *args[2:3]] if indexed else given
-        mixed = [x for x in values if isinstance(x, Tensor) and not isinstance(x, Pretend)]
-        if there and any(x.dim() > 0 for x in mixed):
-            raise RuntimeError(f"{func}: tensors on pretend:0 and cpu")
+    # indices may come from the CPU, values may not
+    values = [args[0], *args[2:3]] if func in INDEXED else given
+    wide = [x for x in values if isinstance(x, Tensor) and x.dim() > 0]
+    places = dict.fromkeys(str(x.device) for x in wide)
+    if not copies and there and (len(places) > 1 or not all(isinstance(x, Pretend) for x in wide)):
+        raise RuntimeError(f"{func}: tensors on {' and '.join(places)}")
     out = func(*here[0], **here[1])
     if not out_there:
         return out
+    number = (wanted.index or 0) if moved and wanted is not None else _number(wide, there)
     known = {id(x.held): x for x in there}  # in-place operations give back what they were given
 
     def wrap(x: Any) -> Any:
-        return known.get(id(x), Pretend(x)) if isinstance(x, Tensor) else x
+        return known.get(id(x), Pretend(x, number)) if isinstance(x, Tensor) else x
 
     return tree_map(wrap, out)
 
 
+INDEXED = (ATEN.index.Tensor, ATEN.index_put_.default)
+"""Operations that take a list of indices."""
+
+
+def _number(wide: Iterable[Tensor], there: Iterable[Pretend]) -> int:
+    """The device of a result: that of the tensors with axes, if there are any."""
+    return next((x.number for x in (*wide, *there) if isinstance(x, Pretend)), 0)
+
+
 def _by_mask(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether a tensor is indexed by a mask, whose sum is needed on the CPU."""
-    indexed = func in (ATEN.index.Tensor, ATEN.index_put_.default)
-    return indexed and any(x is not None and x.dtype == torch.bool for x in args[1])
+    return func in INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
 
 
 def register() -> None:
@@ -133,13 +167,16 @@ def register() -> None:
     globals()["_library"] = library  # it goes with its last reference
     get, put = Tensor.__getitem__, Tensor.__setitem__
 
-    def as_tensors(at: Any) -> Any:  # torch's own conversion of lists asks for the device's indices
+    def as_tensors(at: Any, number: int) -> Any:  # torch's own conversion of lists asks the device
         if isinstance(at, tuple):
-            return tuple(map(as_tensors, at))
-        return Pretend(torch.tensor(list(at))) if isinstance(at, list | range) else at
+            return tuple(as_tensors(each, number) for each in at)
+        if not isinstance(at, list | range):
+            return at
+        _count(COPIES)
+        return Pretend(torch.tensor(list(at)), number)
 
-    Pretend.__getitem__ = lambda self, at: get(self, as_tensors(at))  # pyright: ignore
-    Pretend.__setitem__ = lambda self, at, value: put(self, as_tensors(at), value)  # pyright: ignore
+    Pretend.__getitem__ = lambda x, at: get(x, as_tensors(at, x.number))  # pyright: ignore
+    Pretend.__setitem__ = lambda x, at, to: put(x, as_tensors(at, x.number), to)  # pyright: ignore
 
     # torch makes these by resizing an empty tensor, which a wrapper cannot follow
     for name in ("eye", "tensor", "as_tensor"):
@@ -156,23 +193,48 @@ def _made_here(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def move(model: nn.Module) -> None:
-    """All parameters and buffers to the device, shared ones once."""
+def move(model: nn.Module, number: Callable[[str], int] = lambda name: 0) -> None:
+    """All parameters and buffers to the device of this number (of their names), shared ones
+    once."""
     known: dict[int, Tensor] = {}
 
-    def there(x: Tensor) -> Tensor:
-        moved = Pretend(x.detach())
+    def there(x: Tensor, to: int) -> Tensor:
+        moved = Pretend(x.detach(), to)
         own = nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
         return known.setdefault(id(x), own)
 
-    for module in model.modules():
+    for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for name, x in list(table.items()):
                 if x is not None and not isinstance(x.data, Pretend):
-                    table[name] = there(x)  # pyright: ignore
+                    table[name] = there(x, number(f"{path}.{name}"))  # pyright: ignore
         cfg: Any = getattr(module, "cfg", None)
         if hasattr(cfg, "device"):
             cfg.device = torch.device("pretend:0")
+
+
+def split(model: Any) -> None:
+    """A HookedTransformer over two devices, each block where its forward pass sends the stream."""
+    last, n_layers = 1, model.cfg.n_layers
+
+    def number(name: str) -> int:
+        block = re.match(r"blocks\.(\d+)\.", name)
+        if block is not None:
+            return 2 * int(block[1]) // n_layers
+        return last if name.startswith(("ln_final", "unembed")) else 0
+
+    move(model, number)
+    model.cfg.n_devices = 2
+
+
+def together() -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors of many types and sizes, and the same ones from two devices, in one copy of each."""
+    from tl_geometry.base.transfer import LARGE, on_cpu
+
+    here = [torch.arange(5.0), torch.tensor(True), torch.ones(2, 3).double() / 3, torch.zeros(0)]
+    here += [torch.arange(6).view(2, 3).T, torch.rand(3).half(), torch.ones(LARGE)]
+    found = on_cpu([Pretend(x, i % 2) for i, x in enumerate(here)])
+    return here, found
 
 
 def moved_after_a_look() -> None:
@@ -186,6 +248,7 @@ def moved_after_a_look() -> None:
         _ = Pretend(torch.ones(2)) + torch.ones(2)
     except RuntimeError:
         say("mixed")
+    say("together" if all(map(torch.equal, *together())) else "torn")
     rows = tokens(16, 14, seed=2)
     model = from_hf(hf_model("gpt2"), None, name="moved")
     basis = tlg.decompose(model, rows, progress=False)
@@ -206,33 +269,123 @@ def moved_after_a_look() -> None:
     say("removed")
 
 
-def compared(architecture: str) -> None:
-    """Every call on a model and on another of the same weights on the device: whether both give the
-    same, and how often the second waited."""
+def made(what: str, **changes: Any) -> Any:
+    """A small model on the CPU: ``"embedded"``, ``"split"`` (the same as a HookedTransformer), or
+    an architecture of :mod:`tests.tiny`."""
     import tl_geometry as tlg
-    from tests.device_calls import calls, numbers_of
     from tests.tiny import hf_model
     from tl_geometry.models import from_hf
 
-    embedded = architecture == "embedded"
-    here, there = (
-        tlg.zoo.embedded() if embedded else from_hf(hf_model(architecture), None, name="tiny")
-        for _ in range(2)
-    )
-    move(there)
-    for name, run in calls(here.cfg.d_vocab, rotary=not embedded).items():
+    if what == "split":
+        return tlg.zoo.embedded(model_class="hooked")
+    if what == "embedded":
+        return tlg.zoo.embedded()
+    return from_hf(hf_model(what, **changes), None, name="tiny")
+
+
+def compared(what: str) -> None:
+    """Every call on a model, and on another of the same weights on the device, with tokens on the
+    CPU and beside it: whether all give the same."""
+    from tests.device_calls import calls, numbers_of
+
+    here, there = made(what), made(what)
+    (split if what == "split" else move)(there)
+    given: dict[str, Any] = {"rotary": what == "llama"}
+    placed = calls(here.cfg.d_vocab, **given, place=lambda ids: Pretend(ids))
+    for name, run in calls(here.cfg.d_vocab, **given).items():
         expected = numbers_of(run(here))
-        WAITS.clear()
-        found = numbers_of(run(there))
-        close = found.shape == expected.shape and torch.allclose(
-            found, expected, rtol=1e-3, atol=1e-4, equal_nan=True
-        )
-        verdict = "same" if len(found) and close else "differs"
-        sys.stdout.write(f"{name} {verdict} {WAITS.total()} {WAITS.most_common(3)}\n")
+        verdict = "same" if len(expected) else "empty"
+        for of_tokens, run_there in (("here", run), ("there", placed[name])):
+            try:
+                found = numbers_of(run_there(there))
+            except RuntimeError as error:
+                verdict = f"raises with tokens {of_tokens}: {error}"
+                break
+            close = found.shape == expected.shape and torch.allclose(
+                found, expected, rtol=1e-3, atol=1e-4, equal_nan=True
+            )
+            verdict = verdict if close else f"differs with tokens {of_tokens}"
+        sys.stdout.write(f"{name}: {verdict}\n")
 
 
-if __name__ == "__main__":
+SIZES = ((2, 2), (2, 4), (4, 2), (4, 4))
+"""Layers and batches of the runs that the table is made from."""
+
+
+def counted(
+    events: Counter[str], names: Sequence[str] = ()
+) -> dict[str, tuple[dict[str, float], ...]]:
+    """By name of a call (all by default), its waits (or copies) for each batch, for each layer, and
+    for each layer of each batch, by function of the library: differences between models of two and
+    four layers over two and four batches."""
+    from tests.device_calls import CONTEXTS, STREAMED, calls
+
+    runs: dict[str, dict[tuple[int, int], Counter[str]]] = {}
+    for layers, batches in SIZES:
+        model = made("llama", num_hidden_layers=layers)
+        move(model)
+        of_model = calls(model.cfg.d_vocab, rotary=True, batch=CONTEXTS // batches)
+        # what is inferred once for a model and a length is inferred
+        for name in ("check_model", "split_writers", "sweep_heads"):
+            of_model[name](model)
+        for name in names or [name for name in of_model if name != "planted"]:
+            if name in STREAMED or batches == 2:
+                run = of_model[name]
+                events.clear()
+                run(model)
+                runs.setdefault(name, {})[layers, batches] = Counter(events)
+    return {name: _slopes(of_sizes) for name, of_sizes in runs.items()}
+
+
+def _slopes(runs: dict[tuple[int, int], Counter[str]]) -> tuple[dict[str, float], ...]:
+    """Per batch, per layer, and per layer of each batch."""
+    names = sorted({name for events in runs.values() for name in events})
+    batch, layer, both = {}, {}, {}
+    for name in names:
+        few, more = (runs[layers, 2][name] for layers in (2, 4))
+        layer[name] = (more - few) / 2
+        if (2, 4) in runs:
+            long_few, long_more = (runs[layers, 4][name] for layers in (2, 4))
+            both[name] = (long_more - more - long_few + few) / 4
+            batch[name] = (long_few - few) / 2 - 2 * both[name]
+            layer[name] -= 2 * both[name]
+    return batch, layer, both
+
+
+def rows(names: Sequence[str] = ()) -> list[str]:
+    """The table of waits, a row for each call (all by default), as Markdown."""
+    head = ["public function", "waits: each batch", "each layer", "each layer and batch"]
+    lines = ["| " + " | ".join([*head, "where"]) + " |", "|---|---|---|---|---|"]
+    for name, (batch, layer, both) in counted(WAITS, names).items():
+        numbers = [f"{sum(of.values()):g}" if of else "" for of in (batch, layer, both)]
+        sizes = {k: batch.get(k, 0) + layer[k] + both.get(k, 0) for k in layer}
+        most = sorted((k for k in sizes if sizes[k] > 0), key=lambda k: -sizes[k])[:3]
+        lines.append(f"| {name} | {' | '.join(numbers)} | {', '.join(f'`{k}`' for k in most)} |")
+    return lines
+
+
+BEGIN, END = "<!-- waits -->", "<!-- /waits -->"
+
+
+def write_table() -> None:
+    """Write the table into the guide."""
+    text = GUIDE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    table = "\n".join(rows())
+    GUIDE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    sys.stdout.write(table + "\n")
+
+
+def main(what: str = "", *names: str) -> None:
+    """What the command line asks for."""
     register()
     # a wrapped tensor cannot be an inference tensor
     torch.inference_mode = torch.no_grad  # pyright: ignore
-    moved_after_a_look() if sys.argv[1] == "moved" else compared(sys.argv[1])
+    commands = {"": write_table, "moved": moved_after_a_look}
+    commands["waits"] = lambda: sys.stdout.write("\n".join(rows(names)) + "\n")
+    commands.get(what, lambda: compared(what))()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -160,13 +160,16 @@ _FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
 _QUERY_KEY = ("q_proj", "k_proj", "query.", "key.", ".q.", ".k.", *_FUSED)
 
 
-def hf_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """The Hugging Face model of an architecture, every parameter redrawn."""
+def hf_model(
+    architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> Any:
+    """The Hugging Face model of an architecture, every parameter redrawn; ``changes`` are other
+    settings of its configuration."""
     import transformers
 
     name, settings = ARCHITECTURES[architecture]
     model_class = getattr(transformers, name)
-    config = model_class.config_class(**settings)
+    config = model_class.config_class(**settings | changes)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = model_class(config).to(dtype).eval()

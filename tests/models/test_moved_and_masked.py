@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.device_calls import calls
+from tests.pretend_device import BEGIN, END, GUIDE
 from tests.tiny import HAS_HOOKED, hf_model, tokens
 from tl_geometry import (
     check_model,
@@ -38,33 +40,65 @@ def fresh(model_class: str, architecture: str = "gpt2") -> Any:
 # moved
 
 
-def on_the_device(what: str) -> str:
+def on_the_device(*what: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.pretend_device", what],
+        [sys.executable, "-W", "ignore", "-m", "tests.pretend_device", *what],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_a_model_moved_to_another_device_after_a_look() -> None:
-    assert on_the_device("moved").split() == ["mixed", "weights", "readout", "edges", "removed"]
+    words = ["mixed", "together", "weights", "readout", "edges", "removed"]
+    assert on_the_device("moved").split() == words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "embedded"])
-def test_what_takes_a_model_gives_the_same_on_a_device(architecture: str) -> None:
-    """Grouped keys and rotation, two blocks; learned positions, four blocks. A decomposition waits
-    three times for each batch (numbers that are not finite, samples, means) and for no layer."""
-    verdicts = [line.split()[:3] for line in on_the_device(architecture).splitlines()]
-    assert [name for name, verdict, _ in verdicts if verdict != "same"] == ["planted"]
-    assert len(verdicts) >= 23
-    waits = {name: int(count) for name, _, count in verdicts}
-    assert waits["four_batches"] - waits["one_batch"] <= 3 * 3
+@pytest.mark.parametrize("what", ["llama", "embedded", *(["split"] if HAS_HOOKED else [])])
+def test_what_takes_a_model_gives_the_same_on_a_device(what: str) -> None:
+    """Grouped keys and rotation, two blocks; learned positions, four blocks, the same split over
+    two devices. Each with tokens on the CPU and on the device."""
+    verdicts = dict(line.split(": ", 1) for line in on_the_device(what).splitlines())
+    assert len(verdicts) >= 25
+    wrong = {name: verdict for name, verdict in verdicts.items() if verdict != "same"}
+    # the twin: its result says where the model is
+    assert list(wrong) == ["planted"], wrong
+
+
+MOST_WAITS = {
+    "decompose": (1, 0, 0),  # finite or not, samples, means: together
+    "sweep_heads": (2, None, 2),  # a layer with its mask, the rounding of its parts
+    "sweep_heads, intervals": (2, None, 2),
+    "sweep_writers": (1, None, 2),  # a layer with its mask, the sum of its writers
+}
+"""Waits for each batch (of sweeps, with those of their basis), each layer and each layer of each
+batch that are allowed at most."""
+
+
+@pytest.mark.slow
+def test_how_often_streams_wait_for_the_device() -> None:
+    """Differences between two and four layers and two and four batches. Every function has a row in
+    the guide's table."""
+    lines = on_the_device("waits", *MOST_WAITS).splitlines()[2:]
+    assert len(lines) == len(MOST_WAITS)
+    for line in lines:
+        name, *numbers, where = (cell.strip() for cell in line.strip("| ").split(" | "))
+        for got, most in zip(numbers, MOST_WAITS[name], strict=True):
+            assert most is None or float(got) <= most, (name, numbers, where)
+        # the twin: what is counted at all
+        assert name == "decompose" or float(numbers[2]) >= 1
+
+
+def test_every_call_has_a_row_in_the_guide() -> None:
+    """``python -m tests.pretend_device`` writes the table."""
+    table = GUIDE.read_text().partition(BEGIN)[2].partition(END)[0]
+    known = [line.split(" | ")[0].removeprefix("| ") for line in table.strip().splitlines()[2:]]
+    assert known == [name for name in calls(61, rotary=True) if name != "planted"]
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)

@@ -15,14 +15,15 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.base.transfer import floats
 from tl_geometry.models import attention_spec, from_hf, infer, layers, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.precision import widened
-from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.reconstruction import ReconstructionReport, reconstruction_bound
 from tl_geometry.models.support import check_model
-from tl_geometry.models.verify import check_scores
+from tl_geometry.models.verify import measured_scores, report_of
 
 needs_hooked = pytest.mark.skipif(
     not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer"
@@ -71,6 +72,11 @@ def test_clean_runs_stay_well_inside(architecture: str, dtype: str) -> None:
             )
 
 
+def checked(layer: LayerView) -> ReconstructionReport:
+    """The scores and patterns of a layer, compared once more."""
+    return report_of(layer, floats(measured_scores(layer)))
+
+
 def test_the_scale_is_one_product_of_absolute_values() -> None:
     layer = layers_of(view(tiny("bridge", "gpt2")), tokens())[1]
     q, k, q0, k0 = (x.double() for x in (layer.q, layer.k, layer.q_constant, layer.k_constant))
@@ -97,7 +103,7 @@ def test_a_score_that_cancels_is_judged_by_what_cancelled() -> None:
     found = dataclasses.replace(
         layer, q=q, k=k, q_constant=0 * q, k_constant=0 * k, scores=scores, pattern=None
     )
-    error, bound = check_scores(found, layer.reconstruction).checks["scores"]
+    error, bound = checked(found).checks["scores"]
     assert 32 * 2**-24 * float(exact.abs().max()) < error < bound
 
 
@@ -121,10 +127,7 @@ def test_planted_faults_are_ten_times_outside(architecture: str, fault: str) -> 
     if fault == "constant left out" and not bool(layer.q_constant.any()):
         assert torch.equal(FAULTS[fault](layer).q, layer.q)  # nothing to leave out, and so no fault
         return
-    clean, report = (
-        check_scores(layer, layer.reconstruction).checks,
-        check_scores(FAULTS[fault](layer), layer.reconstruction).checks,
-    )
+    clean, report = checked(layer).checks, checked(FAULTS[fault](layer)).checks
     which = "scores" if "scores" in report else "pattern"
     error, bound = report[which]
     assert clean[which][0] <= 0.5 * clean[which][1]
@@ -172,12 +175,10 @@ def test_a_pattern_that_does_not_sum_to_one_is_refused() -> None:
     for architecture in ("llama", "gpt-oss"):
         layer = layers_of(view(tiny("bridge", architecture)), tokens())[1]
         assert layer.pattern is not None
-        report = check_scores(
-            dataclasses.replace(layer, pattern=layer.pattern * 1.01), layer.reconstruction
-        )
+        report = checked(dataclasses.replace(layer, pattern=layer.pattern * 1.01))
         assert report.checks["pattern"][0] <= report.checks["pattern"][1]  # rows are centred
         assert not report.adds_up
-        assert check_scores(layer, layer.reconstruction).adds_up
+        assert checked(layer).adds_up
 
 
 # --------------------------------------------------------------------------------------------------

@@ -472,12 +472,12 @@ def test_a_head_type_goes_with_the_order_of_its_keys(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = tlg.view(tlg.zoo.embedded())
-    scored, g = head_types.head_type_scores, torch.Generator().manual_seed(3)
+    scored, g = head_types.Detection.scores, torch.Generator().manual_seed(3)
 
-    def shuffled(pattern: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
+    def shuffled(detection: head_types.Detection, pattern: torch.Tensor) -> head_types.HeadTypes:
         rows = [torch.randperm(i + 1, generator=g) for i in range(pattern.shape[-1])]
         keys = torch.stack([torch.cat([r, torch.arange(len(r), len(rows))]) for r in rows])
-        return scored(pattern.gather(-1, keys.expand_as(pattern)), ids, **options)
+        return scored(detection, pattern.gather(-1, keys.expand_as(pattern)))
 
     def finding() -> findings.Finding | None:
         found = head_types.measure_types(view, range(view.n_layers))
@@ -491,7 +491,7 @@ def test_a_head_type_goes_with_the_order_of_its_keys(
         return findings.head_type(table, name)
 
     real = finding()
-    monkeypatch.setattr(head_types, "head_type_scores", shuffled)
+    monkeypatch.setattr(head_types.Detection, "scores", shuffled)
     gone = finding()
     assert real is not None
     assert gone is not None

@@ -254,7 +254,7 @@ def test_blocks_of_contexts_merge_in_pairs() -> None:
     )
     for part in range(0, contexts, 10):
         some = slice(part, min(part + 10, contexts))
-        work.add(sums.select(some), torch.full((some.stop - some.start,), -1))
+        work.add(sums.select(some), [-1] * (some.stop - some.start))
     sizes = work.table(100).sizes[1]
     assert BLOCKS <= len(sizes) <= 2 * BLOCKS
     assert [round(contexts * s) for s in sizes] == [8] * 8 + [11]
@@ -268,7 +268,7 @@ def held(module: Any, length: int) -> int:
     basis = decompose(model, ids, progress=False)
     work = sweep._SweepSums(view(model), basis, (0,), length, ("intervals", "nulls"), 2**31, 0)
     work.details[0] = module.Details(work.detail, work.drop, 0)
-    work.batch = ids
+    work.begin(ids)
     view(model).run_layers(ids, (0,), work.on_layer)
     left: list[Any] = [work.details[0]]
     seen, sizes = {id(basis)}, {}
@@ -355,7 +355,7 @@ def check_draws(module: Any) -> None:
         groups = GroupProjections(layer, basis)
         null, sums = module.PositionNull(layer, groups, 0, 0), LeaveOut(groups.share)
         known = torch.full((64,), -1) if fresh else own_groups(basis, KNOWN)
-        sums.add(groups.sums(layer, slice(None), 0), known)
+        sums.add(groups.sums(layer, slice(None), 0), known.tolist())
         turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
         c = (turn.T @ groups.share.sqrt()) / groups.share.sqrt()
         pairs, beside, _ = null.pairs(sums)
@@ -382,7 +382,7 @@ def test_the_basis_is_the_first_direction(architecture: str, normalize: bool) ->
     """Its share is the printed one: same contexts, same keys, same estimator."""
     model, basis = tiny("bridge", architecture), basis_of(architecture, normalize=normalize)
     work = sweep._SweepSums(view(model), basis, (0, 1), 16, ("nulls",), 2**31, 0)
-    work.batch = KNOWN
+    work.begin(KNOWN)
     view(model).run_layers(KNOWN, (0, 1), work.on_layer)
     printed = swept(architecture, normalize=normalize).group_cs[:, 0]
     for layer, made in work.details.items():
@@ -471,3 +471,34 @@ def test_two_sources_of_error_add_up() -> None:
     assert float(found.error) == pytest.approx(2**0.5 * float(x.std()) / 2)
     t = (float(found.high) - 3) / float(found.error)
     assert t == pytest.approx(2.446912, rel=1e-5), "six degrees of freedom"
+
+
+def test_contexts_are_added_together_or_one_by_one() -> None:
+    """Neighbours of one group and block are added at once; blocks fill and merge alike."""
+    g = torch.Generator().manual_seed(5)
+    n = 75
+    fields = {
+        name: torch.rand(n, 2, 81, generator=g).double()
+        for name in ("numerators", "energies", "gains")
+    }
+    fields |= {
+        name: torch.rand(n, 2, generator=g).double()
+        for name in ("total", "gain_total", "floor", "cells")
+    }
+    sums, own = ShareSums(**fields), torch.randint(-1, 3, (n,), generator=g).sort().values.tolist()
+    own[10], own[40] = 2, -1  # a group comes back
+
+    def added(step: int, groups: list[int]) -> LeaveOut:
+        work = LeaveOut(torch.full((4,), 0.25).double())
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            work.add(sums.select(part), groups[part])
+        return work
+
+    one, many = added(1, own), added(32, own)
+    assert one.counts == many.counts
+    assert sum(one.counts.values()) == one.done == n
+    for key, expected in one.sums.items():
+        for name, value in expected.tensors().items():
+            assert torch.allclose(many.sums[key].tensors()[name], value, rtol=1e-12)
+    assert added(32, own[::-1]).counts != one.counts  # the twin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -12,6 +14,24 @@ def causal_mask(
 ) -> Bool[Tensor, "query key"]:
     """Keys up to and including the query's own position."""
     return torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+
+
+def mask_facts(mask: Bool[Tensor, "query key"]) -> dict[str, Bool[Tensor, ""]]:
+    """What :func:`mask_form` asks of a mask, still on its device."""
+    queries, keys = mask.shape
+    causal = torch.tensor(False)
+    if queries == keys:
+        causal = (mask == causal_mask(keys, device=mask.device)).all()
+    return {"causal mask": causal, "full mask": mask.all()}
+
+
+def mask_form(facts: Mapping[str, float]) -> str:
+    """``"causal"``, ``"full"`` (every query sees every key) or ``"other"``.
+
+    >>> mask_form(mask_facts(causal_mask(3))), mask_form(mask_facts(causal_mask(3)[:2]))
+    ('causal', 'other')
+    """
+    return "causal" if facts["causal mask"] else "full" if facts["full mask"] else "other"
 
 
 def row_center(

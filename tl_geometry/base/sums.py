@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tl_geometry.base.axes import axes_of
 from tl_geometry.base.errors import require
+from tl_geometry.base.transfer import on_cpu
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,8 +55,11 @@ class Sums:
         return self.mapped(lambda name, value: value + theirs[name].to(value.device))
 
     def to(self: S, device: torch.device | str) -> S:
-        """The same sums on another device."""
-        return self.mapped(lambda _, value: value.to(device))
+        """The same sums on another device; to the CPU they go together."""
+        if torch.device(device).type != "cpu":
+            return self.mapped(lambda _, value: value.to(device))
+        there = dict(zip(self.tensors(), on_cpu(list(self.tensors().values())), strict=True))
+        return self.mapped(lambda name, _: there[name])
 
     @classmethod
     def cat(cls: type[S], sums: Sequence[S], axis: str = "context") -> S:

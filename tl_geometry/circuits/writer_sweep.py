@@ -30,6 +30,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.sums import Sums
 from tl_geometry.circuits.head_readers import Reader, numerators
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
@@ -72,7 +73,8 @@ def score_cotangents(
 
     With ``queries`` only these are summed over, and ``query`` holds them alone.
     """
-    pick = list(range(layer.q.shape[2]) if heads is None else heads)
+    # slices where all are meant: a list is copied to the device
+    pick = slice(None) if heads is None else list(heads)
     at_queries = slice(drop, None) if queries is None else list(queries)
     q, k = (
         rearrange(x[:, at][:, :, pick], "b i h e -> b h i e")
@@ -84,9 +86,10 @@ def score_cotangents(
     bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
     out_q, out_k = (x.new_zeros(len(SHARES), *x.shape) for x in (q, k))
     alibi, total = (
-        torch.zeros(len(SHARES), len(pick), dtype=torch.float64, device=q.device) for _ in range(2)
+        torch.zeros(len(SHARES), q.shape[1], dtype=torch.float64, device=q.device) for _ in range(2)
     )
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
+    options["form"] = layer.mask_form if queries is None else None
     for block, centred, block_bias, above_uniform in block_scores(query, key, mask, **options):
         at, seen = slice(block.start, block.stop), slice(block.end)
         assert above_uniform is not None
@@ -182,28 +185,36 @@ def _head(head: checks.Head, heads: Sequence[tuple[int, int]]) -> tuple[int, int
     return checks.heads(head, layers, each, None)[0]
 
 
-class _Sums:
-    """Sums in progress of one layer: numerators of all writers' shares, and what divides them."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Sums(Sums):
+    """Sums of one layer: numerators of all writers' shares, and what divides them."""
 
-    def __init__(self, parts: int, heads: int) -> None:
-        self.shares = torch.zeros(len(SHARES), len(SCORE_SIDES), heads, parts, dtype=torch.float64)
-        self.total = torch.zeros(len(SHARES), heads, dtype=torch.float64)
-        self.floor, self.mass = (torch.zeros(heads, dtype=torch.float64) for _ in range(2))
-        self.alibi = torch.zeros(len(SHARES), heads, dtype=torch.float64)
+    shares: Float[Tensor, "weight side head part"]
+    total: Float[Tensor, "weight head"]
+    floor: Float[Tensor, " head"]
+    alibi: Float[Tensor, "weight head"]
+    mass: Float[Tensor, " head"]
 
-    def add(self, layer: LayerView, written: Written, drop: int, grain: str) -> None:
-        """Take in one batch."""
+    @classmethod
+    def of(cls, layer: LayerView, written: Written, drop: int, grain: str) -> _Sums:
+        """Those of one batch, where the layer is."""
         cotangents = score_cotangents(layer, drop)
         sides = (("q", cotangents.query), ("k", cotangents.key))
         readers = [Reader.of(layer, which, side_cotangents) for which, side_cotangents in sides]
-        for side, by_writer in enumerate(numerators(readers, written, grain)):
-            constant = readers[side].constant.unsqueeze(-1)
-            self.shares[:, side] += torch.cat([constant, by_writer[0]], -1).cpu()
-        self.total += cotangents.total.cpu()
-        self.floor += cotangents.floor.cpu()
-        self.alibi += cotangents.alibi.cpu()
+        shares = [
+            torch.cat([reader.constant.unsqueeze(-1), by_writer[0]], -1).double()
+            for reader, by_writer in zip(readers, numerators(readers, written, grain), strict=True)
+        ]
+        mass = torch.zeros_like(cotangents.floor)
         if layer.pattern is not None:
-            self.mass += dropped_mass(layer.pattern, drop).sum(0).double().cpu()
+            mass = dropped_mass(layer.pattern, drop).sum(0).double()
+        return cls(
+            shares=torch.stack(shares, 1),
+            total=cotangents.total,
+            floor=cotangents.floor,
+            alibi=cotangents.alibi,
+            mass=mass,
+        )
 
     def check(self, layer: LayerView) -> None:
         """Raise unless the parts of each side sum to the head's own total."""
@@ -241,15 +252,14 @@ def sweep_writers(
     defaults to 1 where every context begins with BOS, else 0."""
     chosen = checks.indices(layers, view.n_layers, "layers")
     names = {l: writer_names(view, l, grain) for l in chosen}
-    sums = {l: _Sums(1 + len(names[l]), view.n_heads) for l in chosen}
+    sums: dict[int, _Sums] = {}
 
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
-        sums[layer.layer].add(layer, written, start, grain)
+        at, batch = layer.layer, _Sums.of(layer, written, start, grain)
+        sums[at] = sums[at] + batch if at in sums else batch
 
     def verified(layer: LayerView, written: Written, start: int) -> None:
-        first = _Sums(1 + len(names[layer.layer]), view.n_heads)
-        first.add(layer, written, start, grain)
-        first.check(layer)
+        _Sums.of(layer, written, start, grain).to("cpu").check(layer)
 
     start, provenance = stream_writers(
         view,
@@ -262,7 +272,8 @@ def sweep_writers(
         progress=progress,
         seed=seed,
     )
-    return _table(view, chosen, names, sums, start, provenance)
+    settled = {l: of_layer.to("cpu") for l, of_layer in sums.items()}
+    return _table(view, chosen, names, settled, start, provenance)
 
 
 OnStart = Callable[[LayerView, Written, int], None]

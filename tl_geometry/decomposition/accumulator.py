@@ -15,6 +15,7 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.corpus.window_cutter import begins_with_bos
 from tl_geometry.decomposition.groups import group_borders
 from tl_geometry.decomposition.largest import Largest
@@ -201,18 +202,19 @@ class Accumulation:
         self._pass(keys, tokens, bos_id)
 
         def settle() -> None:
-            all_finite = torch.stack([torch.stack(parts).all() for parts in finite]).tolist()
-            bad = [self.plan.states[i] for i in order if not all_finite[i]]
+            here = [torch.stack([torch.stack(parts).all() for parts in finite])]
+            here += [h for _, _, h in device_states]
+            if self.keep_ctx:
+                here.append(torch.stack([torch.cat(parts) for parts in means]))
+            copied = on_cpu(here)  # together: each copy would wait for the device
+            bad = [self.plan.states[i] for i in order if not copied[0][i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
             expected = "finite numbers"
             require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
-            if device_states:
-                # in one copy: each would wait for the device
-                copied = torch.stack([state for _, _, state in device_states]).cpu()
-                for (slot, row, _), state in zip(device_states, copied, strict=True):
-                    self.reservoir.states[slot, row] = state
+            for (slot, row, _), state in zip(device_states, copied[1:], strict=False):
+                self.reservoir.states[slot, row] = state
             if self.keep_ctx:
-                self.means[means_index] = torch.stack([torch.cat(parts) for parts in means]).cpu()
+                self.means[means_index] = copied[-1]
 
         self.settle()
         self._pending = settle

@@ -4,7 +4,7 @@ bias, mask), as data that can be applied to any part of the stream. Inferred by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class AttentionSpec:
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary
     tables, GPT-Neo's products), as its own numbers on the probe show. ``added`` is what Shortformer
     models add to the inputs of queries and keys, by position. ``ignore`` is the score that the
-    layer itself gives to masked keys, where it is finite. ``norm_after`` says that a norm stands
+    layer itself gives to masked keys. ``norm_after`` says that a norm stands
     between what the heads give and the stream (Gemma 2 and 3, OLMo 2).
     """
 
@@ -79,7 +79,7 @@ class AttentionSpec:
     bias_form: str | None = None
     slopes: Float[Tensor, " head"] | None = None
     window: int | None = None
-    ignore: float | None = None
+    ignore: Tensor | None = None
     has_scores: bool = False
     single: bool = False
     added: Float[Tensor, "position d_model"] | None = None
@@ -178,10 +178,15 @@ def rotate(
 
 
 def turn_of(
-    parameters: Parameters, layer: int, cached: Mapping[str, Tensor], length: int, style: str | None
+    parameters: Parameters,
+    layer: int,
+    cached: Mapping[str, Tensor],
+    length: int,
+    style: str | None,
+    memo: MutableMapping[Any, Any],
 ) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine tables ``[position rotary_dim]`` of a layer, from its activations or its
-    buffers."""
+    buffers; ``memo`` keeps how a layer's tables are laid out."""
     if style is None:
         return None
     attn, prefix = parameters.attention(layer), f"blocks.{layer}.attn."
@@ -191,13 +196,21 @@ def turn_of(
     if cos is None or sin is None:
         return None
     cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
-    # each angle may stand there twice, in one of two orders, or once: then it is repeated
-    pairs = cos.shape[-1] // 2
-    halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
-    if halves or torch.equal(cos[:, ::2], cos[:, 1::2]):
+    # asked once, because the answer is waited for; a single position has no angle that tells
+    key = ("twice", layer, length)
+    if key not in memo:
+        memo[key] = _each_angle_twice(cos)
+    if memo[key]:
         return cos, sin
     widen = "t n -> t (two n)" if style == "half" else "t n -> t (n two)"
     return repeat(cos, widen, two=2), repeat(sin, widen, two=2)
+
+
+def _each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:
+    """Whether each angle stands there twice, in one of two orders, or once."""
+    pairs = cos.shape[-1] // 2
+    halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
+    return halves or torch.equal(cos[:, ::2], cos[:, 1::2])
 
 
 def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
@@ -226,24 +239,24 @@ def scores_of(q: Tensor, k: Tensor, scale: float) -> Float[Tensor, "batch head q
     return einsum(q, k, "b i h e, b j h e -> b h i j") * scale
 
 
-def ignore_of(attn: Any) -> float | None:
-    """The score that a layer gives to masked keys (a buffer of HookedTransformer), where it is
-    finite: -1e5 in older checkpoints."""
+def ignore_of(attn: Any) -> Tensor | None:
+    """The score that a layer gives to masked keys (a buffer of HookedTransformer): -1e5 in older
+    checkpoints, else minus infinity."""
     value = part(attn, "IGNORE")
-    return float(value) if isinstance(value, Tensor) and bool(torch.isfinite(value)) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def unmasked(
-    scores: Float[Tensor, "*batch query key"], ignore: float | None
+    scores: Float[Tensor, "*batch query key"], ignore: Tensor | None
 ) -> Bool[Tensor, "*batch query key"]:
-    """Where the model's scores are not those of masked keys: very low, or ``ignore``, the finite
-    score that the layer gives to those.
+    """Where the model's scores are not those of masked keys: very low, or ``ignore``, the score
+    that the layer gives to those.
 
-    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), -1e5).tolist()
+    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), torch.tensor(-1e5)).tolist()
     [[True, False, False]]
     """
     seen = scores > MASKED[scores.dtype]
-    return seen if ignore is None else seen & (scores != torch.tensor(ignore).to(scores))
+    return seen if ignore is None else seen & (scores != ignore.to(scores))
 
 
 def allowed_cells(
@@ -253,8 +266,9 @@ def allowed_cells(
     by ``causal`` and the window of its settings."""
     if scores is not None:  # windows have no padding: one mask for all contexts
         return unmasked(scores[0], spec.ignore).any(0)
-    i, j = torch.arange(length)[:, None], torch.arange(length)[None, :]
-    allowed = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
+    places = torch.arange(length, device=None if pattern is None else pattern.device)
+    i, j = places[:, None], places[None, :]
+    allowed = (j <= i) if causal else torch.ones_like(j <= i)
     if spec.window is not None:
         allowed = allowed & (i - j < spec.window) & (True if causal else (j - i < spec.window))
-    return allowed if pattern is None else allowed.to(pattern.device)
+    return allowed

@@ -83,7 +83,9 @@ class SpecInference:
         allowed = allowed_cells(spec, self.length, self.causal, masked, pattern)
         best, least, size = spec, math.inf, 0.0
         for option in self.options(spec):
-            turn = turn_of(self.parameters, self.layer, self.probe, self.length, option.rotation)
+            turn = turn_of(
+                self.parameters, self.layer, self.probe, self.length, option.rotation, {}
+            )
             if (turn is None) != (option.rotation is None):
                 continue
             q, k = (option.full(self.h, w, turn) for w in "qk")

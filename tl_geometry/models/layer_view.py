@@ -78,7 +78,8 @@ class LayerView:
     there is one. ``added`` is the positional embedding of models that add it to the inputs of
     queries and keys only (Shortformer), and its share of the constants: position, though not in the
     stream. ``bias`` is ALiBi, analytic or measured (``bias_source``), else ``None``; ``allowed``
-    the mask (causal, sliding window, bidirectional).
+    the mask (causal, sliding window, bidirectional), ``mask_form`` its form
+    (:func:`tl_geometry.base.rows.mask_form`), where that is known.
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
     masked and after the soft cap, ``None`` where the hook holds the pattern. Rounding of queries
@@ -119,6 +120,7 @@ class LayerView:
     reconstruction: ReconstructionReport
     turn: Rotation | None = None
     added: AddedPosition | None = None
+    mask_form: str | None = None
 
     @property
     def rotary(self) -> bool:
@@ -129,9 +131,13 @@ class LayerView:
         self, scale: Float[Tensor, "batch position head"]
     ) -> Float[Tensor, "batch position head"]:
         """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
-        # values have no QK-norm: their scale is that of the norm alone
-        norm_alone = torch.equal(scale, self.v_scale)
-        return torch.ones_like(scale) if norm_alone else scale * self.norm_scale.unsqueeze(-1)
+        # values have no QK-norm: their scale is that of the norm alone. By identity, because a GPU
+        # would be waited for to compare numbers
+        return (
+            torch.ones_like(scale)
+            if scale is self.v_scale
+            else scale * self.norm_scale.unsqueeze(-1)
+        )
 
     def normalized(self) -> LayerView:
         """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no

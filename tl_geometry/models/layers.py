@@ -15,6 +15,8 @@ from torch import Tensor
 from tl_geometry.base.checks import describe, index
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.base.rows import mask_facts, mask_form
+from tl_geometry.base.transfer import floats
 from tl_geometry.models.attention_spec import (
     AttentionSpec,
     allowed_cells,
@@ -35,7 +37,14 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.user_hooks import brief, names_of, without_hooks
-from tl_geometry.models.verify import check_inputs, check_scores, largest, some_queries
+from tl_geometry.models.verify import (
+    Measured,
+    largest,
+    measured_inputs,
+    measured_scores,
+    report_of,
+    some_queries,
+)
 
 CORE = (
     "attn.hook_q",
@@ -95,7 +104,7 @@ class Layers:
         if not half or self.memo[layer].bias_form == "measured":
             return
         try:
-            self._build(layer, self.probe, True, unit_roundoff(torch.float32))
+            self._judged(*self._build(layer, self.probe, True, unit_roundoff(torch.float32)))
         except ReconstructionError:
             del self.memo[layer]
             raise
@@ -170,7 +179,19 @@ class Layers:
         h = activations[names[0]]
         expected, got = "a batch dimension", describe(h)
         require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
-        return self._build(layer, activations, verify, detach=verify, queries=queries)
+        built = self._build(layer, activations, verify, detach=verify, queries=queries)
+        return self._judged(*built) if verify else built[0]
+
+    def sampled(
+        self, layer: int, activations: Mapping[str, Tensor], row: int, queries: int | None = None
+    ) -> tuple[LayerView, LayerView]:
+        """The layer in one context of a batch, verified (of its scores ``queries``), and in all of
+        them, unverified, with the form of its mask: all that must be known of a batch is read at
+        once."""
+        one, found = self._build(layer, one_context(activations, row), True, queries=queries)
+        every, _ = self._build(layer, activations, False)
+        numbers = floats(found | mask_facts(every.allowed))
+        return self._judged(one, found, numbers), replace(every, mask_form=mask_form(numbers))
 
     def _build(
         self,
@@ -181,7 +202,8 @@ class Layers:
         *,
         detach: bool = True,
         queries: int | None = None,
-    ) -> LayerView:
+    ) -> tuple[LayerView, Measured]:
+        """The view of a layer, and with ``verify`` how far it is from the model."""
         require_full_precision(self.runner.device, self.parameters.name)
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"], detach=detach)
         spec, length = self.spec_with_weights(layer, h, detach=detach), h.shape[1]
@@ -199,7 +221,7 @@ class Layers:
         for w in "qk":  # the model's own where they are not verified
             value = None if verify else hooked[w]
             raw[w] = spec.raw(h, w) if value is None else value
-        turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
+        turn = turn_of(self.parameters, layer, activations, length, spec.rotation, self.memo)
         turn = None if turn is None else (turn[0].to(h), turn[1].to(h))
         bias, source = self._bias(layer, spec, length, h)
         scores = cached("attn_scores") if spec.has_scores else None
@@ -229,9 +251,15 @@ class Layers:
             turn=None if turn is None or not spec.rotation else Rotation(*turn, spec.rotation),
         )
         if not verify:
-            return view
+            return view, {}
         at = some_queries(length, queries)
-        report = check_scores(view, check_inputs(spec, view, raw, hooked, at), at)
+        return view, measured_inputs(spec, view, raw, hooked, at) | measured_scores(view, at)
+
+    def _judged(
+        self, view: LayerView, found: Measured, numbers: Mapping[str, float] | None = None
+    ) -> LayerView:
+        """The view with its report (of ``numbers``, where they were read already), or a refusal."""
+        report = report_of(view, floats(found) if numbers is None else numbers)
         if not report.adds_up:
             self._refuse(view, report)
         return replace(view, reconstruction=report)
@@ -314,7 +342,7 @@ class Layers:
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             h = activations[f"blocks.{layer}.hook_resid_pre"].double()
             spec = self.spec_with_weights(layer, h)
-            turn = turn_of(self.parameters, layer, activations, length, spec.rotation)
+            turn = turn_of(self.parameters, layer, activations, length, spec.rotation, self.memo)
             q, k = (spec.full(h, w, turn) for w in "qk")
             content = scores_of(q, k, spec.scale)
             absolute = scores_of(q.abs(), k.abs(), spec.scale)
@@ -351,10 +379,14 @@ class Layers:
         self.measure(layers, tokens.shape[-1])
 
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:
-            if sample is not None:
-                row, on_sample = sample
-                on_sample(self._build(layer, one_context(activations, row), True, queries=queries))
-            on_layer(self._build(layer, activations, verify))
+            if sample is None:
+                every, found = self._build(layer, activations, verify)
+                on_layer(self._judged(every, found) if verify else every)
+                return
+            row, on_sample = sample
+            one, every = self.sampled(layer, activations, row, queries)
+            on_sample(one)
+            on_layer(every)
 
         self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
 
@@ -449,7 +481,8 @@ def _frozen(
     norm_scale = spec.norm.scale(h)
     constant = {w: spec.constant(w) for w in "qkv"}
     shape = (*h.shape[:2], constant["q"].shape[-2])
-    scale = {w: (1 / norm_scale).unsqueeze(-1).expand(shape) for w in "qkv"}
+    # one tensor for all three: LayerView tells by its identity that there is no QK-norm
+    scale = dict.fromkeys("qkv", (1 / norm_scale).unsqueeze(-1).expand(shape))
     constant = {w: value.expand(*shape, -1) for w, value in constant.items()}
     entering = dict(raw)
     if spec.qk_norm is not None:

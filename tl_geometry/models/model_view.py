@@ -160,8 +160,8 @@ class ModelView:
         With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
         are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
-        function): that context of the batch is verified by itself, in the same pass, and its view
-        given to the function; ``queries`` is how many of its queries are compared, all by default.
+        function): that context alone is verified, by itself in the same pass, and its view given to
+        the function; ``queries`` is how many of its queries are compared, all by default.
         """
         self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample, queries=queries)
 

@@ -3,6 +3,7 @@ from the model's."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -86,23 +87,22 @@ def pattern_error(
     pattern: Float[Tensor, "*batch query key"],
     allowed: Bool[Tensor, "query key"],
     roundoff: float,
-) -> float:
+) -> Float[Tensor, ""]:
     """Largest difference of row-centred ``scores`` and row-centred logarithm of ``pattern``, the
     check that holds for every model.
 
     Compared are cells above 1e3 times the smallest normal number of the model's dtype. Infinite
     where the pattern has weight on a key that is not allowed, or none on a key whose score asks for
-    it.
+    it. Nothing here waits for a GPU.
 
     >>> s = torch.tensor([[0.0, -torch.inf], [1.0, 2.0]])
-    >>> pattern_error(s, s.softmax(-1), torch.ones(2, 2).tril().bool(), 2**-24) < 1e-6
+    >>> bool(pattern_error(s, s.softmax(-1), torch.ones(2, 2).tril().bool(), 2**-24) < 1e-6)
     True
     """
     dtype = {2**-11: torch.float16, 2**-8: torch.bfloat16}.get(roundoff, torch.float32)
     smallest = 1e3 * torch.finfo(dtype).smallest_normal
     seen = pattern > smallest
-    if bool((seen & ~allowed).any()):
-        return float("inf")
+    forbidden = (seen & ~allowed).any()
     log = torch.where(seen, pattern, 1.0).log()
     # a key without weight must be negligible by the recomputed scores too: its log probability
     # follows from the strongest key of its row
@@ -110,20 +110,22 @@ def pattern_error(
     highest_log = torch.where(seen, log, -torch.inf).amax(-1, keepdim=True)
     hidden = allowed & ~seen & torch.isfinite(highest)
     expected = torch.where(hidden, scores - highest + highest_log, -torch.inf)
-    if bool((expected > torch.tensor(10 * smallest).log()).any()):
-        return float("inf")
-    return float((row_center(scores, seen) - row_center(log, seen)).abs().max())
+    missing = (expected > math.log(10 * smallest)).any()
+    error = (row_center(scores, seen) - row_center(log, seen)).abs().max()
+    return torch.where(forbidden | missing, torch.inf, error)
+
+
+def fits_single(pattern: Tensor | None) -> Bool[Tensor, ""]:
+    """Whether a float64 pattern holds numbers that float32 represents exactly."""
+    if pattern is None or pattern.dtype != torch.float64:
+        return torch.tensor(False)
+    return (pattern.float().double() == pattern).all()
 
 
 def pattern_roundoff(pattern: Tensor | None, roundoff: float) -> float:
     """Roundoff of a pattern: float64 models whose softmax is computed in float32 hold patterns that
     float32 represents exactly."""
-    single = (
-        pattern is not None
-        and pattern.dtype == torch.float64
-        and torch.equal(pattern.float().double(), pattern)
-    )
-    return max(roundoff, 2**-24) if single else roundoff
+    return max(roundoff, 2**-24) if bool(fits_single(pattern)) else roundoff
 
 
 def pattern_bound(pattern: Tensor | None, roundoff: float, scale: float) -> float:
@@ -148,8 +150,13 @@ def head_spreads(
     """
     highest = torch.where(allowed, scores, -torch.inf).amax(-1)
     lowest = torch.where(allowed, scores, torch.inf).amin(-1)
-    ranges = rearrange((highest - lowest)[..., allowed.sum(-1) > 1], "b h q -> h (b q)")
-    return ranges.median(dim=1).values if ranges.shape[1] else ranges.new_zeros(len(ranges))
+    # NaN, not a choice of rows, whose number a GPU would have to tell
+    ranges = torch.where(allowed.sum(-1) > 1, highest - lowest, torch.nan)
+    return (
+        rearrange(ranges, "b h q -> h (b q)")
+        .nanmedian(dim=1)
+        .values.nan_to_num(0, torch.inf, -torch.inf)
+    )
 
 
 def judge_rounding(

@@ -1,12 +1,16 @@
 """Compares the recomputed queries, keys, scores and patterns of one layer with the model's own;
-:mod:`tl_geometry.models.layers` calls it for every layer that is verified."""
+:mod:`tl_geometry.models.layers` calls it for every layer that is verified.
+
+Errors and sizes are measured where the layer is, read together (a GPU is waited for once), and
+judged on the CPU by :func:`report_of`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.models.attention_spec import AttentionSpec, scores_of
@@ -14,11 +18,15 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.reconstruction import (
     CHUNK,
     ReconstructionReport,
-    pattern_bound,
+    fits_single,
     pattern_error,
     reconstruction_bound,
 )
 from tl_geometry.models.softmax import soft_cap
+
+Measured = dict[str, Float[Tensor, ""]]
+"""Errors and sizes by name, still on the layer's device: ``"scores"`` is the error of scores,
+``"q read"`` the size that bounds that of queries, ``"q entering"`` their size in the scores."""
 
 
 def largest(x: Tensor) -> float:
@@ -26,23 +34,23 @@ def largest(x: Tensor) -> float:
     return float(x.abs().max())
 
 
-def check_inputs(
+def measured_inputs(
     spec: AttentionSpec,
     view: LayerView,
     raw: Mapping[str, Tensor],
     hooked: Mapping[str, Tensor | None],
     positions: slice = slice(None),
-) -> ReconstructionReport:
+) -> Measured:
     """Queries and keys of ``positions`` against the hooks, and the sizes behind them, as they are
     and as they enter the scores."""
-    checks, sizes = {}, {}
+    found: Measured = {}
     for w in "qk":
         value, size = hooked[w], spec.sizes(view.h[:, positions], w)
         if value is not None:
-            bound = reconstruction_bound(view.roundoff, largest(size))
-            checks[w] = (largest((raw[w] - value)[:, positions]), bound)
-        sizes[w] = largest(size if spec.qk_norm is None else view.sizes(w))
-    return ReconstructionReport(checks=checks, scale=0.0, sizes=sizes)
+            found[w] = (raw[w] - value)[:, positions].abs().max()
+            found[f"{w} read"] = size.max()
+        found[f"{w} entering"] = (size if spec.qk_norm is None else view.sizes(w)).max()
+    return found
 
 
 def some_queries(length: int, count: int | None) -> slice:
@@ -55,49 +63,57 @@ def some_queries(length: int, count: int | None) -> slice:
     return slice((length - 1) % step, None, step)
 
 
-def check_scores(
-    view: LayerView, report: ReconstructionReport, queries: slice = slice(None)
-) -> ReconstructionReport:
-    """The report with ``pattern`` and ``scores``: recomputed scores of ``queries`` against the
-    model's, a few heads at a time."""
+def measured_scores(view: LayerView, queries: slice = slice(None)) -> Measured:
+    """Recomputed scores of ``queries`` against the model's, a few heads at a time."""
     batch, length, heads = view.q.shape[:3]
     step = max(1, CHUNK // (batch * length**2))
-    errors: dict[str, list[float]] = {"pattern": [], "pattern sum": [], "scores": []}
-    scale, allowed = 0.0, view.allowed[queries]
+    found: dict[str, list[Tensor]] = {"scale": [], "pattern": [], "pattern sum": [], "scores": []}
+    allowed = view.allowed[queries]
     for start in range(0, heads, step):
         some_heads = slice(start, min(start + step, heads))
         total, size = _total_and_size(view, some_heads, queries)
-        scale = max(scale, float(torch.where(allowed, size, 0.0).max()))
+        found["scale"].append(torch.where(allowed, size, 0.0).max())
         capped = soft_cap(total, view.softcap)
         if view.scores is not None:
             model_scores = view.scores[:, some_heads, queries]
             difference = torch.where(allowed, capped - model_scores, 0.0)
-            errors["scores"].append(largest(difference))
+            found["scores"].append(difference.abs().max())
         if view.pattern is not None:
             pattern = view.pattern[:, some_heads, queries]
-            errors["pattern"].append(pattern_error(capped, pattern, allowed, view.roundoff))
+            found["pattern"].append(pattern_error(capped, pattern, allowed, view.roundoff))
             sinks = None if view.sinks is None else view.sinks[some_heads]
-            errors["pattern sum"].append(_sum_error(pattern, capped, allowed, sinks))
+            found["pattern sum"].append(_sum_error(pattern, capped, allowed, sinks))
+    worst = {name: torch.stack(values).max() for name, values in found.items() if values}
+    return worst | {"single": fits_single(view.pattern)}
+
+
+def report_of(view: LayerView, numbers: Mapping[str, float]) -> ReconstructionReport:
+    """The errors that were measured, each beside the largest one allowed."""
+    scale = numbers["scale"]
+    unit = max(view.roundoff, 2**-24) if numbers["single"] else view.roundoff
+    # softmax rounds by a few units however small the scores; rows sum to one, but a sink's share
+    # depends on the scores and rounds as they do
+    of_sums = 1.0 if view.sinks is None else max(scale, 1.0)
     bounds = {
-        "pattern": pattern_bound(view.pattern, view.roundoff, scale),
+        **{w: reconstruction_bound(view.roundoff, numbers.get(f"{w} read", 0.0)) for w in "qk"},
+        "pattern": reconstruction_bound(unit, max(scale, 1.0)),
+        "pattern sum": reconstruction_bound(unit, of_sums),
         "scores": reconstruction_bound(view.roundoff, scale),
     }
-    # rows sum to one, but a sink's share depends on the scores and rounds as they do
-    sum_scale = 1.0 if view.sinks is None else scale
-    bounds["pattern sum"] = pattern_bound(view.pattern, view.roundoff, sum_scale)
-    compared = {name: (max(values), bounds[name]) for name, values in errors.items() if values}
-    return replace(report, checks={**report.checks, **compared}, scale=scale)
+    checks = {name: (numbers[name], bound) for name, bound in bounds.items() if name in numbers}
+    sizes = {w: numbers[f"{w} entering"] for w in "qk" if f"{w} entering" in numbers}
+    return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
 
 
-def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> float:
+def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
     """How far rows of the pattern are from summing to one (less the sink's share), which
     row-centred logarithms do not see."""
     sums = pattern.sum(-1, dtype=torch.float64)
     if sinks is None:
-        return largest(sums - 1)
+        return (sums - 1).abs().max()
     without_sink = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
     with_sink = torch.logaddexp(without_sink, sinks[:, None].double())
-    return largest(sums - (without_sink - with_sink).exp())
+    return (sums - (without_sink - with_sink).exp()).abs().max()
 
 
 def _total_and_size(view: LayerView, heads: slice, queries: slice) -> tuple[Tensor, Tensor]:

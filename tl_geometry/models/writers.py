@@ -27,8 +27,8 @@ from torch import Tensor
 
 from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
+from tl_geometry.base.transfer import floats
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.layers import one_context
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
@@ -236,11 +236,10 @@ class Written:
         what = f"the stream before block {self.layer}"
         if self.layer == self.view.n_layers:
             what = "the last state"
-        error = float((total - h.double()).abs().max())
-        bound = reconstruction_bound(roundoff, float(size.max()))
-        require_reconstruction(
-            [(self.layer, "sum of the writers", error, bound)], f"{what} of {self.view.name}"
-        )
+        found = floats({"error": (total - h.double()).abs().max(), "size": size.max()})
+        bound = reconstruction_bound(roundoff, found["size"])
+        checks = [(self.layer, "sum of the writers", found["error"], bound)]
+        require_reconstruction(checks, f"{what} of {self.view.name}")
 
 
 def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> Tensor:
@@ -270,9 +269,9 @@ def run_written(
     ``layers`` with the writers of its input, and, if asked, the last state with its own.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
-    added up and compared with the stream. ``sample`` is a pair (row, function): that context of the
-    batch is verified by itself, in the same pass, and given to the function; ``queries`` is how
-    many of its queries are compared.
+    added up and compared with the stream. ``sample`` is a pair (row, function): that context alone
+    is verified, by itself in the same pass, and given to the function; ``queries`` is how many of
+    its queries are compared.
     """
     writing, wanted = writing_of(view), set(layers)
     until = view.n_layers if on_end is not None else max(wanted)
@@ -283,15 +282,16 @@ def run_written(
             written.append(Written(view, writing, activations))
         if layer in wanted and sample is not None:
             row, on_sample = sample
-            seen = view.layer(layer, one_context(activations, row), queries=queries)
+            one, every = view._layers.sampled(layer, activations, row, queries)
             context = written[0].context(row)
-            context.check(seen.h, seen.roundoff)
-            on_sample(seen, context)
-        if layer in wanted:
-            seen = view.layer(layer, activations, verify=verify)
+            context.check(one.h, one.roundoff)
+            on_sample(one, context)
+            on_layer(every, written[0])
+        elif layer in wanted:
+            every = view.layer(layer, activations, verify=verify)
             if verify:
-                written[0].check(seen.h, seen.roundoff)
-            on_layer(seen, written[0])
+                written[0].check(every.h, every.roundoff)
+            on_layer(every, written[0])
         if layer < until:
             written[0].extend(activations)
 

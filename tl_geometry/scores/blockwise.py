@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.base.rows import mask_facts, mask_form, row_center
+from tl_geometry.base.transfer import floats
 
 BLOCK = 64
 """Query rows handled at a time: scores of a block stay in the cache of a CPU core, and products
@@ -49,18 +50,19 @@ class PlaneIndex(NamedTuple):
     planes: int
 
 
-def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
-    """Blocks of query rows of a mask ``[batch query key]``: all rows see the keys before the block
-    under a causal mask, all keys without one; any other mask is taken as it comes."""
+def form_of(mask: Bool[Tensor, "batch query key"]) -> str:
+    """The form that all contexts share (:func:`~tl_geometry.base.rows.mask_form`); a GPU is waited
+    for."""
+    return "other" if len(mask) > 1 else mask_form(floats(mask_facts(mask[0])))
+
+
+def blocks_of(mask: Tensor, dtype: torch.dtype, form: str | None = None) -> Iterator[Block]:
+    """Blocks of query rows of a mask ``[batch query key]`` of a known ``form``: all rows see the
+    keys before the block under a causal mask, all keys under a full one; any other mask is taken as
+    it comes."""
     n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
-    # under these two masks all rows of a block see the keys before `full`, which need no mask
-    causal = everything = False
-    if len(mask) == 1 and n_queries == length:
-        differs = mask[0] != causal_mask(length, device=mask.device)
-        # one answer for both: each waits for the device
-        causal, everything = torch.stack([~differs.any(), mask.all()]).tolist()
-    elif len(mask) == 1:
-        everything = bool(mask.all())
+    form = form or form_of(mask)
+    causal, everything = form == "causal", form == "full"
     for start in range(0, n_queries, BLOCK):
         stop = min(start + BLOCK, n_queries)
         full = start if causal else length if everything else 0
@@ -80,11 +82,12 @@ def block_scores(
     bias: Tensor | None = None,
     softcap: float | None = None,
     gain: bool = True,
+    form: str | None = None,
 ) -> Iterator[BlockScores]:
     """Scores ``query . key + bias`` block by block of query rows, with ``moved`` if ``gain``.
 
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring does not see it, a
-    soft cap does.
+    soft cap does. ``form`` is that of the mask (:func:`form_of`), where it is known.
     """
     allowed = mask.unsqueeze(1)
     bias_centred = None if bias is None else row_center(bias, allowed)
@@ -93,7 +96,7 @@ def block_scores(
     if bias is not None and bias_centred is not None and level is not None:
         # all allowed keys of a row have the same difference, which is the row's mean
         level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
-    for block in blocks_of(mask, query.dtype):
+    for block in blocks_of(mask, query.dtype, form):
         rows = slice(block.start, block.stop)
         centred, mean = centred_scores(query[:, :, rows], key, block)
         block_bias = None if bias_centred is None else bias_centred[:, :, rows, : block.end]
@@ -126,7 +129,7 @@ def contracted(
     by_plane = by_coordinate.new_zeros(
         *by_coordinate.shape[:2], planes.planes, by_coordinate.shape[-1]
     )
-    return by_plane.index_add_(2, planes.plane.to(by_plane.device), by_coordinate)
+    return by_plane.index_add_(2, planes.plane, by_coordinate)
 
 
 def centred_scores(

@@ -14,7 +14,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.scores.leave_out import GroupProjections, LeaveOut, Resampled, own_groups
+from tl_geometry.scores.leave_out import GroupProjections, LeaveOut, Resampled
 from tl_geometry.scores.position_null import PositionNull, adjusted
 from tl_geometry.scores.projection import PARTS, ProjectedParts
 from tl_geometry.scores.shapes import (
@@ -76,23 +76,28 @@ class Details:
         parts: ProjectedParts,
         rows: slice,
         tokens: Int[Tensor, "batch position"],
-        basis: PositionContext,
+        own: Sequence[int],
     ) -> None:
-        """Take in some contexts of one layer."""
+        """Take in some contexts of one layer; ``own`` are their groups in the basis, where they are
+        asked for."""
         self.contexts += len(tokens)
         if "ablation" in self.wanted:
             self._ablation(layer, parts)
         if self.wanted & {"toeplitz", "offsets", "contrast"}:
             self._shapes(layer, parts, tokens)
         if self.groups is not None and self.left_out is not None:
-            context_groups = own_groups(basis, tokens)
-            self.left_out.add(self.groups.sums(layer, rows, self.drop), context_groups)
+            self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
 
     def end(self) -> None:
         """End a batch of one layer: keep only sums, because all layers are held at once."""
         self.groups = None
         if self.left_out is not None:
             self.left_out.settle()
+
+    def finish(self) -> None:
+        """End the pass: move what tables are made of to the CPU."""
+        if self.left_out is not None:
+            self.left_out.to_cpu()
 
     def resampled(self, contexts: int) -> Resampled:
         """Shares with groups of contexts left out; ``contexts`` are those of the basis."""

@@ -29,6 +29,7 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.rows import causal_mask
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
 from tl_geometry.models.model_view import ModelView
 
@@ -82,6 +83,52 @@ class HeadTypes:
     queries: dict[str, int]
 
 
+class Detection:
+    """What the scores of all layers on some tokens share, on one device: the keys and queries that
+    count for each type, and the baselines. ``allowed`` is the mask (causal for ``None``)."""
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, "batch position"],
+        allowed: Bool[Tensor, "query key"] | None,
+        device: torch.device,
+    ) -> None:
+        length, tokens = tokens.shape[1], tokens.cpu()
+        allowed = causal_mask(length) if allowed is None else allowed
+        uniform = allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)
+        keys_of = detection_patterns(tokens)
+        repeated = keys_of["duplicate"].any(-1)
+        after_first = torch.arange(length).expand_as(repeated) >= 1
+        queries_of = {
+            "previous": after_first,
+            "neighbourhood": after_first,
+            "same": torch.ones_like(repeated),
+            "duplicate": repeated,
+            "induction": repeated,
+        }
+        counted = {name: keys & queries_of[name].unsqueeze(-1) for name, keys in keys_of.items()}
+        self.queries = {name: int(queries.sum()) for name, queries in queries_of.items()}
+        # a type without a query is NaN, not zero
+        self.counts = {name: count or torch.nan for name, count in self.queries.items()}
+        self.baselines = {
+            name: float((uniform * keys).sum()) / self.counts[name]
+            for name, keys in counted.items()
+        }
+        self.counted = {name: keys.to(device) for name, keys in counted.items()}
+        self.queries_of = {name: q.sum(-1).double().to(device) for name, q in queries_of.items()}
+
+    def scores(self, pattern: Float[Tensor, "*layer batch head query key"]) -> HeadTypes:
+        """The scores of some patterns, on their device."""
+        scores, errors = {}, {}
+        for name, counted in self.counted.items():
+            row_sums = (pattern * counted.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
+            scores[name] = row_sums.sum(-2) / self.counts[name]
+            errors[name] = _ratio_error(row_sums, self.queries_of[name])
+        return HeadTypes(
+            scores=scores, errors=errors, baselines=self.baselines, queries=self.queries
+        )
+
+
 def head_type_scores(
     pattern: Float[Tensor, "*layer batch head query key"],
     tokens: Int[Tensor, "batch position"],
@@ -101,35 +148,7 @@ def head_type_scores(
     fits = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
     expected = f"[... batch head query key] for tokens {tuple(tokens.shape)}"
     require(fits, "pattern", expected=expected, got=describe(pattern))
-    tokens = tokens.to(pattern.device)
-    allowed = causal_mask(length) if allowed is None else allowed
-    uniform = (allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)).to(pattern.device)
-    keys_of = detection_patterns(tokens)
-    repeated = keys_of["duplicate"].any(-1)
-    after_first = torch.arange(length, device=pattern.device).expand_as(repeated) >= 1
-    queries_of = {
-        "previous": after_first,
-        "neighbourhood": after_first,
-        "same": torch.ones_like(repeated),
-        "duplicate": repeated,
-        "induction": repeated,
-    }
-    scores, errors, baselines = {}, {}, {}
-    for name, keys in keys_of.items():
-        counted = keys & queries_of[name].unsqueeze(-1)
-        queries = queries_of[name].sum(-1).double()
-        # a type without a query is NaN, not zero
-        count = float(queries.sum()) or torch.nan
-        row_sums = (pattern * counted.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
-        scores[name] = row_sums.sum(-2) / count
-        errors[name] = _ratio_error(row_sums, queries)
-        baselines[name] = float((uniform * counted).sum()) / count
-    return HeadTypes(
-        scores=scores,
-        errors=errors,
-        baselines=baselines,
-        queries={name: int(queries.sum()) for name, queries in queries_of.items()},
-    )
+    return Detection(tokens, allowed, pattern.device).scores(pattern)
 
 
 def _ratio_error(
@@ -215,19 +234,23 @@ def measure_types(
     length = tokens.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool)
     allowed = causal_mask(length) if view.causal else allowed
+    detection = Detection(tokens, allowed, view.device)
     types: dict[int, HeadTypes] = {}
 
     def hook(layer: int) -> Callable[[Tensor], None]:
         def take(pattern: Tensor) -> None:
-            types[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
+            # a model spread over several devices: patterns of a few heads are small
+            types[layer] = detection.scores(pattern.detach().float().to(view.device))
 
         return take
 
     view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
-    # baselines and counts of queries depend on the tokens alone: those of one layer are all
     first = types[layers[0]]
     scores, errors = (
-        {t: torch.cat([getattr(types[l], name)[t].cpu() for l in layers]) for t in HEAD_TYPES}
-        for name in ("scores", "errors")
+        dict(zip(HEAD_TYPES, on_cpu([torch.cat(of_type) for of_type in by_type]), strict=True))
+        for by_type in (
+            [[getattr(types[l], name)[t] for l in layers] for t in HEAD_TYPES]
+            for name in ("scores", "errors")
+        )
     )
     return dataclasses.replace(first, scores=scores, errors=errors)

@@ -21,8 +21,9 @@ of contexts. The same holds for contexts of the basis that lie in few of its gro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import einsum
@@ -159,23 +160,34 @@ class LeaveOut:
         self.counts: dict[tuple[int, int], int] = {}
         self.done, self.block = 0, 1
 
-    def add(self, sums: ShareSums, own: Int[Tensor, " context"]) -> None:
-        """Take in the sums of some contexts, in the order of the corpus."""
-        sums = sums.to("cpu")
-        for i, group in enumerate(own.tolist()):
+    def add(self, sums: ShareSums, own: Sequence[int]) -> None:
+        """Take in the sums of some contexts, in the order of the corpus, where they are: neighbours
+        of one group and block together."""
+        start = 0
+        while start < len(own):
             block = self.done // self.block
             if block == 2 * BLOCKS:  # all blocks are full
                 self._merge_pairs()
                 block = BLOCKS
-            key, context_sums = (group, block), sums.select(i)
-            self.sums[key] = self.sums[key] + context_sums if key in self.sums else context_sums
-            self.counts[key] = self.counts.get(key, 0) + 1
-            self.done += 1
+            group, stop = own[start], start + (block + 1) * self.block - self.done
+            same = next((i for i in range(start, len(own)) if own[i] != group), len(own))
+            stop = min(stop, same)
+            key, together = (group, block), sums.select(slice(start, stop)).pooled()
+            self.sums[key] = self.sums[key] + together if key in self.sums else together
+            self.counts[key] = self.counts.get(key, 0) + stop - start
+            self.done += stop - start
+            start = stop
 
     def settle(self) -> None:
         """Move the sums together: strewn among the temporaries of a layer they would keep its
         memory from being used again (2 GB on SmolLM2)."""
-        together = ShareSums.stack(list(self.sums.values()))
+        self._moved(ShareSums.stack(list(self.sums.values())))
+
+    def to_cpu(self) -> None:
+        """Move the sums to the CPU, where intervals and nulls are made of them."""
+        self._moved(ShareSums.stack(list(self.sums.values())).to("cpu"))
+
+    def _moved(self, together: ShareSums) -> None:
         self.sums = {key: together.select(i) for i, key in enumerate(self.sums)}
 
     def _merge_pairs(self) -> None:
@@ -286,5 +298,6 @@ class GroupProjections:
             side = side.select(rows, slice(None), slice(None))
             bias, pos = side.bias_and_pos(self.mapped[which].unsqueeze(2), scale=scale)
             parts.append(group_parts(projected[rows] * scale, bias, pos, self.share))
-        options = {"bias": layer.bias, "drop": drop, "energy": False, "softcap": layer.softcap}
+        options: dict[str, Any] = {"bias": layer.bias, "drop": drop, "softcap": layer.softcap}
+        options |= {"energy": False, "form": layer.mask_form}
         return share_sums(parts[0], parts[1], layer.allowed, **options)

@@ -177,7 +177,7 @@ def _kernel_of(
         expected = "a rotary model"
         require(False, f"layer {layer.layer}", expected=expected, got="scores without rotation")
     require(
-        is_relative(layer),
+        bool(is_relative(layer)),
         f"layer {layer.layer}",
         expected="scores without a scale that varies by token",
         got="QK-norm",

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import (
@@ -118,7 +119,7 @@ class Splitter:
             checks=checks,
             scale=scale,
             rotary=layer.rotary and self.family.positional and "mean" not in self.family.names,
-            relative=is_relative(layer),
+            relative=bool(is_relative(layer)),
             planes=rotary_planes(layer),
         )
 
@@ -182,7 +183,7 @@ class Splitter:
             if layer.pattern is not None:
                 pattern = layer.pattern[:, chosen]
                 error = pattern_error(capped, pattern, layer.allowed, layer.roundoff)
-                pattern_errors.append(error)
+                pattern_errors.append(float(error))
         if layer.pattern is not None:
             bound = pattern_bound(layer.pattern, layer.roundoff, scale)
             checks.append((layer.layer, "sum pattern", max(pattern_errors), bound))
@@ -230,12 +231,11 @@ def rounding_flags(
     pick = slice(None) if heads is None else torch.tensor(heads, device=q.device)
     total, size = _sum_and_size(layer, q, k, pick, queries)
     allowed = layer.allowed[queries]
-    scale = float(torch.where(allowed, size, 0.0).max())
-    spreads = head_spreads(total, allowed)
-    return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
+    size, spreads = on_cpu([torch.where(allowed, size, 0.0).max(), head_spreads(total, allowed)])
+    return judge_rounding(layer.roundoff, (unsplit, float(size)), spreads, f"layer {layer.layer}")
 
 
-def is_relative(layer: LayerView) -> bool:
+def is_relative(layer: LayerView) -> Bool[Tensor, ""]:
     """Whether no frozen scale varies by token, so that products of constants depend on the rotation
     alone."""
-    return all(bool((scale == 1).all()) for scale in (layer.q_scale, layer.k_scale))
+    return ((layer.q_scale == 1) & (layer.k_scale == 1)).all()

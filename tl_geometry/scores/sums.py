@@ -42,7 +42,14 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.base.sums import Sums
-from tl_geometry.scores.blockwise import BLOCK, KeyMoments, PlaneIndex, block_scores, contracted
+from tl_geometry.scores.blockwise import (
+    BLOCK,
+    KeyMoments,
+    PlaneIndex,
+    block_scores,
+    contracted,
+    form_of,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,6 +125,7 @@ def share_sums(
     gain: bool = True,
     planes: PlaneIndex | None = None,
     working_set: int = 2**24,
+    form: str | None = None,
 ) -> ShareSums:
     """Numerators, gains and energies of all terms per context, without a term as a matrix.
 
@@ -127,7 +135,8 @@ def share_sums(
     first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
     that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
     ``planes`` says which rotary plane each coordinate lies in, for sums by plane as well.
-    ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are
+    ``working_set`` bounds the bytes held at a time. ``form`` is that of the mask, where it is known
+    (:func:`~tl_geometry.base.rows.mask_form`). Half precision is computed in float32; sums are
     float64.
 
     Cost per head and token over one product of all queries with all keys: about parts + 1 such
@@ -151,6 +160,8 @@ def share_sums(
         bias = bias[..., drop:, drop:].to(q)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
         bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
+    form = form or ("causal" if allowed is None else form_of(mask))
+    planes = planes and planes._replace(plane=planes.plane.to(q.device))
     parts, batch, queries, heads, width = q.shape
     # of scores, and of the softmax behind the gains
     score_rows = (1 + 2 * gain) * min(BLOCK, queries)
@@ -162,6 +173,7 @@ def share_sums(
         batch_mask = mask if len(mask) == 1 else mask[contexts]
         batch_bias = bias if bias is None or len(bias) == 1 else bias[contexts]
         options: dict[str, Any] = {"softcap": softcap, "energy": energy, "gain": gain}
+        options["form"] = form
         sums.append(
             _sums(q[:, contexts], k[:, contexts], batch_mask, batch_bias, planes, **options)
         )
@@ -189,6 +201,7 @@ def _sums(
     softcap: float | None,
     energy: bool,
     gain: bool,
+    form: str,
 ) -> ShareSums:
     """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring
     does not see it, rounding does."""
@@ -206,6 +219,7 @@ def _sums(
     of_bias = {name: zeros(batch, heads, int(bias is not None)) for name in (*pairs, "energies")}
     energies, total, gain_total = zeros(batch, heads, parts**2), *zeros(2, batch, heads)
     options: dict[str, Any] = {"key_shift": shift.sum(3), "bias": bias, "softcap": softcap}
+    options["form"] = form
     for block, centred, block_bias, moved in block_scores(query, key, mask, gain=gain, **options):
         rows = queries[:, :, block.start : block.stop]
         total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()

@@ -26,6 +26,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import ReconstructionError, fail, require
 from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.results import Provenance
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.groups import APART, CUT
@@ -45,7 +46,7 @@ from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
 from tl_geometry.scores.details import DETAILS, Details
 from tl_geometry.scores.families import load
 from tl_geometry.scores.head_types import HeadTypes, measure_types
-from tl_geometry.scores.leave_out import Resampled
+from tl_geometry.scores.leave_out import Resampled, own_groups
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.projection import (
     PARTS,
@@ -191,7 +192,7 @@ def sweep_heads(
     for batch in stream:
         # a batch without BOS settles it; after one with BOS another may come without
         basis.check_model(view, None if stream.begins_with_bos else False)
-        sums.batch = batch
+        sums.begin(batch)
         view.run_layers(batch, chosen, sums.on_layer, verify=False, **stream.sample(sums.verify))
     basis.check_model(view, stream.begins_with_bos)
     has_bos, normalized = basis.provenance.has_bos, basis.provenance.normalized
@@ -244,7 +245,9 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
 
 
 class _SweepSums:
-    """Sums in progress over one pass; ``batch`` are the tokens that the model is running over."""
+    """Sums in progress over one pass, where the layers are; they are moved once, at the end.
+    ``batch`` are the tokens that the model is running over, ``own`` the group of the basis that
+    each context is of, for intervals."""
 
     def __init__(
         self,
@@ -275,17 +278,26 @@ class _SweepSums:
         self.mass: dict[int, Tensor] = {}
         self.details: dict[int, Details] = {}
         self.planes: dict[int, RotaryPlanes] = {}
-        self.softcap = False
-        self.rotary = self.relative = True
+        self.plane_index: dict[int, PlaneIndex] = {}
+        self.relative: dict[int, Tensor] = {}
+        self.own: list[int] = []
+        self.softcap, self.rotary = False, True
         self.blunt: dict[str, None] = {}  # layers where rounding hides errors, in order
+
+    def begin(self, batch: Tensor) -> None:
+        """Begin a batch."""
+        self.batch = batch
+        if {"intervals", "nulls"} & set(self.detail):
+            self.own = own_groups(self.basis, batch).tolist()
 
     def verify(self, layer: LayerView) -> None:
         """Check one context of a batch explicitly; the view has verified its own scores. What does
         not depend on the context is checked once."""
+        index = layer.layer
         read = layer.normalized() if self.basis.provenance.normalized else layer
-        self.relative = self.relative and is_relative(read)
+        self.relative[index] = is_relative(read) & self.relative.get(index, True)
         parts = split_layer(layer, self._projection(layer), slice(None))
-        first = layer.layer not in self.sums
+        first = index not in self.sums
         if first:
             check_cvec(layer, self.basis, parts)
         queries = some_queries(self.length, None if first else SAMPLED)
@@ -305,8 +317,9 @@ class _SweepSums:
             None if x is None else x[..., start:, start:] for x in (layer.allowed, layer.bias)
         )
         if self.by_plane and index not in self.planes:
-            self.planes[index] = rotary_planes(layer)
-        planes = self.planes.get(index)
+            self.planes[index] = planes = rotary_planes(layer)
+            where = planes.plane.to(layer.q.device)
+            self.plane_index[index] = PlaneIndex(where, len(planes.theta))
         limit = self._working_set(layer)
         options: dict[str, Any] = {
             "bias": bias,
@@ -314,7 +327,8 @@ class _SweepSums:
             "softcap": layer.softcap,
             "working_set": limit,
             "energy": self.energy,
-            "planes": planes and PlaneIndex(planes.plane, len(planes.theta)),
+            "planes": self.plane_index.get(index),
+            "form": layer.mask_form,
         }
         sums: list[ShareSums] = []
         for indices in torch.arange(len(layer.q)).split(self._step(layer, limit)):
@@ -322,13 +336,13 @@ class _SweepSums:
             parts = split_layer(layer, mapped, contexts, start=start)
             sums.append(share_sums(parts.q, parts.k, allowed, **options))
             if details is not None:
-                details.update(layer, parts, contexts, self.batch[contexts], self.basis)
+                details.update(layer, parts, contexts, self.batch[contexts], self.own[contexts])
         if details is not None:
             details.end()
-        pooled = ShareSums.cat(sums).pooled().to("cpu")
+        pooled = ShareSums.cat(sums).pooled()
         self.sums[index] = self.sums[index] + pooled if index in self.sums else pooled
         if layer.pattern is not None:
-            mass = dropped_mass(layer.pattern, self.drop).sum(0).cpu().double()
+            mass = dropped_mass(layer.pattern, self.drop).sum(0).double()
             self.mass[index] = self.mass.get(index, torch.zeros_like(mass)) + mass
 
     def _working_set(self, layer: LayerView) -> int:
@@ -370,6 +384,8 @@ class _SweepSums:
     def table(self, types: HeadTypes, provenance: Provenance) -> SweepTable:
         """The finished table."""
         order, heads = self.layers, range(self.view.n_heads)
+        for details_of_layer in self.details.values():
+            details_of_layer.finish()
         resampled = self._resampled()
         if resampled is not None and bool(torch.isnan(resampled.cs).all()):
             too_few = f"fewer than {FEWEST_GROUPS} blocks of {CONTEXTS_PER_BLOCK} contexts"
@@ -379,14 +395,15 @@ class _SweepSums:
             provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in basis_flags))
         details = [self.details[l] for l in order] if self.details else []
         planes = [self.planes[l] for l in order for _ in heads] if self.by_plane else []
-        mass = [self.mass[l] for l in order if l in self.mass]
+        mass = on_cpu([self.mass[l] for l in order if l in self.mass])
+        relative = all(map(bool, on_cpu(list(self.relative.values()))))
         known_mass = len(mass) == len(order)
         return SweepTable(
             provenance=provenance,
             heads=tuple((layer, head) for layer in order for head in heads),
             parts=PARTS,
-            sums=ShareSums.beside([self.sums[l] for l in order]),
-            bias_label=bias_label(rotary=self.rotary, relative=self.relative),
+            sums=ShareSums.beside([self.sums[l].to("cpu") for l in order]),
+            bias_label=bias_label(rotary=self.rotary, relative=relative),
             drop=self.drop,
             dropped_mass=torch.cat(mass) / (provenance.contexts or 1) if known_mass else None,
             resampled=resampled,

@@ -1,0 +1,45 @@
+"""What leaves a device leaves it together: every copy to the CPU waits until the device has done
+all that was asked of it, however small the copy is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+K = TypeVar("K")
+LARGE = 2**20
+"""Bytes from which a tensor is copied by itself: packing it would take its memory once more, and
+its copy takes longer than a wait."""
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU; those of one device are packed there and come in one copy, but for
+    those of more than :data:`LARGE` bytes.
+
+    >>> [x.tolist() for x in on_cpu([torch.tensor([1.5]), torch.tensor(True)])]
+    [[1.5], True]
+    """
+    out = [x.detach() for x in tensors]
+    # widest numbers first, so that each tensor begins at a multiple of its own width
+    order = sorted(range(len(out)), key=lambda i: -out[i].element_size())
+    for device in dict.fromkeys(x.device for x in out if x.device.type != "cpu"):
+        here = [i for i in order if out[i].device == device and 0 < out[i].nbytes <= LARGE]
+        if not here:
+            continue
+        packed = torch.cat([out[i].contiguous().view(-1).view(torch.uint8) for i in here]).cpu()
+        for i, part in zip(here, packed.split([out[i].nbytes for i in here]), strict=True):
+            # a clone, so that no result shares memory with another
+            out[i] = part.view(out[i].dtype).view(out[i].shape).clone()
+    return [x.cpu() for x in out]
+
+
+def floats(numbers: Mapping[K, Tensor]) -> dict[K, float]:
+    """Numbers (tensors without axes) by name, in one copy.
+
+    >>> floats({"error": torch.tensor(0.5), "hidden": torch.tensor(False)})
+    {'error': 0.5, 'hidden': 0.0}
+    """
+    return dict(zip(numbers, map(float, on_cpu(list(numbers.values()))), strict=True))
