@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tl_geometry.base import html
 from tl_geometry.base.checks import choice
-from tl_geometry.base.errors import require, whole
+from tl_geometry.base.errors import require
 from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
 
@@ -75,8 +75,8 @@ def token_values(table: TokenTable, *, part: str = "value", width: int = LINE) -
     from matplotlib.patches import Rectangle
 
     choice(part, ("value", *table.parts), "part")
-    enough = whole(width) is not None and width >= NARROWEST
-    require(enough, "width", expected=f"at least {NARROWEST} characters", got=repr(width))
+    enough = f"at least {NARROWEST} characters"
+    require(width >= NARROWEST, "width", expected=enough, got=width)
     contributions = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
     values = contributions[:-1].tolist()  # the last row is that of the constants
     placed = lay_out(table.tokens[:-1], width)
