@@ -284,8 +284,8 @@ def made(what: str, **changes: Any) -> Any:
 
 
 def compared(what: str, *names: str) -> None:
-    """Every call (or those of some names) on a model, and on another of the same weights on the device, with tokens on the
-    CPU and beside it: whether all give the same."""
+    """Every call (or those of some names) on a model, and on another of the same weights on the
+    device, with tokens on the CPU and beside it: whether all give the same."""
     from tests.device_calls import calls, numbers_of
 
     here, there = made(what), made(what)
@@ -384,7 +384,7 @@ def main(what: str = "", *names: str) -> None:
     register()
     # a wrapped tensor cannot be an inference tensor
     torch.inference_mode = torch.no_grad  # pyright: ignore
-    commands = {"": write_table, "moved": moved_after_a_look}
+    commands: dict[str, Callable[[], Any]] = {"": write_table, "moved": moved_after_a_look}
     commands["waits"] = lambda: sys.stdout.write("\n".join(rows(names)) + "\n")
     commands.get(what, lambda: compared(what, *names))()
 
