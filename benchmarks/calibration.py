@@ -40,6 +40,7 @@ from tl_geometry.base.results import row_hashes
 from tl_geometry.base.rows import causal_mask
 from tl_geometry.decomposition import PositionContext, decompose_activations
 from tl_geometry.scores.details import Details
+from tl_geometry.scores.leave_out import own_groups
 from tl_geometry.scores.sums import share_sums
 
 COVERAGE, SIZE = (0.90, 0.98), (0.03, 0.07)
@@ -106,7 +107,7 @@ def measured(
     layer = layer_of(h, **of_layer)
     details.begin(layer, basis)
     parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-    details.update(layer, parts, slice(0, len(h)), ids, basis)
+    details.update(layer, parts, slice(0, len(h)), ids, own_groups(basis, ids).tolist())
     return details
 
 
