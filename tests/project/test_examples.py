@@ -11,8 +11,10 @@ before it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ APART = (DOCS / "recipes.md", DOCS / "how_to.md")
 ELSEWHERE = ("I want all heads of a 7B model on eight GPUs", "What do I write in the paper?")
 """Recipes that leave the removal to another one."""
 MOST_LINES = 15
-"""Lines of a recipe's block, without empty ones."""
+"""Lines of code of a recipe, without empty ones and comments."""
 MARK = "% not run:"
 MOST_MARKED = 1
 """Blocks that may be marked, of all."""
@@ -69,7 +71,7 @@ RULES: tuple[tuple[re.Pattern[str], Any], ...] = (
     (re.compile(r"^from sae_lens import SAE$", re.MULTILINE), ""),
     (re.compile(r"SAE\.from_pretrained\(.*\)"), "autoencoder()"),
     (re.compile(r'load_dataset\("[^"]+"'), 'load_dataset("text", data_files="book.txt"'),
-    (re.compile(r"^layer = (\d+)$", re.MULTILINE), lambda n: f"layer = {int(n[1]) % LAYERS}"),
+    (re.compile(r'^layer, name = 5, "blocks.5', re.MULTILINE), 'layer, name = 1, "blocks.1'),
     (re.compile(r'"L(\d+)H(\d+)"'), _head),
     (re.compile(r"\b256\b"), str(LENGTH)),
 )
@@ -89,9 +91,17 @@ def rotary() -> Any:
     return from_hf(model, tokenizer, model_class="bridge", name="rotary")
 
 
+@torch.no_grad()
 def trained() -> Any:
-    """A small model without MLPs and tokenizer, of the class that TransformerLens trains."""
-    return tiny("hooked" if HAS_HOOKED else "bridge", "gpt2")
+    """A small HookedTransformer of attention alone, without norms and tokenizer."""
+    if not HAS_HOOKED:
+        return tiny("bridge", "gpt2")
+    sizes = {"n_layers": 2, "n_heads": 4, "d_head": 8, "d_model": 32, "n_ctx": 64, "d_vocab": 61}
+    module = importlib.import_module("transformer_lens")
+    cfg = module.HookedTransformerConfig(**sizes, attn_only=True, normalization_type=None, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the class is gone in version 4
+        return module.HookedTransformer(cfg)
 
 
 class Autoencoder(torch.nn.Module):
@@ -193,17 +203,33 @@ def test_every_section_runs_after_the_first_block(page: Path, reader: Path) -> N
         plt.close("all")
 
 
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_rotary_recipe_runs_on_smollm2(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, names = APART[0], {"tlg": tlg, "Path": Path}
+    monkeypatch.setitem(HELPERS, "rotary", tlg.zoo.smollm2)
+    run(page, names, 1 + recipes().index("I have a rotary model"))
+    assert names["model"].cfg.n_layers == 30
+    assert (reader / "planes.html").stat().st_size > 10_000
+
+
+def recipes() -> list[str]:
+    """Titles of the recipes."""
+    return re.findall(r"^## (.*)$", APART[0].read_text("utf-8"), re.MULTILINE)
+
+
 def lines(code: str) -> int:
-    """Lines that are not empty."""
-    return sum(bool(line.strip()) for line in code.splitlines())
+    """Lines of code."""
+    return sum(line.strip()[:1] not in ("", "#") for line in code.splitlines())
 
 
 def test_recipes_are_short_and_end_with_a_removal() -> None:
     page = APART[0].read_text("utf-8")
-    assert max(lines(block.code) for block in blocks(page)) <= MOST_LINES
-    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    parts = re.split(r"^###? ", page, flags=re.MULTILINE)[1:]
+    lengths = {part.splitlines()[0]: sum(lines(b.code) for b in blocks(part)) for part in parts}
+    assert max(lengths.values()) <= MOST_LINES, lengths
     removals = r"necessity|remove_|knockouts|run_with_hooks|faithfulness\("
-    for number, title in enumerate(titles, 1):
+    for number, title in enumerate(recipes(), 1):
         code = "".join(block.code for block in blocks(page) if block.section == number)
         asks_model = title not in ELSEWHERE
         assert bool(re.search(removals, code)) == asks_model, title
