@@ -187,7 +187,7 @@ def turn_of(
     attn, prefix = parameters.attention(layer), f"blocks.{layer}.attn."
     cos, sin = cached.get(prefix + "hook_cos"), cached.get(prefix + "hook_sin")
     if cos is None or sin is None:
-        cos, sin = _tables(attn, length)
+        cos, sin = rotary_tables(attn, length)
     if cos is None or sin is None:
         return None
     cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
@@ -200,7 +200,8 @@ def turn_of(
     return repeat(cos, widen, two=2), repeat(sin, widen, two=2)
 
 
-def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+def rotary_tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """Cosines and sines of the first positions, from the buffers of a layer that has them."""
     source = inner(attn)
     if part(attn, "rotary_cos") is not None:  # HookedTransformer
         return attn.rotary_cos[:length], attn.rotary_sin[:length]

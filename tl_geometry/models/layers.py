@@ -34,6 +34,7 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
+from tl_geometry.models.row_pass import OnRows, RowActivations, Rows, stream
 from tl_geometry.models.user_hooks import brief, names_of, without_hooks
 from tl_geometry.models.verify import check_inputs, check_scores, largest, some_queries
 
@@ -157,6 +158,8 @@ class Layers:
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
         """
+        if isinstance(cache, RowActivations):
+            return self._build(layer, cache, verify, detach=verify, queries=queries)
         names = self.hooks(layer)
         # an ActivationCache is no Mapping
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
@@ -207,6 +210,7 @@ class Layers:
         masked = (
             activations[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
         )
+        rows = activations.check if isinstance(activations, RowActivations) else None
         view = LayerView(
             layer=layer,
             h=h,
@@ -216,7 +220,7 @@ class Layers:
             sinks=spec.sinks,
             bias=bias,
             bias_source=source,
-            allowed=allowed_cells(spec, length, self.causal, masked, pattern),
+            mask=rows.mask if rows else allowed_cells(spec, length, self.causal, masked, pattern),
             **_frozen(spec, h, raw, turn),
             added=spec.added_position(),
             pattern=pattern,
@@ -231,7 +235,8 @@ class Layers:
         if not verify:
             return view
         at = some_queries(length, queries)
-        report = check_scores(view, check_inputs(spec, view, raw, hooked, at), at)
+        inputs = check_inputs(spec, view, raw, hooked, at)
+        report = rows.report(inputs) if rows else check_scores(view, inputs, at)
         if not report.adds_up:
             self._refuse(view, report)
         return replace(view, reconstruction=report)
@@ -345,8 +350,10 @@ class Layers:
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
         queries: int | None = None,
+        on_rows: OnRows | None = None,
     ) -> None:
-        """One forward pass; each layer is handed over at its end and let go."""
+        """One forward pass; each layer is handed over at its end and let go. With ``on_rows`` long
+        prompts run in blocks of rows (:mod:`tl_geometry.models.row_pass`)."""
         # before the pass: a model cannot be run from within its own hooks
         self.measure(layers, tokens.shape[-1])
 
@@ -356,7 +363,8 @@ class Layers:
                 on_sample(self._build(layer, one_context(activations, row), True, queries=queries))
             on_layer(self._build(layer, activations, verify))
 
-        self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
+        rows = Rows.of(on_rows, tokens, verify, sample and sample[0], queries)
+        stream(self, tokens, {layer: self.hooks(layer) for layer in layers}, take, rows=rows)
 
     def stream(
         self,
@@ -438,7 +446,9 @@ class Layers:
 def one_context(activations: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
     """The activations of one context of a batch; rotary tables are those of all."""
     tables = tuple(name.removeprefix("attn.") for name in TABLES)
-    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
+    some = {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
+    rows = isinstance(activations, RowActivations)
+    return RowActivations(some, activations.check) if rows else some
 
 
 def _frozen(

@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.base.rows import KeyRanges, causal_mask, row_center
 
 BLOCK = 64
 """Query rows handled at a time: scores of a block stay in the cache of a CPU core, and products
@@ -49,9 +49,14 @@ class PlaneIndex(NamedTuple):
     planes: int
 
 
-def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
+def blocks_of(
+    mask: Tensor | KeyRanges, dtype: torch.dtype, device: torch.device | None = None
+) -> Iterator[Block]:
     """Blocks of query rows of a mask ``[batch query key]``: all rows see the keys before the block
     under a causal mask, all keys without one; any other mask is taken as it comes."""
+    if isinstance(mask, KeyRanges):
+        yield from _blocks_of_ranges(mask, dtype, device)
+        return
     n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
     # under these two masks all rows of a block see the keys before `full`, which need no mask
     causal = everything = False
@@ -71,10 +76,23 @@ def blocks_of(mask: Tensor, dtype: torch.dtype) -> Iterator[Block]:
         yield Block(start, stop, full, end, partial_mask, n_keys)
 
 
+def _blocks_of_ranges(
+    ranges: KeyRanges, dtype: torch.dtype, device: torch.device | None
+) -> Iterator[Block]:
+    """The same where each query sees a range of keys: no mask of all of them is formed."""
+    for start in range(0, len(ranges.stop), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(ranges.stop)))
+        first, stop = ranges.first[rows], ranges.stop[rows]
+        full, end = 0 if int(first.max()) else int(stop.min()), int(stop.max())
+        mask = ranges[rows][None, None, :, full:end].to(device, dtype)
+        n_keys = ranges.counts[rows].clamp(min=1)[None, None, :, None].to(device, dtype)
+        yield Block(start, rows.stop, full, end, mask, n_keys)
+
+
 def block_scores(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch head key d_head"],
-    mask: Tensor,
+    mask: Tensor | KeyRanges,
     *,
     key_shift: Float[Tensor, "batch head 1 d_head"],
     bias: Tensor | None = None,
@@ -86,14 +104,17 @@ def block_scores(
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring does not see it, a
     soft cap does.
     """
-    allowed = mask.unsqueeze(1)
-    bias_centred = None if bias is None else row_center(bias, allowed)
+    bias_centred = allowed = None
+    if bias is not None:  # a number for each cell, beside which a mask is small
+        cells = mask.cells.unsqueeze(0).to(bias.device) if isinstance(mask, KeyRanges) else mask
+        allowed = cells.unsqueeze(1)
+        bias_centred = row_center(bias, allowed)
     # what the key shift, and with each block's mean row-centring, takes out of a row
     level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
-    if bias is not None and bias_centred is not None and level is not None:
+    if bias is not None and allowed is not None and bias_centred is not None and level is not None:
         # all allowed keys of a row have the same difference, which is the row's mean
         level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
-    for block in blocks_of(mask, query.dtype):
+    for block in blocks_of(mask, query.dtype, query.device):
         rows = slice(block.start, block.stop)
         centred, mean = centred_scores(query[:, :, rows], key, block)
         block_bias = None if bias_centred is None else bias_centred[:, :, rows, : block.end]
