@@ -563,8 +563,8 @@ def test_hooks_of_the_user_act_in_the_split() -> None:
 def planted(seen: ModelView, change: Change) -> ModelView:
     """The same model, whose layers are changed before they are split."""
 
-    def run_layers(ids: Tensor, layers: Any, on_layer: Any, *, verify: bool = True) -> None:
-        seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), verify=verify)
+    def run_layers(ids: Tensor, layers: Any, on_layer: Any, **options: Any) -> None:
+        seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), **options)
 
     return with_methods(seen, run_layers=run_layers)
 

@@ -226,9 +226,7 @@ class FrozenPass:
                 got="an encoder, which norms the stream after each addition",
                 error=UnsupportedModelError,
             )
-        run_written(
-            view, tokens, range(view.n_layers), on_layer, on_end=on_end, on_rows=on_rows
-        )
+        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end, on_rows=on_rows)
         last, written = ends[0]
         states = [layer.h for layer in layers] + [last]
         frozen = [

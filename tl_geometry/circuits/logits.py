@@ -246,8 +246,8 @@ class Direct:
 
     def run(self, tokens: Int[Tensor, "batch position"]) -> None:
         """The forward pass, in blocks of rows where the prompts are long."""
-        layers, options = range(self.view.n_layers), {"on_end": self.on_end}
-        run_written(self.view, tokens, layers, self.on_layer, on_rows=self.on_rows, **options)
+        layers, rows = range(self.view.n_layers), self.on_rows
+        run_written(self.view, tokens, layers, self.on_layer, on_end=self.on_end, on_rows=rows)
 
     def on_rows(self, layer: int, start: int, pattern: Tensor) -> None:
         """Keep the attention that the position pays to each source."""

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 

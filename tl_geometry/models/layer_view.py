@@ -82,9 +82,9 @@ class LayerView:
     the mask (causal, sliding window, bidirectional), as cells or as the range of each query.
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
-    masked and after the soft cap, ``None`` where the hook holds the pattern; both are ``None`` where
-    a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`). Rounding of queries
-    grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
+    masked and after the soft cap, ``None`` where the hook holds the pattern; both are ``None``
+    where a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`). Rounding of
+    queries grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
     ``reconstruction`` reports the checks that were made. Grouped keys and values are expanded to
     all heads. Tensors are float32, or float64 for float64 models, on the layer's device.
     """

@@ -39,26 +39,27 @@ if TYPE_CHECKING:
     from tl_geometry.models.layers import Layers
 
 LONG = 2**23
-"""Cells of one layer's pattern of one prompt (32 MB in float32) above which prompts run in blocks of
-rows: more than 1,448 tokens with four heads, 836 with twelve."""
-ROW_CELLS = 2**22
-"""Cells of a block: 16 MB in float32, of which eager attention holds four or five copies."""
+"""Cells of one layer's pattern of one prompt (32 MB in float32) above which prompts run in blocks
+of rows: more than 1,448 tokens with four heads, 836 with twelve."""
+ROW_CELLS = 9 * 2**20
+"""Cells of a block: 36 MB in float32, of which eager attention holds four or five copies. Above
+32 MB glibc takes each tensor from the kernel and gives it back; smaller ones of changing sizes
+leave holes in its heap."""
 OnRows = Callable[[int, int, Tensor], None]
 """Receives a layer, the first query of some rows, and their pattern ``[batch head query key]``:
 all rows at once where the prompts ran whole."""
+Take = Callable[[int, Mapping[str, Tensor]], None]
+"""Receives a layer, and its activations by hook name."""
 
 
 def no_rows(layer: int, start: int, pattern: Tensor) -> None:
     """For those who need no pattern."""
 
 
-Take = Callable[[int, Mapping[str, Tensor]], None]
-
-
 @dataclass(frozen=True)
 class Rows:
-    """How a pass in blocks of rows is wanted: what receives the patterns, and which ``contexts`` and
-    ``queries`` of the pass have their scores compared (``None``: nothing)."""
+    """How a pass in blocks of rows is wanted: what receives the patterns, and which ``contexts``
+    and ``queries`` of the pass have their scores compared (``None``: nothing)."""
 
     on_rows: OnRows
     contexts: slice | None
@@ -96,7 +97,7 @@ class RowCheck:
 
     def __init__(self, layers: Layers, layer: int, length: int, rows: Rows) -> None:
         self.layers, self.layer, self.length, self.rows = layers, layer, length, rows
-        self.keys: list[tuple[Tensor, Tensor]] = []
+        self.keys: dict[str, Tensor] = {}
         self.ranges: list[KeyRanges] = []
         self.reports: list[ReconstructionReport] = []
 
@@ -133,9 +134,7 @@ class RowCheck:
         first = torch.zeros_like(i) if spec.window is None else (i + 1 - spec.window).clamp(min=0)
         return KeyRanges(first, i + 1, rows.stop)
 
-    def _block(
-        self, rows: slice, activations: Mapping[str, Tensor], contexts: slice
-    ) -> LayerView:
+    def _block(self, rows: slice, activations: Mapping[str, Tensor], contexts: slice) -> LayerView:
         """The layer at the positions of a block, queries and keys recomputed from its input."""
         prefix = f"blocks.{self.layer}.attn.hook_"
         recomputed = {f"{prefix}q", f"{prefix}k"}
@@ -149,14 +148,14 @@ class RowCheck:
 
     def _compare(self, rows: slice, block: LayerView, model: Mapping[str, Tensor]) -> None:
         """Compare the queries of a block that were asked for, with all keys so far."""
-        self.keys.append((block.k, block.k_constant))
+        for name, value in (("k", block.k), ("k_constant", block.k_constant)):
+            put(self.keys, name, value, rows.start, self.length)
         queries = self.rows.queries
         at = slice((queries.start - rows.start) % queries.step, None, queries.step)
         if at.start >= rows.stop - rows.start:
             return
-        k, k0 = (torch.cat(blocks, 1) for blocks in zip(*self.keys, strict=True))
-        self.keys = [(k, k0)]
-        seen = replace(block, k=k, k_constant=k0, **model)
+        keys = {name: value[:, : rows.stop] for name, value in self.keys.items()}
+        seen = replace(block, **keys, **model)
         self.reports.append(check_scores(seen, ReconstructionReport(checks={}, scale=0.0), at))
 
     @property
@@ -197,24 +196,24 @@ def stream(
         for layer, hooks in names.items()
         if f"blocks.{layer}.attn.hook_pattern" in hooks
     }
-    blocks: dict[int, dict[str, list[Tensor]]] = {layer: {} for layer in names}
-    ends: list[Tensor] = []
+    held: dict[int, dict[str, Tensor]] = {layer: {} for layer in names}
+    ends: dict[str, Tensor] = {}
 
     def on_block(layer: int, activations: Mapping[str, Tensor]) -> None:
-        held = dict(activations)
+        block = dict(activations)
         if layer in checks:
-            checks[layer].take(start, held)
-        for name, value in held.items():
-            blocks[layer].setdefault(name, []).append(value)
+            checks[layer].take(start, block)
+        for name, value in block.items():
+            put(held[layer], name, value, start, length)
 
     for start, block, runner in runners(layers, tokens):
         end = replace(layers, runner=runner).stream(block, names, on_block, last)
-        ends += [] if end is None else [end]
+        if last is not None and end is not None:
+            put(ends, last, end, start, length)
     for layer in names:
-        of_layer = blocks.pop(layer)
-        joined = {name: _joined(of_layer.pop(name)) for name in tuple(of_layer)}
-        take(layer, RowActivations(joined, checks[layer]) if layer in checks else joined)
-    return _joined(ends) if ends else None
+        of_layer = held.pop(layer)
+        take(layer, RowActivations(of_layer, checks.pop(layer)) if layer in checks else of_layer)
+    return None if last is None else ends[last]
 
 
 def runners(layers: Layers, tokens: Tensor) -> Iterator[tuple[int, Tensor, Runner]]:
@@ -229,15 +228,17 @@ def runners(layers: Layers, tokens: Tensor) -> Iterator[tuple[int, Tensor, Runne
 
 def logits_at(layers: Layers, tokens: Tensor, position: int) -> Tensor:
     """Logits ``[batch d_vocab]`` of one position; the logits of other blocks are never computed."""
-    if not in_rows(layers, tokens.shape[1]):
-        logits = layers.runner(tokens, {}, logits=True)
-        assert logits is not None
-        return logits[:, position]
-    for start, block, runner in runners(layers, tokens[:, : position + 1]):
-        here = position < start + block.shape[1]
-        last = {} if here else {runner.state_hooks[-1]: lambda h: None}
-        logits = runner(block, last, logits=here)
-    return logits[:, position - start]
+    logits = None
+    if in_rows(layers, tokens.shape[1]):
+        for start, block, runner in runners(layers, tokens[:, : position + 1]):
+            here = start + block.shape[1] > position
+            last = {} if here else {runner.state_hooks[-1]: lambda h: None}
+            logits = runner(block, last, logits=here)
+        last_place = -1
+    else:
+        logits, last_place = layers.runner(tokens, {}, logits=True), position
+    assert logits is not None
+    return logits[:, last_place]
 
 
 def _with_patterns(on_rows: OnRows, take: Take) -> Take:
@@ -252,17 +253,21 @@ def _with_patterns(on_rows: OnRows, take: Take) -> Take:
     return on_layer
 
 
-def _joined(blocks: Sequence[Tensor]) -> Tensor:
-    """Activations of all positions from those of each block."""
-    # [batch position ...], or rotary tables of [position ...]
-    return torch.cat(list(blocks), dim=min(1, blocks[0].dim() - 2))
+def put(into: dict[str, Tensor], name: str, block: Tensor, start: int, length: int) -> None:
+    """Put the activations of a block where they belong among those of all positions.
+
+    Into memory taken once: joined at the end, all would be held twice.
+    """
+    dim = min(1, block.dim() - 2)  # [batch position ...], or rotary tables of [position ...]
+    if name not in into:
+        into[name] = block.new_empty((*block.shape[:dim], length, *block.shape[dim + 1 :]))
+    into[name].narrow(dim, start, block.shape[dim]).copy_(block)
 
 
 def row_blocks(length: int, cells: int) -> Iterator[tuple[int, int]]:
     """First and last query of blocks of at most ``cells`` cells each, with all keys so far.
 
-    Blocks of one size, not of one number of rows: a freed block then serves the next, where growing
-    ones leave holes (2.0 GB in place of 0.4 for 8,192 tokens, with glibc's allocator).
+    Blocks of one size, not of one number of rows: the memory of one then serves the next.
 
     >>> list(row_blocks(10, 24))
     [(0, 4), (4, 7), (7, 9), (9, 10)]
@@ -311,5 +316,5 @@ def _short_states(layers: Layers) -> tuple[Tensor, Tensor]:
     ids = torch.randint(0, runner.d_vocab, (1, min(12, runner.n_ctx)), generator=generator)
     last, cache = runner.state_hooks[-1], runner.empty_cache(1)
     whole = collect(runner, ids, [last])[last]
-    blocks = (collect(runner.behind(cache, b), b, [last])[last] for b in ids.split(5, 1))
-    return whole, _joined(list(blocks))
+    blocks = [collect(runner.behind(cache, b), b, [last])[last] for b in ids.split(5, 1)]
+    return whole, torch.cat(blocks, 1)

@@ -47,11 +47,10 @@ from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
 from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
-from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter
-from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
-from tl_geometry.scores.top_cells import TopCells, top_cells
+from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter, masks_of
+from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.terms import ALIBI, TermResult, bias_label, term_names, term_pairs
-
+from tl_geometry.scores.top_cells import TopCells, top_cells
 
 ALL = slice(None)
 
@@ -449,7 +448,7 @@ def split_scores(
         q=joined("q", 3),
         k=joined("k", 3),
         bias=None if preset == "paper" else optional("bias", 0),
-        mask=_masks(layer_terms, pick),
+        mask=masks_of(layer_terms, pick),
         softcap=joined("softcap", 0),
         sinks=joined("sinks", 0),
         planes=_planes_of(layer_terms, pick, preset),
@@ -466,18 +465,6 @@ def _products(q: Tensor, k: Tensor, queries: slice) -> Float[Tensor, "batch head
     """Products of some queries with all keys."""
     pattern = "batch query head e, batch key head e -> batch head query key"
     return einsum(q[:, queries], k, pattern)
-
-
-def _masks(
-    layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
-) -> Bool[Tensor, "head query key"] | KeyRanges:
-    """The masks of the chosen heads; as ranges where the prompts ran in blocks of rows."""
-    masks = [terms.mask for terms in layers]
-    ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
-    if not ranges:
-        return torch.cat([mask[ALL] for mask in masks]).index_select(0, pick)
-    first, stop = (torch.cat([getattr(r, x) for r in ranges])[pick.cpu()] for x in ("first", "stop"))
-    return KeyRanges(first, stop, ranges[0].keys)
 
 
 def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, factors: bool) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
@@ -289,6 +289,20 @@ def _of_heads(
         first, stop = (x.expand(heads, -1).clone() for x in (mask.first, mask.stop))
         return KeyRanges(first, stop, mask.keys)
     return mask.to(device).expand(heads, -1, -1).clone()
+
+
+def masks_of(
+    layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
+) -> Bool[Tensor, "head query key"] | KeyRanges:
+    """The masks of the chosen heads; as ranges where the prompts ran in blocks of rows."""
+    masks = [terms.mask for terms in layers]
+    ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
+    if not ranges:
+        return torch.cat([mask[:] for mask in masks]).index_select(0, pick)
+    first, stop = (
+        torch.cat([getattr(r, x) for r in ranges])[pick.cpu()] for x in ("first", "stop")
+    )
+    return KeyRanges(first, stop, ranges[0].keys)
 
 
 def is_relative(layer: LayerView) -> bool:

@@ -123,8 +123,9 @@ def share_sums(
 
     ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q``
     times the attention scale; ``allowed [query key]`` or ``[batch query key]`` (causal for
-    ``None``), or the range of keys of each query, which takes no memory for each cell; ``bias [... head query key]`` is added to the scores and becomes the last term. The
-    first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
+    ``None``), or the range of keys of each query, which takes no memory for each cell;
+    ``bias [... head query key]`` is added to the scores and becomes the last term. The first
+    ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
     that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
     ``planes`` says which rotary plane each coordinate lies in, for sums by plane as well.
     ``working_set`` bounds the bytes held at a time. Half precision is computed in float32; sums are

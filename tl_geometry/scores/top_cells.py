@@ -1,5 +1,5 @@
 """The strongest cells of each head and query row of a split, exactly, from a few rows at a time:
-``split.top_cells(k)``. What can be looked at of a prompt whose scores no screen and no memory holds.
+``split.top_cells(k)``. What can be looked at of a prompt whose scores no screen holds.
 """
 
 from __future__ import annotations
