@@ -205,9 +205,9 @@ class Written:
     def stacked(
         self, grain: str = "writers", out: Tensor | None = None
     ) -> Float[Tensor, "part batch position d_model"]:
-        """:meth:`parts` as one tensor, in the memory of ``out`` where that is given."""
-        stack = self.constants.new_empty(0) if out is None else out
-        stack = stack.resize_(len(self.names(grain)), *self.constants.shape)
+        """:meth:`parts` as one tensor, which is ``out`` where that is given."""
+        shape = (len(self.names(grain)), *self.constants.shape)
+        stack = self.constants.new_empty(shape) if out is None else out
         start = 0
         for part in self._in_order(grain):
             stack[start : start + len(part)] = part
