@@ -25,6 +25,7 @@ from tl_geometry.base.results import row_hashes
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.decomposition import PositionContext, decompose_activations
 from tl_geometry.scores.details import Details
+from tl_geometry.scores.leave_out import own_groups
 from tl_geometry.scores.relative import cross_validated, prompt_groups
 from tl_geometry.scores.shapes import offset_sums
 from tl_geometry.scores.sums import share_sums
@@ -52,7 +53,7 @@ def measured(
     layer = layer_of(h, **of_layer)
     details.begin(layer, basis)
     parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-    details.update(layer, parts, slice(0, len(h)), ids, basis)
+    details.update(layer, parts, slice(0, len(h)), ids, own_groups(basis, ids).tolist())
     return details
 
 

@@ -224,8 +224,8 @@ LOSSES = """## Where the library loses
 - **A label need not name what removal costs most.** In two of the six heads of **sum** with learned
   positions that fetch a digit, position leads by covariance and by gain, and removing the terms of
   position with content ("mixed") costs more. All of them attend by position, as the label says.
-- **Where an MLP adds (sum), not every true edge is found**: `"integrated"` ranks most of them first,
-  the gradient fewer.
+- **Where an MLP adds (sum), not every true edge is found**: `"integrated"` ranks most of them
+  first, the gradient fewer.
 - **A head whose attention is even to within 2% still gets a label.** The rotary head `query` has
   scores that are constant in each row but for a rotation of at most 0.03 radians. Shares are
   ratios: the little that is left is divided by itself. Only where nothing above rounding is left is

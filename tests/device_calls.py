@@ -37,7 +37,7 @@ def calls(
     other = place(tokens(CONTEXTS, 14, seed=1) % d_vocab)
     both: dict[str, Any] = {"prompts": many, "counterfactuals": other, "targets": (5, 9)}
     both["batch_size"] = batch
-    streamed = QUIET | {"batch_size": batch}
+    streamed: dict[str, Any] = QUIET | {"batch_size": batch}
     basis = lambda m: tlg.decompose(m, many, **streamed)
     sweep = lambda m, *detail: tlg.sweep_heads(m, many, basis(m), detail=detail, **streamed)
     targets = [(5, 9)] * len(few)

@@ -283,9 +283,9 @@ def made(what: str, **changes: Any) -> Any:
     return from_hf(hf_model(what, **changes), None, name="tiny")
 
 
-def compared(what: str) -> None:
-    """Every call on a model, and on another of the same weights on the device, with tokens on the
-    CPU and beside it: whether all give the same."""
+def compared(what: str, *names: str) -> None:
+    """Every call (or those of some names) on a model, and on another of the same weights on the
+    device, with tokens on the CPU and beside it: whether all give the same."""
     from tests.device_calls import calls, numbers_of
 
     here, there = made(what), made(what)
@@ -293,6 +293,8 @@ def compared(what: str) -> None:
     given: dict[str, Any] = {"rotary": what == "llama"}
     placed = calls(here.cfg.d_vocab, **given, place=lambda ids: Pretend(ids))
     for name, run in calls(here.cfg.d_vocab, **given).items():
+        if names and name not in names:
+            continue
         expected = numbers_of(run(here))
         verdict = "same" if len(expected) else "empty"
         for of_tokens, run_there in (("here", run), ("there", placed[name])):
@@ -382,9 +384,9 @@ def main(what: str = "", *names: str) -> None:
     register()
     # a wrapped tensor cannot be an inference tensor
     torch.inference_mode = torch.no_grad  # pyright: ignore
-    commands = {"": write_table, "moved": moved_after_a_look}
+    commands: dict[str, Callable[[], Any]] = {"": write_table, "moved": moved_after_a_look}
     commands["waits"] = lambda: sys.stdout.write("\n".join(rows(names)) + "\n")
-    commands.get(what, lambda: compared(what))()
+    commands.get(what, lambda: compared(what, *names))()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import dataclasses
 from benchmarks.calibration_measures import (
     REPORTED,
     anova_shares,
-    overlap_nulls,
+    overlap_null,
     planted,
     planted_basis,
     positional,
@@ -48,7 +48,8 @@ def test_two_bases_of_one_population_are_within_their_floors() -> None:
     assert unlike.value < 0.25
 
 
-def test_overlap_of_noise_is_within_one_of_its_nulls() -> None:
-    flipped, both = overlap_nulls(32, 40, turned=True)
-    assert not flipped.kept
-    assert both.kept
+def test_overlap_by_coordinates_is_within_its_null_and_by_turned_noise_is_not() -> None:
+    (coordinates,) = overlap_null(32, 40, turned=False)
+    (turned,) = overlap_null(32, 20, turned=True)
+    assert coordinates.kept
+    assert not turned.kept

@@ -106,7 +106,7 @@ def test_attention_only_shortformer_and_parallel_models() -> None:
 def test_the_bias_of_a_norm_behind_attention_is_a_constant() -> None:
     """A LayerNorm behind attention, which no family has: those that have a norm there have an
     RMSNorm, which has no bias."""
-    from transformer_lens.components import LayerNorm
+    from transformer_lens.components.layer_norm import LayerNorm
 
     model = tiny_hooked(normalization_type="RMS", use_normalization_before_and_after=True)
     generator = torch.Generator().manual_seed(0)

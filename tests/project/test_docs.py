@@ -73,7 +73,9 @@ def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
     script = SCRIPTS["induction"].read_text("utf-8")
     assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
     assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
-    assert re.findall(r"!\[.*\]\((.*)\)", README) == ["docs/_static/induction.png"]
+    assert re.findall(r"!\[.*\]\((.*)\)", README) == [
+        f"docs/_static/{name}.png" for name in ("tokens", "induction")
+    ]
     marked = [line for line in script.splitlines() if line.endswith("# the one line to change")]
     assert [line.split(" = ")[0] for line in marked] == ["model"]
     assert change.splitlines()[-1].startswith("model = TransformerBridge.boot_transformers(")

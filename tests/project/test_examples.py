@@ -1,32 +1,46 @@
 """Every Python block of README, the site and the gallery runs, as a reader would run it.
 
 The blocks of a page run in order in one namespace; a page of the guide starts from the block of
-``docs/guide/index.md``. Only what :data:`RULES` says is replaced: GPT-2 by the embedded model (a
-rotary model by a small random one), its heads by heads of that, long windows by short ones. A block
-that needs the network for more than that is marked ``% not run: REASON`` in the line before it.
+``docs/guide/index.md``, and each section of the pages in :data:`APART` from the first block. Only
+what :data:`RULES` says is replaced: GPT-2 by the embedded model (a rotary model by a small random
+one), its heads by heads of that, long windows by short ones, weights that a reader has by random
+ones. A block that needs the network for more than that is marked ``% not run: REASON`` in the line
+before it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, randomize
+from tests.tiny import HAS_HOOKED, randomize, tiny
 from tl_geometry.models import from_hf
+from tl_geometry.scores.details import DETAILS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md"))]
 START = DOCS / "guide" / "index.md"
 """Defines what the pages of the guide begin with: model, windows, basis, prompt."""
+APART = (DOCS / "recipes.md", DOCS / "how_to.md")
+"""Pages whose sections stand by themselves, after the blocks before the first section."""
+ELSEWHERE = ("I want all heads of a 7B model on eight GPUs", "What do I write in the paper?")
+"""Recipes that leave the removal to another one."""
+MOST_LINES = 15
+"""Lines of code of a recipe, without empty ones and comments."""
 MARK = "% not run:"
 MOST_MARKED = 1
 """Blocks that may be marked, of all."""
@@ -52,6 +66,12 @@ RULES: tuple[tuple[re.Pattern[str], Any], ...] = (
         re.compile(r'^model = TransformerBridge\.boot_\w+\("EleutherAI/pythia.*$', re.MULTILINE),
         "model = rotary()",
     ),
+    (re.compile(r"^model = HookedTransformer\(cfg\).*$", re.MULTILINE), "model = trained()"),
+    (re.compile(r"^model = tlg\.models\.load\(.*$", re.MULTILINE), "model = tlg.zoo.embedded()"),
+    (re.compile(r"^from sae_lens import SAE$", re.MULTILINE), ""),
+    (re.compile(r"SAE\.from_pretrained\(.*\)"), "autoencoder()"),
+    (re.compile(r'load_dataset\("[^"]+"'), 'load_dataset("text", data_files="book.txt"'),
+    (re.compile(r'^layer, name = 5, "blocks.5', re.MULTILINE), 'layer, name = 1, "blocks.1'),
     (re.compile(r'"L(\d+)H(\d+)"'), _head),
     (re.compile(r"\b256\b"), str(LENGTH)),
 )
@@ -71,12 +91,45 @@ def rotary() -> Any:
     return from_hf(model, tokenizer, model_class="bridge", name="rotary")
 
 
+@torch.no_grad()
+def trained() -> Any:
+    """A small HookedTransformer of attention alone, without norms and tokenizer."""
+    if not HAS_HOOKED:
+        return tiny("bridge", "gpt2")
+    sizes = {"n_layers": 2, "n_heads": 4, "d_head": 8, "d_model": 32, "n_ctx": 64, "d_vocab": 61}
+    module = importlib.import_module("transformer_lens")
+    cfg = module.HookedTransformerConfig(**sizes, attn_only=True, normalization_type=None, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the class is gone in version 4
+        return module.HookedTransformer(cfg)
+
+
+class Autoencoder(torch.nn.Module):
+    """A dictionary with random directions, in the form that SAELens has."""
+
+    def __init__(self, d_model: int = 128, features: int = 256) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        decoder = torch.nn.functional.normalize(torch.randn(features, d_model, generator=g), dim=-1)
+        self.W_dec, self.b_dec = torch.nn.Parameter(decoder), torch.nn.Parameter(decoder.mean(0))
+
+    def encode(self, h: Tensor) -> Tensor:
+        """Activations ``[... feature]``."""
+        return torch.relu((h - self.b_dec) @ self.W_dec.mT)
+
+
+HELPERS = {"rotary": rotary, "trained": trained, "autoencoder": Autoencoder}
+"""What :data:`RULES` put in place of what needs a network."""
+
+
 class Block(NamedTuple):
-    """A block of code: the line that it begins in, its text, and why it is not run."""
+    """A block of code: the line that it begins in, its text, why it is not run, and how many
+    sections of the page begin before it."""
 
     line: int
     code: str
     unrun: str | None
+    section: int
 
 
 def blocks(page: str) -> list[Block]:
@@ -86,7 +139,11 @@ def blocks(page: str) -> list[Block]:
     for match in found:
         before = page[: match.start()].rstrip("\n").rsplit("\n", 1)[-1]
         unrun = before.removeprefix(MARK).strip() if before.startswith(MARK) else None
-        result.append(Block(page.count("\n", 0, match.start()) + 2, match[1], unrun))
+        line, section = (
+            page.count("\n", 0, match.start()) + 2,
+            page.count("\n## ", 0, match.start()),
+        )
+        result.append(Block(line, match[1], unrun, section))
     return result
 
 
@@ -97,11 +154,12 @@ def embedded(code: str) -> str:
     return code if HAS_HOOKED else HOOKED.sub("", code)
 
 
-def run(page: Path, names: dict[str, Any]) -> None:
-    """Run the blocks of a page in one namespace, at the line numbers of the page."""
-    names["rotary"] = rotary
+def run(page: Path, names: dict[str, Any], section: int | None = None) -> None:
+    """Run the blocks of a page (or those of one section) in one namespace, at the line numbers of
+    the page."""
+    names |= HELPERS
     for block in blocks(page.read_text("utf-8")):
-        if block.unrun is None:
+        if block.unrun is None and section in (None, block.section):
             code = "\n" * (block.line - 1) + embedded(block.code)
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(code, str(page.relative_to(ROOT)), "exec"), names)
@@ -117,7 +175,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-WITH_CODE = [page for page in PAGES if blocks(page.read_text("utf-8"))]
+WITH_CODE = [page for page in PAGES if blocks(page.read_text("utf-8")) and page not in APART]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # open("book.txt").read()
@@ -130,6 +188,76 @@ def test_the_blocks_of_a_page_run(page: Path, reader: Path) -> None:
     run(page, names)
     plt.close("all")
     assert names
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
+def test_every_section_runs_after_the_first_block(page: Path, reader: Path) -> None:
+    start: dict[str, Any] = {}
+    run(page, start, 0)
+    text = page.read_text("utf-8")
+    sections = sorted({block.section for block in blocks(text)})
+    assert sections == list(range(text.count("\n## ") + 1)), "every section has code"
+    for section in sections[1:]:
+        run(page, dict(start), section)
+        plt.close("all")
+
+
+@pytest.mark.slow
+@pytest.mark.smollm2
+def test_the_rotary_recipe_runs_on_smollm2(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, names = APART[0], {"tlg": tlg, "Path": Path}
+    book = reader / "book.txt"
+    book.write_text(book.read_text("utf-8")[:5_000], "utf-8")  # some twenty windows
+    monkeypatch.setitem(HELPERS, "rotary", tlg.zoo.smollm2)
+    run(page, names, 1 + recipes().index("I have a rotary model"))
+    assert names["model"].cfg.n_layers == 30
+    assert (reader / "planes.html").stat().st_size > 10_000
+
+
+def recipes() -> list[str]:
+    """Titles of the recipes."""
+    return re.findall(r"^## (.*)$", APART[0].read_text("utf-8"), re.MULTILINE)
+
+
+def lines(code: str) -> int:
+    """Lines of code."""
+    return sum(line.strip()[:1] not in ("", "#") for line in code.splitlines())
+
+
+def test_recipes_are_short_and_end_with_a_removal() -> None:
+    page = APART[0].read_text("utf-8")
+    parts = re.split(r"^###? ", page, flags=re.MULTILINE)[1:]
+    lengths = {part.splitlines()[0]: sum(lines(b.code) for b in blocks(part)) for part in parts}
+    assert max(lengths.values()) <= MOST_LINES, lengths
+    removals = r"necessity|remove_|knockouts|run_with_hooks|faithfulness\("
+    for number, title in enumerate(recipes(), 1):
+        code = "".join(block.code for block in blocks(page) if block.section == number)
+        asks_model = title not in ELSEWHERE
+        assert bool(re.search(removals, code)) == asks_model, title
+        assert ("tlg.render." in code) == (asks_model or "GPUs" in title), title
+
+
+def test_the_list_of_columns_has_every_column_of_a_sweep() -> None:
+    terms = re.findall(r"^(`.*)\n: ", APART[1].read_text("utf-8"), re.MULTILINE)
+    said = {name for cell in terms for name in re.findall(r"`(\w[\w-]*)`", cell)}
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 16, n=32)
+    basis = tlg.decompose(model, windows, progress=False)
+    details = [name for name in DETAILS if name != "planes"]  # the model has none
+    sweep = tlg.sweep_heads(model, windows, basis, layers=0, detail=details, progress=False)
+
+    def unsaid(columns: Sequence[str]) -> set[str]:
+        whole = {name for name in columns if name in said}
+        prefixes = tuple(name for name in said if name.endswith("_"))
+        ends = ("_se", "_uniform", "_corrected", "_corrected_low", "_corrected_high")
+        return {c for c in columns if c not in whole and not c.startswith(prefixes)} - {
+            f"{name}{end}" for name in whole for end in ends
+        }
+
+    assert len(said) > 30
+    assert not unsaid(sweep.columns())
+    assert unsaid(["layer", "colour"]) == {"colour"}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
         assert torch.tensor(shown).allclose(
             torch.tensor(scale.to_rgba(values[:-1].numpy())).float()
         )
-        numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 5.5]
+        numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 6.5]
         assert f"{float(values[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
         assert f"{float(values.sum()):.4g}" in view.caption
         alone = part != "value"  # of one part, nothing is claimed of the others
@@ -68,3 +69,14 @@ def test_nothing_contributed_is_drawn_and_an_unknown_part_refused() -> None:
     assert token_values(table(0.0)).caption.endswith("sum to 0.")
     with pytest.raises(GeometryError, match="part: expected one of 'value', 'embed', 'pos_embed'"):
         token_values(table(), part="cvec")
+
+
+def test_lines_are_as_wide_as_asked_for() -> None:
+    wide, narrow = (token_values(table(), width=width).figure for width in (76, 38))
+    assert narrow.get_size_inches()[0] == pytest.approx(wide.get_size_inches()[0] / 2)
+    for figure, width in ((wide, 76), (narrow, 38)):
+        patches: Any = figure.axes[0].patches
+        ends = [patch.get_x() + patch.get_width() for patch in patches]
+        assert width - 10 < max(ends) <= width
+    with pytest.raises(GeometryError, match="width: expected at least 20 characters, got 19"):
+        token_values(table(), width=19)

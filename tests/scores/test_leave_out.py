@@ -404,7 +404,7 @@ def test_relative_position_is_destroyed_and_found() -> None:
         made = Details(("nulls",), 0, 0)
         made.begin(layer, basis)
         parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-        made.update(layer, parts, slice(0, 64), KNOWN, basis)
+        made.update(layer, parts, slice(0, 64), KNOWN, own_groups(basis, KNOWN).tolist())
         table = made.table(64)
         shares.append(table["cs_position_null"])
         p = table["p_position"]
@@ -439,7 +439,7 @@ def test_no_p_value_where_neighbouring_groups_are_alike() -> None:
         made = Details(("nulls",), 0, 0)
         made.begin(layer, basis)
         parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-        made.update(layer, parts, slice(0, 64), KNOWN, basis)
+        made.update(layer, parts, slice(0, 64), KNOWN, own_groups(basis, KNOWN).tolist())
         table = made.table(64)
         assert bool(table["p_position"].isnan().all()) == (rotary and topics > 0)
         assert table["cs_position_null"].isfinite().all()

@@ -337,26 +337,21 @@ class _CompositionSums:
         With ``L^T`` of :func:`_value_factor`, ``P = L^T W_O^writer M^reader`` and G the Gram matrix
         of what the reader has on its other side, the norm of the product is ``sqrt(<P^T P, G>)``:
         no matrix ``[d_model d_model]`` is formed."""
-        out = torch.full(
-            (len(self.heads), len(HEAD_SIDES), self.width), torch.nan, dtype=torch.float64
-        )
+        shape = len(self.heads), len(HEAD_SIDES), self.width
+        out = torch.full(shape, torch.nan, dtype=torch.float64)
         # pairs in the model's dtype: sums of squares do not cancel
         q, k, v = (reader.matrix for reader in readers)
-        W_O = remove_mean(
-            self.view.weights(layer.layer).W_O[self.heads].to(q), layer.norm.norm_type
-        )
+        W_O = self.view.weights(layer.layer).W_O[self.heads].to(q)
+        W_O = remove_mean(W_O, layer.norm.norm_type)
         gram = {
             "q": einsum(q, q, "d h e, d h f -> h e f"),
             "k": einsum(k, k, "d h e, d h f -> h e f"),
+            "o": einsum(W_O, W_O, "h e d, h f d -> h e f"),
         }
-        gram["o"] = einsum(W_O, W_O, "h e d, h f d -> h e f")
         # heads that share keys and values share these products
         share = self.view.n_heads // self.view._layers.key_heads(layer.layer)
-        groups = (
-            torch.tensor([head // share for head in self.heads])
-            .unique(return_inverse=True)[1]
-            .tolist()
-        )
+        shared = torch.tensor([head // share for head in self.heads])
+        groups = shared.unique(return_inverse=True)[1].tolist()
         separate = list(range(len(self.heads)))
         sides = ((q, gram["k"], separate), (k, gram["q"], groups), (v, gram["o"], groups))
         reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]

@@ -166,7 +166,8 @@ def _probe(
     broken = [
         l
         for l, end in enumerate(ends)
-        if not torch.equal(activations[end], activations[states[l + 1]])
+        # a model spread over several devices hands the stream on
+        if not torch.equal(activations[end], activations[states[l + 1]].to(activations[end].device))
     ]
     what, expected = f"states of {name}", "the output of block l to be the input of block l+1"
     got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"

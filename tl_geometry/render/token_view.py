@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 from tl_geometry.base import html
 from tl_geometry.base.checks import choice
+from tl_geometry.base.errors import require
 from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
 
 LINE = 76
 """Characters of a line: what a monospaced font of nine points fits beside the colour bar."""
+NARROWEST = 20
+"""Characters that a line needs beside the colour bar."""
 MARKED = 0.05
 """Share of the largest value from which a token's value stands below it as a number: smaller ones
 would overlap and say little."""
@@ -51,13 +54,14 @@ def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
     return placed
 
 
-def token_values(table: TokenTable, *, part: str = "value") -> View:
+def token_values(table: TokenTable, *, part: str = "value", width: int = LINE) -> View:
     """The text of a prompt, each token in the colour of what its embedding contributes to the
     logit along value paths (red for, blue against), the larger values as numbers below.
 
     Args:
         table: of ``trace_logit(...).tokens()``.
         part: ``"value"``, or one of ``table.parts``.
+        width: characters of a line; 38 or fewer can be read on a phone.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -71,13 +75,15 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
     from matplotlib.patches import Rectangle
 
     choice(part, ("value", *table.parts), "part")
+    enough = f"at least {NARROWEST} characters"
+    require(width >= NARROWEST, "width", expected=enough, got=width)
     contributions = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
     values = contributions[:-1].tolist()  # the last row is that of the constants
-    placed = lay_out(table.tokens[:-1])
+    placed = lay_out(table.tokens[:-1], width)
     # a text without contributions still needs a scale
     limit = max(map(abs, values)) or 1.0
     lines = placed[-1].line + 1
-    figure, (axis,) = canvas(size=(WIDTH, 0.9 + 0.42 * lines))
+    figure, (axis,) = canvas(size=(WIDTH * width / LINE, 0.9 + 0.42 * lines))
     scale = ScalarMappable(Normalize(-limit, limit), DIVERGING)
     font = {"family": "monospace", "va": "center", "clip_on": False}
     for value, token in zip(values, placed, strict=True):
@@ -87,21 +93,21 @@ def token_values(table: TokenTable, *, part: str = "value") -> View:
         middle = token.x + len(token.text) / 2
         axis.text(middle, token.line, token.text, ha="center", fontsize=8, color=colour, **font)
         if abs(value) > MARKED * limit:
-            axis.text(middle, token.line + 0.43, f"{value:+.2f}", ha="center", fontsize=5.5, **font)
-    axis.set(xlim=(0, LINE), ylim=(lines - 0.3, -0.5))
+            axis.text(middle, token.line + 0.43, f"{value:+.2f}", ha="center", fontsize=6.5, **font)
+    axis.set(xlim=(0, width), ylim=(lines - 0.3, -0.5))
     axis.axis("off")
     figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)
     constants, total = float(contributions[-1]), float(contributions.sum())
-    whole = part == "value"
-    sums = (
-        f"The tokens{f' and the constants ({constants:+.3g})' if whole else ''} sum to {total:.4g}"
-    )
+    everything = part == "value"
+    and_constants = f" and the constants ({constants:+.3g})" if everything else ""
+    sums = f"The tokens{and_constants} sum to {total:.4g}"
     null = "All parts and the constants add up to the logit exactly: they have no null."
     return View(
         figure,
-        title="What each token contributes to the logit" + ("" if whole else f": {part} alone"),
+        title="What each token contributes to the logit"
+        + ("" if everything else f": {part} alone"),
         caption=f"Each token has the colour of its value, red for the logit and blue against it; "
         f"values above {MARKED:.0%} of the largest stand below. {sums}.",
-        null=null if whole else "One part of an exact sum, which has no null.",
+        null=null if everything else "One part of an exact sum, which has no null.",
         source=table.provenance.line(),
     )

@@ -155,7 +155,7 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     checks.choice(positions, POSITIONS, "positions")
     _checked(1, seed)
     makers = (_heads, _retrieval, _circuit, partial(_circuit, idle=True), _induction, _sum)
-    hf, truth = dict(zip(NAMES, makers, strict=True))[name](positions, seed)
+    hf, truth = makers[NAMES.index(name)](positions, seed)
     title = f"{name} ({positions}, seed {seed})"
     return KnownModel(model=from_hf(hf, None, name=title), **truth)
 

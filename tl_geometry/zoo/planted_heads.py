@@ -90,7 +90,7 @@ def planted_heads(positions: str, seed: int) -> Planted:
     """The model with its heads in random order.
 
     >>> planted_heads("learned", 0).does[:2]
-    ('token', 'offset')
+    ('relation', 'offset')
     """
     generator = torch.Generator().manual_seed(seed)
     roles = LEARNED if positions == "learned" else ROTARY

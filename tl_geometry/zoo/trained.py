@@ -69,7 +69,7 @@ def sums(n: int, generator: torch.Generator) -> Rows:
 
 
 def in_tokens(
-    key: Int[Tensor, "batch 1"], digits: Int[Tensor, "batch digit"]
+    key: Int[Tensor, "batch 1"], digits: Int[Tensor, "batch token"]
 ) -> Int[Tensor, "batch position"]:
     """The row of a key and digits, the sums among it."""
     told = [torch.zeros_like(key), 1 + DIGITS + key, 1 + digits]
