@@ -119,7 +119,8 @@ def flow_reports(trajectories: int, states: int, repeats: int) -> list[Outcome]:
         moved = flow_map(train.aligned_bases(), 0, 1)(test.X[:, 0].double())
         p = isotropy_tests(test.X[:, 1] - moved).sphericity_p
         round_.append(torch.tensor([float(p <= 0.05)]))
-    alike = f"{lag_one(paths.X):.2f} (from state to state)"
+    first = flow_of(trajectories, states, torch.Generator().manual_seed(0))
+    alike = f"{lag_one(first.X):.2f} (from state to state)"
     origin = Origin("linear flow, isotropic noise", alike, f"{trajectories} trajectories")
     of, isotropic = f"flow report, {states} states of {trajectories} paths", "sphericity held out"
     return [
