@@ -90,7 +90,7 @@ class KeyRanges:
         """The mask as a tensor."""
         return self[...]
 
-    def __getitem__(self, at: Any) -> Bool[Tensor, "*rows key"]:
+    def __getitem__(self, at: Any) -> Bool[Tensor, "..."]:
         j = torch.arange(self.keys)
         return (j >= self.first[at].unsqueeze(-1)) & (j < self.stop[at].unsqueeze(-1))
 
@@ -102,7 +102,7 @@ class KeyRanges:
 
 def after(
     mask: Bool[Tensor, "*head query key"] | KeyRanges, drop: int
-) -> Bool[Tensor, "*head rest others"] | KeyRanges:
+) -> Bool[Tensor, "..."] | KeyRanges:
     """A mask without its first ``drop`` queries and keys."""
     if not isinstance(mask, KeyRanges):
         return mask[..., drop:, drop:]
