@@ -121,7 +121,7 @@ def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float 
         sinks=None,
         bias=None,
         bias_source="",
-        allowed=causal_mask(h.shape[1]),
+        mask=causal_mask(h.shape[1]),
         v_map=to_k,
         q=to_q(h) + added[0],
         k=to_k(h) + added[1],

@@ -31,7 +31,7 @@ def synthetic(
         q=q,
         k=k,
         bias=None,
-        allowed=allowed.tril() if causal else allowed,
+        mask=allowed.tril() if causal else allowed,
         softcap=torch.full((heads,), torch.inf),
         sinks=torch.full((heads,), -torch.inf),
         planes=HeadPlanes.unturned(heads, 16, tokens),

@@ -563,8 +563,8 @@ def test_hooks_of_the_user_act_in_the_split() -> None:
 def planted(seen: ModelView, change: Change) -> ModelView:
     """The same model, whose layers are changed before they are split."""
 
-    def run_layers(ids: Tensor, layers: Any, on_layer: Any, *, verify: bool = True) -> None:
-        seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), verify=verify)
+    def run_layers(ids: Tensor, layers: Any, on_layer: Any, **options: Any) -> None:
+        seen.run_layers(ids, layers, lambda layer: on_layer(change(layer)), **options)
 
     return with_methods(seen, run_layers=run_layers)
 
@@ -617,16 +617,16 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "ALiBi dropped": ("bloom", with_fields(bias=lambda _: None)),
     "ALiBi of another head": ("bloom", with_fields(bias=lambda b: b.roll(1, 0))),
     "ALiBi slope one percent off": ("mpt", with_fields(bias=lambda b: 1.01 * b)),
-    "mask one column too wide": ("gpt2", with_fields(allowed=lambda a: torch.ones_like(a).tril(1))),
+    "mask one column too wide": ("gpt2", with_fields(mask=lambda a: torch.ones_like(a).tril(1))),
     "mask one column too narrow": (
         "opt",
         with_fields(
-            allowed=lambda a: a.tril(-1) | torch.eye(18, dtype=torch.bool)[:, [*range(1, 18), 0]]
+            mask=lambda a: a.tril(-1) | torch.eye(18, dtype=torch.bool)[:, [*range(1, 18), 0]]
         ),
     ),
     "sliding window forgotten": (
         "gpt-neo",
-        with_fields(allowed=lambda a: torch.ones_like(a).tril()),
+        with_fields(mask=lambda a: torch.ones_like(a).tril()),
     ),
     "soft cap forgotten": ("gemma2", with_fields(softcap=lambda _: None)),
     "soft cap too high": ("gemma2", with_fields(softcap=lambda c: c + 1)),

@@ -40,6 +40,7 @@ AXES: dict[str, str] = {
     "offset": "differences i - j of query and key position",
     "row": "rows of a general matrix",
     "column": "columns of a general matrix",
+    "cell": "chosen cells of a row of scores",
     "time": "times of a flow, in layers",
     "condition": "what was done to a model: clean, removed, swapped, another term removed",
     "feature": "directions of a dictionary of the stream",

@@ -34,12 +34,10 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff
+from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
-ROW_CELLS = 2**24
-"""Cells of attention that are held at a time (64 MB in float32). Patterns are recomputed from
-queries and keys, a few rows at a time, so that memory grows with the prompt and not its square."""
 SMALL = 1e-6
 """Arguments of an activation closer to 0 are replaced by this: a(x) / x is then the derivative at
 0."""
@@ -126,7 +124,7 @@ class FrozenBlock:
         if layer.softcap is not None:
             slope = 1 - torch.tanh(scores / layer.softcap).square()
         # the bias is in the scores by now, and holds all queries
-        rows = replace(layer, allowed=layer.allowed[queries], bias=None)
+        rows = replace(layer, mask=layer.seen_by(queries), bias=None)
         return rows.pattern_of(scores), slope
 
     def turned(
@@ -163,7 +161,8 @@ class FrozenBlock:
         return self.spec.norm.centre(stream * self.spec.norm.gain)
 
     def query_blocks(self) -> Iterator[slice]:
-        """All queries, a few at a time."""
+        """All queries, a few at a time: patterns are recomputed from queries and keys, so that
+        memory grows with the prompt and not its square."""
         batch, length, heads, _ = self.layer.q.shape
         step = max(1, ROW_CELLS // (batch * heads * length))
         return (slice(start, min(start + step, length)) for start in range(0, length, step))
@@ -205,10 +204,13 @@ class FrozenPass:
         layers: list[LayerView] = []
         constants: list[Tensor] = []
         ends: list[tuple[Tensor, Written]] = []
-        roundoffs: list[float] = []
+        roundoffs: dict[int, float] = {}
+
+        def on_rows(layer: int, start: int, pattern: Tensor) -> None:
+            unit = pattern_roundoff(pattern, view._layers.roundoff(layer))
+            roundoffs[layer] = min(unit, roundoffs.get(layer, unit))
 
         def on_layer(layer: LayerView, written: Written) -> None:
-            roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
             layers.append(replace(layer, pattern=None, scores=None, z=None))
             constants.append(written.constants)
 
@@ -224,7 +226,7 @@ class FrozenPass:
                 got="an encoder, which norms the stream after each addition",
                 error=UnsupportedModelError,
             )
-        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end)
+        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end, on_rows=on_rows)
         last, written = ends[0]
         states = [layer.h for layer in layers] + [last]
         frozen = [
@@ -238,7 +240,7 @@ class FrozenPass:
             leaves=embeds,
             embedding_constant=constants[0],
             last=last,
-            roundoff=max(roundoffs),
+            roundoff=max(roundoffs.values()),
         )
 
     def adjoints(

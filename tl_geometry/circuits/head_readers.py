@@ -175,10 +175,11 @@ def _by_token(
     ]
     vectors = parts + sum(samples * heads * n for _, _, heads, n in sizes)
     step = max(1, WORKING_SET // (vectors * batch * d_model * written.constants.element_size()))
-    memory = written.constants.new_empty(0)  # of one step after the other
+    # of one step after the other
+    memory = written.constants.new_empty(parts, batch, min(step, length), d_model)
     for start in range(0, length if readers else 0, step):
         stop = min(start + step, length)
-        writes = written.at(slice(start, stop)).stacked(grain, out=memory)
+        writes = written.at(slice(start, stop)).stacked(grain, out=memory[:, :, : stop - start])
         for reader, total in zip(readers, totals, strict=True):
             rows, places = reader.among(start, stop)
             if not rows:

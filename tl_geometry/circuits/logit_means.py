@@ -20,7 +20,6 @@ from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.writers import run_written
 from tl_geometry.scores.values import target_ids, trained_head
 
 AT_ONCE = 32
@@ -90,9 +89,8 @@ def explain_logits(
     logits: list[Tensor] = []
     sources = torch.zeros(view.n_layers, view.n_heads, rows.tokens.shape[1], dtype=torch.float64)
     for chunk, tokens in zip(torch.tensor(ids).split(AT_ONCE), rows.tokens.split(AT_ONCE)):
-        direct = Direct(view, head, chunk, at)
-        layers = range(view.n_layers)
-        run_written(view, tokens, layers, direct.on_layer, on_end=direct.on_end)
+        direct = Direct(view, head, chunk, at, tokens.shape[1])
+        direct.run(tokens)
         by_source = direct.contributions().cpu()
         sources += by_source.sum(0)
         others = torch.stack(list(direct.others.values())).cpu()

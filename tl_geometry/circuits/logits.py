@@ -22,6 +22,7 @@ import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base.checks import index
 from tl_geometry.base.errors import (
@@ -39,7 +40,9 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.row_pass import no_rows
 from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
@@ -180,11 +183,12 @@ def explain_logit(
     fits, expected = size <= memory_budget, f"at most memory_budget={memory_budget} bytes"
     what, instead = "logit", "a shorter prompt, or a larger memory_budget="
     require(fits, what, expected=expected, got=size, instead=instead, error=BudgetError)
-    direct = Direct(view, head, torch.tensor([ids]), position)
-    run_written(view, rows.tokens, range(view.n_layers), direct.on_layer, on_end=direct.on_end)
+    direct = Direct(view, head, torch.tensor([ids]), position, length)
+    direct.run(rows.tokens)
     pairs = direct.largest(top)
     details = _Pairs(view, splitter, direct, position, pairs, len(names))
-    run_written(view, rows.tokens, sorted({l for l, _, _ in pairs}), details.on_layer)
+    layers = sorted({l for l, _, _ in pairs})
+    run_written(view, rows.tokens, layers, details.on_layer, on_rows=no_rows)
     provenance = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
     explanation = LogitExplanation(
         provenance=provenance,
@@ -223,9 +227,14 @@ class Direct:
     constants wrote."""
 
     def __init__(
-        self, view: ModelView, head: OutputHead, ids: Int[Tensor, "batch side"], position: int
+        self,
+        view: ModelView,
+        head: OutputHead,
+        ids: Int[Tensor, "batch side"],
+        position: int,
+        length: int,
     ) -> None:
-        self.view, self.head, self.position = view, head, position
+        self.view, self.head, self.position, self.length = view, head, position, length
         self.ids = ids.to(view.device)
         signs = [1.0, -1.0][: ids.shape[1]]
         self.sign = torch.tensor(signs, dtype=torch.float64, device=view.device)
@@ -235,14 +244,25 @@ class Direct:
         self.others: dict[str, Float[Tensor, " batch"]] = {}
         self.readouts = torch.zeros(ids.shape, dtype=torch.float64)
 
+    def run(self, tokens: Int[Tensor, "batch position"]) -> None:
+        """The forward pass, in blocks of rows where the prompts are long."""
+        layers, rows = range(self.view.n_layers), self.on_rows
+        run_written(self.view, tokens, layers, self.on_layer, on_end=self.on_end, on_rows=rows)
+
+    def on_rows(self, layer: int, start: int, pattern: Tensor) -> None:
+        """Keep the attention that the position pays to each source."""
+        if start <= self.position < start + pattern.shape[-2]:
+            paid = upcast(pattern[:, :, self.position - start]).double()
+            # keys after a block of rows are not there, and not seen
+            self.paid.append(pad(paid, (0, self.length - paid.shape[-1])))
+
     def on_layer(self, layer: LayerView, written: Written) -> None:
-        """Keep the attention paid to each source, and the value it gives each head."""
-        if layer.pattern is None or layer.v is None:
+        """Keep the value that each source gives each head."""
+        if layer.v is None:
             what, got = f"layer {layer.layer} of {self.view.name}", "no values"
-            fail(what, expected="hooks of pattern and values", got=got, error=UnsupportedModelError)
-        paid = layer.pattern[:, :, self.position].double()
+            fail(what, expected="hooks of values", got=got, error=UnsupportedModelError)
+        paid = self.paid[layer.layer]
         value = (layer.v - layer.v_constant).double()
-        self.paid.append(paid)
         self.moved.append(einsum(paid, value, "b h j, b j h e -> b h j e"))
 
     def on_end(self, h: Tensor, written: Written) -> None:
@@ -267,7 +287,7 @@ class Direct:
         A cap is not inverted, which would blow up the rounding of a logit near it: what it takes
         off is computed from the readout, and added to the logit that the model gives.
         """
-        logits = self.view.logits(tokens)[:, self.position].gather(1, self.ids).double()
+        logits = self.view.logits_at(tokens, self.position).gather(1, self.ids).double()
         readouts = self.readouts.to(logits)
         return (logits + readouts - soft_cap(readouts, self.head.softcap)) @ self.sign
 
@@ -314,7 +334,7 @@ class _Pairs:
         self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
         values = self.splitter.values(layer).double()
         values[0] -= layer.v_constant.double()  # what is written whatever the source is
-        seen = layer.allowed[self.position]
+        seen = layer.seen_by(self.position)
         for p in pairs_here:
             _, head, source = self.pairs[p]
             at = heads.index(head)

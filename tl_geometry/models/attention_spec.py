@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -192,15 +193,15 @@ def turn_of(
     attn, prefix = parameters.attention(layer), f"blocks.{layer}.attn."
     cos, sin = cached.get(prefix + "hook_cos"), cached.get(prefix + "hook_sin")
     if cos is None or sin is None:
-        cos, sin = _tables(attn, length)
+        cos, sin = rotary_tables(attn, length)
     if cos is None or sin is None:
         return None
     cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
-    # asked once, because the answer is waited for; a single position has no angle that tells
-    key = ("twice", layer, length)
-    if key not in memo:
-        memo[key] = _each_angle_twice(cos)
-    if memo[key]:
+    # asked once, because the answer is waited for; a single position may have no angle that tells
+    key, known = ("twice", layer), memo if length > 1 else {}
+    if key not in known:
+        known[key] = _each_angle_twice(cos)
+    if known[key]:
         return cos, sin
     widen = "t n -> t (two n)" if style == "half" else "t n -> t (n two)"
     return repeat(cos, widen, two=2), repeat(sin, widen, two=2)
@@ -213,7 +214,8 @@ def _each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:
     return halves or torch.equal(cos[:, ::2], cos[:, 1::2])
 
 
-def _tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+def rotary_tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """Cosines and sines of the first positions, from the buffers of a layer that has them."""
     source = inner(attn)
     if part(attn, "rotary_cos") is not None:  # HookedTransformer
         return attn.rotary_cos[:length], attn.rotary_sin[:length]
@@ -237,6 +239,33 @@ def alibi(form: str, length: int) -> Float[Tensor, "query key"]:
 def scores_of(q: Tensor, k: Tensor, scale: float) -> Float[Tensor, "batch head query key"]:
     """Scaled products of queries and keys."""
     return einsum(q, k, "b i h e, b j h e -> b h i j") * scale
+
+
+def frozen_fields(
+    spec: AttentionSpec, h: Tensor, raw: Mapping[str, Tensor], turn: tuple[Tensor, Tensor] | None
+) -> dict[str, Any]:
+    """The fields of a :class:`~tl_geometry.models.LayerView` that say how queries, keys and values
+    are made of parts: maps, frozen scales, constants, and the queries and keys themselves."""
+    norm_scale = spec.norm.scale(h)
+    constant = {w: spec.constant(w) for w in "qkv"}
+    shape = (*h.shape[:2], constant["q"].shape[-2])
+    # one tensor for all three: LayerView tells by its identity that there is no QK-norm
+    scale = dict.fromkeys("qkv", (1 / norm_scale).unsqueeze(-1).expand(shape))
+    constant = {w: value.expand(*shape, -1) for w, value in constant.items()}
+    entering = dict(raw)
+    if spec.qk_norm is not None:
+        for w in "qk":
+            qk_scale = spec.qk_norm.scale(raw[w])
+            scale[w] = scale[w] / qk_scale
+            constant[w] = constant[w] / qk_scale.unsqueeze(-1)
+            entering[w] = raw[w] / qk_scale.unsqueeze(-1)
+    fields: dict[str, Any] = {"norm_scale": norm_scale, "projected": spec.projected}
+    fields["turned"] = partial(spec.head_map, turn=turn)
+    for w in "qkv":
+        fields[f"{w}_map"] = partial(spec.linear, which=w, turn=None if w == "v" else turn)
+        fields[f"{w}_scale"] = scale[w]
+        fields[f"{w}_constant"] = spec.head_map(constant[w], w, turn)
+    return fields | {w: spec.head_map(entering[w], w, turn) for w in "qk"}
 
 
 def ignore_of(attn: Any) -> Tensor | None:

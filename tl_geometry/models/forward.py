@@ -11,6 +11,7 @@ the thread that asked for it: other threads may run the model meanwhile.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -100,6 +101,27 @@ class Runner:
             what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
             fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
         return out
+
+    def behind(self, cache: Any, tokens: Tensor) -> Runner:
+        """The runner of a pass over ``tokens`` that reads and extends a cache of the keys and
+        values before them."""
+        runner = copy.copy(self)
+        runner.kwargs = {"use_cache": True, "past_key_values": cache}
+        if self.class_name == "HookedTransformer":
+            # without a mask it asks its tokenizer for one, and may have no tokenizer
+            runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
+        return runner
+
+    def empty_cache(self, batch: int, config: Any = None) -> Any:
+        """A cache without keys. Layers with a sliding window that a ``config`` of transformers
+        names forget the keys outside of it."""
+        if self.class_name == "HookedTransformer":
+            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+            return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, batch)
+        from transformers import DynamicCache
+
+        return DynamicCache(config=config)
 
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are

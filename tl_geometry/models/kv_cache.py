@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -40,7 +39,9 @@ class PrefixCache:
         def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
             # a cache of transformers grows with each pass, a frozen one of TransformerLens does not
             cache = repeated if hooked else batch_copies(repeated, 1)
-            return _with_cache(self.view, cache, tokens)(tokens, hooks, **options)
+            runner = self.view._run
+            assert isinstance(runner, Runner)  # as where the chunks before ran
+            return runner.behind(cache, tokens)(tokens, hooks, **options)
 
         return dataclasses.replace(self.view, _run=run)
 
@@ -53,33 +54,13 @@ def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCach
         return None
     if not hooked and "use_cache" not in runner.kwargs:  # HookedEncoder has none either
         return None
-    cache, prefix = _empty(view, len(tokens)), tokens[:, :-1].to(view.device)
-    _with_cache(view, cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
+    config = None if hooked else view._model.original_model.config
+    cache, prefix = runner.empty_cache(len(tokens), config), tokens[:, :-1].to(view.device)
+    runner.behind(cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
     tensors = _tensors(cache, hooked)
     if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in tensors):
         return None  # a class that ignores its cache
     return PrefixCache(view, cache, sum(t.numel() * t.element_size() for t in tensors))
-
-
-def _with_cache(view: ModelView, cache: Any, tokens: Tensor) -> Runner:
-    """The runner of a view, whose passes read and extend a cache."""
-    runner = copy.copy(view._run)
-    assert isinstance(runner, Runner)
-    runner.kwargs = {"use_cache": True, "past_key_values": cache}
-    if view.class_name == "HookedTransformer":
-        # without a mask it asks its tokenizer for one, and may have no tokenizer
-        runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
-    return runner
-
-
-def _empty(view: ModelView, batch: int) -> Any:
-    if view.class_name == "HookedTransformer":
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-        return TransformerLensKeyValueCache.init_cache(view._model.cfg, view.device, batch)
-    from transformers import DynamicCache
-
-    return DynamicCache(config=view._model.original_model.config)
 
 
 def _tensors(cache: Any, hooked: bool) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_geometry.base.rows import KeyRanges
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reconstruction import ReconstructionReport
 from tl_geometry.models.softmax import masked_softmax, soft_cap
@@ -78,12 +79,13 @@ class LayerView:
     there is one. ``added`` is the positional embedding of models that add it to the inputs of
     queries and keys only (Shortformer), and its share of the constants: position, though not in the
     stream. ``bias`` is ALiBi, analytic or measured (``bias_source``), else ``None``; ``allowed``
-    the mask (causal, sliding window, bidirectional), ``mask_form`` its form
-    (:func:`tl_geometry.base.rows.mask_form`), where that is known.
+    the mask (causal, sliding window, bidirectional), as cells or as the range of each query,
+    ``mask_form`` its form (:func:`tl_geometry.base.rows.mask_form`), where that is known.
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
-    masked and after the soft cap, ``None`` where the hook holds the pattern. Rounding of queries
-    grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
+    masked and after the soft cap, ``None`` where the hook holds the pattern; both are ``None``
+    where a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`). Rounding of
+    queries grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
     ``reconstruction`` reports the checks that were made. Grouped keys and values are expanded to
     all heads. Tensors are float32, or float64 for float64 models, on the layer's device.
     """
@@ -97,7 +99,7 @@ class LayerView:
     sinks: Float[Tensor, " head"] | None
     bias: Float[Tensor, "head query key"] | None
     bias_source: str
-    allowed: Bool[Tensor, "query key"]
+    mask: Bool[Tensor, "query key"] | KeyRanges
     q_map: LinearMap
     k_map: LinearMap
     v_map: LinearMap
@@ -107,10 +109,10 @@ class LayerView:
     k_scale: Float[Tensor, "batch position head"]
     v_scale: Float[Tensor, "batch position head"]
     q_constant: Float[Tensor, "batch position head d_head"]
-    k_constant: Float[Tensor, "batch position head d_head"]
+    k_constant: Float[Tensor, "batch key head d_head"]
     v_constant: Float[Tensor, "batch position head d_head"]
     q: Float[Tensor, "batch position head d_head"]
-    k: Float[Tensor, "batch position head d_head"]
+    k: Float[Tensor, "batch key head d_head"]
     pattern: Float[Tensor, "batch head query key"] | None
     scores: Float[Tensor, "batch head query key"] | None
     v: Float[Tensor, "batch position head d_head"] | None
@@ -121,6 +123,15 @@ class LayerView:
     turn: Rotation | None = None
     added: AddedPosition | None = None
     mask_form: str | None = None
+
+    @property
+    def allowed(self) -> Bool[Tensor, "query key"]:
+        """The mask as cells."""
+        return self.seen_by(...)
+
+    def seen_by(self, queries: Any) -> Bool[Tensor, "... key"]:
+        """The keys that some queries may attend to."""
+        return self.mask[queries].to(self.q.device)
 
     @property
     def rotary(self) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from tl_geometry.base.transfer import floats
 from tl_geometry.models.attention_spec import (
     AttentionSpec,
     allowed_cells,
+    frozen_fields,
     ignore_of,
     scores_of,
     turn_of,
@@ -36,6 +36,7 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
+from tl_geometry.models.row_pass import OnRows, RowActivations, Rows, of_contexts, stream
 from tl_geometry.models.user_hooks import brief, names_of, without_hooks
 from tl_geometry.models.verify import (
     Measured,
@@ -166,6 +167,8 @@ class Layers:
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
         """
+        if isinstance(cache, RowActivations):
+            return self._judged(*self._build(layer, cache, verify, detach=verify, queries=queries))
         names = self.hooks(layer)
         # an ActivationCache is no Mapping
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
@@ -179,8 +182,9 @@ class Layers:
         h = activations[names[0]]
         expected, got = "a batch dimension", describe(h)
         require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
-        built = self._build(layer, activations, verify, detach=verify, queries=queries)
-        return self._judged(*built) if verify else built[0]
+        return self._judged(
+            *self._build(layer, activations, verify, detach=verify, queries=queries)
+        )
 
     def sampled(
         self, layer: int, activations: Mapping[str, Tensor], row: int, queries: int | None = None
@@ -188,9 +192,10 @@ class Layers:
         """The layer in one context of a batch, verified (of its scores ``queries``), and in all of
         them, unverified, with the form of its mask: all that must be known of a batch is read at
         once."""
-        one, found = self._build(layer, one_context(activations, row), True, queries=queries)
+        context = of_contexts(activations, slice(row, row + 1))
+        one, found = self._build(layer, context, True, queries=queries)
         every, _ = self._build(layer, activations, False)
-        numbers = floats(found | mask_facts(every.allowed))
+        numbers = floats(found | mask_facts(every.mask))
         return self._judged(one, found, numbers), replace(every, mask_form=mask_form(numbers))
 
     def _build(
@@ -229,6 +234,7 @@ class Layers:
         masked = (
             activations[f"blocks.{layer}.attn.hook_attn_scores"] if scores is not None else None
         )
+        rows = activations.check if isinstance(activations, RowActivations) else None
         view = LayerView(
             layer=layer,
             h=h,
@@ -238,8 +244,8 @@ class Layers:
             sinks=spec.sinks,
             bias=bias,
             bias_source=source,
-            allowed=allowed_cells(spec, length, self.causal, masked, pattern),
-            **_frozen(spec, h, raw, turn),
+            mask=rows.mask if rows else allowed_cells(spec, length, self.causal, masked, pattern),
+            **frozen_fields(spec, h, raw, turn),
             added=spec.added_position(),
             pattern=pattern,
             scores=None if scores is None else scores.detach(),
@@ -253,12 +259,16 @@ class Layers:
         if not verify:
             return view, {}
         at = some_queries(length, queries)
-        return view, measured_inputs(spec, view, raw, hooked, at) | measured_scores(view, at)
+        of_scores = measured_scores(view, at) if rows is None else rows.measured()
+        return view, measured_inputs(spec, view, raw, hooked, at) | of_scores
 
     def _judged(
         self, view: LayerView, found: Measured, numbers: Mapping[str, float] | None = None
     ) -> LayerView:
-        """The view with its report (of ``numbers``, where they were read already), or a refusal."""
+        """The view, where something was measured with its report (of ``numbers``, where they were
+        read already), or a refusal."""
+        if not found:
+            return view
         report = report_of(view, floats(found) if numbers is None else numbers)
         if not report.adds_up:
             self._refuse(view, report)
@@ -373,22 +383,24 @@ class Layers:
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
         queries: int | None = None,
+        on_rows: OnRows | None = None,
     ) -> None:
-        """One forward pass; each layer is handed over at its end and let go."""
+        """One forward pass; each layer is handed over at its end and let go. With ``on_rows`` long
+        prompts run in blocks of rows (:mod:`tl_geometry.models.row_pass`)."""
         # before the pass: a model cannot be run from within its own hooks
         self.measure(layers, tokens.shape[-1])
 
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             if sample is None:
-                every, found = self._build(layer, activations, verify)
-                on_layer(self._judged(every, found) if verify else every)
+                on_layer(self._judged(*self._build(layer, activations, verify)))
                 return
             row, on_sample = sample
             one, every = self.sampled(layer, activations, row, queries)
             on_sample(one)
             on_layer(every)
 
-        self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
+        rows = Rows.of(on_rows, tokens, verify, sample and sample[0], queries)
+        stream(self, tokens, {layer: self.hooks(layer) for layer in layers}, take, rows=rows)
 
     def stream(
         self,
@@ -465,36 +477,3 @@ class Layers:
             return None, None
         like = upcast(logits)
         return replace(best, gain=best.gain.to(like), bias=best.bias.to(like)), cap
-
-
-def one_context(activations: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    """The activations of one context of a batch; rotary tables are those of all."""
-    tables = tuple(name.removeprefix("attn.") for name in TABLES)
-    return {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
-
-
-def _frozen(
-    spec: AttentionSpec, h: Tensor, raw: Mapping[str, Tensor], turn: tuple[Tensor, Tensor] | None
-) -> dict[str, Any]:
-    """The fields of a :class:`LayerView` that say how queries, keys and values are made of parts:
-    maps, frozen scales, constants, and the queries and keys themselves."""
-    norm_scale = spec.norm.scale(h)
-    constant = {w: spec.constant(w) for w in "qkv"}
-    shape = (*h.shape[:2], constant["q"].shape[-2])
-    # one tensor for all three: LayerView tells by its identity that there is no QK-norm
-    scale = dict.fromkeys("qkv", (1 / norm_scale).unsqueeze(-1).expand(shape))
-    constant = {w: value.expand(*shape, -1) for w, value in constant.items()}
-    entering = dict(raw)
-    if spec.qk_norm is not None:
-        for w in "qk":
-            qk_scale = spec.qk_norm.scale(raw[w])
-            scale[w] = scale[w] / qk_scale
-            constant[w] = constant[w] / qk_scale.unsqueeze(-1)
-            entering[w] = raw[w] / qk_scale.unsqueeze(-1)
-    fields: dict[str, Any] = {"norm_scale": norm_scale, "projected": spec.projected}
-    fields["turned"] = partial(spec.head_map, turn=turn)
-    for w in "qkv":
-        fields[f"{w}_map"] = partial(spec.linear, which=w, turn=None if w == "v" else turn)
-        fields[f"{w}_scale"] = scale[w]
-        fields[f"{w}_constant"] = spec.head_map(constant[w], w, turn)
-    return fields | {w: spec.head_map(entering[w], w, turn) for w in "qk"}

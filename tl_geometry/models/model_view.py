@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
@@ -25,6 +25,7 @@ from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.precision import T, in_single
+from tl_geometry.models.row_pass import OnRows, in_rows, logits_at
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
@@ -138,6 +139,12 @@ class ModelView:
         assert logits is not None
         return logits
 
+    def logits_at(
+        self, tokens: Int[Tensor, "batch position"], position: int
+    ) -> Float[Tensor, "batch d_vocab"]:
+        """Logits of one position; of long prompts from blocks of query rows."""
+        return logits_at(self._layers, tokens, position)
+
     def activations(
         self, tokens: Tensor, hooks: Sequence[str], *, stop_at: int | None = None
     ) -> dict[str, Tensor]:
@@ -153,6 +160,7 @@ class ModelView:
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
         queries: int | None = None,
+        on_rows: OnRows | None = None,
     ) -> None:
         """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
         holding one layer at a time.
@@ -162,8 +170,17 @@ class ModelView:
         are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
         function): that context alone is verified, by itself in the same pass, and its view given to
         the function; ``queries`` is how many of its queries are compared, all by default.
+
+        ``on_rows`` receives the patterns (layer, first query, ``[batch head query key]``) and lets
+        long prompts run in blocks of rows, after which all layers are handed over, without patterns
+        and scores (:mod:`tl_geometry.models.row_pass`).
         """
-        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample, queries=queries)
+        options = {"verify": verify, "sample": sample, "queries": queries, "on_rows": on_rows}
+        self._layers.run(tokens, layers, on_layer, **options)
+
+    def in_rows(self, length: int) -> bool:
+        """Whether prompts of this length run in blocks of query rows, for those who ask for it."""
+        return in_rows(self._layers, length)
 
     def layer(
         self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None

@@ -33,6 +33,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
+from tl_geometry.models.row_pass import OnRows, Rows, stream
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
@@ -204,9 +205,9 @@ class Written:
     def stacked(
         self, grain: str = "writers", out: Tensor | None = None
     ) -> Float[Tensor, "part batch position d_model"]:
-        """:meth:`parts` as one tensor, in the memory of ``out`` where that is given."""
-        stack = self.constants.new_empty(0) if out is None else out
-        stack = stack.resize_(len(self.names(grain)), *self.constants.shape)
+        """:meth:`parts` as one tensor, which is ``out`` where that is given."""
+        shape = (len(self.names(grain)), *self.constants.shape)
+        stack = self.constants.new_empty(shape) if out is None else out
         start = 0
         for part in self._in_order(grain):
             stack[start : start + len(part)] = part
@@ -264,6 +265,7 @@ def run_written(
     queries: int | None = None,
     on_end: OnEnd | None = None,
     cache: Any = None,
+    on_rows: OnRows | None = None,
 ) -> None:
     """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
     ``layers`` with the writers of its input, and, if asked, the last state with its own.
@@ -271,7 +273,8 @@ def run_written(
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
     added up and compared with the stream. ``sample`` is a pair (row, function): that context alone
     is verified, by itself in the same pass, and given to the function; ``queries`` is how many of
-    its queries are compared.
+    its queries are compared. With ``on_rows`` long prompts run in blocks of rows, and layers have
+    no patterns (:mod:`tl_geometry.models.row_pass`).
     """
     writing, wanted = writing_of(view), set(layers)
     until = view.n_layers if on_end is not None else max(wanted)
@@ -305,7 +308,8 @@ def run_written(
     if cache is None:
         # before the pass: a model cannot be run from within its own hooks
         view._layers.measure(list(names), tokens.shape[-1])
-        end = view._layers.stream(tokens, names, take, last)
+        rows = Rows.of(on_rows, tokens, verify, sample and sample[0], queries)
+        end = stream(view._layers, tokens, names, take, last, rows)
     else:
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]

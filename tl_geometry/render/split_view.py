@@ -217,7 +217,7 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
         q=split.q[:, at, :, rows],
         k=split.k[:, at, :, rows],
         bias=None if split.bias is None else split.bias[rows],
-        allowed=split.allowed[rows],
+        mask=split.mask[rows],
         softcap=split.softcap[rows],
         sinks=split.sinks[rows],
         scores=None if split.scores is None else split.scores[at, rows],

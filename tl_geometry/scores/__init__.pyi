@@ -19,6 +19,7 @@ from .sums import ShareSums as ShareSums
 from .sums import share_sums as share_sums
 from .sweep import sweep_heads as sweep_heads
 from .sweep_table import SweepTable as SweepTable
+from .top_cells import TopCells as TopCells
 from .values import ValueSplit as ValueSplit
 from .values import split_values as split_values
 

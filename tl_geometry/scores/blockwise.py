@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.rows import mask_facts, mask_form, row_center
+from tl_geometry.base.rows import KeyRanges, mask_facts, mask_form, row_center
 from tl_geometry.base.transfer import floats
 
 BLOCK = 64
@@ -50,16 +50,21 @@ class PlaneIndex(NamedTuple):
     planes: int
 
 
-def form_of(mask: Bool[Tensor, "batch query key"]) -> str:
+def form_of(mask: Bool[Tensor, "batch query key"] | KeyRanges) -> str:
     """The form that all contexts share (:func:`~tl_geometry.base.rows.mask_form`); a GPU is waited
-    for."""
-    return "other" if len(mask) > 1 else mask_form(floats(mask_facts(mask[0])))
+    for, where the mask lies on one."""
+    if isinstance(mask, Tensor) and len(mask) > 1:
+        return "other"
+    return mask_form(floats(mask_facts(mask if isinstance(mask, KeyRanges) else mask[0])))
 
 
-def blocks_of(mask: Tensor, dtype: torch.dtype, form: str | None = None) -> Iterator[Block]:
-    """Blocks of query rows of a mask ``[batch query key]`` of a known ``form``: all rows see the
-    keys before the block under a causal mask, all keys under a full one; any other mask is taken as
-    it comes."""
+def blocks_of(mask: Tensor | KeyRanges, query: Tensor, form: str | None = None) -> Iterator[Block]:
+    """Blocks of query rows of a mask ``[batch query key]`` of a known ``form``, for scores of
+    ``query``: all rows see the keys before the block under a causal mask, all keys under a full
+    one; any other mask is taken as it comes."""
+    if isinstance(mask, KeyRanges):
+        yield from _blocks_of_ranges(mask, query)
+        return
     n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
     form = form or form_of(mask)
     causal, everything = form == "causal", form == "full"
@@ -67,16 +72,27 @@ def blocks_of(mask: Tensor, dtype: torch.dtype, form: str | None = None) -> Iter
         stop = min(start + BLOCK, n_queries)
         full = start if causal else length if everything else 0
         end = stop if causal else length
-        partial_mask = mask[:, None, start:stop, full:end].to(dtype)
+        partial_mask = mask[:, None, start:stop, full:end].to(query.dtype)
         # a row that sees no key divides zeros by one
         n_keys = (full + partial_mask.sum(-1, keepdim=True)).clamp(min=1)
         yield Block(start, stop, full, end, partial_mask, n_keys)
 
 
+def _blocks_of_ranges(ranges: KeyRanges, query: Tensor) -> Iterator[Block]:
+    """The same where each query sees a range of keys: no mask of all of them is formed."""
+    for start in range(0, len(ranges.stop), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(ranges.stop)))
+        first, stop = ranges.first[rows], ranges.stop[rows]
+        full, end = 0 if int(first.max()) else int(stop.min()), int(stop.max())
+        mask = ranges[rows][None, None, :, full:end].to(query)
+        n_keys = ranges.counts[rows].clamp(min=1)[None, None, :, None].to(query)
+        yield Block(start, rows.stop, full, end, mask, n_keys)
+
+
 def block_scores(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch head key d_head"],
-    mask: Tensor,
+    mask: Tensor | KeyRanges,
     *,
     key_shift: Float[Tensor, "batch head 1 d_head"],
     bias: Tensor | None = None,
@@ -89,14 +105,17 @@ def block_scores(
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring does not see it, a
     soft cap does. ``form`` is that of the mask (:func:`form_of`), where it is known.
     """
-    allowed = mask.unsqueeze(1)
-    bias_centred = None if bias is None else row_center(bias, allowed)
+    bias_centred = allowed = None
+    if bias is not None:  # a number for each cell, beside which a mask is small
+        cells = mask.cells.unsqueeze(0).to(bias.device) if isinstance(mask, KeyRanges) else mask
+        allowed = cells.unsqueeze(1)
+        bias_centred = row_center(bias, allowed)
     # what the key shift, and with each block's mean row-centring, takes out of a row
     level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
-    if bias is not None and bias_centred is not None and level is not None:
+    if bias is not None and allowed is not None and bias_centred is not None and level is not None:
         # all allowed keys of a row have the same difference, which is the row's mean
         level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
-    for block in blocks_of(mask, query.dtype, form):
+    for block in blocks_of(mask, query, form):
         rows = slice(block.start, block.stop)
         centred, mean = centred_scores(query[:, :, rows], key, block)
         block_bias = None if bias_centred is None else bias_centred[:, :, rows, : block.end]

@@ -300,4 +300,4 @@ class GroupProjections:
             parts.append(group_parts(projected[rows] * scale, bias, pos, self.share))
         options: dict[str, Any] = {"bias": layer.bias, "drop": drop, "softcap": layer.softcap}
         options |= {"energy": False, "form": layer.mask_form}
-        return share_sums(parts[0], parts[1], layer.allowed, **options)
+        return share_sums(parts[0], parts[1], layer.mask, **options)

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import fail, listed, require
+from tl_geometry.base.errors import BudgetError, fail, listed, require
+from tl_geometry.base.rows import KeyRanges
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
@@ -39,15 +40,19 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
+from tl_geometry.models.row_pass import ROW_CELLS, no_rows
 from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
 from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
-from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter
-from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
+from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter, masks_of
+from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.terms import ALIBI, TermResult, bias_label, term_names, term_pairs
+from tl_geometry.scores.top_cells import TopCells, top_cells
+
+ALL = slice(None)
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
@@ -60,21 +65,28 @@ class Terms(Mapping[tuple[str, str], Tensor]):
         self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
 
     def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
-        split = self._split
+        self._split.require_dense("terms")
+        return self.rows(term, ALL)
+
+    def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
+        """A term as (query part, key part)."""
         pair = self._pairs.get(term) if isinstance(term, str) else term
         if pair is None or pair not in self._pairs.values():
             names = listed(list(self._pairs), "-".join(term) if isinstance(term, tuple) else term)
             expected, got = f'one of {names}, or a pair ("query part", "key part")', repr(term)
             fail("terms", expected=expected, got=got, instead="list(split.terms)")
+        return pair
+
+    def rows(
+        self, term: tuple[str, str] | str, queries: slice
+    ) -> Float[Tensor, "batch head query key"]:
+        """Some query rows of one term."""
+        split, pair = self._split, self.pair(term)
         if split.bias is not None and pair == (ALIBI, ALIBI):
             # a copy, as all other terms are: writing to one leaves the split as it is
-            return split.bias.expand(split.q.shape[1], -1, -1, -1).clone()
+            return split.bias[:, queries].expand(split.q.shape[1], -1, -1, -1).clone()
         query_part, key_part = (split.parts.index(part) for part in pair)
-        return einsum(
-            split.q[query_part],
-            split.k[key_part],
-            "batch query head e, batch key head e -> batch head query key",
-        )
+        return _products(split.q[query_part], split.k[key_part], queries)
 
     def __contains__(self, term: object) -> bool:
         return term in self._pairs or term in self._pairs.values()
@@ -91,7 +103,8 @@ class ScoreSplit(TermResult):
     """Attention scores of some heads as a sum of terms.
 
     ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
-    labels the head axis with (layer, head), ``allowed`` is the mask. ``checks`` are the
+    labels the head axis with (layer, head), ``allowed`` is the mask (``mask`` holds it as cells, of
+    a long prompt as ranges of keys). ``checks`` are the
     reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
     is infinite and ``sinks`` minus infinite for heads without one. ``planes`` are the rotary planes
     of the heads: which coordinates turn together, and how fast (without a rotation all coordinates
@@ -106,7 +119,7 @@ class ScoreSplit(TermResult):
     q: Float[Tensor, "part batch query head d_head"]
     k: Float[Tensor, "part batch key head d_head"]
     bias: Float[Tensor, "head query key"] | None
-    allowed: Bool[Tensor, "head query key"]
+    mask: Bool[Tensor, "head query key"] | KeyRanges
     softcap: Float[Tensor, " head"]
     sinks: Float[Tensor, " head"]
     planes: HeadPlanes
@@ -114,6 +127,12 @@ class ScoreSplit(TermResult):
     checks: tuple[Check, ...] = ()
     scale: float = 0.0
     str_tokens: tuple[str, ...] = ()
+    memory_budget: int = 2**31
+
+    @property
+    def allowed(self) -> Bool[Tensor, "head query key"]:
+        """The keys that each query may attend to."""
+        return self.mask[ALL].to(self.q.device)
 
     @property
     def terms(self) -> Terms:
@@ -153,7 +172,8 @@ class ScoreSplit(TermResult):
         With the presets ``"paper"`` and ``"reference"`` the terms do not sum to the scores:
         ``"paper"`` gives their sum, ``"reference"`` the model's own scores, as published.
         """
-        return torch.where(self.allowed, self.summed(), -torch.inf)
+        self.require_dense("total")
+        return self.total_rows(ALL)
 
     def summed(self) -> Float[Tensor, "batch head query key"]:
         """:meth:`total` at every cell, allowed or not."""
@@ -161,19 +181,44 @@ class ScoreSplit(TermResult):
 
     def sum_of_terms(self) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms at every cell, allowed or not, whatever the preset."""
-        total = einsum(
-            self.q.sum(0),
-            self.k.sum(0),
-            "batch query head e, batch key head e -> batch head query key",
-        )
-        return total if self.bias is None else total + self.bias
+        self.require_dense("sum_of_terms")
+        return self._sum_of_rows(ALL)
+
+    def _sum_of_rows(self, queries: slice) -> Float[Tensor, "batch head query key"]:
+        total = _products(self.q.sum(0), self.k.sum(0), queries)
+        return total if self.bias is None else total + self.bias[:, queries]
+
+    def total_rows(self, queries: slice) -> Float[Tensor, "batch head query key"]:
+        """:meth:`total` of some query rows."""
+        rows = self._sum_of_rows(queries) if self.scores is None else self.scores[:, :, queries]
+        return torch.where(self.mask[:, queries].to(rows.device), rows, -torch.inf)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """All query rows, a few at a time, of which ``[batch head row key]`` is small."""
+        batch, length, heads = self.q.shape[1:4]
+        step = max(1, ROW_CELLS // (batch * heads * length))
+        return (slice(start, start + step) for start in range(0, length, step))
+
+    def require_dense(self, what: str) -> None:
+        """Raise ``BudgetError`` where one term as a matrix exceeds ``memory_budget``."""
+        batch, length, heads = self.q.shape[1:4]
+        size = batch * heads * length**2 * self.q.element_size()
+        expected = f"at most memory_budget={self.memory_budget} bytes"
+        got, instead = f"{size} bytes for one term", "top_cells, shares, or fewer heads="
+        fits = size <= self.memory_budget
+        require(fits, what, expected=expected, got=got, instead=instead, error=BudgetError)
 
     def model_scores(self) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
-        total, cap = self.total(), self.softcap[:, None, None]
+        self.require_dense("model_scores")
+        return self._capped(self.total_rows(ALL))
+
+    def _capped(self, total: Tensor) -> Float[Tensor, "batch head query key"]:
+        cap = self.softcap[:, None, None]
         if bool(torch.isinf(cap).all()):
             return total
-        return torch.where(torch.isinf(cap) | ~self.allowed, total, cap * torch.tanh(total / cap))
+        outside = torch.isinf(cap) | torch.isneginf(total)
+        return torch.where(outside, total, cap * torch.tanh(total / cap))
 
     def pattern(self) -> Float[Tensor, "batch head query key"]:
         """Attention pattern: softmax over the allowed keys, with the sink's share left out where a
@@ -182,7 +227,12 @@ class ScoreSplit(TermResult):
         With ``preset="reference"`` the first token is deleted from the keys, as in the published
         figure (the model attends to it).
         """
-        scores = self.model_scores()
+        self.require_dense("pattern")
+        return self.pattern_rows(ALL)
+
+    def pattern_rows(self, queries: slice) -> Float[Tensor, "batch head query key"]:
+        """:meth:`pattern` of some query rows."""
+        scores = self._capped(self.total_rows(queries))
         if self.provenance.preset == "reference":
             scores = scores.clone()
             scores[..., 0] = -torch.inf
@@ -206,7 +256,6 @@ class ScoreSplit(TermResult):
         sums = ShareSums.beside(
             [self._layer_sums(indices, start).to("cpu") for indices in indices_of]
         )
-        mass = dropped_mass(self.pattern(), start).mean(0).double().cpu() if start else None
         return ShareTable(
             provenance=self.provenance,
             heads=self.heads,
@@ -214,10 +263,33 @@ class ScoreSplit(TermResult):
             # from the order by layer back to that of `heads`
             sums=sums.select(torch.cat(indices_of).argsort(), "head"),
             drop=start,
-            dropped_mass=mass,
+            dropped_mass=self._dropped_mass(start) if start else None,
             head_planes=self.planes,
             bias_label=self.bias_label,
         )
+
+    def top_cells(self, k: int, term: tuple[str, str] | str | None = None) -> TopCells:
+        """The ``k`` cells of each head and query row with the largest ``|X|`` of a term, or (by
+        default) with the highest total score, to which most attention is paid before a soft cap.
+
+        Exact, from a few rows at a time, so that no term is held as a matrix; cells of one size in
+        the order of their keys.
+
+        >>> import tl_geometry as tlg
+        >>> model = tlg.zoo.embedded()
+        >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+        >>> basis = tlg.decompose(model, windows, progress=False)
+        >>> split = tlg.split_scores(model, windows[:1], basis, heads="L1H0")
+        >>> bool((split.top_cells(1).keys[0, 0, :, 0] == split.total()[0, 0].argmax(-1)).all())
+        True
+        """
+        return top_cells(self, k, None if term is None else self.terms.pair(term))
+
+    def _dropped_mass(self, drop: int) -> Float[Tensor, " head"]:
+        """Attention that the kept queries pay to the first ``drop`` keys, mean over queries and
+        prompts."""
+        paid = [self.pattern_rows(rows)[..., :drop].sum(-1) for rows in self.row_blocks()]
+        return torch.cat(paid, 2)[:, :, drop:].mean((0, 2)).double().cpu()
 
     def _layer_sums(self, indices: Int[Tensor, " head"], drop: int) -> ShareSums:
         """Sums of some heads of one layer, which share mask, soft cap and rotation."""
@@ -225,7 +297,7 @@ class ScoreSplit(TermResult):
         sums = share_sums(
             self.q[..., indices, :],
             self.k[..., indices, :],
-            self.allowed[first],
+            self._mask_of(int(first)),
             bias=None if self.bias is None else self.bias[indices],
             drop=drop,
             softcap=cap if math.isfinite(cap) else None,
@@ -233,6 +305,12 @@ class ScoreSplit(TermResult):
             planes=PlaneIndex(self.planes.plane[first], self.planes.theta.shape[1]),
         )
         return sums.pooled()
+
+    def _mask_of(self, head: int) -> Bool[Tensor, "query key"] | KeyRanges:
+        """The mask of one head."""
+        if isinstance(self.mask, KeyRanges):
+            return KeyRanges(self.mask.first[head], self.mask.stop[head], self.mask.keys)
+        return self.mask[head]
 
     @property
     def _additive(self) -> bool:
@@ -309,8 +387,14 @@ def split_scores(
     QK-norm is exactly a function of the offset i - j, and is shown as "relative position"; on a raw
     basis it is the "mean-mean" term.
 
+    Prompts of thousands of tokens run in blocks of query rows
+    (:mod:`tl_geometry.models.row_pass`) and are kept as queries and keys: memory grows with their
+    length, ``.shares()`` and ``.top_cells(k)`` work, a term as a matrix raises ``BudgetError``
+    where it exceeds ``memory_budget``.
+
     Raises ``ReconstructionError`` where the terms do not sum to the model's scores, ``BudgetError``
-    where all terms together would exceed ``memory_budget`` bytes, ``GeometryError`` for a basis of
+    where queries and keys of long prompts, or all terms of others, would exceed ``memory_budget``
+    bytes, ``GeometryError`` for a basis of
     another model, positions beyond the basis, parts that do not sum, and a normalised basis with
     another preset than ``"exact"``.
 
@@ -330,7 +414,9 @@ def split_scores(
     family = family_of(view, parts, basis, layers_of)
     splitter = Splitter(view, family, layers_of, preset)
     by_writers = isinstance(family, Writers)
-    size = _size(view, prompts, len(chosen), len(splitter.names), by_writers)
+    on_rows = no_rows if preset == "exact" and cache is None else None
+    as_factors = by_writers or (on_rows is not None and view.in_rows(prompts.tokens.shape[1]))
+    size = _size(view, prompts, len(chosen), len(splitter.names), as_factors)
     check_request(view, prompts, basis, size, memory_budget, len(chosen))
     layer_terms: list[HeadTerms] = []
 
@@ -338,7 +424,7 @@ def split_scores(
         heads_here = [h for l, h in chosen if l == layer.layer]
         layer_terms.append(splitter.layer(layer, heads_here, device))
 
-    each_layer(view, prompts, cache, splitter.layers, on_layer, family)
+    each_layer(view, prompts, cache, splitter.layers, on_layer, family, on_rows)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
     pick = torch.tensor([order.index(head) for head in chosen], device=device)  # as asked for
 
@@ -362,7 +448,7 @@ def split_scores(
         q=joined("q", 3),
         k=joined("k", 3),
         bias=None if preset == "paper" else optional("bias", 0),
-        allowed=joined("allowed", 0),
+        mask=masks_of(layer_terms, pick),
         softcap=joined("softcap", 0),
         sinks=joined("sinks", 0),
         planes=_planes_of(layer_terms, pick, preset),
@@ -370,16 +456,23 @@ def split_scores(
         checks=tuple(check for terms in layer_terms for check in terms.checks),
         scale=max(terms.scale for terms in layer_terms),
         str_tokens=prompts.str_tokens,
+        memory_budget=memory_budget,
         bias_label=bias_label(rotary=rotary, relative=relative),
     )
 
 
-def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, by_writers: bool) -> int:
+def _products(q: Tensor, k: Tensor, queries: slice) -> Float[Tensor, "batch head query key"]:
+    """Products of some queries with all keys."""
+    pattern = "batch query head e, batch key head e -> batch head query key"
+    return einsum(q[:, queries], k, pattern)
+
+
+def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, factors: bool) -> int:
     """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
-    many to be formed all at once, their queries and keys."""
+    many to be formed all at once, and of long prompts their queries and keys (``factors``)."""
     queries = len(prompts) * heads * prompts.tokens.shape[1]
     numbers_per_query = parts**2 * prompts.tokens.shape[1]
-    if by_writers:
+    if factors:
         numbers_per_query = 2 * parts * max(view.d_head, view.d_model // heads)
     # half precision is computed in float32
     return numbers_per_query * queries * max(4, view.dtype.itemsize)

@@ -16,6 +16,7 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import LayerHook, ModelView
+from tl_geometry.models.row_pass import OnRows
 from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, Writers
 
@@ -53,9 +54,11 @@ def each_layer(
     layers: Sequence[int],
     on_layer: LayerHook,
     family: Family,
+    on_rows: OnRows | None = None,
 ) -> None:
     """Views of the layers, from one forward pass or from a cache of these tokens; each after the
-    writers of its input, where the family needs them."""
+    writers of its input, where the family needs them. With ``on_rows`` long prompts run in blocks
+    of rows."""
     if cache is not None:
         _check_cache(view, rows, cache)
     if isinstance(family, Writers):
@@ -64,9 +67,9 @@ def each_layer(
             family.take(written)
             on_layer(layer)
 
-        run_written(view, rows.tokens, layers, on_written, cache=cache)
+        run_written(view, rows.tokens, layers, on_written, cache=cache, on_rows=on_rows)
     elif cache is None:
-        view.run_layers(rows.tokens, layers, on_layer)
+        view.run_layers(rows.tokens, layers, on_layer, on_rows=on_rows)
     else:
         expected = f"activations of tokens {tuple(rows.tokens.shape)}"
         for number in layers:

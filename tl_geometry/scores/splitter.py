@@ -3,21 +3,22 @@ up to the model's scores. Called by ``split_scores``, ``split_values`` and ``exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.base.rows import KeyRanges
 from tl_geometry.base.transfer import on_cpu
+from tl_geometry.models.attention_spec import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import (
-    CHUNK,
     Check,
     head_spreads,
     judge_rounding,
@@ -27,6 +28,7 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.models.softmax import soft_cap
 from tl_geometry.scores.families import BIAS, Family, load
 from tl_geometry.scores.projection import Side
@@ -45,7 +47,7 @@ class HeadTerms:
     q: Float[Tensor, "part batch query head d_head"]
     k: Float[Tensor, "part batch key head d_head"]
     bias: Float[Tensor, "head query key"] | None
-    allowed: Bool[Tensor, "head query key"]
+    mask: Bool[Tensor, "head query key"] | KeyRanges
     softcap: Float[Tensor, " head"]
     sinks: Float[Tensor, " head"]
     scores: Float[Tensor, "batch head query key"] | None
@@ -112,7 +114,7 @@ class Splitter:
             q=q.to(device),
             k=k.to(device),
             bias=None if layer.bias is None else layer.bias[pick].to(device),
-            allowed=layer.allowed.to(device).expand(len(heads), -1, -1).clone(),
+            mask=_of_heads(layer.mask, len(heads), device),
             softcap=torch.full((len(heads),), cap, **numbers),
             sinks=sinks.to(**numbers),
             scores=None if scores is None else scores.to(device),
@@ -167,33 +169,88 @@ class Splitter:
             error = float((parts.sum(0) - model[:, :, heads]).abs().max())
             bound = reconstruction_bound(layer.roundoff, size)
             checks.append((layer.layer, name, error, bound))
-        pattern_errors, score_errors, scale = [0.0], [0.0], 0.0
-        spreads: list[Tensor] = []
-        # a few heads at a time, because each pair of these tensors holds all cells of a head
-        step = max(1, CHUNK // (layer.h.shape[0] * layer.h.shape[1] ** 2))
-        for chunk in torch.arange(len(heads), device=heads.device).split(step):
-            chosen = heads[chunk]
-            total, size = _sum_and_size(layer, q[..., chunk, :], k[..., chunk, :], chosen)
-            scale = max(scale, float(torch.where(layer.allowed, size, 0.0).max()))
-            spreads.append(head_spreads(total, layer.allowed))
+        pattern_errors: list[Tensor] = []
+        score_errors: list[Tensor] = []
+        sizes = PartSizes()
+        in_rows = layer.pattern is None and layer.scores is None
+        for rows, allowed, total, size in score_blocks(layer, q, k, heads):
+            sizes.take(allowed, total, size)
+            if in_rows:  # the model's were compared with these as they came
+                own = scores_of(layer.q[:, rows, heads], layer.k[:, :, heads], layer.scale)
+                score_errors.append(torch.where(allowed, total - own, 0.0).abs().max())
             capped = soft_cap(total, layer.softcap)
             if layer.scores is not None:
-                error = torch.where(layer.allowed, capped - layer.scores[:, chosen], 0.0)
-                score_errors.append(float(error.abs().max()))
+                error = torch.where(allowed, capped - layer.scores[:, heads, rows], 0.0)
+                score_errors.append(error.abs().max())
             if layer.pattern is not None:
-                pattern = layer.pattern[:, chosen]
-                error = pattern_error(capped, pattern, layer.allowed, layer.roundoff)
-                pattern_errors.append(float(error))
+                pattern = layer.pattern[:, heads, rows]
+                pattern_errors.append(pattern_error(capped, pattern, allowed, layer.roundoff))
+        scale, spreads = sizes.settled()
         if layer.pattern is not None:
             bound = pattern_bound(layer.pattern, layer.roundoff, scale)
-            checks.append((layer.layer, "sum pattern", max(pattern_errors), bound))
-        if layer.scores is not None:
+            checks.append((layer.layer, "sum pattern", _largest(pattern_errors), bound))
+        if layer.scores is not None or in_rows:
             bound = reconstruction_bound(layer.roundoff, scale)
-            checks.append((layer.layer, "sum scores", max(score_errors), bound))
+            model = layer.reconstruction.checks.get("scores", (0.0, 0.0))[0] if in_rows else 0.0
+            checks.append((layer.layer, "sum scores", _largest(score_errors) + model, bound))
         require_reconstruction(checks, f"split of layer {layer.layer}")
         scales, what = (layer.reconstruction.scale, scale), f"layer {layer.layer}"
-        self.flags += judge_rounding(layer.roundoff, scales, torch.cat(spreads), what)
+        self.flags += judge_rounding(layer.roundoff, scales, spreads, what)
         return scale
+
+
+def _largest(errors: Sequence[Tensor]) -> float:
+    """The largest of some numbers, NaN where one is."""
+    return float(torch.stack(list(errors)).max())
+
+
+class ScoreBlock(NamedTuple):
+    """Scores of some query rows, summed over all parts, and what their rounding grows with."""
+
+    rows: slice
+    allowed: Bool[Tensor, "row key"]
+    total: Float[Tensor, "batch head row key"]
+    size: Float[Tensor, "batch head row key"]
+
+
+class PartSizes:
+    """The largest product of absolute values of the parts, and how far scores spread in a row."""
+
+    def __init__(self) -> None:
+        self.sizes: list[Tensor] = []
+        self.extremes: list[tuple[Tensor, Tensor]] = []
+
+    def take(self, allowed: Tensor, total: Tensor, size: Tensor) -> None:
+        """Take in a block of rows."""
+        self.sizes.append(torch.where(allowed, size, 0.0).max())
+        lowest = torch.where(allowed, total, torch.inf).amin(-1)
+        highest = torch.where(allowed, total, -torch.inf).amax(-1)
+        several = (allowed.sum(-1) > 1).unsqueeze(-1).expand(-1, 2)
+        self.extremes.append((torch.stack([lowest, highest], -1), several))
+
+    def settled(self) -> tuple[float, Float[Tensor, " head"]]:
+        """The largest product, and :func:`head_spreads` of all rows, of which the lowest and the
+        highest score suffice; read together."""
+        extremes, several = zip(*self.extremes, strict=True)
+        spreads = head_spreads(torch.cat(extremes, 2), torch.cat(several))
+        scale, spreads = on_cpu([torch.stack(self.sizes).max(), spreads])
+        return float(scale), spreads
+
+
+def score_blocks(
+    layer: LayerView,
+    q: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch key head d_head"],
+    heads: Tensor | slice,
+    queries: slice = slice(None),
+) -> Iterator[ScoreBlock]:
+    """Sums of the terms of some queries and all keys, a few rows at a time."""
+    batch, length = q.shape[1:3]
+    step, places = max(1, ROW_CELLS // (batch * q.shape[3] * length)), range(length)[queries]
+    for start in range(0, len(places), step):
+        block = places[start : start + step]
+        rows = slice(block.start, block.stop, block.step)
+        yield ScoreBlock(rows, layer.seen_by(rows), *_sum_and_size(layer, q, k, heads, rows))
 
 
 def _sum_and_size(
@@ -229,10 +286,35 @@ def rounding_flags(
         q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()  # of a layer without checks
     )
     pick = slice(None) if heads is None else torch.tensor(heads, device=q.device)
-    total, size = _sum_and_size(layer, q, k, pick, queries)
-    allowed = layer.allowed[queries]
-    size, spreads = on_cpu([torch.where(allowed, size, 0.0).max(), head_spreads(total, allowed)])
-    return judge_rounding(layer.roundoff, (unsplit, float(size)), spreads, f"layer {layer.layer}")
+    sizes = PartSizes()
+    for _, allowed, total, size in score_blocks(layer, q, k, pick, queries):
+        sizes.take(allowed, total, size)
+    scale, spreads = sizes.settled()
+    return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
+
+
+def _of_heads(
+    mask: Bool[Tensor, "query key"] | KeyRanges, heads: int, device: torch.device | str
+) -> Bool[Tensor, "head query key"] | KeyRanges:
+    """The mask of a layer for each of some heads."""
+    if isinstance(mask, KeyRanges):
+        first, stop = (x.expand(heads, -1).clone() for x in (mask.first, mask.stop))
+        return KeyRanges(first, stop, mask.keys)
+    return mask.to(device).expand(heads, -1, -1).clone()
+
+
+def masks_of(
+    layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
+) -> Bool[Tensor, "head query key"] | KeyRanges:
+    """The masks of the chosen heads; as ranges where the prompts ran in blocks of rows."""
+    masks = [terms.mask for terms in layers]
+    ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
+    if not ranges:
+        return torch.cat([mask[:] for mask in masks]).index_select(0, pick)
+    first, stop = (
+        torch.cat([getattr(r, x) for r in ranges])[pick.cpu()] for x in ("first", "stop")
+    )
+    return KeyRanges(first, stop, ranges[0].keys)
 
 
 def is_relative(layer: LayerView) -> Bool[Tensor, ""]:

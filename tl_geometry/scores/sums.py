@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.base.rows import causal_mask
+from tl_geometry.base.rows import KeyRanges, after, causal_mask
 from tl_geometry.base.sums import Sums
 from tl_geometry.scores.blockwise import (
     BLOCK,
@@ -116,7 +116,7 @@ class ShareSums(Sums):
 def share_sums(
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
-    allowed: Bool[Tensor, "..."] | None = None,
+    allowed: Bool[Tensor, "..."] | KeyRanges | None = None,
     *,
     bias: Float[Tensor, "..."] | None = None,
     drop: int = 0,
@@ -131,8 +131,9 @@ def share_sums(
 
     ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q``
     times the attention scale; ``allowed [query key]`` or ``[batch query key]`` (causal for
-    ``None``); ``bias [... head query key]`` is added to the scores and becomes the last term. The
-    first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
+    ``None``), or the range of keys of each query, which takes no memory for each cell;
+    ``bias [... head query key]`` is added to the scores and becomes the last term. The first
+    ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
     that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
     ``planes`` says which rotary plane each coordinate lies in, for sums by plane as well.
     ``working_set`` bounds the bytes held at a time. ``form`` is that of the mask, where it is known
@@ -154,12 +155,13 @@ def share_sums(
     length = q.shape[2]
     expected = f"0 to {length - 1} of {length} positions"
     require(0 <= drop < length, "drop", expected=expected, got=drop)
-    mask = _mask(allowed, q)[..., drop:, drop:]
+    mask = after(allowed if isinstance(allowed, KeyRanges) else _mask(allowed, q), drop)
+    masks = len(mask) if isinstance(mask, Tensor) else 1
     q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
     if bias is not None:
         bias = bias[..., drop:, drop:].to(q)
         bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
-        bias = bias.expand(max(len(bias), len(mask)), -1, -1, -1)
+        bias = bias.expand(max(len(bias), masks), -1, -1, -1)
     form = form or ("causal" if allowed is None else form_of(mask))
     planes = planes and planes._replace(plane=planes.plane.to(q.device))
     parts, batch, queries, heads, width = q.shape
@@ -170,7 +172,7 @@ def share_sums(
     sums: list[ShareSums] = []
     for start in range(0, batch, step):
         contexts = slice(start, start + step)
-        batch_mask = mask if len(mask) == 1 else mask[contexts]
+        batch_mask = mask[contexts] if masks > 1 else mask
         batch_bias = bias if bias is None or len(bias) == 1 else bias[contexts]
         options: dict[str, Any] = {"softcap": softcap, "energy": energy, "gain": gain}
         options["form"] = form
@@ -194,7 +196,7 @@ def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
 def _sums(
     q: Tensor,
     k: Tensor,
-    mask: Tensor,
+    mask: Tensor | KeyRanges,
     bias: Tensor | None,
     planes: PlaneIndex | None,
     *,
@@ -239,7 +241,7 @@ def _sums(
             of_bias["energies"] += squares.unsqueeze(-1)
     unit = 32 * unit_roundoff(q.dtype)  # as in models.reconstruction: 32 u of the largest product
     floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
-    allowed_keys = mask.sum(-1)
+    allowed_keys = mask.counts if isinstance(mask, KeyRanges) else mask.sum(-1)
     several = torch.where(allowed_keys > 1, allowed_keys, 0)  # one key: nothing to choose
     by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
     if not gain:
@@ -255,7 +257,7 @@ def _sums(
         total=total,
         gain_total=gain_total,
         floor=floor,
-        cells=zeros(batch, heads) + several.sum(-1).unsqueeze(1),
+        cells=zeros(batch, heads) + several.sum(-1).reshape(-1, 1).to(q.device),
     )
 
 

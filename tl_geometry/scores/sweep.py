@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import ReconstructionError, fail, require
 from tl_geometry.base.intervals import FEWEST_GROUPS
 from tl_geometry.base.results import Provenance
+from tl_geometry.base.rows import after
 from tl_geometry.base.transfer import on_cpu
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
@@ -39,6 +41,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.models.verify import some_queries
 from tl_geometry.models.writers import GRAINS
 from tl_geometry.scores.blockwise import BLOCK, PlaneIndex
@@ -56,7 +59,7 @@ from tl_geometry.scores.projection import (
     split_layer,
 )
 from tl_geometry.scores.splitter import is_relative, rounding_flags
-from tl_geometry.scores.sums import ShareSums, dropped_mass, share_sums
+from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label
 
@@ -193,7 +196,9 @@ def sweep_heads(
         # a batch without BOS settles it; after one with BOS another may come without
         basis.check_model(view, None if stream.begins_with_bos else False)
         sums.begin(batch)
-        view.run_layers(batch, chosen, sums.on_layer, verify=False, **stream.sample(sums.verify))
+        options = stream.sample(sums.verify)
+        options["on_rows"] = sums.on_rows
+        view.run_layers(batch, chosen, sums.on_layer, verify=False, **options)
     basis.check_model(view, stream.begins_with_bos)
     has_bos, normalized = basis.provenance.has_bos, basis.provenance.normalized
     types = measure_types(view, chosen, bos=bool(has_bos), seed=1234 + seed)
@@ -205,9 +210,12 @@ def sweep_heads(
 
 def _bytes_per_context(view: ModelView, length: int) -> int:
     """What one context holds in a forward pass: a layer's pattern and scores, its vectors, and the
-    step that works on them."""
+    step that works on them; in blocks of rows, a block of these and the vectors of all layers."""
     width = view.n_heads * view.d_head
-    numbers = 2 * view.n_heads * length**2 + length * (14 * width + 8 * view.d_model)
+    cells, vectors = 2 * view.n_heads * length**2, 14 * width + 8 * view.d_model
+    if view.in_rows(length):
+        cells, vectors = 2 * ROW_CELLS, vectors + view.n_layers * (4 * width + view.d_model)
+    numbers = cells + length * vectors
     return max(4, view.dtype.itemsize) * numbers
 
 
@@ -275,7 +283,7 @@ class _SweepSums:
         self.batch: Tensor = torch.empty(0, length, dtype=torch.int64)
         self.projected: dict[int, MappedBasis] = {}
         self.sums: dict[int, ShareSums] = {}
-        self.mass: dict[int, Tensor] = {}
+        self.mass: dict[int, Float[Tensor, " head"]] = {}
         self.details: dict[int, Details] = {}
         self.planes: dict[int, RotaryPlanes] = {}
         self.plane_index: dict[int, PlaneIndex] = {}
@@ -303,6 +311,12 @@ class _SweepSums:
         queries = some_queries(self.length, None if first else SAMPLED)
         self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k, queries))
 
+    def on_rows(self, layer: int, start: int, pattern: Tensor) -> None:
+        """Attention that some query rows of one batch pay to the keys that are left out."""
+        rows = pattern[:, :, max(0, self.drop - start) :, : self.drop]
+        mass = rows.sum((0, 2, 3), dtype=torch.float64) / (self.length - self.drop)
+        self.mass[layer] = self.mass.get(layer, torch.zeros_like(mass)) + mass
+
     def on_layer(self, layer: LayerView) -> None:
         """Take in one layer of one batch."""
         index, mapped = layer.layer, self._projection(layer)
@@ -313,14 +327,12 @@ class _SweepSums:
             details = self.details.setdefault(index, Details(self.detail, self.drop, self.seed))
             details.begin(layer, self.basis)
         start = 0 if details else self.drop  # only details look at what is dropped
-        allowed, bias = (
-            None if x is None else x[..., start:, start:] for x in (layer.allowed, layer.bias)
-        )
+        bias = None if layer.bias is None else layer.bias[..., start:, start:]
         if self.by_plane and index not in self.planes:
             self.planes[index] = planes = rotary_planes(layer)
             where = planes.plane.to(layer.q.device)
             self.plane_index[index] = PlaneIndex(where, len(planes.theta))
-        limit = self._working_set(layer)
+        limit, mask = self._working_set(layer), after(layer.mask, start)
         options: dict[str, Any] = {
             "bias": bias,
             "drop": self.drop - start,
@@ -334,16 +346,13 @@ class _SweepSums:
         for indices in torch.arange(len(layer.q)).split(self._step(layer, limit)):
             contexts = slice(int(indices[0]), int(indices[-1]) + 1)
             parts = split_layer(layer, mapped, contexts, start=start)
-            sums.append(share_sums(parts.q, parts.k, allowed, **options))
+            sums.append(share_sums(parts.q, parts.k, mask, **options))
             if details is not None:
                 details.update(layer, parts, contexts, self.batch[contexts], self.own[contexts])
         if details is not None:
             details.end()
         pooled = ShareSums.cat(sums).pooled()
         self.sums[index] = self.sums[index] + pooled if index in self.sums else pooled
-        if layer.pattern is not None:
-            mass = dropped_mass(layer.pattern, self.drop).sum(0).double()
-            self.mass[index] = self.mass.get(index, torch.zeros_like(mass)) + mass
 
     def _working_set(self, layer: LayerView) -> int:
         """Bytes that one step may work on."""
