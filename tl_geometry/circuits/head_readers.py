@@ -148,8 +148,8 @@ def random_numerators(
     readers: Sequence[Reader],
     written: Written,
     grain: str,
-    directions: tuple[Float[Tensor, "draw d_model"], Float[Tensor, "draw d_model"]],
-) -> list[Float[Tensor, "draw weight head part"]]:
+    directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
+) -> list[Float[Tensor, "sample weight head part"]]:
     """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
     and reads: two projections, where a turned writer would take as much as the writer itself."""
     written_along = written.along(directions[0]).stacked(grain)

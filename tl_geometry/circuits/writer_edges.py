@@ -276,7 +276,7 @@ class _CompositionSums:
         layer: int,
         heads: Sequence[int],
         grain: str,
-        directions: tuple[Float[Tensor, "draw d_model"], Float[Tensor, "draw d_model"]],
+        directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
         queries: Sequence[int] | None,
         value_factor: Callable[[int], Float[Tensor, "head d_head d_head"]],
     ) -> None:

@@ -177,7 +177,7 @@ class Written:
         """What was written at some positions."""
         return self._some((slice(None), positions))
 
-    def along(self, directions: Float[Tensor, "direction d_model"]) -> Written:
+    def along(self, directions: Float[Tensor, "column d_model"]) -> Written:
         """What was written along each of ``directions``: the same writers, with an axis of
         directions in place of d_model."""
         some, onto = copy(self), directions.to(self.constants).mT
