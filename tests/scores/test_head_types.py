@@ -184,7 +184,7 @@ def copies_common_tokens(slope: float) -> Mock:
     """A model of one head that copies, the less the rarer (higher) a token's id is."""
     view = Mock(spec=ModelView)
     view.d_vocab, view.n_ctx, view.bos_id, view.causal = 50_000, 64, None, True
-    view.pattern_hooks = {0: "pattern"}
+    view.pattern_hooks, view.device = {0: "pattern"}, torch.device("cpu")
 
     def run(tokens: torch.Tensor, hooks: dict[str, Any]) -> None:
         strength = 0.8 - slope * tokens.double() / 50_000
