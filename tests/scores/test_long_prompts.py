@@ -327,10 +327,11 @@ print(status("VmHWM") - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process from /proc")
 @pytest.mark.parametrize("name", ["split", "sweep", "explain", "trace"])
 def test_memory_grows_with_the_length_of_a_prompt(name: str) -> None:
-    """Four times the tokens, at most four times the memory; whole, they would take sixteen."""
+    """Twice the tokens, at most twice the memory; whole, they would take four times as much. (By
+    hand, 8,192 tokens: split 642 MiB against 475 of 2,048, sweep 896 against 485.)"""
     peaks = []
-    for length in (2048, 8192):
+    for length in (2048, 4096):
         command = [sys.executable, "-c", MEASURED, name, str(length)]
         out = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(float(out.stdout.split()[-1]))
-    assert peaks[1] < 4 * peaks[0], peaks
+    assert peaks[1] < 2 * peaks[0], peaks
