@@ -107,7 +107,7 @@ def report_of(view: LayerView, numbers: Mapping[str, float]) -> ReconstructionRe
     of_sums = 1.0 if view.sinks is None else max(scale, 1.0)
     if view.roundoff <= 2**-24:
         # softmax divides by a sum over the keys, which rounds by the root of their number (Higham &
-        # Mary 2019): 5 u measured for 512 keys, 55 u for 8,192. Half precision sums in float32
+        # Mary 2019): 11 u measured for 512 keys, 55 u for 8,192. Half precision sums in float32
         of_sums *= max(1.0, view.k.shape[1] / SUMMANDS) ** 0.5
     bounds = {
         **{w: reconstruction_bound(view.roundoff, numbers.get(f"{w} read", 0.0)) for w in "qk"},
