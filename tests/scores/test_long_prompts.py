@@ -239,9 +239,11 @@ def test_dense_requests_of_long_splits_are_refused() -> None:
 
 
 def masks() -> Iterator[Tensor]:
-    causal = causal_mask(130)
-    window = causal & ~causal.tril(-20)
-    yield from (causal, window, torch.ones_like(causal), window.clone().fill_diagonal_(False))
+    causal = causal_mask(210)
+    window, wide = (causal & ~causal.tril(-width) for width in (20, 100))
+    # in the wide window a whole block of rows sees the first keys, and later blocks do not
+    yield from (causal, window, wide, torch.ones_like(causal))
+    yield window.clone().fill_diagonal_(False)
 
 
 def test_ranges_are_the_masks_that_they_were_made_of() -> None:
@@ -259,7 +261,7 @@ def test_ranges_are_the_masks_that_they_were_made_of() -> None:
 
 def test_shares_of_ranges_are_those_of_cells() -> None:
     generator = torch.Generator().manual_seed(4)
-    q, k = (torch.randn(3, 2, 130, 2, 8, generator=generator) for _ in "qk")
+    q, k = (torch.randn(3, 2, 210, 2, 8, generator=generator) for _ in "qk")
     for mask in masks():
         ranges = KeyRanges.of(mask)
         for options in ({}, {"drop": 3, "softcap": 5.0}):

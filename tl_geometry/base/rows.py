@@ -1,5 +1,5 @@
-"""Which keys a query may see (a mask, or the first and last key of each row), and attention scores
-centred over these keys."""
+"""Which keys a query may see, as a mask or as ``first <= key < stop`` of each row, and attention
+scores centred over these keys."""
 
 from __future__ import annotations
 

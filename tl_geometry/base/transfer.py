@@ -11,8 +11,8 @@ from torch import Tensor
 
 K = TypeVar("K")
 LARGE = 2**20
-"""Bytes from which a tensor is copied by itself: packing it would take its memory once more, and
-its copy takes longer than a wait."""
+"""A tensor of more bytes is copied alone: packing would need its memory a second time, and its copy
+takes longer than the wait that packing saves."""
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,9 +1,10 @@
 """How much of what each writer wrote do heads read? Sums of products of writes and cotangents; the
 sweep over writers and composition ask for them.
 
-With scales frozen a side of a head (query, key or value) is linear in the stream, ``x = M h``. With
-G the cotangent of x (:func:`tl_geometry.circuits.writer_sweep.score_cotangents`) the numerator of
-writer a's share is
+With scales frozen a side of a head (query, key or value) is linear in the stream: ``x = M^T h``
+with ``M [d_model d_head]``, then the frozen scale and the rotation. With G the cotangent of
+``M^T h`` (:func:`tl_geometry.circuits.writer_sweep.score_cotangents`, taken back through both) the
+numerator of writer a's share is
 
     sum_i w_a[i] . (M G[i]).
 

@@ -11,9 +11,9 @@ Nulls, each as a share beside the writer's own:
   alone is the same in both contexts, and so its own null: the cosine between the two shows it.
 - *random*: the writer turned by a random orthogonal map R, the same at all tokens. The map keeps
   norms and angles of what it wrote and forgets the direction. With ``M = sum_i w_a[i] g[i]^T``, g
-  what the head reads of the stream, the numerator is ``tr(R M)``. Its mean square over all R is
-  ``|M|^2 / d_model``, and so is that of ``(u^T M v)^2 / d_model`` over standard normal u and v.
-  The null is the root of the latter's mean over ``draws`` pairs, for which nothing is turned.
+  what the head reads of the stream, the numerator is ``tr(R M)``. Its square has the mean
+  ``|M|^2 / d_model`` over all R, and ``(u^T M v)^2 / d_model`` has the same mean over standard
+  normal u and v. The null is the root of the mean over ``draws`` pairs (u, v): nothing is turned.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Composition(Result):
     cosine of the two over all kept positions. ``random_cs`` and ``random_gs`` are the root mean
     square share of the randomly turned writer. ``weights`` is the composition score of the weights
     alone for pairs of heads, ``|W_OV W_QK| / (|W_OV| |W_QK|)`` and the like (Elhage et al. 2021;
-    canonical weights, norms and rotation left out). NaN where there is no such number. ``wrote``
-    and ``writer_heads`` are block and head of each part, -1 for none. ``queries`` are the positions
+    canonical weights, norms and rotation left out). NaN where there is no such number, as for
+    ``gs`` on the value side; zero for writers that come after the reader. ``wrote`` and
+    ``writer_heads`` are block and head of each part, -1 for none. ``queries`` are the positions
     chosen as queries; it is empty where all count.
     """
 
@@ -187,7 +188,8 @@ def composition(
             of :func:`tl_geometry.corpus.aligned_prompts`.
 
     Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
-    one context does not fit, ``GeometryError`` for a single prompt.
+    one context does not fit, ``GeometryError`` where no batch has two prompts, of which one is the
+    null of the other.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -296,8 +298,8 @@ class _CompositionSums:
     def add(self, layer: LayerView, written: Written, drop: int) -> None:
         """Take in one batch."""
         queries = self.queries
-        early, left_out = [q for q in queries or () if q < drop], f"queries from {drop} on"
-        require(not early, "queries", expected=left_out, got=early, instead="drop=0")
+        early, expected = [q for q in queries or () if q < drop], f"queries from {drop} on"
+        require(not early, "queries", expected=expected, got=early, instead="drop=0")
         cotangents = score_cotangents(layer, drop, self.heads, queries)
         value, energy = _value_cotangents(layer, self.view, drop, self.heads, queries)
         several = len(layer.h) > 1
@@ -334,9 +336,9 @@ class _CompositionSums:
         """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
         product of two heads' matrices over the product of their norms.
 
-        With ``L^T`` of :func:`_value_factor`, ``P = L^T W_O^writer M^reader`` and G the Gram matrix
-        of what the reader has on its other side, the norm of the product is ``sqrt(<P^T P, G>)``:
-        no matrix ``[d_model d_model]`` is formed."""
+        With R of :func:`_value_factor`, ``P = R W_O^writer M^reader`` and G the Gram matrix of what
+        the reader has on its other side, the norm of the product is ``sqrt(<P^T P, G>)``: no matrix
+        ``[d_model d_model]`` is formed."""
         shape = len(self.heads), len(HEAD_SIDES), self.width
         out = torch.full(shape, torch.nan, dtype=torch.float64)
         # pairs in the model's dtype: sums of squares do not cancel
@@ -450,8 +452,8 @@ def _products(written: Written, drop: int, grain: str) -> Float[Tensor, "2 part"
 
 
 def _value_factor(view: ModelView, layer: int) -> Float[Tensor, "head d_head d_head"]:
-    """``L^T`` with ``L L^T = W_V W_V^T``, the gain and the centring of the heads' norm in W_V: R of
-    a QR factorisation, which takes matrices without full rank too."""
+    """R of a QR factorisation of W_V ``[d_model d_head]`` of each head, the gain and the centring
+    of the norm in it: ``|R X| = |W_V X|`` for every X, and W_V need not have full rank."""
     norm, W_V = view.attention_norm(layer), view.weights(layer).W_V
     on_stream = norm.centre(W_V.mT * norm.gain.to(W_V))
     return torch.linalg.qr(upcast(on_stream).mT, mode="r")[1]

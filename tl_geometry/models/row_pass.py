@@ -264,9 +264,10 @@ def put(into: dict[str, Tensor], name: str, block: Tensor, start: int, length: i
 
 
 def row_blocks(length: int, cells: int) -> Iterator[tuple[int, int]]:
-    """First and last query of blocks of at most ``cells`` cells each, with all keys so far.
+    """``(start, stop)`` of blocks of query rows, ``stop`` excluded. The rows of a block and all
+    keys before ``stop`` are at most ``cells`` cells; one row is the least.
 
-    Blocks of one size, not of one number of rows: the memory of one then serves the next.
+    Blocks have one size, not one number of rows, so that the memory of one serves the next.
 
     >>> list(row_blocks(10, 24))
     [(0, 4), (4, 7), (7, 9), (9, 10)]
@@ -284,8 +285,8 @@ def _heads(layers: Layers) -> int:
 
 
 def in_rows(layers: Layers, length: int) -> bool:
-    """Whether prompts of this length run in blocks of rows: they are long, no hooks act, and the
-    model gives the same states in blocks as whole."""
+    """Whether prompts of this length run in blocks of rows: they are long, no hooks act, and a
+    short prompt has the same last state in blocks as whole (:func:`_agrees`)."""
     if not layers.causal or "blocks.0.attn.hook_pattern" not in layers.probe:
         return False
     long = _heads(layers) * length**2 > LONG
@@ -293,7 +294,8 @@ def in_rows(layers: Layers, length: int) -> bool:
 
 
 def _agrees(layers: Layers) -> bool:
-    """Whether the model gives a short prompt the same last state in blocks as whole; asked once."""
+    """Whether twelve random tokens give the same last state in blocks as whole; asked once. They do
+    not reach the end of a sliding window, which :class:`RowCheck` compares."""
     runner, model = layers.runner, layers.parameters.model
     if "rows" not in layers.memo:
         cached = runner.class_name == "HookedTransformer" or "use_cache" in runner.kwargs

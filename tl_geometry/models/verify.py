@@ -25,10 +25,13 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.softmax import soft_cap
 
 SUMMANDS = 256
-"""Keys of a row up to which its sum is one within the bound of one number."""
+"""Up to this many keys the sum of a row of the pattern rounds no more than one number does; beyond,
+its bound grows with the root of the number of keys (:func:`report_of`)."""
 Measured = dict[str, Float[Tensor, ""]]
-"""Errors and sizes by name, still on the layer's device: ``"scores"`` is the error of scores,
-``"q read"`` the size that bounds that of queries, ``"q entering"`` their size in the scores."""
+"""Errors and sizes by name, on the layer's device. Errors are ``"q"``, ``"k"``, ``"scores"``,
+``"pattern"`` and ``"pattern sum"``. ``"q read"`` is the size that bounds the error of queries, ``"q
+entering"`` their size in the scores, ``"scale"`` the size of the scores. ``"single"`` says whether
+float32 holds the pattern exactly."""
 
 
 def largest(x: Tensor) -> float:

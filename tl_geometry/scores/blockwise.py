@@ -223,8 +223,13 @@ class KeyMoments:
     def energies(
         self, rows: Float[Tensor, "batch head query part d_head"], block: Block
     ) -> Float[Tensor, "batch head part part"]:
-        """``sum_ij X~^2`` of all pairs of parts for the rows of one block, blocks in order: the
-        keys that all rows see by their moments, the others cell by cell."""
+        """``sum_ij X~^2`` of all pairs of parts for the rows of one block. Blocks come in order:
+        the keys before ``block.full``, which all rows see, count by their moments, the others cell
+        by cell."""
+        if block.full < self.end:  # a sliding window has left the first keys: begin again
+            self.end = 0
+            self.sums.zero_()
+            self.squares.zero_()
         if block.full > self.end:
             self._extend(block.full)
         rows = rearrange(rows, "b h i a e -> b h a i e").contiguous()

@@ -1,5 +1,5 @@
-"""The strongest cells of each head and query row of a split, exactly, from a few rows at a time:
-``split.top_cells(k)``. What can be looked at of a prompt whose scores no screen holds.
+"""The strongest cells of each head and query row of a split, exactly, a few rows at a time:
+``split.top_cells(k)``. For prompts that are too long to look at every score.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ NO_KEY = -1
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TopCells(Result):
-    """The strongest cells of each head and query row, strongest first.
+    """The strongest cells of each head and query row, strongest first: by absolute value for a
+    term, by value for the total score, whose largest cells get the most attention.
 
-    ``keys`` are positions (:data:`NO_KEY` where a row sees fewer keys, its value then NaN),
-    ``values`` the term, or the total score, there. ``term`` is its name, ``""`` for the total.
+    ``keys`` are positions and ``values`` the term or total there, with its sign. Where a row sees
+    fewer than k keys the key is :data:`NO_KEY` and the value NaN. ``term`` is the term's name,
+    ``""`` for the total.
     """
 
     heads: tuple[tuple[int, int], ...]
