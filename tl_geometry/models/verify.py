@@ -29,9 +29,9 @@ SUMMANDS = 256
 its bound grows with the root of the number of keys (:func:`report_of`)."""
 Measured = dict[str, Float[Tensor, ""]]
 """Errors and sizes by name, on the layer's device. Errors are ``"q"``, ``"k"``, ``"scores"``,
-``"pattern"`` and ``"pattern sum"``. ``"q read"`` is the size that bounds the error of queries, ``"q
-entering"`` their size in the scores, ``"scale"`` the size of the scores. ``"single"`` says whether
-float32 holds the pattern exactly."""
+``"pattern"`` and ``"pattern sum"``. ``"q read"`` is the size that bounds the error of queries,
+``"q entering"`` their size in the scores, ``"scale"`` the size of the scores. ``"single"`` says
+whether float32 holds the pattern exactly."""
 
 
 def largest(x: Tensor) -> float:
