@@ -33,7 +33,7 @@ def mask_facts(mask: Bool[Tensor, "query key"] | KeyRanges) -> dict[str, Bool[Te
     return {"causal mask": causal, "full mask": mask.all()}
 
 
-def mask_form(facts: Mapping[str, float]) -> str:
+def mask_form(facts: Mapping[str, float | Tensor]) -> str:
     """``"causal"``, ``"full"`` (every query sees every key) or ``"other"``.
 
     >>> mask_form(mask_facts(causal_mask(3))), mask_form(mask_facts(causal_mask(3)[:2]))
