@@ -93,11 +93,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", _PLAIN | _GROUPED | {"head_dim": 8}),
     "gemma2": (
         "Gemma2ForCausalLM",
-        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8},
+        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 5},
     ),
     "gemma3": (
         "Gemma3ForCausalLM",
-        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 8},
+        _PLAIN | _GROUPED | _LAYERS | {"head_dim": 8, "query_pre_attn_scalar": 5},
     ),
     "olmo2": ("Olmo2ForCausalLM", _PLAIN | {"num_key_value_heads": HEADS}),
     "olmo2-grouped": ("Olmo2ForCausalLM", _PLAIN | _GROUPED),

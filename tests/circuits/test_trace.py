@@ -192,7 +192,9 @@ def test_value_edges_are_those_of_autograd(architecture: str) -> None:
         assert close(found, expected, architecture)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "neox", "bloom", "phi"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "llama", "qwen3", "neox", "bloom", "phi", "gpt2-inverse-layer"]
+)
 def test_query_and_key_edges_are_the_response_of_attention_to_each_writer(
     architecture: str,
 ) -> None:

@@ -376,7 +376,7 @@ def test_faults_of_draws_are_seen() -> None:
     check_draws(copy_of(position_null))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "gemma2"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_basis_is_the_first_direction(architecture: str, normalize: bool) -> None:
     """Its share is the printed one: same contexts, same keys, same estimator."""

@@ -268,7 +268,9 @@ def test_a_planted_head_is_read_back(offset: float, planes: Any) -> None:
     assert float(bands.total_cs[0, 0]) == pytest.approx(near, abs=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "neox", "phi", "gptj"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2", "neox", "phi", "gptj", "gemma2"]
+)
 def test_the_kernel_is_the_bias_term_at_every_cell(architecture: str) -> None:
     model = tiny("bridge", architecture, dtype=torch.float64)
     basis = basis_of("bridge", architecture, True)
