@@ -1,15 +1,16 @@
-"""Long prompts, some query rows at a time: memory grows with their length, not with its square.
+"""Runs long prompts a few query rows at a time, so that memory grows with their length and not
+with its square.
 
-A hooked model holds ``[batch head query key]`` cells in each layer. Here it runs over a few tokens
-at a time, behind a cache of the keys and values of those before, and holds ``[batch head rows
-key]``: the same sums in another order, and its own attention throughout. Scores and patterns of
-each block are compared with recomputed ones as they come (:class:`RowCheck`) and let go; everything
-else is joined at the end. Called by ``ModelView.run_layers`` and ``run_written`` for those who ask
-for rows.
+A hooked model holds ``[batch head query key]`` cells in each layer. Here it runs over a block of
+tokens, with a cache of the keys and values before them, and holds ``[batch head rows key]``. The
+attention is the model's own; only the order of some sums differs. :class:`RowCheck` compares the
+scores and pattern of each block with recomputed ones and drops them. All other activations are
+joined. ``ModelView.run_layers`` and ``run_written`` call this where their caller passes
+``on_rows``.
 
-Prompts run whole where they are short, where hooks act that would take a block for a prompt, and
-where a pass in blocks does not exist or gives other states: encoders, ALiBi (a bias for each cell),
-sinks, Shortformer.
+Prompts still run whole if they are short, if the user has set hooks (which would take a block for a
+prompt), and for models that cannot run in blocks or give other states there: encoders, ALiBi (a
+bias for each cell), attention sinks, Shortformer.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def no_rows(layer: int, start: int, pattern: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a pass in blocks of rows is wanted: what receives the patterns, and which ``contexts``
-    and ``queries`` of the pass have their scores compared (``None``: nothing)."""
+    """What a pass in blocks of rows does: ``on_rows`` receives the patterns, and scores are compared
+    at the ``queries`` of ``contexts`` (``None``: of no context)."""
 
     on_rows: OnRows
     contexts: slice | None
@@ -73,8 +74,8 @@ class Rows:
         row: int | None,
         queries: int | None,
     ) -> Rows | None:
-        """All contexts with ``verify``, else the sampled ``row``, if there is one; all its queries,
-        or some."""
+        """Compares all contexts with ``verify``, else the context ``row`` alone, if there is one:
+        about ``queries`` of its queries, all for ``None``. ``None`` without ``on_rows``."""
         if on_rows is None:
             return None
         sampled = None if row is None else slice(row, row + 1)
@@ -231,6 +232,7 @@ def logits_at(layers: Layers, tokens: Tensor, position: int) -> Tensor:
     if in_rows(layers, tokens.shape[1]):
         for start, block, runner in runners(layers, tokens[:, : position + 1]):
             here = start + block.shape[1] > position
+            # without logits the runner stops behind its last hook: the one of the last state
             last = {} if here else {runner.state_hooks[-1]: lambda h: None}
             logits = runner(block, last, logits=here)
         last_place = -1
@@ -295,7 +297,8 @@ def in_rows(layers: Layers, length: int) -> bool:
 
 def _agrees(layers: Layers) -> bool:
     """Whether twelve random tokens give the same last state in blocks as whole; asked once. They do
-    not reach the end of a sliding window, which :class:`RowCheck` compares."""
+    not reach the end of a sliding window: :class:`RowCheck` sees it in contexts that are
+    verified."""
     runner, model = layers.runner, layers.parameters.model
     if "rows" not in layers.memo:
         cached = runner.class_name == "HookedTransformer" or "use_cache" in runner.kwargs

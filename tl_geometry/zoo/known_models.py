@@ -19,7 +19,8 @@ POSITIONS = ("learned", "rotary")
 CHANGED, CHANGED_SUMS = ("all", "last"), ("all", "key")
 """Which tokens of a counterfactual may differ from its prompt: of repeated tokens, and of sums."""
 PERIOD = 7
-"""Tokens that :meth:`KnownModel.pairs` repeats."""
+"""Tokens that :meth:`KnownModel.pairs` repeats. The trained circuits saw periods of 8 to 24
+(:data:`tl_geometry.zoo.trained.PERIODS`): this one is new to them."""
 ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
 """A trained head is named "offset" if more than half of its attention is at one offset of 1 to 7
 tokens, and "induction" if more than half is at one shift of 1 to 7 tokens after earlier copies of

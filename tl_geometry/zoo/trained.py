@@ -71,9 +71,9 @@ def sums(n: int, generator: torch.Generator) -> Rows:
 def in_tokens(
     key: Int[Tensor, "batch 1"], digits: Int[Tensor, "batch token"]
 ) -> Int[Tensor, "batch position"]:
-    """The row of a key and digits, the sums among it."""
-    told = [torch.zeros_like(key), 1 + DIGITS + key, 1 + digits]
-    return torch.cat([*told, 1 + (digits + key) % DIGITS], 1)
+    """Rows of tokens: BOS, key, digits, and the sum of each digit with the key modulo 10."""
+    given = [torch.zeros_like(key), 1 + DIGITS + key, 1 + digits]
+    return torch.cat([*given, 1 + (digits + key) % DIGITS], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,14 +182,16 @@ def hugging_face(name: str, positions: str, seed: int) -> Any:
 
     require(seed in SEEDS, "seed", expected=f"one of {SEEDS}, which are stored", got=seed)
     model = new_model(name, positions, seed)
-    # MLPs that are zero are not stored
-    model.load_state_dict(load_file(path(name, positions, seed)), strict=False)
+    found = model.load_state_dict(load_file(path(name, positions, seed)), strict=False)
+    # only MLPs that are zero are not stored
+    lost = [weight for weight in found.missing_keys if TASKS[name].d_mlp or ".mlp." not in weight]
+    require(not lost, "stored weights", expected="all that were trained", got=f"none of {lost}")
     model.config._attn_implementation = "eager"
     return model
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train every model, and write its weights into ``--out``."""
+    """Train every model, or those of the task ``--only``; write their weights into ``--out``."""
     from safetensors.torch import save_file
 
     parser = argparse.ArgumentParser(description="Train the circuits of the zoo.")
