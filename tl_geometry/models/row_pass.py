@@ -58,8 +58,8 @@ def no_rows(layer: int, start: int, pattern: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a pass in blocks of rows does: ``on_rows`` receives the patterns, and scores are compared
-    at the ``queries`` of ``contexts`` (``None``: of no context)."""
+    """What a pass in blocks of rows does: ``on_rows`` receives the patterns, and the scores of
+    ``queries`` of ``contexts`` (``None``: of no context) are compared."""
 
     on_rows: OnRows
     contexts: slice | None
