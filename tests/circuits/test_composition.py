@@ -180,12 +180,8 @@ def test_one_prompt_has_no_null() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "bloom", "bert"])
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_chosen_queries_are_rows_of_the_split(
-    architecture: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By pairs of heads and token by token, against scores as matrices."""
-    monkeypatch.setattr(Reader, "few_tokens", lambda *_: not side_by_side)
+def test_chosen_queries_are_rows_of_the_split(architecture: str) -> None:
+    """Against scores as matrices."""
     model, queries = tiny(loadable(architecture)[0][0], architecture), [5, 9, 13]
     table = found(model, heads=["L1H2", "L1H0"], queries=[5, 9, -1], drop=2)
     assert table.queries == (5, 9, 13)

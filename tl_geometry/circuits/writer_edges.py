@@ -208,8 +208,12 @@ def composition(
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     at_queries = _queries(queries, tokens, source.length)
     value_factor = cache(partial(_value_factor, view))  # each writer has many readers
+    # an eighth of the budget holds what was written as vectors, half of it a batch
+    keep, last = memory_budget // 8, max(by_layer)
     sums = {
-        l: _CompositionSums(view, l, readers, parts, (write, read), at_queries, value_factor)
+        l: _CompositionSums(
+            view, l, readers, parts, (write, read), at_queries, value_factor, keep, l == last
+        )
         for l, readers in by_layer.items()
     }
 
@@ -234,7 +238,7 @@ def composition(
     got = f"{provenance.contexts}, one at a time"
     require(has_null, "tokens", expected="batches of at least 2 prompts", got=got)
     width = max(s.width for s in sums.values())
-    names = writer_names(view, max(by_layer), parts)
+    names = writer_names(view, last, parts)
     numbers = {
         name: torch.cat([s.wide(value, width) for s in sums.values() for value in [s.share(name)]])
         for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs")
@@ -247,7 +251,7 @@ def composition(
         parts=(BIAS, *(w.name for w in names)),
         wrote=(-1, *(w.layer for w in names)),
         writer_heads=(-1, *(w.head for w in names)),
-        cosine=sums[max(by_layer)].cosine(),
+        cosine=sums[last].cosine(),
         drop=start,
         draws=draws,
         queries=at_queries or (),
@@ -281,10 +285,12 @@ class _CompositionSums:
         directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
         queries: Sequence[int] | None,
         value_factor: Callable[[int], Float[Tensor, "head d_head d_head"]],
+        keep: int,
+        last: bool,
     ) -> None:
         self.view, self.layer, self.heads, self.grain = view, layer, list(heads), grain
         self.directions, self.queries = directions, queries
-        self.value_factor = value_factor
+        self.value_factor, self.keep, self.last = value_factor, keep, last
         self.null_batches = 0  # of at least two contexts, so that one can stand in for another
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(SHARES), len(HEAD_SIDES), len(heads), self.width
@@ -308,7 +314,7 @@ class _CompositionSums:
             Reader.of(layer, which, side_cotangents, self.heads, queries if which == "q" else None)
             for which, side_cotangents in sides
         ]
-        by_side = numerators(readers, written, self.grain, others=several)
+        by_side = numerators(readers, written, self.grain, others=several, keep=self.keep)
         by_chance = random_numerators(readers, written, self.grain, self.directions)
         for s, reader in enumerate(readers):
             samples, random = by_side[s].cpu(), by_chance[s].cpu()
@@ -325,7 +331,7 @@ class _CompositionSums:
                 self.other[n, s, :, 1:] += samples[-1]
                 self.other_total[n, s] += total.cpu()
         self.null_batches += several
-        if several:
+        if several and self.last:  # the last layer has the cosines of all writers
             self.products[:, 1:] += _products(written, drop, self.grain).cpu()
         if self.composed is None and self.grain == "writers":
             self.composed = self._weights_alone(layer, written, readers)
@@ -336,47 +342,53 @@ class _CompositionSums:
         """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
         product of two heads' matrices over the product of their norms.
 
-        With R of :func:`_value_factor`, ``P = R W_O^writer M^reader`` and G the Gram matrix of what
-        the reader has on its other side, the norm of the product is ``sqrt(<P^T P, G>)``: no matrix
-        ``[d_model d_model]`` is formed."""
+        Where a product begins or ends with a matrix A, any R with ``|R X| = |A X|`` for all X can
+        stand for it: no matrix ``[d_model d_model]`` is formed. With R of :func:`_value_factor` a
+        writer and a reader's side make ``P = (R W_O^writer) M^reader``, and what the reader has on
+        its other side gives the norm ``|P R_other^T| = sqrt(<P^T P, G>)``,
+        ``G = R_other^T R_other``."""
         shape = len(self.heads), len(HEAD_SIDES), self.width
         out = torch.full(shape, torch.nan, dtype=torch.float64)
         # pairs in the model's dtype: sums of squares do not cancel
         q, k, v = (reader.matrix for reader in readers)
         W_O = self.view.weights(layer.layer).W_O[self.heads].to(q)
         W_O = remove_mean(W_O, layer.norm.norm_type)
-        gram = {
-            "q": einsum(q, q, "d h e, d h f -> h e f"),
-            "k": einsum(k, k, "d h e, d h f -> h e f"),
-            "o": einsum(W_O, W_O, "h e d, h f d -> h e f"),
-        }
-        # heads that share keys and values share these products
+        gram_q = einsum(q, q, "d h e, d h f -> h e f")
+        gram_o = einsum(W_O, W_O, "h e d, h f d -> h e f")
+        # no heads share queries: R can join them, which is one product less
+        R_k = torch.linalg.qr(rearrange(k, "d h e -> h d e"), mode="r")[1]
+        query_key = einsum(q, R_k, "d h e, h f e -> d h f")
+        # heads that share keys and values share P
         share = self.view.n_heads // self.view._layers.key_heads(layer.layer)
         shared = torch.tensor([head // share for head in self.heads])
         groups = shared.unique(return_inverse=True)[1].tolist()
-        separate = list(range(len(self.heads)))
-        sides = ((q, gram["k"], separate), (k, gram["q"], groups), (v, gram["o"], groups))
-        reads = [einsum(x, other, x, "d h e, h e f, d h f -> h").sqrt() for x, other, _ in sides]
+        firsts = [groups.index(group) for group in range(max(groups) + 1)]
+        query_key_norm = torch.linalg.vector_norm(query_key, dim=(0, 2))
+        value_norm = einsum(v, gram_o, v, "d h e, h e f, d h f -> h").sqrt()
+        reads = torch.stack([query_key_norm, query_key_norm, value_norm])
         names = [w.name for w in written.names()]
         for writers in written.heads:
-            W = remove_mean(writers.W.to(q), layer.norm.norm_type)
-            W = self.value_factor(writers.layer).to(q) @ W
-            size = W.square().sum((1, 2)).sqrt()
-            first = names.index(f"L{writers.layer}H0") + 1
-            for s, (side, other, group) in enumerate(sides):
-                firsts = [group.index(g) for g in range(max(group) + 1)]
-                pair = rearrange(
-                    W.flatten(0, 1) @ side[:, firsts].flatten(1),
+            W = self.value_factor(writers.layer).to(q) @ remove_mean(
+                writers.W.to(q), layer.norm.norm_type
+            )
+            size = torch.linalg.vector_norm(W, dim=(1, 2))
+            rows = W.flatten(0, 1)
+            on_query = (rows @ query_key.flatten(1)).view(*W.shape[:2], *query_key.shape[1:])
+            norms = [torch.linalg.vector_norm(on_query, dim=(1, 3))]
+            for side, gram in ((k, gram_q), (v, gram_o)):
+                P = rearrange(
+                    rows @ side[:, firsts].flatten(1),
                     "(w f) (r e) -> w r f e",
                     w=len(W),
+                    f=W.shape[1],
                     r=len(firsts),
                 )
-                products = pair.mT @ pair
-                squared = (products[:, group] * other).sum((-2, -1)).mT
-                norms = reads[s][:, None] * size[None]
-                # rounding may leave a square below zero
-                score = squared.clamp(min=0).sqrt() / torch.where(norms > 0, norms, torch.nan)
-                out[:, s, first : first + len(W)] = score.cpu()
+                squared = ((P.mT @ P)[:, groups] * gram).sum((-2, -1))
+                norms.append(squared.clamp(min=0).sqrt())  # rounding may leave less than 0
+            sizes = einsum(reads, size, "s r, w -> r s w")
+            scores = rearrange(norms, "s w r -> r s w") / torch.where(sizes > 0, sizes, torch.nan)
+            first = names.index(f"L{writers.layer}H0") + 1
+            out[:, :, first : first + len(W)] = scores.cpu()
         return out
 
     def share(self, name: str) -> Float[Tensor, "head side part"]:

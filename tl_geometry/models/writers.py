@@ -109,6 +109,8 @@ class Written:
         }
         self.constants = torch.zeros_like(first)
         self.heads: list[HeadWrites] = []
+        # by grain: how many blocks are in, and the tensor of :meth:`kept`
+        self._kept: dict[str, tuple[int, Tensor]] = {}
         if writing.embedding_norm is not None:
             total = torch.stack(list(self.dense.values())).sum(0)
             self._through(writing.embedding_norm, writing.embedding_norm.scale(total))
@@ -168,29 +170,33 @@ class Written:
         for heads in self.heads:
             heads.W = norm.centre(heads.W) * norm.gain.to(heads.W)
             heads.scale = heads.scale / scale
+        self._kept = {}  # what was written before has changed
 
     def context(self, row: int) -> Written:
         """What was written in one context of the batch."""
-        return self._some((slice(row, row + 1),))
+        return self._each(lambda x: x[row : row + 1])
 
-    def at(self, positions: slice) -> Written:
-        """What was written at some positions."""
-        return self._some((slice(None), positions))
+    def tokens(self, some: slice) -> Written:
+        """What was written at some of the tokens of all contexts in a row, as one context."""
+        return self._each(lambda x: x.flatten(0, 1)[some].unsqueeze(0))
 
     def along(self, directions: Float[Tensor, "column d_model"]) -> Written:
         """What was written along each of ``directions``: the same writers, with an axis of
         directions in place of d_model."""
         some, onto = copy(self), directions.to(self.constants).mT
+        some._kept = {}
         some.dense = {name: value @ onto for name, value in self.dense.items()}
         some.constants = self.constants @ onto
         some.heads = [replace(x, W=x.W @ onto) for x in self.heads]
         return some
 
-    def _some(self, at: tuple[slice, ...]) -> Written:
+    def _each(self, pick: Callable[[Tensor], Tensor]) -> Written:
+        """What was written at some contexts or positions."""
         some = copy(self)
-        some.dense = {name: value[at] for name, value in self.dense.items()}
-        some.constants = self.constants[at]
-        some.heads = [replace(x, z=x.z[at], scale=x.scale[at]) for x in self.heads]
+        some._kept = {}
+        some.dense = {name: pick(value) for name, value in self.dense.items()}
+        some.constants = pick(self.constants)
+        some.heads = [replace(x, z=pick(x.z), scale=pick(x.scale)) for x in self.heads]
         return some
 
     def names(self, grain: str = "writers") -> tuple[Writer, ...]:
@@ -200,7 +206,9 @@ class Written:
     def parts(self, grain: str = "writers") -> dict[str, Float[Tensor, "batch position d_model"]]:
         """Every writer's part of the stream by name; they sum to it."""
         names = [writer.name for writer in self.names(grain)]
-        return dict(zip(names, (part for of in self._in_order(grain) for part in of), strict=True))
+        first = [self.dense[name] for name, _ in self.writing.embeddings] + [self.constants]
+        blocks = (part for of in self._by_blocks(grain) for part in of)
+        return dict(zip(names, (*first, *blocks), strict=True))
 
     def stacked(
         self, grain: str = "writers", out: Tensor | None = None
@@ -208,18 +216,38 @@ class Written:
         """:meth:`parts` as one tensor, which is ``out`` where that is given."""
         shape = (len(self.names(grain)), *self.constants.shape)
         stack = self.constants.new_empty(shape) if out is None else out
-        start = 0
-        for part in self._in_order(grain):
-            stack[start : start + len(part)] = part
-            start += len(part)
+        self._fill(stack, grain, 0)
         return stack
 
-    def _in_order(self, grain: str) -> Iterator[Float[Tensor, "part batch position d_model"]]:
-        """What was written, in the order of :meth:`names`."""
-        for name, _ in self.writing.embeddings:
-            yield self.dense[name].unsqueeze(0)
-        yield self.constants.unsqueeze(0)
-        for heads in self.heads:
+    def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
+        """:meth:`stacked` with the tokens of all contexts in a row, kept while the stream grows: a
+        block adds what it wrote. ``None`` where those of the last layer exceed ``most`` bytes."""
+        parts = len(writer_names(self.view, self.view.n_layers, grain))
+        if parts * self.constants.nbytes > most:
+            return None
+        if grain not in self._kept:
+            self._kept[grain] = 0, self.constants.new_empty(parts, *self.constants.shape)
+        layers, stack = self._kept[grain]
+        self._fill(stack, grain, layers)
+        self._kept[grain] = self.layer, stack
+        return stack[: len(self.names(grain))].flatten(1, 2)
+
+    def _fill(self, stack: Tensor, grain: str, since: int) -> None:
+        """Write into ``stack`` what was written before the first block, constants, and what the
+        blocks from ``since`` on wrote."""
+        for at, (name, _) in enumerate(self.writing.embeddings):
+            stack[at] = self.dense[name]
+        stack[len(self.writing.embeddings)] = self.constants
+        start = len(writer_names(self.view, since, grain))
+        for part in self._by_blocks(grain, since):
+            stack[start : start + len(part)] = part
+            start += len(part)
+
+    def _by_blocks(
+        self, grain: str, since: int = 0
+    ) -> Iterator[Float[Tensor, "part batch position d_model"]]:
+        """What the blocks from ``since`` on wrote, in the order of :meth:`names`."""
+        for heads in self.heads[since:]:
             yield heads.each() if grain == "writers" else heads.whole().unsqueeze(0)
             if f"mlp{heads.layer}" in self.dense:
                 yield self.dense[f"mlp{heads.layer}"].unsqueeze(0)
