@@ -69,9 +69,10 @@ def test_dropping_features_moves_their_sum_into_the_error() -> None:
     assert next(row[3] for row in fewer.rows()) == "error"
 
 
-def test_pairs_are_those_of_the_dense_split() -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_pairs_are_those_of_the_dense_split(architecture: str) -> None:
     """With every pair of each cell kept, the sums are the shares of the terms."""
-    model = tiny("bridge", "llama", dtype=torch.float64)
+    model = tiny("bridge", architecture, dtype=torch.float64)
     found = shares(model, orthonormal(model, 4), per_cell=16, pairs=16)
     h = states(model)
     parts = {f"f{i}": ((h - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(4)}

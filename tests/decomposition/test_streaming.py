@@ -619,5 +619,5 @@ def check_sample(module: Any) -> None:
             assert (sample.states[n:] == 0).all()
 
 
-def test_faults_of_the_sorted_sample_are_seen() -> None:
+def test_a_sorted_sample_keeps_each_context_with_its_priority() -> None:
     check_sample(copy_of(reservoir))
