@@ -349,11 +349,13 @@ def test_the_equation_as_printed() -> None:
     )  # not the model's scores
 
 
-def test_the_published_code_and_how_far_it_misses() -> None:
-    model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
+@pytest.mark.parametrize(("architecture", "divisor"), [("gpt2", 1), ("gpt2-inverse-layer", 2)])
+def test_the_published_code_and_how_far_it_misses(architecture: str, divisor: int) -> None:
+    """``divisor`` is what block 1 divides its scores by, beside ``sqrt(d_head)``."""
+    model, basis = tiny("bridge", architecture), basis_of("bridge", architecture)
     split = split_scores(model, PROMPTS, basis, preset="reference")
     assert split.parts == ("pos", "cvec")
-    hf, h = hf_model("gpt2").transformer.h[1], states("bridge", "gpt2")[1]
+    hf, h = hf_model(architecture).transformer.h[1], states("bridge", architecture)[1]
     pos = basis.pos_seen[1, :18].float()
 
     def projected(x: Tensor, times: int, which: int) -> Tensor:
@@ -361,11 +363,11 @@ def test_the_published_code_and_how_far_it_misses() -> None:
             x = torch.nn.functional.layer_norm(x, (32,), hf.ln_1.weight, hf.ln_1.bias, hf.ln_1.eps)
         return hf.attn.c_attn(x)[..., 32 * which : 32 * which + 32].unflatten(-1, (4, 8)).detach()
 
-    once = torch.einsum(
-        "ihe,bjhe->bhij", projected(pos, 1, 0), projected(h - pos, 1, 1)
-    ) / math.sqrt(8)
+    once = torch.einsum("ihe,bjhe->bhij", projected(pos, 1, 0), projected(h - pos, 1, 1)) / (
+        math.sqrt(8) * divisor
+    )
     assert torch.allclose(split.terms["pos", "cvec"][:, 4:], once, atol=1e-3)
-    exact = split_of("bridge", "gpt2")
+    exact = split_of("bridge", architecture)
     missed = (summed(split) - exact.summed()).abs()[:, split.allowed].max() / exact.total()[
         :, split.allowed
     ].abs().max()
