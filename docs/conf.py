@@ -1,8 +1,9 @@
 """The site: ``python -m sphinx -W docs docs/_build/html`` in the second environment of README.
 
-Offline. Notebooks are copied from ``notebooks/`` as they are stored and never run; the pages of the
-API are written from each package's ``__all__``; the gallery is made by sphinx-gallery from the
-scripts in ``docs/gallery``, without a run: pictures are those of ``python docs/pictures.py``.
+Offline, unless DOCS_ONLINE=1. Notebooks are copied from ``notebooks/`` as they are stored and never
+run; the pages of the API are written from each package's ``__all__``; the gallery is made by
+sphinx-gallery from the scripts in ``docs/gallery``, without a run: pictures are those of ``python
+docs/pictures.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import html
 import importlib
 import inspect
 import itertools
+import os
 import pkgutil
 import re
 import shutil
@@ -36,15 +38,17 @@ copyright = author
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_gallery.gen_gallery",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build", "support_table.md", "gallery", "examples/**.ipynb"]
 html_theme = "furo"
 html_title = "tl_geometry"
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "source_repository": "https://github.com/tl-geometry/tl-geometry/",
@@ -58,10 +62,21 @@ nb_execution_mode = "off"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
+# Types of torch, numpy and TransformerLens lead to their own sites in builds with DOCS_ONLINE=1;
+# without it nothing asks the network, and these names stay plain text.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", None),
+    "torch": ("https://docs.pytorch.org/docs/stable", None),
+    "numpy": ("https://numpy.org/doc/stable", None),
+    "transformer_lens": ("https://transformerlensorg.github.io/TransformerLens", None),
+}
+if os.environ.get("DOCS_ONLINE") != "1":
+    intersphinx_mapping = {}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!tl_geometry).*")]
-suppress_warnings = ["mystnb.unknown_mime_type", "autosummary.import_cycle"]
-"""Summaries have full names: by its short one ``circuitsvis`` would be the package of that name."""
+suppress_warnings = ["mystnb.unknown_mime_type"]
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",
     "gallery_dirs": "examples",
@@ -125,16 +140,21 @@ def summary(package: str, names: list[str]) -> list[str]:
     lines: list[str] = []
     for title in SECTIONS:
         rows = [name for name in names if section(getattr(module, name)) == title]
-        if not rows:
-            continue
-        lines += [f".. rubric:: {title}", ""]
-        if title == "Constants":  # whose text autosummary does not find
-            links = ", ".join(f":py:data:`~tl_geometry.{package}.{name}`" for name in rows)
-            lines += [links, ""]
-        else:
-            lines += [".. autosummary::", "   :nosignatures:", ""]
-            lines += [*(f"   ~tl_geometry.{package}.{name}" for name in rows), ""]
+        lines += [f".. rubric:: {title}", "", ".. list-table::", ""] if rows else []
+        for name in rows:
+            found = getattr(module, name)
+            text = _said(package, name) if title == "Constants" else inspect.getdoc(found) or ""
+            lines += [f"   * - :py:obj:`~tl_geometry.{package}.{name}`"]
+            lines += [f"     - {_escaped([first_sentence(text)])[0]}"]
+        lines += [""]
     return lines
+
+
+def first_sentence(text: str) -> str:
+    """Of a docstring. A full stop inside ``code`` ends nothing (autosummary stops there)."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.match(r"(``.*?``|`[^`]*`|[^`])*?\.(?=\s|$)", paragraph)
+    return sentence[0] if sentence else paragraph
 
 
 def api_page(package: str) -> str:
@@ -152,8 +172,11 @@ def api_page(package: str) -> str:
     names = sorted(module.__all__, key=rank)
     lines += summary(package, names)
     homes: dict[str, list[str]] = {}
+    places = documented()
     for name in names:
         found = getattr(module, name)
+        if places.get(id(found), title).rpartition(".")[0] not in (title, "tl_geometry"):
+            continue  # it belongs to two packages: the summary leads to the page of the first
         home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", title)
         homes.setdefault(home if home.startswith(f"{title}.") else title, []).append(name)
     for home, held in homes.items():
@@ -214,7 +237,7 @@ def _formulas(text: str) -> list[str]:
 def _entry(package: str, name: str, found: Any) -> list[str]:
     place = f"tl_geometry.{package}.{name}"
     if inspect.ismodule(found):
-        return [f".. automodule:: {place}", "   :members:", "   :no-index:", ""]
+        return [f".. automodule:: {place}", "   :members:", ""]
     if inspect.isclass(found):
         return [f".. autoclass:: {place}", "   :members:", "", *_used(place)]
     if callable(found):
