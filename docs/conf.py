@@ -140,20 +140,22 @@ def summary(package: str, names: list[str]) -> list[str]:
     lines: list[str] = []
     for title in SECTIONS:
         rows = [name for name in names if section(getattr(module, name)) == title]
-        lines += [f".. rubric:: {title}", "", ".. list-table::", ""] if rows else []
+        shown = title if lines else title.removeprefix("Other ").capitalize()
+        lines += [f".. rubric:: {shown}", "", ".. list-table::", ""] if rows else []
         for name in rows:
             found = getattr(module, name)
             text = _said(package, name) if title == "Constants" else inspect.getdoc(found) or ""
             lines += [f"   * - :py:obj:`~tl_geometry.{package}.{name}`"]
             lines += [f"     - {_escaped([first_sentence(text)])[0]}"]
-        lines += [""]
+        lines += [""] if rows else []
     return lines
 
 
 def first_sentence(text: str) -> str:
-    """Of a docstring. A full stop inside ``code`` ends nothing (autosummary stops there)."""
+    """Of a docstring. A full stop inside ``code``, or before a number as in "Fig. 2" and "et al.
+    2025", ends nothing (autosummary stops there)."""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    sentence = re.match(r"(``.*?``|`[^`]*`|[^`])*?\.(?=\s|$)", paragraph)
+    sentence = re.match(r"(``.*?``|`[^`]*`|[^`])*?\.(?=\s+[A-Z`]|$)", paragraph)
     return sentence[0] if sentence else paragraph
 
 
@@ -322,8 +324,9 @@ def _said(package: str, name: str) -> str:
         body = ast.parse(path.read_text("utf-8")).body
         for statement, after in itertools.pairwise(body):
             target = getattr(statement, "target", None) or getattr(statement, "targets", [None])[0]
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if getattr(target, "id", None) == name and is_text:
+            if getattr(target, "id", None) != name or not isinstance(after, ast.Expr):
+                continue
+            if isinstance(after.value, ast.Constant):
                 return " ".join(str(after.value.value).split())
     return ""
 

@@ -1,4 +1,5 @@
-"""Every internal link of the built site leads to a page, file or anchor that is there.
+"""The built site: a page of the API begins with a summary, and every internal link
+leads to a page, file or anchor that is there.
 
 The site is built once, by ``python -m tests --only docs``, which runs before the tests; where it is
 not built, the test of it is skipped with that reason.
@@ -49,9 +50,27 @@ def broken(site: Path) -> list[str]:
     return found
 
 
-def test_no_internal_link_of_the_site_is_broken() -> None:
+@pytest.fixture
+def built() -> None:
+    """Skips where there is no site."""
     if not (SITE / "index.html").exists():
         pytest.skip("the site is not built (python -m tests --only docs)")
+
+
+@pytest.mark.usefixtures("built")
+def test_a_page_of_the_api_begins_with_its_main_functions_and_names_examples() -> None:
+    page = (SITE / "api" / "scores.html").read_text("utf-8")
+    names = ("split_scores", "sweep_heads", "offset_share", "ScoreSplit")
+    entries = [page.index(f'id="tl_geometry.scores.{name}"') for name in names]
+    rows = [page.index(f'href="#tl_geometry.scores.{name}"', page.index("<h1>")) for name in names]
+    assert rows == sorted(rows)
+    assert max(rows) < min(entries)
+    used = page[entries[0] :].split("Examples that use it", 1)[1]
+    assert "examples/heads/induction.html" in used[:600]
+
+
+@pytest.mark.usefixtures("built")
+def test_no_internal_link_of_the_site_is_broken() -> None:
     assert not broken(SITE)
     assert len(list(SITE.rglob("*.html"))) > 50
     index = re.findall(r"\]\(([^)]+)\)", (SITE / "llms.txt").read_text("utf-8"))
