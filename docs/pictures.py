@@ -1,13 +1,16 @@
 """``python docs/pictures.py [NAME ...]``: the pictures of the gallery and of README.
 
-Each script of ``docs/gallery`` runs as it stands; its ``view`` becomes ``docs/_static/NAME.png``
-(trimmed, with the script's digest inside, so that a test sees a picture that is older than its
-script) and, where it is an interactive page of moderate size, ``NAME.html``; what it prints becomes
-``docs/gallery/NAME.txt``. README's first code and output follow.
+Each script of ``docs/gallery/QUESTION`` begins with the title and the text of its page; the code
+below runs as it stands. Its ``view`` becomes ``docs/_static/NAME.png`` (trimmed; inside are the
+digest of the code, so that a test sees a picture that is older than its code, and the view's null
+and source, which its page shows) and, where it is an interactive page of moderate size,
+``NAME.html``; what it prints becomes ``NAME.txt`` beside the script. README's first code and output
+follow.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -18,15 +21,22 @@ from typing import Any
 from PIL import Image, ImageChops, PngImagePlugin
 
 DOCS = Path(__file__).resolve().parent
-SCRIPTS = {path.stem: path for path in sorted((DOCS / "gallery").glob("*.py"))}
+SCRIPTS = {path.stem: path for path in sorted((DOCS / "gallery").glob("*/*.py"))}
 FIRST = "induction"
 """The script that README shows."""
 LARGEST, WIDEST, MARGIN = 400_000, 1600, 12
 """Bytes of an interactive page that is kept; pixels of a picture's width and margin."""
 
 
+def code(path: Path) -> str:
+    """A script without the text of its page."""
+    script = path.read_text("utf-8")
+    text = ast.parse(script).body[0]
+    return "\n".join(script.split("\n")[text.end_lineno :]).lstrip("\n")
+
+
 def digest(script: str) -> str:
-    """Of the script's text."""
+    """Of the code alone: a change of the text leaves the picture as it is."""
     return hashlib.sha256(script.encode()).hexdigest()[:16]
 
 
@@ -59,10 +69,12 @@ def trimmed(png: bytes) -> Image.Image:
 
 def draw(name: str) -> None:
     """Run one script and write its files."""
-    script = SCRIPTS[name].read_text("utf-8")
+    script = code(SCRIPTS[name])
     view, printed = run(script)
     stamp = PngImagePlugin.PngInfo()
     stamp.add_text("script", digest(script))
+    for field in ("null", "source"):
+        stamp.add_text(field, getattr(view, field))
     figure = view.image() if hasattr(view, "image") else view
     trimmed(figure.bytes("png")).save(
         DOCS / "_static" / f"{name}.png", pnginfo=stamp, optimize=True
@@ -84,7 +96,7 @@ def write_readme() -> None:
     saved = f'view.save("{FIRST}.html")  # linked panels, one page, offline\n'
     printed = script.with_suffix(".txt").read_text("utf-8")
     text = path.read_text("utf-8")
-    for form, body in (("python", script.read_text("utf-8") + saved), ("text", printed)):
+    for form, body in (("python", code(script) + saved), ("text", printed)):
         start = text.index(f"```{form}\n") + len(f"```{form}\n")
         text = text[:start] + body + text[text.index("```\n", start) :]
     path.write_text(text, "utf-8")

@@ -20,6 +20,7 @@ ONCE = (
     "render",
     "project/test_benchmarks.py",
     "project/test_docs.py",
+    "project/test_site_links.py",
     "project/test_types.py",
     "report/test_smollm2.py",
 )

@@ -7,6 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def expected() -> dict[str, bool]:
@@ -24,6 +27,7 @@ def expected() -> dict[str, bool]:
         r"TransformerLens 3 has no edge scores": HAS_HOOKED,
         r".*(CUDA|GPU).*": not torch.cuda.is_available(),
         r"needs Linux with .*": not linux,
+        r"the site is not built .*": not (ROOT / "docs/_build/html/index.html").exists(),
         r"needs jupyterlab .*": importlib.util.find_spec("jupyterlab") is None,
     }
 

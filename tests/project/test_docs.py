@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -42,17 +43,38 @@ def blocks(form: str) -> list[str]:
     return re.findall(rf"^```{form}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_every_picture_is_that_of_its_script_and_stands_in_the_gallery() -> None:
-    gallery = (DOCS / "gallery.md").read_text("utf-8")
-    shown = set(re.findall(r"_static/(\w+)\.png", gallery))
-    assert shown == set(SCRIPTS) == set(re.findall(r"literalinclude\} gallery/(\w+)\.py", gallery))
+def test_every_example_has_the_picture_of_its_code_and_a_text_to_read_it_by() -> None:
+    stored = {path.stem for path in (DOCS / "_static").glob("*.png")}
+    assert stored == set(SCRIPTS) | {growth.PICTURE.stem}
+    assert len(SCRIPTS) == len(list((DOCS / "gallery").rglob("*.py")))
     for name, path in SCRIPTS.items():
-        script = path.read_text("utf-8")
-        assert len(script.splitlines()) <= 12, name
+        code = pictures.code(path)
+        page = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        title, rule, _, *text = page.splitlines()
+        assert rule == "=" * len(title), name
+        assert 20 < len(" ".join(text).split()) < 90, name
+        assert code.startswith("import tl_geometry as tlg\n"), name
+        assert len(code.splitlines()) <= 12, name
         with Image.open(DOCS / "_static" / f"{name}.png") as image:
-            assert image.text["script"] == pictures.digest(script), name  # type: ignore[attr-defined]
+            assert image.text["script"] == pictures.digest(code), name  # type: ignore[attr-defined]
+            assert image.text["null"], name  # type: ignore[attr-defined]
+            assert image.text["source"], name  # type: ignore[attr-defined]
             assert image.width <= pictures.WIDEST
     assert pictures.digest("a") != pictures.digest("b")
+
+
+def test_every_question_of_the_gallery_has_a_place_in_it() -> None:
+    headers = {path.parent.name for path in (DOCS / "gallery").glob("*/README.rst")}
+    order = re.search(r"for question in \((.*?)\)", (DOCS / "conf.py").read_text("utf-8"), re.S)
+    assert order is not None
+    assert headers == {path.parent.name for path in SCRIPTS.values()}
+    assert headers == set(re.findall(r'"(\w+)"', order[1]))
+
+
+def test_the_code_of_an_example_is_the_script_without_its_text(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text('"""Title\n=====\n\nText.\n"""\n\nx = "\\n"\n\ny = 2\n', "utf-8")
+    assert pictures.code(script) == 'x = "\\n"\n\ny = 2\n'
 
 
 def test_the_curves_of_cost_are_those_of_the_stored_rows() -> None:
@@ -70,7 +92,7 @@ def test_the_curves_of_cost_are_those_of_the_stored_rows() -> None:
 
 def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
     code, change = blocks("python")
-    script = SCRIPTS["induction"].read_text("utf-8")
+    script = pictures.code(SCRIPTS["induction"])
     assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
     assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
     assert re.findall(r"!\[.*\]\((.*)\)", README) == [
@@ -83,7 +105,7 @@ def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
 
 @pytest.mark.slow
 def test_the_first_script_prints_what_is_stored() -> None:
-    view, printed = pictures.run(SCRIPTS["induction"].read_text("utf-8"))
+    view, printed = pictures.run(pictures.code(SCRIPTS["induction"]))
     assert printed == blocks("text")[0]
     assert "L1H0" in view.title
 

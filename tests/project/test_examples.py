@@ -260,8 +260,18 @@ def test_the_list_of_columns_has_every_column_of_a_sweep() -> None:
     assert unsaid(["layer", "colour"]) == {"colour"}
 
 
+GALLERY = [
+    pytest.param(
+        path,
+        id=path.stem,
+        marks=[pytest.mark.smollm2] if "smollm2()" in path.read_text("utf-8") else [],
+    )
+    for path in sorted((DOCS / "gallery").glob("*/*.py"))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted((DOCS / "gallery").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", GALLERY)
 def test_the_scripts_of_the_gallery_run(path: Path, reader: Path) -> None:
     names: dict[str, Any] = {}
     with contextlib.redirect_stdout(io.StringIO()):

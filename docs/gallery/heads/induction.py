@@ -1,3 +1,12 @@
+"""Which term makes an induction head attend
+=========================================
+
+In the *pattern*, the bright cells off the left edge show where the head attends; in the same
+cells *content* alone is dark red, so the head attends because contents match. Rows are queries,
+columns keys, red is positive, and the four terms add up to the model's own score (here without
+the mean of each row, which the softmax ignores).
+"""
+
 import tl_geometry as tlg
 
 model = tlg.zoo.embedded()  # the one line to change

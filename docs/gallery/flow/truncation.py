@@ -1,3 +1,11 @@
+"""How many directions the output needs
+====================================
+
+Each point is how far the next-token distribution moves when every block keeps only the K leading
+directions of the stream, with two standard errors. The dashed line is the distance between
+unrelated chunks of text.
+"""
+
 import tl_geometry as tlg
 
 model = tlg.zoo.embedded()

@@ -1,3 +1,12 @@
+"""Who wrote the next token, and why they looked there
+===================================================
+
+The upper bars add up what all heads wrote from each token towards the logit of "ight" after the
+second " he"; each lower bar is one head and one source, with the attention paid and the largest
+terms of the score behind it. In the live page, arcs over the text show the same; click a token to
+see its own logit.
+"""
+
 import tl_geometry as tlg
 
 model = tlg.zoo.embedded()

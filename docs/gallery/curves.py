@@ -1,8 +1,0 @@
-import tl_geometry as tlg
-
-model = tlg.zoo.embedded()
-windows = tlg.zoo.default_windows(model, 128, n=128)
-basis = tlg.decompose(model, windows, progress=False)
-with tlg.models.reinitialized(model) as control:
-    untrained = tlg.decompose(control, windows, progress=False)
-view = tlg.render.spirals(basis, control=untrained)

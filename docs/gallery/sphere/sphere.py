@@ -1,0 +1,14 @@
+"""Where tokens travel on the sphere of the norm
+=============================================
+
+Each line is the path of one token of the prompt over the unit sphere, from its embedding (dark)
+to its last state (bright), where its text stands. The picture shows three principal axes of many,
+so distances in it can be smaller than those of the whole space.
+"""
+
+import tl_geometry as tlg
+
+model = tlg.zoo.embedded()
+prompt = "for name in names:\n    print(name)\n"
+paths = tlg.token_paths(model, prompt, prepend_bos=True)
+view = tlg.render.sphere_paths(paths)
