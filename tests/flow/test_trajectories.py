@@ -729,14 +729,17 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow", "loss_increase")[0, 4]))
 
 
-def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):
+def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path, monkeypatch):
     pytest.importorskip("plotly", reason="needs the plotly extra")
+    from tl_geometry.render import flow
     from tl_geometry.render.space import bundle_3d
+
+    monkeypatch.setattr(flow, "MOST_PATHS", 7)
 
     e = dataclasses.replace(
         ensemble(), provenance=dataclasses.replace(ensemble().provenance, model="</script><b>x")
     )
-    view = bundle_3d(e, limit=7)
+    view = bundle_3d(e)
     page = view.save(tmp_path / "b.html").read_text()
     assert "://" not in page
     assert "<b>x" not in page
