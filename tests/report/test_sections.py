@@ -199,7 +199,7 @@ def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
     assert summary["failed"] == {}
     kinds = [card["status"] for entry in summary["manifest"].values() for card in entry["cards"]]
     assert kinds.count("left out") >= 2
-    assert "is more than --budget quick leaves" in (tmp_path / "report.html").read_text()
+    assert "windows are more than --budget quick allows" in (tmp_path / "report.html").read_text()
     heads_table = SweepTable.load(tmp_path / "heads.safetensors")
     assert heads_table.provenance.contexts == 10
     assert heads_table.group_intervals is not None

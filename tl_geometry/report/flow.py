@@ -55,9 +55,9 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.say(f"{count} chunks in place of {max_chunks}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.say(
-            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
-            "always lie in a subspace, so it says nothing about the model that few directions are "
-            "enough."
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state. So "
+            "few always lie in a subspace: that few directions are enough for them says nothing "
+            "about the model."
         )
     ensemble = None
     with draft.part(what):

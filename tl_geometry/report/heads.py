@@ -39,10 +39,11 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "Shares are covariances with the whole score over allowed keys; they add up to one and can "
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
         "'mixed' the rest. Gain shares count a cell by the attention paid to it: the additive part "
-        "of a term in where attention goes. A head without a clear winner is 'unclear': a label "
-        "needs the same group first by covariance (more than half of the score) and by gain, each "
-        "with a margin of 0.1 over the second whose 95% interval excludes zero (groups of contexts "
-        "left out of the sweep and of the basis). The table names the first by each."
+        "of a term in where attention goes. A head is labelled by a group that comes first twice: "
+        "by covariance, with more than half of the score, and by gain. Each time it leads the "
+        "second by 0.1 at least, and the 95% interval of that lead (groups of contexts left out of "
+        "sweep and basis) excludes zero. Other heads are 'unclear'; the table still names the "
+        "first by each."
     )
     rotary, table = analysis.view.position == "rotary", None
     with draft.part("the sweep over all heads"):

@@ -25,9 +25,9 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
-        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}: near is a "
-        f"wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, which "
-        "hardly sees the offset at all."
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}. Near planes "
+        f"have wavelengths of up to 16 tokens. Far ones are longer than the {planes.length} tokens "
+        "of a window, and hardly see the offset at all."
     )
     heads: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):

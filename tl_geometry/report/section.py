@@ -196,7 +196,7 @@ class Draft:
         even ``least`` fit, 0, and a card in place of the part."""
         count = budget.windows(part, length, most, least)
         if not count:
-            why = f"its smallest size, {least} windows, is more than --budget {budget.word} leaves"
+            why = f"even {least} windows are more than --budget {budget.word} allows"
             self.leave_out(part, why)
         return count
 

@@ -69,11 +69,10 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     layer, _ = qk.heads[int(qk.excess.nan_to_num(nan=-1.0).argmax())]
     draft.say(
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies "
-        "in the leading positional directions? The concentration is divided by its exact "
-        "expectation for a random subspace (lift), and by its mean in the leading directions of "
-        "the difference of random halves of the corpus (excess): position cancels in it, and the "
-        "leading directions of averages are those in which states vary most, with or without an "
-        "effect of position."
+        "in the leading positional directions? Lift compares that share with its exact "
+        "expectation for a random subspace. Excess compares it with its mean in the leading "
+        "directions of differences between random halves of the corpus: there position cancels, "
+        "and what is left are directions in which averages of states vary most anyway."
     )
     title = "W_QK of each head against the positional directions"
     value = "excess" if bool(qk.excess.isfinite().any()) else "lift"
