@@ -40,10 +40,9 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
         "'mixed' the rest. Gain shares count a cell by the attention paid to it: the additive part "
         "of a term in where attention goes. A head is labelled by a group that comes first twice: "
-        "by covariance, with more than half of the score, and by gain. Each time it leads the "
-        "second by 0.1 at least, and the 95% interval of that lead (groups of contexts left out of "
-        "sweep and basis) excludes zero. Other heads are 'unclear'; the table still names the "
-        "first by each."
+        "by covariance, with more than half of the score, and by gain. Each time it has a margin "
+        "of 0.1 over the second, whose 95% interval (groups of contexts left out of sweep and "
+        "basis) excludes zero. Other heads are 'unclear'; the table still names the first by each."
     )
     rotary, table = analysis.view.position == "rotary", None
     with draft.part("the sweep over all heads"):
