@@ -431,11 +431,6 @@ VIEWS = [
         "got PositionContext. Use head_knockouts",
     ),
     Call("a split as a graph", lambda w: tlg.render.graph_page(w.split), "a graph of trace_logit"),  # pyright: ignore[reportArgumentType]
-    Call(
-        "a node that is not there",
-        lambda w: tlg.render.graph_page(w.graph(), node=10**6),
-        "node: expected",
-    ),
     Call("a matrix that is not there", lambda w: tlg.weight_geometry(w.model, w.basis, "QV"), "QK"),
     Call("a readout of nothing", lambda w: tlg.token_readout(w.model, matrix="VO"), "OV"),
     Call(

@@ -285,7 +285,7 @@ def test_the_version_and_being_stopped(
 
     monkeypatch.setattr(Inputs, "load", stop)
     assert run(["check"], monkeypatch) == 130
-    said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
+    said = "tl-geometry: stopped; nothing was kept [check]\n"
     assert capsys.readouterr().err == said
 
 

@@ -19,7 +19,6 @@ from tl_geometry.base import run_files
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.report import folder as report_folder
 from tl_geometry.report.contents import SECTIONS, TABLES, report_files
-from tl_geometry.report.work import SHARES
 
 SMALL: dict[str, Any] = {"sections": ("overview", "measures")}
 
@@ -192,7 +191,7 @@ def test_the_tables_of_every_section_are_declared() -> None:
     text = "\n".join(module.read_text() for module in modules)
     written = set(re.findall(r'(?:draft\.table\(|TableBlock\(name=)\s*"(\w+)"', text))
     assert written == {table for tables in TABLES.values() for table in tables}
-    assert set(TABLES) == set(SECTIONS) == set(SHARES) - {"decompose"}
+    assert set(TABLES) == set(SECTIONS)
 
 
 def test_the_checkpoint_of_fit_is_never_a_finished_basis(

@@ -63,7 +63,7 @@ def test_a_run_stopped_while_loading_promises_nothing(
         assert run(["check"], monkeypatch) == code
     finally:
         signal.signal(signal.SIGINT, shell_handler)
-    said = "tl-geometry: stopped; this run had finished nothing yet [check]\n"
+    said = "tl-geometry: stopped; nothing was kept [check]\n"
     assert capsys.readouterr().err == said
     assert signal.getsignal(signal.SIGTERM) is before
 

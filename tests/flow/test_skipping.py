@@ -154,7 +154,6 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
     model = deep(6)
     found = skip_map(model, tokens(24, 8), map_types="identity", progress=False)
     assert found.pairs() == [(a, b) for a in range(6) for b in range(a + 1, 7) if b - a in SKIPS]
-    assert found.places == ("pilot",)
     assert "skips of 1, 2, 4 blocks only" in found.provenance.flags
     every = skip_map(model, tokens(24, 8), map_types="identity", pairs="all", progress=False)
     assert len(every.pairs()) == 21
@@ -185,7 +184,7 @@ def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(skipping, "tqdm", Bar)
     monkeypatch.setattr(next_token, "PILOTS", 60)
-    skip_map(deep(), tokens(40, 8), pairs="all", places=("pilot", "all"), batch_size=40)
+    skip_map(deep(), tokens(40, 8), pairs="all", batch_size=40)
     bar = Bar.seen[0]
     assert sum(bar.steps) == bar.total
     assert len(bar.steps) > 20
@@ -264,7 +263,7 @@ def test_fewer_trajectories_than_dimensions_are_flagged_everywhere_and_enough_ar
     )
     ids = tokens(24, 8)
     assert (
-        "maps at place pilot fitted on 12 trajectories, fewer than the 16 dimensions"
+        "maps fitted on 12 trajectories, fewer than the 16 dimensions"
         in skip_map(deep(), ids, progress=False).provenance.flags
     )
     moved = skip_map(deep(), ids, map_types="shift", progress=False)  # fits a vector alone

@@ -450,42 +450,10 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives():
             )
 
 
-@torch.no_grad()
-def test_skipping_at_all_positions_spares_the_first_and_deletes_blocks():
-    model, test = deep(), tokens(5, 8, 2)
-    found = skip_map(
-        model,
-        tokens(40, 8, 1),
-        test=test,
-        pairs=[(1, 2)],
-        map_types=("identity",),
-        places=("all",),
-        progress=False,
-    )
-    ids = test[:, :-1]
-    own = model(ids).log_softmax(-1)
-
-    def delete(h: Tensor, hook: Any) -> Tensor:
-        return torch.cat([h[:, :1], kept[0][:, 1:]], dim=1)
-
-    kept: list[Tensor] = []
-    model.run_with_hooks(
-        ids, fwd_hooks=[("blocks.1.hook_resid_pre", lambda h, hook: kept.append(h.clone()))]
-    )
-    changed = model.run_with_hooks(
-        ids, fwd_hooks=[("blocks.2.hook_resid_pre", delete)]
-    ).log_softmax(-1)
-    kl = (own.exp() * (own - changed)).sum(-1)[:, 1:].mean()
-    assert math.isclose(float(found.table("identity", place="all")[1, 2]), float(kl), rel_tol=1e-3)
-    loss = -own[:, 1:].gather(-1, test[:, 2:, None]).mean()
-    assert math.isclose(found.loss[1], float(loss), rel_tol=1e-5)
-    assert math.isnan(found.loss[0])
-
-
 def test_the_skip_map_covers_every_pair(tmp_path):
-    found = skip_map(deep(), tokens(40, 8, 1), pairs="all", places=("pilot", "all"), progress=False)
+    found = skip_map(deep(), tokens(40, 8, 1), pairs="all", progress=False)
     assert found.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5)]
-    assert len(found.rows()) == 2 * 7 * 10
+    assert len(found.rows()) == 7 * 10
     assert found.train + found.test == 40
     mean = found.table("mean")
     assert float(mean[0, 3]) == float(mean[2, 3])  # the constant map does not depend on its start
@@ -499,10 +467,10 @@ def test_the_skip_map_covers_every_pair(tmp_path):
         "is near chance" in flag for flag in found.provenance.flags
     )  # random weights know no text
     one = skip_map(
-        deep(), tokens(40, 8, 1), pairs=[(1, 3)], map_types="flow", places="pilot", progress=False
+        deep(), tokens(40, 8, 1), pairs=[(1, 3)], map_types="flow", progress=False
     )  # one name, not its letters
     assert one.pairs() == [(1, 3)]
-    assert (one.map_types, one.places) == (("flow", "ridge", "identity"), ("pilot",))
+    assert one.map_types == ("flow", "ridge", "identity")
     with pytest.raises(GeometryError, match="tokens: expected chunks of tokens, got Trajectories"):
         skip_map(deep(), ensemble())  # type: ignore[arg-type]
 
@@ -518,19 +486,16 @@ def test_a_block_that_does_nothing_can_be_skipped_for_nothing():
         with torch.no_grad():
             for p, _ in kept:
                 p.zero_()
-        kinds, places = ("identity", "mean", "linear"), ("pilot", "all")
-        found = skip_map(
-            deep(), tokens(40, 8, 1), pairs=[(2, 3)], map_types=kinds, places=places, progress=False
-        )
+        kinds = ("identity", "mean", "linear")
+        found = skip_map(deep(), tokens(40, 8, 1), pairs=[(2, 3)], map_types=kinds, progress=False)
     finally:
         with torch.no_grad():
             for p, old in kept:
                 p.copy_(old)
     assert len(kept) == 4
-    for place in ("pilot", "all"):
-        assert float(found.table("identity", place=place)[2, 3]) < 1e-6
-        assert float(found.table("linear", place=place)[2, 3]) < 1e-6
-        assert float(found.table("mean", place=place)[2, 3]) > 1e-2
+    assert float(found.table("identity")[2, 3]) < 1e-6
+    assert float(found.table("linear")[2, 3]) < 1e-6
+    assert float(found.table("mean")[2, 3]) > 1e-2
 
 
 # flow report, nulls, separability
@@ -745,9 +710,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     e = ensemble()
     train, _ = e.split()
     curve = truncation_kl(deep(), tokens(6, 10, 9), train, K=(1, 4), progress=False)
-    skips = skip_map(
-        deep(), tokens(24, 8), map_types=("flow", "mean"), places=("pilot",), progress=False
-    )
+    skips = skip_map(deep(), tokens(24, 8), map_types=("flow", "mean"), progress=False)
     views = [
         flow.bundle_figure(e),
         flow.truncation_figure(curve),
@@ -766,14 +729,17 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow", "loss_increase")[0, 4]))
 
 
-def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path):
+def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path, monkeypatch):
     pytest.importorskip("plotly", reason="needs the plotly extra")
+    from tl_geometry.render import flow
     from tl_geometry.render.space import bundle_3d
+
+    monkeypatch.setattr(flow, "MOST_PATHS", 7)
 
     e = dataclasses.replace(
         ensemble(), provenance=dataclasses.replace(ensemble().provenance, model="</script><b>x")
     )
-    view = bundle_3d(e, limit=7)
+    view = bundle_3d(e)
     page = view.save(tmp_path / "b.html").read_text()
     assert "://" not in page
     assert "<b>x" not in page

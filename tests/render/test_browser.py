@@ -7,8 +7,8 @@ import dataclasses
 import json
 import re
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +18,11 @@ from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
 from tl_geometry.base.results import Provenance, Result
+from tl_geometry.flow.ensemble import Trajectories
+from tl_geometry.render import split_view
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
-from tl_geometry.render.space import SpaceView, paths_figure
+from tl_geometry.render.space import SpaceView
 from tl_geometry.report.page import document
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.split import ScoreSplit
@@ -70,22 +72,36 @@ def test_a_plain_page_is_harmless(browser: Browser, tmp_path: Path) -> None:
         assert page.screenshot(tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def in_blocks(split: ScoreSplit, cells: int) -> PageView:
+    """A split with at most so many cells across a panel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_view, "CELLS", cells)
+        return render.split(split)
+
+
+def bundle() -> SpaceView:
+    """The paths of four tokens through six states."""
+    paths = Trajectories(
+        X=torch.randn(4, 6, 8),
+        states=tuple(range(6)),
+        position=-1,
+        provenance=Provenance(),
+    )
+    return render.bundle_3d(paths)
+
+
 def pages(tokens: list[str]) -> dict[str, PageView]:
     """One of each interactive view, with these texts as tokens and as names."""
     split = synthetic(2, len(tokens), texts=tokens)
     named = dataclasses.replace(
         split, provenance=dataclasses.replace(split.provenance, model=tokens[0])
     )
-    paths = torch.randn(len(tokens), 5, 3, dtype=torch.float64)
     return {
         "split": render.split(named, title=tokens[1]),
         "terms": render.split(named, panels="terms", centered=True),
-        "blocks": render.split(named, max_cells=8),
-        "paths": SpaceView(
-            paths_figure(paths, range(5), tokens[:3], tokens, marked=True),
-            title=tokens[0],
-            caption=f"{tokens[1]}; {tokens[2]}",
-            image=partial(head_grid, table()),
+        "blocks": in_blocks(named, 8),
+        "paths": dataclasses.replace(
+            bundle(), title=tokens[0], caption=f"{tokens[1]}; {tokens[2]}"
         ),
         "heads": render.heads(table(tokens[0]), title=tokens[1]),
     }
@@ -241,14 +257,16 @@ READ = (
 
 
 @pytest.mark.parametrize(
-    ("tokens", "options"), [(40, {"panels": "terms"}), (100, {}), (100, {"max_cells": 50})]
+    ("tokens", "panels", "block"), [(40, "terms", 1), (100, None, 1), (100, None, 2)]
 )
-def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> None:
+def test_hover_reads_the_split(
+    tokens: int, panels: str | None, block: int, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every term, the total and the pattern at a cell, within half a quantisation step, under the
     mouse in a notebook's frame."""
     split = synthetic(2, tokens)
-    view = render.split(split, **options)
-    block = 2 if "max_cells" in options else 1
+    monkeypatch.setattr(split_view, "CELLS", tokens // block)
+    view = render.split(split, panels=panels)
     n, seen = tokens // block, set()
     with browser.open(as_cells("<p>above</p>", view.html()), width=1400, height=1200) as page:
         page.wait("document.body.dataset.drawn", frame=1)
@@ -287,7 +305,7 @@ def test_hover_reads_the_split(tokens: int, options: dict, browser: Browser) -> 
         assert page.wait("document.querySelector('.read b').textContent === 'not allowed'", frame=1)
         page.assert_harmless()
     assert {"total", "pattern"} < seen
-    assert len(seen) == (11 if options.get("panels") else 6)
+    assert len(seen) == (11 if panels else 6)
 
 
 def cells_of(split: ScoreSplit, name: str) -> torch.Tensor:
@@ -352,9 +370,9 @@ def test_colours_mark_saturation_holes_and_what_is_not_allowed(
     q = split.q.clone()
     q[:, 0, 7] = torch.nan
     split = dataclasses.replace(split, q=q)
-    with browser.open(render.split(split, limit=0.5, query=0).page, dark=dark) as page:
+    with browser.open(render.split(split).page, dark=dark) as page:
         page.wait("document.body.dataset.drawn")
-        page.evaluate("state.at = null; draw()")
+        page.evaluate("state.limit = 0.5; state.query = 0; update(); state.at = null; draw()")
         total = split.total()[0, 0]
         over, under = (
             (total > 0.5).nonzero()[0].tolist(),
@@ -470,23 +488,19 @@ PLACE = """([x, y, z]) => {
 
 
 def test_a_bundle_turns_and_names_what_is_under_the_mouse(browser: Browser) -> None:
-    points = torch.randn(4, 6, 3, dtype=torch.float64)
-    labels = ["a", "b", "<b>c</b>&amp;$1$", "d"]
-    figure = paths_figure(points, range(6), ["x", "y", "z"], labels, marked=True)
-    image = partial(head_grid, table())
-    view = SpaceView(figure, title="Paths", caption="four", image=image)
+    view = bundle()
+    last: Any = view.figure.data[-1]
+    point = [float(side[2]) for side in (last.x, last.y, last.z)]
     shown = "[...document.querySelectorAll('.hovertext text')].map(t => t.textContent).join()"
     visible = "gd.data.map(t => t.visible ?? true)"
     with browser.open(view.page, width=900) as page:
         page.wait("document.body.dataset.drawn")
-        page.hover(*page.evaluate(f"({PLACE})({points[2, 5].tolist()})"))
-        assert page.wait(shown) == "<b>c</b>&amp;$1$, state 5"
+        page.hover(*page.evaluate(f"({PLACE})({point})"))
+        assert page.wait(shown) == "trajectory 2, state 5"
         before = page.evaluate("gd._fullLayout.scene.camera.eye")
         page.drag((300, 100), (400, 100))
         page.wait(f"gd._fullLayout.scene.camera.eye.x !== {before['x']}")
         step = page.evaluate("gd._fullLayout.sliders[0].steps[2].args[0]")
         page.evaluate(f"Plotly.restyle(gd, {json.dumps(step)}).then(() => 0)")
         assert page.evaluate(visible) == [True] * 6 + [False] * 6
-        assert page.evaluate("gd.data[5].mode") == "markers+text"
-        assert page.evaluate("gd.data[11].mode") == "markers"
         page.assert_harmless()

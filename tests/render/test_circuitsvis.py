@@ -19,7 +19,6 @@ import tl_geometry as tlg
 from tests.browser import HOSTILE, Browser, as_cells, payload
 from tests.induction import corpus, induction_model, prompts
 from tl_geometry import GeometryError
-from tl_geometry.base.rows import row_center
 from tl_geometry.render import circuitsvis as views
 from tl_geometry.render.figure import DIVERGING
 from tl_geometry.render.page import PageView
@@ -39,7 +38,7 @@ def copying() -> ScoreSplit:
 def figures() -> dict[str, PageView]:
     split = copying()
     return {
-        "heads": views.attention_heads(split, title="<b>heads</b>"),
+        "heads": views.attention_heads(split),
         "one": views.attention_heads(split.terms["cvec", "cvec"][0, 1:], TEXTS, names=HOSTILE[:1]),
     }
 
@@ -103,7 +102,6 @@ def test_the_payload_is_the_tensor() -> None:
 
 
 def test_limits_are_named() -> None:
-    split = copying()
     wide = torch.zeros(13, 64, 64)
     with pytest.raises(
         GeometryError,
@@ -118,24 +116,14 @@ def test_limits_are_named() -> None:
         views.attention_heads(torch.zeros(1, 3, 3))
     with pytest.raises(GeometryError, match=r"texts of the tokens, for .3, 3. queries"):
         views.attention_heads(torch.zeros(1, 3, 3), list("ab"))
-    with pytest.raises(GeometryError, match="'pos-cvec'"):
-        views.attention_heads(split, term="pos-nothing")
 
 
-def test_a_split_gives_heads_terms_and_contexts() -> None:
+def test_a_split_gives_heads_and_the_patterns_of_its_first_prompt() -> None:
     basis = tlg.decompose(induction_model(), corpus(), progress=False)
     split = tlg.split_scores(induction_model(), prompts(2), basis, heads=["L0H0", "L1H0"])
-    term = views.attention_heads(split, TEXTS, term=("cvec", "cvec"), context=1)
-    expected = row_center(split.terms["cvec", "cvec"][1].double(), split.allowed)
-    shown = torch.tensor(payload(term)["props"]["attention"], dtype=torch.float64)
-    assert torch.allclose(shown, expected, rtol=6e-4, atol=1e-12)
-    both = payload(views.attention_heads(split, TEXTS, context=1))["props"]
+    both = payload(views.attention_heads(split, TEXTS))["props"]
     assert both["attentionHeadNames"] == ["L0H0", "L1H0"]
-    assert torch.allclose(torch.tensor(both["attention"]), split.pattern()[1], rtol=6e-4, atol=1e-6)
-    with pytest.raises(GeometryError, match="texts of the tokens"):  # a split knows its first's
-        views.attention_heads(split, context=1)
-    with pytest.raises(GeometryError, match="context: expected an index from 0 to 1"):
-        views.attention_heads(split, TEXTS, context=2)
+    assert torch.allclose(torch.tensor(both["attention"]), split.pattern()[0], rtol=6e-4, atol=1e-6)
 
 
 def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:

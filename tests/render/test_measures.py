@@ -22,7 +22,7 @@ from tl_geometry.measures import (
 )
 from tl_geometry.render import measures as views
 from tl_geometry.render.basis import WORDS, spirals, variance_shares
-from tl_geometry.render.figure import require_3d, some
+from tl_geometry.render.figure import some
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,6 @@ def test_one_axes_is_not_given_several_panels(
     null = dataclasses.replace(anova, ctx_null=anova.shares["ctx"] / 3)
     dashed = variance_shares(null).figure.axes[0].lines[-1]
     assert np.allclose(np.asarray(dashed.get_ydata()), (anova.shares["ctx"] / 3).numpy())
-    with pytest.raises(GeometryError, match="projection='3d'"):
-        require_3d(mine)
 
 
 def test_few_states_are_chosen_at_even_distances() -> None:

@@ -21,7 +21,7 @@ from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import row_center
-from tl_geometry.render import cells
+from tl_geometry.render import cells, split_view
 from tl_geometry.render.split_view import draw_panels, panels_of
 from tl_geometry.scores.split import ScoreSplit
 
@@ -107,9 +107,12 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
         panels_of(own, "groups")
 
 
-def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign() -> None:
+def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     split = synthetic(2, 50)
-    view = render.split(split, (0, 1), panels="terms", max_cells=20)
+    monkeypatch.setattr(split_view, "CELLS", 20)
+    view = render.split(split, (0, 1), panels="terms")
     data = payload(view)
     assert (data["size"], data["block"], data["heads"]) == (17, 3, ["L0H1"])
     assert "largest by absolute value of 3 x 3" in view.caption
@@ -141,28 +144,32 @@ def test_sizes_of_twelve_heads_of_256_tokens() -> None:
     assert f"{len(view.html()) / 1000:.0f} kB of HTML" in repr(view)
 
 
-def test_a_size_is_kept_by_coarser_steps_then_by_blocks() -> None:
+def test_a_size_is_kept_by_coarser_steps_then_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     split = synthetic(4, 100)
     free = render.split(split)
     assert payload(free)["levels"] == 127
     for share, coarse in ((0.9, False), (0.4, True)):
         most = int(share * len(free.html()))
-        small = render.split(split, max_bytes=most)
+        monkeypatch.setattr(split_view, "SIZES", (most, most))
+        small = render.split(split)
         assert len(small.html()) <= most
         assert (payload(small)["block"] > 1) == coarse
         assert coarse or payload(small)["levels"] < 127
-    with pytest.raises(
-        GeometryError,
-        match=r"max_bytes: expected room for 4 heads x 6 panels, got 1000\. Use fewer heads=",
-    ):
-        render.split(split, max_bytes=1000)
+    monkeypatch.setattr(split_view, "SIZES", (1000, 1000))
+    expected = (
+        r"split: expected what a page of 1000 bytes holds, got 4 heads x 6 panels\. Use heads="
+    )
+    with pytest.raises(GeometryError, match=expected):
+        render.split(split)
 
 
 def test_caption_says_scale_saturation_closing_and_holes() -> None:
     split = synthetic(1, 30)
     q = split.q.clone()
     q[1, 0, 7] = torch.nan
-    view = render.split(dataclasses.replace(split, q=q), limit=0.5)
+    q[2, 0, 20] *= 50  # far above the others: what lies beyond the scale
+    split = dataclasses.replace(split, q=q.nan_to_num())
+    view = render.split(dataclasses.replace(split, q=q))
     data = payload(view)
     planes = [
         torch.stack([split.terms[t] for t in members]).sum(0)[0, 0]
@@ -171,15 +178,15 @@ def test_caption_says_scale_saturation_closing_and_holes() -> None:
     scores = torch.stack([*planes, split.total()[0, 0]])[:, split.allowed[0]]
     rows = split.allowed[0].nonzero()[:, 0]
     kept = torch.stack(list(scores[:, rows != 7]))
-    beyond = int((kept.abs() > 0.5).sum()) + int(
-        (scores[1 if False else 0 :, rows == 7].abs() > 0.5)[[2, 3]].sum()
-    )
+    top = data["limit"]
+    beyond = int((kept.abs() > top).sum()) + int((scores[:, rows == 7].abs() > top)[[2, 3]].sum())
+    assert 0 < beyond < kept.numel() / 50
+    assert data["high"] > top
     assert "reconstruction error 1.0e-06 (scores; allowed 2.0e-05)" in view.caption
-    assert "full colour at 0.5 on every panel and head" in view.caption
+    assert f"full colour at {top:.3g} on every panel and head" in view.caption
     assert "pattern from 0 to 1" in view.caption
     assert f"{8 * 4} cells are not a number (hatched)" in view.caption
     assert f"{beyond} of {5 * 465} cells beyond it marked" in view.caption
-    assert data["limit"] == 0.5
     assert "some of the terms" in render.split(split, panels=["pos-pos", "content"]).caption
 
 
@@ -228,8 +235,6 @@ def test_refusals() -> None:
         ({"panels": "pos-mlp"}, "panels: expected 'groups', 'terms' or some of position, "),
         ({"panels": []}, "got none"),
         ({"tokens": ["a"]}, r"tokens: expected 8 texts, got 1\. Use tokens=model.to_str_tokens"),
-        ({"limit": -1.0}, "limit: expected a positive number"),
-        ({"query": 8}, "query: expected an index from 0 to 7"),
     ]:
         with pytest.raises(GeometryError, match=text):
             render.split(split, **wrong)

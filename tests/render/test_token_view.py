@@ -45,30 +45,25 @@ def test_tokens_keep_their_order_and_overlap_nothing() -> None:
 
 def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> None:
     given = table()
-    for part, values in (("value", given.value), ("pos_embed", given.by_part[:, 1])):
-        view = token_values(given, part=part)
-        axis = view.figure.axes[0]
-        scale = view.figure.axes[1]._colorbar.mappable  # type: ignore[attr-defined]
-        shown = [patch.get_facecolor() for patch in axis.patches]
-        assert len(shown) == len(TOKENS)
-        assert torch.tensor(shown).allclose(
-            torch.tensor(scale.to_rgba(values[:-1].numpy())).float()
-        )
-        numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 6.5]
-        assert f"{float(values[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
-        assert f"{float(values.sum()):.4g}" in view.caption
-        alone = part != "value"  # of one part, nothing is claimed of the others
-        assert (part in view.title) is ("constants" not in view.caption) is alone
+    view = token_values(given)
+    axis = view.figure.axes[0]
+    scale = view.figure.axes[1]._colorbar.mappable  # type: ignore[attr-defined]
+    shown = [patch.get_facecolor() for patch in axis.patches]
+    assert len(shown) == len(TOKENS)
+    expected = torch.tensor(scale.to_rgba(given.value[:-1].numpy())).float()
+    assert torch.tensor(shown).allclose(expected)
+    numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 6.5]
+    assert f"{float(given.value[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
+    assert f"and the constants ({float(given.value[-1]):+.3g}) sum to" in view.caption
+    assert f"{float(given.value.sum()):.4g}" in view.caption
     red, blue = scale.to_rgba([5.0, -5.0])
     assert red[0] > red[2]  # positive is red
     assert blue[2] > blue[0]
     assert "</script>" not in token_values(given).save(tmp_path / "x.html").read_text()
 
 
-def test_nothing_contributed_is_drawn_and_an_unknown_part_refused() -> None:
+def test_nothing_contributed_is_drawn() -> None:
     assert token_values(table(0.0)).caption.endswith("sum to 0.")
-    with pytest.raises(GeometryError, match="part: expected one of 'value', 'embed', 'pos_embed'"):
-        token_values(table(), part="cvec")
 
 
 def test_lines_are_as_wide_as_asked_for() -> None:

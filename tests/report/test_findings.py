@@ -35,9 +35,9 @@ from tl_geometry.scores.sweep_table import SweepTable
 
 Row = dict[str, Any]
 SKIPS = {
-    ("pilot", "flow"): (2.0, 0.1),
-    ("pilot", "ridge"): (1.5, 0.2),
-    ("pilot", "mean"): (6.0, 0.3),
+    "flow": (2.0, 0.1),
+    "ridge": (1.5, 0.2),
+    "mean": (6.0, 0.3),
 }
 """KL and its error of the one block of :func:`skips`."""
 ORDER = 21
@@ -105,18 +105,17 @@ def geometry() -> Any:
 def skips(forgotten: float = 6.0) -> SkipMap:
     """Two blocks: the first costs what SKIPS says, the second twice as much."""
     values = {}
-    for (place, name), (kl, error) in SKIPS.items():
+    for name, (kl, error) in SKIPS.items():
         kl = forgotten if name == "mean" else kl
         shown = {"kl": kl, "kl_se": error, "loss_increase": 0.7 * kl, "top1": 0.5, "top5": 0.5}
         for metric, value in shown.items():
             table = torch.full((3, 3), torch.nan, dtype=torch.float64)
             table[0, 1], table[1, 2] = value, 2 * value
-            values[place, name, metric] = table
+            values[name, metric] = table
     return SkipMap(
         values=values,
-        loss=(3.0, 3.1),
+        loss=3.0,
         map_types=("flow", "ridge", "mean"),
-        places=("pilot",),
         train=40,
         test=20,
         provenance=Provenance(),

@@ -18,9 +18,9 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import Dominance
 from tl_geometry.report import TITLES, contents, flow, folder, heads, measures
 from tl_geometry.report import build as building
+from tl_geometry.report.budget import PARTS, Budget, threads_for
 from tl_geometry.report.contents import BUDGETS, SECTIONS
 from tl_geometry.report.section import Draft
-from tl_geometry.report.work import Costs, Work, threads_for
 from tl_geometry.scores.sweep_table import SweepTable
 
 SHAPES = ("llama", "gemma2", "bloom", "bert")
@@ -192,14 +192,14 @@ def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
     directories: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A word that stands for no time at all: heads keep their intervals and the edits theirs."""
-    monkeypatch.setitem(BUDGETS, "quick", 1e-3)
+    monkeypatch.setitem(BUDGETS, "quick", 1e-5)
     given: dict[str, Any] = {"contexts": None, "sections": ("basis", "heads", "measures", "flow")}
     summary = report(directories["llama"], tmp_path, budget="quick", **given)
     assert summary["finished"]
     assert summary["failed"] == {}
     kinds = [card["status"] for entry in summary["manifest"].values() for card in entry["cards"]]
     assert kinds.count("left out") >= 2
-    assert "more than --budget leaves" in (tmp_path / "report.html").read_text()
+    assert "windows are more than --budget quick allows" in (tmp_path / "report.html").read_text()
     heads_table = SweepTable.load(tmp_path / "heads.safetensors")
     assert heads_table.provenance.contexts == 10
     assert heads_table.group_intervals is not None
@@ -240,23 +240,21 @@ def test_one_command_gives_the_same_numbers_at_any_speed(
 
 
 def test_the_budget_and_the_shape_choose_sizes() -> None:
-    def sized(budget: str, layers: int, width: int) -> tuple[int, int]:
-        costs, work = Costs.of(layers, width, 50_000), Work(budget)
-        work.begin("decompose")
-        return work.room(128 * costs.token, 1024), work.room(512 * costs.token, 1024)
+    def sized(word: str, layers: int, width: int, length: int = 128) -> int:
+        budget = Budget(word, n_layers=layers, d_model=width)
+        return budget.windows("position and context", length, 1024)
 
-    assert sized("full", 32, 4096) == (1024, 1024)
-    assert sized("default", 4, 128) == (1024, 1024)
-    assert sized("quick", 30, 576)[0] < sized("default", 30, 576)[0] < 1024
-    assert sized("default", 12, 768)[0] > sized("default", 24, 1024)[0]
-    work = Work("default")
-    work.begin("heads")
-    allowed = work.left
-    assert work.take(allowed / 10, 4) == 4
-    assert work.left == pytest.approx(0.6 * allowed)
-    assert work.take(allowed / 10, 100, share=0.55) == 3
-    assert work.take(0.5 * allowed, 2) == 1  # worth it: at most PATIENCE times what is left
-    assert work.take(1.0, 5) == 0
+    assert sized("full", 32, 4096, 512) == 1024
+    assert sized("default", 4, 128, 512) == 1024
+    assert sized("quick", 30, 576) < sized("default", 30, 576) < 1024
+    assert sized("default", 12, 768) > sized("default", 24, 1024)
+    assert sized("default", 30, 576) == pytest.approx(4 * sized("default", 30, 576, 512), abs=3)
+    budget = Budget("default", n_layers=30, d_model=576)
+    fitting = budget.windows("trajectories", 50, 384)
+    assert budget.windows("trajectories", 50, 10) == 10
+    assert budget.windows("trajectories", 50, 384, 2 * fitting) == 2 * fitting  # PATIENCE
+    assert budget.windows("trajectories", 50, 384, 3 * fitting) == 0
+    assert sum(share for share, _ in PARTS.values()) < 1
     with pytest.raises(GeometryError, match="--budget: expected one of 'quick', 'default', 'full'"):
         building.Request(budget="10m")
 

@@ -19,13 +19,13 @@ import typer
 
 from tl_geometry import __version__
 from tl_geometry.base import run_files
-from tl_geometry.base.errors import check_seed, choice, require
+from tl_geometry.base.errors import check_seed, choice, fail, require
 from tl_geometry.base.printable import printable_lines
 from tl_geometry.cli import arguments, ending, trace_folder
 from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes
 from tl_geometry.corpus.text_files import read_texts
 from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES, WORKS
-from tl_geometry.report.contents import BASIS, PARTS, Request, report_files
+from tl_geometry.report.contents import Request, report_files
 from tl_geometry.zoo.inputs import Inputs, at_least
 
 if TYPE_CHECKING:
@@ -72,12 +72,11 @@ def analyse(
     request.check_corpus()
     arguments.folder(out)
     run_files.check_folder(out, "report", report_files(request.names), force=force)
-    ending.goes_on_from(out / run_files.CHECKPOINT, out / BASIS, out / PARTS)
+    ending.goes_on_from(out)
     from tl_geometry.report.build import build
 
-    command_line = ["tl-geometry", *sys.argv[1:]]
     summary = build(
-        request, out, resume=resume, force=force, progress=not quiet, command=command_line
+        request, out, resume=resume, force=force, progress=not quiet, command=command_line()
     )
     say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
     if summary["failed"]:
@@ -87,20 +86,16 @@ def analyse(
         raise typer.Exit(1)
 
 
-add(
-    "report",
-    "The whole analysis of a model on a corpus, to a folder: report.html, tables, results, "
-    "run.json.",
-)(takes(Request)(analyse))
-add("heads", "Only the heads: what drives each, and head types.")(
-    takes(Request, sections=("overview", "heads"))(analyse)
-)
-add("weights", "Only the weights: W_QK and W_OV in the geometry of the activations.")(
-    takes(Request, sections=("overview", "weights"), planes=False)(analyse)
-)
-add("trajectories", "Only the trajectories of pilot tokens as a stochastic flow.")(
-    takes(Request, sections=("overview", "flow"), planes=False)(analyse)
-)
+WHOLE = "The whole analysis of a model on a corpus, to a folder: report.html, tables, run.json."
+add("report", WHOLE)(takes(Request)(analyse))
+for command, section, about in (
+    ("heads", "heads", "Only the heads: what drives each, and head types."),
+    ("weights", "weights", "Only the weights: W_QK and W_OV in the geometry of the activations."),
+    ("trajectories", "flow", "Only the trajectories of pilot tokens as a stochastic flow."),
+):
+    # rotary planes are a part of the section on heads
+    fixed = {} if section == "heads" else {"planes": False}
+    add(command, about)(takes(Request, sections=("overview", section), **fixed)(analyse))
 
 
 @add("fit")
@@ -236,12 +231,7 @@ def trace(
 
     with run_files.lock(out / run_files.LOCK):
         model = as_view(inputs.load())
-        options: dict[str, Any] = {
-            "against": against,
-            "position": position,
-            "keep": keep,
-            "mlp": mlp,
-        }
+        options: Any = {"against": against, "position": position, "keep": keep, "mlp": mlp}
         graph = trace_logit(
             model,
             words[-1],
@@ -251,9 +241,8 @@ def trace(
             **options,
         )
         settings = {"prompt": words[-1], "target": target, **options, "basis": basis}
-        command = ["tl-geometry", *sys.argv[1:]]
         record = trace_folder.save_graph(
-            graph, out, settings=settings, command=command, force=force
+            graph, out, settings=settings, command=command_line(), force=force
         )
     page = out / trace_folder.PAGE
     found = f"T = {graph.value:.4f}, {record['nodes']} nodes, {record['edges']} edges"
@@ -292,9 +281,8 @@ def reproduce(
     inputs = dataclasses.replace(inputs, model=model)
     inputs.check_corpus()
     read_texts(topics or [], inputs.encoding, "--topics")
-    ignored = ", ".join(map(str, topics or ()))
-    taken = work == "song-zhong" or not ignored
-    require(taken, "--topics", expected=f"none with {work}", got=ignored)
+    if topics and work != "song-zhong":
+        fail("--topics", expected=f"none with {work}", got=", ".join(map(str, topics)))
     at_least(contexts, 2, "--contexts")
     check_table(out, force)
     from tl_geometry.papers import reproduction
@@ -347,7 +335,7 @@ def experiment(
     read_texts(text or [], inputs.encoding, "--text")
     arguments.folder(out)
     run_files.check_folder(out, name, EXPERIMENT_FILES, force=force)
-    ending.goes_on_from(out, how="the same command")
+    ending.goes_on_from(out, "the same command")
     from tl_geometry.papers.experiments import experiment as run
 
     outcome = run(
@@ -361,9 +349,14 @@ def experiment(
         device=inputs.device,
         progress=not quiet,
         force=force,
-        command=["tl-geometry", *sys.argv[1:]],
+        command=command_line(),
     )
     typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
+
+
+def command_line() -> list[str]:
+    """The words of this command, for its record."""
+    return ["tl-geometry", *sys.argv[1:]]
 
 
 def check_table(out: Path | None, force: bool) -> None:

@@ -42,10 +42,9 @@ def file(path: Path, *, suffix: str = "") -> None:
     """Make sure that a file can be written at ``path``."""
     _check_length(path)
     shown = printable(str(path))
-    is_folder = path.is_dir()
-    require(not is_folder, "--out", expected="a file to write", got=f"the folder {shown}")
-    ends = path.name.endswith(suffix)
-    require(ends, "--out", expected=f"a name ending in {suffix}", got=shown)
+    require(not path.is_dir(), "--out", expected="a file to write", got=f"the folder {shown}")
+    expected = f"a name ending in {suffix}"
+    require(path.name.endswith(suffix), "--out", expected=expected, got=shown)
     folder(path.parent)
     writable = not path.exists() or os.access(path, os.W_OK)
     require(writable, "--out", expected="a file that may be written", got=shown)

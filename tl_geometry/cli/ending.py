@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ import typer
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.printable import printable
-from tl_geometry.base.run_files import RECORD
 from tl_geometry.cli.arguments import file_trouble
 
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -27,32 +25,25 @@ of it, by version."""
 STOPPED = 130
 """Exit code of a run that was interrupted from the keyboard, as shells give it: 128 and the number
 of the signal."""
-_partial: list[Path] = []
-"""Files and folders of the running command from which a stopped run can resume."""
-_again: list[str] = []
-"""How to resume: an option, or the same command."""
+_finished: list[tuple[Path, str]] = []
+"""Where the running command keeps what it has finished, and how to resume: an option, or the same
+command."""
 _signal: list[int] = []
 """The signal that stopped this run, unless it was an interrupt from the keyboard."""
 
 
-def goes_on_from(*places: Path, how: str = "--resume") -> None:
-    """Register the files and folders from which a stopped run of this command resumes, and how."""
-    _partial[:], _again[:] = places, [how]
+def goes_on_from(place: Path, how: str = "--resume") -> None:
+    """Register the file or folder from which a stopped run of this command resumes, and how."""
+    _finished[:] = [(place, how)]
 
 
-def _stopped(started: float) -> str:
-    """The message of a stopped run: where its finished parts are, if there are any."""
-    finished = [p for p in _partial if any(f.stat().st_mtime >= started for f in _files(p))]
-    if not finished:
-        return "stopped; this run had finished nothing yet"
-    where = printable(", ".join(map(str, finished)))
-    return f"stopped; what was finished is kept in {where}, {_again[0]} goes on from it"
-
-
-def _files(place: Path) -> list[Path]:
-    """A file, the sections of a report in a folder, or the training states of an experiment."""
-    inside = [*place.glob("*.json"), *place.rglob("training.safetensors")]
-    return [p for p in (inside if place.is_dir() else [place]) if p.is_file() and p.name != RECORD]
+def _stopped() -> str:
+    """The message of a stopped run: where its finished parts are, if it keeps any."""
+    for place, how in _finished:
+        if place.exists():
+            where = printable(str(place))
+            return f"stopped; what was finished is kept in {where}, {how} goes on from it"
+    return "stopped; nothing was kept"
 
 
 @contextmanager
@@ -77,8 +68,7 @@ def _terminable() -> Iterator[None]:
 def run(app: Callable[..., Any]) -> None:
     """Run the command line. An error that the user can correct gives one line on standard error and
     exit code 2; a run stopped from the keyboard exits with 130, a terminated one with 143."""
-    started = time.time()
-    goes_on_from()
+    _finished.clear()
     _signal.clear()
     try:
         with _terminable():
@@ -100,7 +90,7 @@ def run(app: Callable[..., Any]) -> None:
             raise
         raise SystemExit(_line(trouble, 2)) from None
     if code == STOPPED:  # some versions of typer turn the interruption into a code
-        raise SystemExit(_line(_stopped(started), 128 + (_signal or [signal.SIGINT])[0]))
+        raise SystemExit(_line(_stopped(), 128 + (_signal or [signal.SIGINT])[0]))
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -23,26 +23,25 @@ Pair = tuple[int, int]
 """States a < b: the map of state a takes the place of state b."""
 Job = tuple[Pair, str]
 """A pair and the type of map."""
-Key = tuple[str, str, str]
-"""A place (see :data:`tl_geometry.flow.skipping.PLACES`), a type of map and a metric."""
+Key = tuple[str, str]
+"""A type of map and a metric."""
 
 
-def keep_at(into: dict[int, Tensor], state: int, where: tuple[Tensor, Tensor]) -> Hook:
-    """A hook that keeps a state at (row, position), in float32 on the CPU."""
+def keep_last(into: dict[int, Tensor], state: int) -> Hook:
+    """A hook that keeps a state at the last position, in float32 on the CPU."""
 
     def hook(h: Tensor) -> None:
-        row, position = (axis_index.to(h.device) for axis_index in where)
-        into[state] = h.detach()[row, position].float().cpu()
+        into[state] = h.detach()[:, -1].float().cpu()
 
     return hook
 
 
-def put(moved: Float[Tensor, "row position d_model"], rows: slice) -> Hook:
-    """A hook that replaces the last positions of some rows."""
+def put(moved: Float[Tensor, "row d_model"], rows: slice) -> Hook:
+    """A hook that replaces the last position of some rows."""
 
     def hook(h: Tensor) -> Tensor:
         edited = h.clone()
-        edited[rows, h.shape[1] - moved.shape[1] :] = moved.to(h)
+        edited[rows, -1] = moved.to(h)
         return edited
 
     return hook
@@ -57,65 +56,47 @@ class Measure:
         self, view: ModelView, jobs: Sequence[Job], pairs: Sequence[Pair], limit: int, bar: Any
     ) -> None:
         self.view, self.jobs, self.pairs, self.limit, self.bar = view, jobs, pairs, limit, bar
-        self.costs: dict[tuple[str, str, Pair], list[Tensor]] = {}
-        self.loss: dict[str, list[Tensor]] = {}
+        self.costs: dict[tuple[str, Pair], list[Tensor]] = {}
+        self.loss: list[Tensor] = []
 
-    def add(
-        self, rows: Int[Tensor, "batch position"], place: str, maps: Mapping[Job, LayerMap]
-    ) -> None:
-        """Measure all jobs at a place on some chunks."""
-        view, position = self.view, -1 if place == "pilot" else None
-        tokens = rows[:, :-1]
-        # a position predicts the next token; place "all" leaves position 0 out
-        target = rows[:, -1:] if place == "pilot" else rows[:, 2:]
+    def add(self, rows: Int[Tensor, "batch position"], maps: Mapping[Job, LayerMap]) -> None:
+        """Measure all jobs on some chunks."""
+        view, tokens, target = self.view, rows[:, :-1], rows[:, -1:]
         clean: dict[int, Tensor] = {}
         start_states = {a for (a, _), _ in self.jobs}
-        clean_outputs = log_probabilities(
-            view,
-            tokens,
-            {view.state_hooks[s]: keep(clean, s) for s in start_states},
-            position=position,
-        )
-        clean_log_probs = _at_place(clean_outputs, place)
+        kept = {view.state_hooks[s]: keep(clean, s) for s in start_states}
+        clean_outputs = log_probabilities(view, tokens, kept, position=-1)
+        clean_log_probs = clean_outputs[:, None]
         clean_loss = token_losses(clean_log_probs, target)
-        self.loss.setdefault(place, []).append(clean_loss.mean(1))
-        runs = pilot_runs(view, tokens, clean_outputs, self.limit) if place == "pilot" else None
-        copies = max(1, self.limit // len(tokens)) if runs is None else runs.copies
-        for start in range(0, len(self.jobs), copies):
+        self.loss.append(clean_loss.mean(1))
+        runs = pilot_runs(view, tokens, clean_outputs, self.limit)
+        for start in range(0, len(self.jobs), runs.copies):
             # jobs with one end next to each other, so that its hook replaces one slice of rows
-            group = sorted(self.jobs[start : start + copies], key=lambda job: job[0][1])
-            changed = _at_place(self._run(group, tokens, place, maps, clean, runs), place)
+            group = sorted(self.jobs[start : start + runs.copies], key=lambda job: job[0][1])
+            changed = self._run(group, len(tokens), maps, clean, runs)[:, None]
             for job, job_log_probs in zip(group, changed.split(len(tokens)), strict=True):
                 increase = token_losses(job_log_probs, target) - clean_loss
-                self._record(place, job, job_log_probs, clean_log_probs, increase)
+                self._record(job, job_log_probs, clean_log_probs, increase)
             self.bar.update(len(group) * len(tokens))
 
     def _run(
         self,
         group: Sequence[Job],
-        tokens: Tensor,
-        place: str,
+        n_chunks: int,
         maps: Mapping[Job, LayerMap],
         clean: Mapping[int, Tensor],
-        runs: PilotRuns | None,
+        runs: PilotRuns,
     ) -> Tensor:
         """One forward pass over a copy of the chunks for each job, in the order of their ends."""
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
             copies_of_end = [i for i, ((_, b), _) in enumerate(group) if b == end]
-            moved = torch.cat(
-                [_moved(maps[group[i]], clean[group[i][0][0]], place) for i in copies_of_end]
-            )
-            hooks[self.view.state_hooks[end]] = put(
-                moved, slice(copies_of_end[0] * len(tokens), (copies_of_end[-1] + 1) * len(tokens))
-            )
-        if runs is not None:
-            return runs.log_probabilities(len(group), hooks)
-        return log_probabilities(self.view, tokens.repeat(len(group), 1), hooks, position=None)
+            moved = [maps[group[i]](clean[group[i][0][0]][:, -1]) for i in copies_of_end]
+            rows = slice(copies_of_end[0] * n_chunks, (copies_of_end[-1] + 1) * n_chunks)
+            hooks[self.view.state_hooks[end]] = put(torch.cat(moved), rows)
+        return runs.log_probabilities(len(group), hooks)
 
-    def _record(
-        self, place: str, job: Job, changed: Tensor, clean_log_probs: Tensor, increase: Tensor
-    ) -> None:
+    def _record(self, job: Job, changed: Tensor, clean_log_probs: Tensor, increase: Tensor) -> None:
         compared = distances(changed, clean_log_probs)
         k = min(5, clean_log_probs.shape[-1])
         # distances counts tokens in common; a SkipMap gives the share of them
@@ -127,35 +108,19 @@ class Measure:
         if map_type == "mean":  # the same from every start
             pairs = [p for p in self.pairs if p[1] == pair[1]]
         for same_end in pairs:
-            self.costs.setdefault((place, map_type, same_end), []).append(costs.double().cpu())
+            self.costs.setdefault((map_type, same_end), []).append(costs.double().cpu())
 
-    def finish(
-        self, places: Sequence[str], map_types: Sequence[str]
-    ) -> tuple[dict[Key, Tensor], tuple[float, float]]:
-        """The maps, and the model's own loss at the pilot and at all positions."""
+    def finish(self, map_types: Sequence[str]) -> tuple[dict[Key, Tensor], float]:
+        """The maps, and the model's own loss."""
         n_states = self.view.n_layers + 1
-        keys = [(p, t, m) for p in places for t in map_types for m in METRICS]
         values = {
-            key: torch.full((n_states, n_states), torch.nan, dtype=torch.float64) for key in keys
+            (map_type, metric): torch.full((n_states, n_states), torch.nan, dtype=torch.float64)
+            for map_type in map_types
+            for metric in METRICS
         }
-        for (place, map_type, (a, b)), chunk_costs in self.costs.items():
+        for (map_type, (a, b)), chunk_costs in self.costs.items():
             table = torch.cat(chunk_costs, dim=1)
             mean, error = table.mean(1), table[0].std() / table.shape[1] ** 0.5
             for metric, value in zip(METRICS, (mean[0], error, *mean[1:]), strict=True):
-                values[place, map_type, metric][a, b] = value
-        loss = [
-            float(torch.cat(self.loss[p]).mean()) if p in self.loss else float("nan")
-            for p in ("pilot", "all")
-        ]
-        return values, (loss[0], loss[1])
-
-
-def _moved(layer_map: LayerMap, state: Tensor, place: str) -> Tensor:
-    """The mapped state at the positions of a place: the last, or all but the first."""
-    return layer_map(state[:, -1:] if place == "pilot" else state[:, 1:])
-
-
-def _at_place(values: Tensor, place: str) -> Tensor:
-    """Values ``[batch position d_vocab]`` at the positions of a place: the last, or all but the
-    first."""
-    return values[:, None] if place == "pilot" else values[:, 1:]
+                values[map_type, metric][a, b] = value
+        return values, float(torch.cat(self.loss).mean())

@@ -19,7 +19,7 @@ from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_at
+from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_last
 from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -29,9 +29,6 @@ from tl_geometry.models.reader import as_view
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that take the place of blocks: the published flow, the flow with the best signs, and the
 baselines of ``residuals.fit_map``."""
-PLACES = ("pilot", "all")
-"""Where a mapped state takes the place of the true one: the last position that has a target, or all
-but the first."""
 SKIPS = (1, 2, 4)
 """Blocks that are skipped at a time unless pairs are given."""
 PART = 32
@@ -46,30 +43,24 @@ class SkipMap(Result):
     """What it costs to replace blocks ``a .. b-1`` by a map from state a to state b, on chunks that
     the map was not fitted on.
 
-    ``values["pilot", "flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless
-    measured): places are the pilot position or all positions, metrics ``kl`` =
-    KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
+    ``values["flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless measured).
+    Metrics are ``kl`` = KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
     :class:`~tl_geometry.flow.TruncationCurve`, whose ``kl`` is the published KL(truncated | own)),
     ``kl_se`` its standard error over chunks, ``top1`` and ``top5`` agreement (shares),
-    ``loss_increase`` in nats per token of the true next token. ``loss`` is the model's own loss at
-    the two places.
+    ``loss_increase`` in nats per token of the true next token. ``loss`` is the model's own.
     """
 
     values: Mapping[Key, Float[Tensor, "state state"]]
-    loss: tuple[float, float]
+    loss: float
     map_types: tuple[str, ...]
-    places: tuple[str, ...]
     train: int
     test: int
 
-    def table(
-        self, map_type: str, metric: str = "kl", *, place: str = "pilot"
-    ) -> Float[Tensor, "state state"]:
+    def table(self, map_type: str, metric: str = "kl") -> Float[Tensor, "state state"]:
         """One map: row a, column b."""
-        choice(place, self.places, "place")
         choice(map_type, self.map_types, "map_type")
         choice(metric, METRICS, "metric")
-        return self.values[place, map_type, metric]
+        return self.values[map_type, metric]
 
     def pairs(self) -> list[Pair]:
         """Measured pairs of states."""
@@ -78,18 +69,16 @@ class SkipMap(Result):
 
     def columns(self) -> tuple[str, ...]:
         """Column names of the table."""
-        return ("place", "map_type", "from_layer", "to_layer", "skipped", *METRICS, "own_loss")
+        return ("map_type", "from_layer", "to_layer", "skipped", *METRICS, "own_loss")
 
     def rows(self) -> list[tuple[object, ...]]:
         """Rows of the table."""
         table_rows: list[tuple[object, ...]] = []
-        for place in self.places:
-            own_loss = self.loss[PLACES.index(place)]
-            for map_type in self.map_types:
-                tables = [self.table(map_type, m, place=place) for m in METRICS]
-                for a, b in self.pairs():
-                    numbers = [float(t[a, b]) for t in tables]
-                    table_rows.append((place, map_type, a, b, b - a, *numbers, own_loss))
+        for map_type in self.map_types:
+            tables = [self.table(map_type, metric) for metric in METRICS]
+            for a, b in self.pairs():
+                numbers = [float(t[a, b]) for t in tables]
+                table_rows.append((map_type, a, b, b - a, *numbers, self.loss))
         return table_rows
 
 
@@ -100,10 +89,8 @@ def skip_map(
     test: Any = None,
     pairs: Sequence[Pair] | str | None = None,
     map_types: Sequence[str] = MAP_TYPES,
-    places: Sequence[str] = ("pilot",),
     align: str = "greedy",
     train_share: float = 0.5,
-    fit_rows: int = 20_000,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
@@ -117,10 +104,8 @@ def skip_map(
     (Sarfati et al. 2025, Eq. 1) with the published signs, ``"flow-signed"`` with the signs that fit
     best; ``"linear"`` and ``"ridge"`` the best linear and affine maps; ``"shift"`` adds the mean
     step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat.
-    Ridge and identity always stand beside a flow. At place ``"pilot"`` only the token before the
-    last is replaced and later blocks attend to the true earlier states, which are run once for all
-    maps; at ``"all"`` every position but the first is (the first is an attention sink whose norm
-    would decide every fit), a whole forward pass for each map and pair.
+    Ridge and identity always stand beside a flow. Only the token before the last is replaced: later
+    blocks attend to the true earlier states, which are run once for all maps.
 
     Args:
         tokens: chunks; the last token is only a target. A share ``train_share`` is fitted on, whole
@@ -129,12 +114,8 @@ def skip_map(
             flag.
         pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
             skips of 1, 2 and 4 blocks.
-        places: ``"pilot"``, ``"all"`` or both. On a deep model ``"all"`` takes as many times longer
-            as a chunk has tokens.
         align: order and signs of the flow's directions, see
             :func:`tl_geometry.flow.alignment.align_directions`.
-        fit_rows: states that the maps of place ``"all"`` are fitted on, a sample of positions drawn
-            with ``seed``.
 
     Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders
     and models without a trained head.
@@ -143,40 +124,35 @@ def skip_map(
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=24)
     >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], map_types="identity", progress=False)
-    >>> skips.columns()[:4]
-    ('place', 'map_type', 'from_layer', 'to_layer')
+    >>> skips.columns()[:3]
+    ('map_type', 'from_layer', 'to_layer')
     """
     view = as_view(model)
     require_output(view, "skip_map")
-    map_types, places = _names(map_types, MAP_TYPES, "map_type"), _names(places, PLACES, "place")
+    map_types = _names(map_types)
     if any(t.startswith("flow") for t in map_types):
         map_types = (*map_types, *(t for t in ALWAYS if t not in map_types))
     source, train, held_out, flags = _chunks(view, tokens, test, prepend_bos, train_share, seed)
     chosen = _pairs(view, pairs)
     if pairs is None and view.n_layers > 2:
         flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
-    limit = batch_size or output_batch(view, source.length, all_positions="all" in places)
+    limit = batch_size or output_batch(view, source.length, all_positions=False)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, map_types)
     fits_matrix = not set(map_types) <= set(VECTOR_MAPS)
-    maps: dict[str, Mapping[Job, LayerMap]] = {}
-    passes = len(places) * len(jobs) * len(held_out)
+    passes = len(jobs) * len(held_out)
     with tqdm(total=passes, disable=not progress, desc="skipping", unit="pass") as bar:
-        for place in places:
-            bar.set_postfix_str("fitting")
-            X = _collect(view, train, states, place, fit_rows, limit, seed)
-            fitted_maps = _fit(X, states, jobs, align)
-            in_float32 = view.dtype != torch.float64
-            maps[place] = (
-                {job: m.single() for job, m in fitted_maps.items()} if in_float32 else fitted_maps
-            )
-            flags += too_few(len(X), view.d_model, f"maps at place {place}") if fits_matrix else ()
+        bar.set_postfix_str("fitting")
+        X = _collect(view, train, states, limit)
+        maps = _fit(X, states, jobs, align)
+        if view.dtype != torch.float64:
+            maps = {job: layer_map.single() for job, layer_map in maps.items()}
+        flags += too_few(len(X), view.d_model, "maps") if fits_matrix else ()
         bar.set_postfix_str("measuring")
         measure = Measure(view, jobs, chosen, limit, bar)
         for chunks in held_out.split(PART):
-            for place in places:
-                measure.add(chunks, place, maps[place])
-    values, loss = measure.finish(places, map_types)
+            measure.add(chunks, maps)
+    values, loss = measure.finish(map_types)
     flags += _near_chance(loss, view.d_vocab)
     provenance = view.provenance(
         corpus=source.corpus,
@@ -191,29 +167,28 @@ def skip_map(
         values=values,
         loss=loss,
         map_types=map_types,
-        places=places,
         train=len(train),
         test=len(held_out),
         provenance=provenance,
     )
 
 
-def _near_chance(loss: tuple[float, float], d_vocab: int) -> list[str]:
+def _near_chance(loss: float, d_vocab: int) -> list[str]:
     """The flag of a model whose loss is near that of a uniform guess, where this is so."""
-    lowest, chance = min(v for v in loss if not math.isnan(v)), math.log(d_vocab)
-    if lowest <= LOST * chance:
+    chance = math.log(d_vocab)
+    if loss <= LOST * chance:
         return []
     return [
-        f"the model's own loss, {lowest:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"
+        f"the model's own loss, {loss:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"
     ]
 
 
-def _names(value: Sequence[str], options: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """One name or several, each one of the options."""
+def _names(value: Sequence[str]) -> tuple[str, ...]:
+    """One type of map or several."""
     names = (value,) if isinstance(value, str) else tuple(value)
-    require(len(names) > 0, f"{what}s", expected=f"some of {', '.join(options)}", got="none")
+    require(len(names) > 0, "map_types", expected=f"some of {', '.join(MAP_TYPES)}", got="none")
     for name in names:
-        choice(name, options, what)
+        choice(name, MAP_TYPES, "map_type")
     return names
 
 
@@ -286,34 +261,15 @@ def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
 
 
 def _collect(
-    view: ModelView,
-    rows: Tensor,
-    states: Sequence[int],
-    place: str,
-    fit_rows: int,
-    limit: int,
-    seed: int,
+    view: ModelView, rows: Tensor, states: Sequence[int], limit: int
 ) -> Float[Tensor, "trajectory state d_model"]:
-    """States of the place's positions in the training chunks; the last token is a target and not
-    seen."""
-    generator = torch.Generator().manual_seed(seed)
-    positions = rows.shape[1] - 1
-    drawn_share = min(1.0, fit_rows / (len(rows) * (positions - 1)))
+    """States of the last token of the training chunks that is seen; the one after it is a
+    target."""
     state_batches = []
     for chunks in rows.split(limit):
-        if place == "pilot":
-            indices = (torch.arange(len(chunks)), torch.full((len(chunks),), positions - 1))
-        else:
-            # position 0 is never drawn: the norm of an attention sink would decide the fit
-            drawn = (
-                torch.rand(len(chunks), positions - 1, generator=generator) < drawn_share
-            ).nonzero()
-            indices = (drawn[:, 0], drawn[:, 1] + 1)
-        states_at: dict[int, Tensor] = {}
-        view.run(
-            chunks[:, :-1], {view.state_hooks[s]: keep_at(states_at, s, indices) for s in states}
-        )
-        state_batches.append(torch.stack([states_at[s] for s in states], dim=1))
+        last: dict[int, Tensor] = {}
+        view.run(chunks[:, :-1], {view.state_hooks[s]: keep_last(last, s) for s in states})
+        state_batches.append(torch.stack([last[s] for s in states], dim=1))
     return torch.cat(state_batches)
 
 

@@ -3,7 +3,7 @@ over training, cosines of positions. The experiments draw them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from tl_geometry.render.figure import (
     canvas,
     draw_matrix,
     legend_outside,
+    no_ticks,
     panels,
 )
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 COLOURS = (BLUE, VERMILION, GREEN, PINK, AMBER, GREY)
 """One colour per line, in order of appearance."""
-OTHER_FORMATS = "No null is drawn: formats that a model was not trained on are the comparison."
 SEEDS = "Lines of one colour differ by their seed alone: that spread is chance."
 
 
@@ -42,44 +42,9 @@ Bases = Mapping[tuple[str, str], Float[Tensor, "state position d_model"]]
 another."""
 
 
-def _by_format(
-    bases: Bases,
-    state: int,
-    draw: Callable[[Axes, Float[Tensor, "position d_model"]], Any],
-    *,
-    title: str,
-    caption: str,
-    colours: str,
-    source: str,
-) -> View:
-    """A panel for each basis, a row per training format and a column per inference format; ``draw``
-    fills one and returns what its colours stand for."""
-    formats = list(dict.fromkeys(trained for trained, _ in bases))
-    figure, axes = canvas(len(formats), len(formats), size=(2.1, 2.0))
-    mappable = None
-    for axis, (trained, measured) in zip(axes, product(formats, formats), strict=True):
-        mappable = draw(axis, bases[trained, measured][state])
-        axis.set_xticks([])
-        axis.set_yticks([])
-        if trained == formats[0]:
-            axis.set_title(f"measured on {measured}", fontsize=8)
-        if measured == formats[0]:
-            axis.set_ylabel(f"trained on {trained}", fontsize=8)
-    figure.colorbar(mappable, ax=axes, label=colours, shrink=0.5)  # type: ignore[arg-type]
-    title = f"{title} by training and inference format, state {state}"
-    return View(figure, title=title, caption=caption, null=OTHER_FORMATS, source=source)
-
-
-def format_planes(
-    bases: Bases,
-    state: int,
-    *,
-    half: int,
-    start: int = 0,
-    source: str = "",
-) -> View:
-    """Positional bases on their two leading directions, a row per training format (Song & Zhong
-    2023, Fig. 6 a to c and 42 to 50).
+def format_planes(bases: Bases, state: int, *, half: int, start: int = 0, source: str = "") -> View:
+    """Positional bases on their two leading directions, a row per training format and a column per
+    inference format (Song & Zhong 2023, Fig. 6 a to c and 42 to 50).
 
     Args:
         bases: by training and inference format.
@@ -94,69 +59,38 @@ def format_planes(
     >>> format_planes(bases, 1, half=4).title
     'Positional bases by training and inference format, state 1'
     """
-
-    def draw(axis: Axes, pos: Tensor) -> Any:
-        points = positional.pca_view(pos, linalg.svd(pos).V, 2)
-        positions = range(start, start + len(pos))
-        axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
-        # one scale for both halves: a colour means one position in every panel
-        limits: dict[str, Any] = {"cmap": SEQUENTIAL, "vmin": start, "vmax": positions[-1]}
-        for marker, half_rows in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
-            x, y = points[half_rows, 0], points[half_rows, 1]
-            dots = axis.scatter(x, y, c=positions[half_rows], s=9, lw=0.8, marker=marker, **limits)
-        return dots
-
-    caption = (
-        f"Each panel shows the two leading directions of pos at state {state} to its own scale; "
-        f"crosses are positions from {half} on."
-    )
-    return _by_format(
-        bases,
-        state,
-        draw,
-        title="Positional bases",
-        caption=caption,
-        colours="position",
+    formats = list(dict.fromkeys(trained for trained, _ in bases))
+    figure, axes = canvas(len(formats), len(formats), size=(2.1, 2.0))
+    dots: Any = None
+    for axis, (trained, measured) in zip(axes, product(formats, formats), strict=True):
+        dots = _draw_plane(axis, bases[trained, measured][state], half, start)
+        no_ticks(axis)
+        if trained == formats[0]:
+            axis.set_title(f"measured on {measured}", fontsize=8)
+        if measured == formats[0]:
+            axis.set_ylabel(f"trained on {trained}", fontsize=8)
+    figure.colorbar(dots, ax=axes, label="position", shrink=0.5)
+    return View(
+        figure,
+        title=f"Positional bases by training and inference format, state {state}",
+        caption=f"Each panel shows the two leading directions of pos at state {state} to its own "
+        f"scale; crosses are positions from {half} on.",
+        null="No null is drawn: formats that a model was not trained on are the comparison.",
         source=source,
     )
 
 
-def format_cosines(
-    bases: Bases,
-    state: int,
-    *,
-    half: int,
-    start: int = 0,
-    source: str = "",
-) -> View:
-    """Cosines between positions, a row per training format; lines mark position ``half``. Arguments
-    as :func:`format_planes`.
-
-    >>> import torch
-    >>> formats = ("text", "noise")
-    >>> bases = {(a, b): torch.randn(2, 8, 4) for a in formats for b in formats}
-    >>> format_cosines(bases, 1, half=4).title
-    'Cosines of position by training and inference format, state 1'
-    """
-
-    def draw(axis: Axes, pos: Tensor) -> Any:
-        for line in (axis.axhline, axis.axvline):
-            line(half - start - 0.5, color="k", lw=0.5, ls=":")
-        return draw_matrix(axis, positional.normalized_gram(pos), -1.0, 1.0)
-
-    caption = (
-        f"Each cell is the cosine of two positional vectors at state {state}, positions {start} "
-        f"on; the dotted lines are position {half}."
-    )
-    return _by_format(
-        bases,
-        state,
-        draw,
-        title="Cosines of position",
-        caption=caption,
-        colours="cosine",
-        source=source,
-    )
+def _draw_plane(axis: Axes, pos: Float[Tensor, "position d_model"], half: int, start: int) -> Any:
+    """One basis on its two leading directions; returns the points."""
+    points = positional.pca_view(pos, linalg.svd(pos).V, 2)
+    positions = range(start, start + len(pos))
+    axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
+    # one scale for both halves: a colour means one position in every panel
+    limits: dict[str, Any] = {"cmap": SEQUENTIAL, "vmin": start, "vmax": positions[-1]}
+    for marker, half_rows in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
+        x, y = points[half_rows, 0], points[half_rows, 1]
+        dots = axis.scatter(x, y, c=positions[half_rows], s=9, lw=0.8, marker=marker, **limits)
+    return dots
 
 
 def training_curves(

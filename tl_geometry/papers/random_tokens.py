@@ -293,7 +293,6 @@ def _outcome(
     shown = [s for s in setup.shown if s <= setup.layers]
     options: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
     figures = {f"planes_state_{s}": views.format_planes(pos, s, **options) for s in shown}
-    figures |= {f"cosines_state_{s}": views.format_cosines(pos, s, **options) for s in shown}
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),

@@ -19,7 +19,6 @@ from .rotary import bands_page as bands_page
 from .rotary import head_planes as head_planes
 from .skipping import skip_figure as skip_figure
 from .space import bundle_3d as bundle_3d
-from .space import sphere_3d as sphere_3d
 from .split_view import split as split
 from .sweeps import head_shares as head_shares
 from .sweeps import head_types as head_types

@@ -40,6 +40,8 @@ from tl_geometry.render.figure import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+CONTEXTS = 128
+"""Most context vectors of a Gram matrix: about as many as there are positions."""
 WORDS = {"pos": "position", "ctx": "context", "resid": "residual"}
 """Part -> its name in legends."""
 
@@ -180,16 +182,14 @@ def _fit_axes(axis: Axes, points: Tensor) -> int:
     return int((~inside).sum())
 
 
-def gram(
-    basis: PositionContext, state: int, *, contexts: int = 128, ax: Axes | None = None
-) -> View:
+def gram(basis: PositionContext, state: int, *, ax: Axes | None = None) -> View:
     """Cosines between all positional vectors and (ordered by document) context vectors of one state
     (Song & Zhong 2023, Fig. 2).
 
     Args:
-        basis: from :func:`tl_geometry.decompose`; without context vectors only positions are shown.
+        basis: from :func:`tl_geometry.decompose`; at most 128 of its context vectors are shown, at
+            even distances, and without context vectors only positions.
         state: which state.
-        contexts: the most context vectors that are shown, at even distances.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -204,7 +204,7 @@ def gram(
         order = torch.arange(basis.contexts)
         if basis.labels is not None:
             order = torch.argsort(basis.labels, stable=True)
-        evenly = torch.linspace(0, len(order) - 1, min(contexts, len(order))).long()
+        evenly = torch.linspace(0, len(order) - 1, min(CONTEXTS, len(order))).long()
         vectors["contexts"] = basis.ctx[row, order[evenly]]
     rows, _ = linalg.normalize_rows(torch.cat([*vectors.values()]))
     figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))

@@ -22,11 +22,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.checks import Head, describe, head_name
+from tl_geometry.base.checks import describe, head_name
 from tl_geometry.base.errors import require
-from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.logits import LogitExplanation
-from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import (
     NEGATIVE,
     POSITIVE,
@@ -39,6 +37,7 @@ from tl_geometry.render.logit_view import checked_explanations, followers, logit
 from tl_geometry.render.page import PageView, rounded
 from tl_geometry.scores.split import ScoreSplit
 
+TITLE = "Attention heads"
 CELLS = 50_000
 """Most cells over all heads: 12 heads of 64 tokens take a browser some 8 s."""
 NAMED = 24
@@ -50,22 +49,16 @@ def attention_heads(
     tokens: Sequence[str] | None = None,
     *,
     names: Sequence[str] | None = None,
-    term: str | tuple[str, str] = "pattern",
-    context: int = 0,
-    title: str = "Attention heads",
 ) -> PageView:
     """Heat maps of several heads, one of them enlarged: hover to enlarge another, click to keep it
     (circuitsvis ``attention_heads``). Keys after the query are hidden where all of them are 0 or
     -inf.
 
     Args:
-        attention: any values per head, query and key, or a split, whose heads are all shown.
-        tokens: their texts (a split knows those of its first prompt).
+        attention: any values per head, query and key, such as a term ``split.terms["pos",
+            "cvec"][0]``; or a split, whose first prompt's patterns are shown.
+        tokens: their texts (a split knows them).
         names: names of the heads (a split knows them).
-        term: of a split: ``"pattern"``, ``"total"``, or a term as ``"pos-cvec"``; scores are
-            row-centred, as softmax sees them.
-        context: of a split: which prompt.
-        title: of the page.
 
     The full colour is 1 for a pattern, else the largest absolute value; colours are shared by all
     heads. Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and
@@ -76,10 +69,9 @@ def attention_heads(
     'Attention heads'
     """
     if isinstance(attention, ScoreSplit):
-        what = "-".join(term) if isinstance(term, tuple) else term
-        values = _of_split(attention, what, context)
+        what, values = "pattern", attention.pattern()[0].double()
         names = names or [head_name(h) for h in attention.heads]
-        tokens = tokens or (attention.str_tokens if context == 0 else ())
+        tokens = tokens or attention.str_tokens
     else:
         got, instead = describe(attention), "attention[batch]"
         three_axes = attention.dim() == 3
@@ -109,30 +101,18 @@ def attention_heads(
         "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }
-    script, packed = library()
     hidden = later if causal else torch.zeros_like(later)
     return PageView(
         "circuitsvis",
-        {"props": props, "limit": top, "signed": bool((visible < 0).any()), "library": packed},
-        title=title,
+        {"props": props, "limit": top, "signed": bool((visible < 0).any())},
+        title=TITLE,
         caption=caption,
         width=800,
         # below the large map, six small ones in a row
         height=720 + 98 * math.ceil(len(values) / 6),
-        image=functools.partial(_image, visible, hidden, names, texts, top, title, caption),
-        starts=script,
+        image=functools.partial(_image, visible, hidden, names, texts, top, caption),
+        library=library(),
     )
-
-
-def _of_split(split: ScoreSplit, term: str, context: int) -> Float[Tensor, "head query key"]:
-    """Pattern, total or a term of one context; scores row-centred over the allowed keys."""
-    checks.index(context, split.q.shape[1], "context")
-    terms = {f"{query}-{key}": (query, key) for query, key in split.terms}
-    checks.choice(term, ["pattern", "total", *terms], "term")
-    if term == "pattern":
-        return split.pattern()[context].double()
-    scores = split.total() if term == "total" else split.terms[terms[term]]
-    return row_center(scores[context].double(), split.allowed)
 
 
 def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
@@ -153,7 +133,6 @@ def _image(
     names: Sequence[str],
     texts: Sequence[str],
     top: float,
-    title: str,
     caption: str,
 ) -> View:
     """The heads as images, for paper and where no script runs."""
@@ -169,26 +148,22 @@ def _image(
         axis.set_xticks(range(len(named)), named, rotation=90, fontsize=6)
         axis.set_yticks(range(len(named)), named, fontsize=6)
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.6)
-    return View(figure, title=title, caption=caption)
+    return View(figure, title=TITLE, caption=caption)
 
 
 @functools.cache
-def library() -> tuple[str, str]:
-    """The script of circuitsvis from the installed package, and the same deflated, as base64."""
+def library() -> str:
+    """The script of circuitsvis, from the installed package."""
     spec = importlib.util.find_spec("circuitsvis")
     folder = Path(spec.origin if spec and spec.origin else "circuitsvis").parent
     path = folder / "dist" / "cdn" / "iife.js"
     expected, instead = "an installed package with its script", "pip install circuitsvis"
     require(path.is_file(), "circuitsvis", expected=expected, got=str(path), instead=instead)
-    script = path.read_text(encoding="utf-8") + ";window.CircuitsVis = CircuitsVis"
-    return script, compressed(script.encode())
+    return path.read_text(encoding="utf-8") + ";window.CircuitsVis = CircuitsVis"
 
 
 def induction(
     explanations: LogitExplanation | Sequence[LogitExplanation],
-    *,
-    head: Head | None = None,
-    query: int | None = None,
 ) -> PageView:
     """:func:`tl_geometry.render.logit_page` opened where a head copies: at the position where it
     wrote most towards the target from the tokens that followed an earlier copy of the token there
@@ -196,8 +171,6 @@ def induction(
 
     Args:
         explanations: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
-        head: the head to look for, which is then shown alone; by default any head.
-        query: the position, by default the one where a head copies most.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -207,15 +180,9 @@ def induction(
     >>> induction(each).title[:4]
     'L1H3'
     """
-    each = [e for e in checked_explanations(explanations) if query in (None, e.position)]
-    # any pair of numbers passes here: a head that is not shown is refused by logit_page
-    wanted = None if head is None else checks.heads(head, 10**6, 10**6)[0]
     copied = [
-        (float(e.heads[h][followers(e)].sum()), e.position, h)
-        for e in each
-        for h in dict.fromkeys(pair[:2] for pair in e.pairs)
-        if wanted in (None, h)
+        (float(e.heads[head][followers(e)].sum()), e.position)
+        for e in checked_explanations(explanations)
+        for head in dict.fromkeys(pair[:2] for pair in e.pairs)
     ]
-    if copied:
-        query = max(copied)[1]
-    return logit_page(explanations, query=query, head=head)
+    return logit_page(explanations, query=max(copied)[1] if copied else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ SETTINGS: dict[Any, Any] = {
 """matplotlib's settings for every figure; text stays text in SVG, and fonts are embedded in PDF."""
 
 
+@dataclass(eq=False, repr=False)
 class View:
     """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the
     suffix, ``figure`` is matplotlib's own.
@@ -65,13 +67,12 @@ class View:
     there is no such thing), ``source`` what it was computed from.
     """
 
-    def __init__(
-        self, figure: Figure, *, title: str, caption: str = "", source: str = "", null: str = ""
-    ) -> None:
-        self.figure = figure
-        self.title = title
-        self.caption = caption
-        self.source, self.null = source, null
+    figure: Figure
+    _: KW_ONLY
+    title: str
+    caption: str = ""
+    source: str = ""
+    null: str = ""
 
     def bytes(self, form: str) -> bytes:
         """The image as ``"png"``, ``"svg"`` or ``"pdf"`` (fonts embedded)."""
@@ -263,12 +264,6 @@ def some(values: Sequence[int], most: int) -> list[int]:
     if last < most:
         return list(values)
     return [values[round(i * last / max(most - 1, 1))] for i in range(most)]
-
-
-def require_3d(axis: object) -> None:
-    """Refuse axes that have no third dimension."""
-    got = type(axis).__name__
-    require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=got)
 
 
 def head_names(heads: Sequence[tuple[int, int]]) -> str:

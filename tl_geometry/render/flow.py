@@ -4,7 +4,6 @@ The report, the gallery and a notebook draw them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,56 +30,41 @@ from tl_geometry.render.figure import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BUNDLE = "Do tokens travel through the layers as a bundle?"
-BUNDLE_NULL = "No null is drawn: gibberish and the untrained model are rows of a table."
-"""Title and null of the bundle, drawn flat or in space."""
 RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
 """Measures of the residual of a map, a panel each."""
 LAW_STYLES = dict(zip(LAWS, ("-", ":"), strict=True))
 """Lines of the laws of noise: the asymptotic one solid, independent increments dotted."""
 MOST_PATHS = 100
-"""Trajectories that a bundle shows; more hide each other."""
+"""Trajectories that a bundle shows, chosen with a fixed seed; more hide each other."""
 
 
-def coordinates(ensemble: Trajectories, limit: int) -> tuple[Tensor, list[str]]:
-    """Paths ``[trajectory state 3]`` of at most ``limit`` trajectories (chosen with a fixed seed)
-    on the first three singular directions of the last state, and the names of the axes."""
+def coordinates(ensemble: Trajectories) -> tuple[Tensor, list[str]]:
+    """Paths ``[trajectory state 3]`` of at most :data:`MOST_PATHS` trajectories on the first three
+    singular directions of the last state, and the names of the axes."""
     rows = torch.arange(len(ensemble))
-    if len(rows) > limit:
+    if len(rows) > MOST_PATHS:
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randperm(len(rows), generator=generator)[:limit].sort().values
+        rows = torch.randperm(len(rows), generator=generator)[:MOST_PATHS].sort().values
     paths = ensemble.X[rows]
     state = ensemble.states[-1]
     U = top_directions(ensemble.aligned_bases(align="none"), ensemble.row(state), 3)
     return paths.double() @ U, [f"u{i} of state {state}" for i in (1, 2, 3)]
 
 
-def bundle_figure(ensemble: Trajectories, *, limit: int = MOST_PATHS) -> View:
+def bundle_figure(ensemble: Trajectories) -> View:
     """Paths in three dimensions, coloured by state (Sarfati et al. 2025, Fig. 1): the image of
-    :func:`tl_geometry.render.bundle_3d`, and what the report shows without plotly. Arguments are
-    those of :func:`coordinates`."""
-    points, names = coordinates(ensemble, limit)
+    :func:`tl_geometry.render.bundle_3d`, which the report shows."""
+    points, names = coordinates(ensemble)
     figure, axis = one_axes(None, (4.6, 4.2), subplot_kw={"projection": "3d"})
     draw_paths_3d(axis, points, ensemble.states, names, size=5.0)
     return View(
         figure,
-        title=BUNDLE,
-        caption=bundle_caption(len(points), len(ensemble)),
-        null=BUNDLE_NULL,
+        title="Do tokens travel through the layers as a bundle?",
+        caption=f"Each line is the path of one token through the states, {len(points)} of "
+        f"{len(ensemble)} trajectories; colour is the state.",
+        null="No null is drawn: gibberish and the untrained model are rows of a table.",
         source=ensemble.provenance.line(),
     )
-
-
-def bundle_caption(drawn: int, count: int) -> str:
-    """How the bundle is read, for its caption."""
-    return (
-        f"Each line is the path of one token through the states, {drawn} of {count} trajectories; "
-        "colour is the state."
-    )
-
-
-def _extent(states: Sequence[int]) -> tuple[float, float, float, float]:
-    return (states[0] - 0.5, states[-1] + 0.5, states[0] - 0.5, states[-1] + 0.5)
 
 
 def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View:
@@ -143,8 +127,9 @@ def residual_figure(report: FlowReport) -> View:
     'What do rotation and stretch leave?'
     """
     figure, axes = canvas(len(RESIDUALS), size=(WIDTH / len(RESIDUALS), 2.0))
+    first, last = report.states[0] - 0.5, report.states[-1] + 0.5
     for axis, name in zip(axes, RESIDUALS, strict=True):
-        table, extent = report.held_out[name], _extent(report.states)
+        table, extent = report.held_out[name], (first, last, first, last)
         image = axis.imshow(table.numpy(), origin="lower", extent=extent, cmap=SEQUENTIAL)
         axis.set_title(name.replace("_", " "), fontsize=9)
         axis.set(xlabel="state t + τ", ylabel="state t" if axis is axes[0] else "")

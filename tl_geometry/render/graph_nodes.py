@@ -34,9 +34,8 @@ class DrawnGraph:
     """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, with what a page needs.
 
     ``reached`` is the share at which each node appears, ``written`` the sum of absolute values and
-    ``whole`` the words for what it sums. ``columns`` are token and place of each position,
-    ``numbers`` the node's number in the graph that is drawn. The other texts are sentences of the
-    page.
+    ``whole`` the words for what it sums. ``columns`` are token and place of each position. The
+    other texts are sentences of the page.
 
     ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts for
     an average (of ``prompts``), both values for a comparison, where a node's third number is its
@@ -67,7 +66,6 @@ class DrawnGraph:
     written: float
     whole: str
     columns: tuple[tuple[str, str], ...]
-    numbers: tuple[int, ...]
     title: str
     target: str
     value: str
@@ -107,7 +105,6 @@ def _one(graph: LogitGraph) -> DrawnGraph:
         written=sum(float(x.abs().sum()) for x in components) + abs(graph.constant_value),
         whole="all that is written",
         columns=tuple((shown_token(text), str(i)) for i, text in enumerate(texts)),
-        numbers=tuple(range(nodes)),
         title=_finding(graph, graph.positions.tolist(), f"the logit {logit} of {target}"),
         target=" − ".join(html.token_text(t) for t in graph.target_tokens),
         value=f"T is {graph.value:.4f}, before any soft cap.",
@@ -230,7 +227,6 @@ def _placed(
         written=float(values[writers].abs().sum()),
         whole="what its nodes write",
         columns=tuple((text, named.get(p, str(p))) for p, text in enumerate(texts)),
-        numbers=tuple(order.tolist()),
         target="",
         source=graph.provenance.line(),
         **fields,

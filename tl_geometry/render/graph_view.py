@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base import checks
 from tl_geometry.circuits.graph_comparison import GraphComparison
 from tl_geometry.circuits.graph_means import AverageGraph
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, LogitGraph
@@ -39,9 +38,7 @@ WIDTH, TALLEST = 1080, 1180
 """Pixels of the page across, and down at most."""
 
 
-def graph_page(
-    graph: LogitGraph | AverageGraph | GraphComparison, *, node: int | None = None
-) -> PageView:
+def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     """A logit's graph to look at: tokens along x, blocks upwards, marks for what writes at each
     position, lines for value edges, red for the logit and blue against it.
 
@@ -55,7 +52,6 @@ def graph_page(
             :func:`tl_geometry.circuits.average_graphs`, in which edges whose interval contains 0
             are dotted; or two graphs side by side (:meth:`LogitGraph.compare`), in which
             edges of one graph alone are dashed or dotted.
-        node: the node chosen at first, its number in ``graph.names``; the logit by default.
 
     The page holds the 400 largest nodes and of each the 12 largest edges of a type, and says what
     it leaves out.
@@ -68,14 +64,8 @@ def graph_page(
     'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
     """
     drawn = drawn_graph(graph)
-    chosen = 0
-    if node is not None:
-        chosen = drawn.numbers.index(checks.index(node, len(drawn.names), "node"))
-    # the chosen node is always on the page, if need be as the last one
-    order = drawn.reached.argsort(stable=True)
-    held = order[:MOST] if chosen in order[:MOST].tolist() else order[: MOST - 1]
-    held = held if chosen in held.tolist() else torch.cat([held, order.new_tensor([chosen])])
-    data = _payload(drawn, held, chosen)
+    # the logit is the first of them: it appears at 0
+    data = _payload(drawn, drawn.reached.argsort(stable=True)[:MOST])
     return PageView(
         "graph",
         data,
@@ -116,8 +106,8 @@ def _largest_edges(
     return inside[torch.arange(len(into)) - first < LISTED], place
 
 
-def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[str, Any]:
-    """What the page draws."""
+def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
+    """What the page draws of the nodes that it holds."""
     edges, place = _largest_edges(graph, held)
     rows = row_of(graph).tolist()
     attention = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
@@ -165,7 +155,6 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"], node: int) -> dict[st
         "prompts": graph.prompts,
         "start": min(START, len(nodes)),
         "all": len(graph.names),
-        "chosen": int(place[node]),
     }
 
 

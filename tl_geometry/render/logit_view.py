@@ -17,15 +17,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from tl_geometry.base import checks, html
-from tl_geometry.base.checks import Head, head_name
+from tl_geometry.base import html
+from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.interventions.knockouts import HeadKnockouts
 from tl_geometry.render.knockout_marks import KnockoutMarks, knockout_marks
-from tl_geometry.render.page import PageView, text_data, text_lines
+from tl_geometry.render.page import PageView, rounded, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
@@ -46,14 +44,13 @@ WIDTH, TALLEST = 1080, 1100
 LARGEST = 2_000_000
 """Most bytes of the page."""
 
-Bars = list[tuple[str, float]]
+Bars = list[tuple[str, float | None]]
 
 
 def logit_page(
     explanations: LogitExplanation | Sequence[LogitExplanation],
     *,
     query: int | None = None,
-    head: Head | None = None,
     knockouts: HeadKnockouts | None = None,
 ) -> PageView:
     """What wrote a logit, over the text: arcs run from the chosen token to the sources that heads
@@ -69,14 +66,13 @@ def logit_page(
     Args:
         explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
         query: the position shown at first, by default that of the first explanation.
-        head: the head shown at first, by default all.
         knockouts: of :func:`tl_geometry.interventions.head_knockouts` with ``attributions=True``:
             each head has what it writes in those prompts and what removing it costs; heads where
             the two disagree are marked, those without a card listed.
 
     Raises ``GeometryError`` for explanations of several prompts or parts, or two of one position,
-    for a ``query`` that is not explained and a ``head`` that is in none of the pairs there, for
-    knockouts of another model or without attributions, and for pages of more than 2 MB.
+    for a ``query`` that is not explained, for knockouts of another model or without attributions,
+    and for pages of more than 2 MB.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -91,14 +87,8 @@ def logit_page(
     if query is not None and query not in positions:
         fail("query", expected=f"one of the explained positions {positions}", got=query)
     first = 0 if query is None else positions.index(query)
-    wanted = None
-    if head is not None:
-        names = dict.fromkeys(pair[:2] for pair in each[first].pairs)
-        wanted = checks.heads(head, 10**6, 10**6)[0]  # any pair of numbers; refused below
-        expected = f"one of {', '.join(map(head_name, names))}"
-        require(wanted in names, "head", expected=expected, got=head_name(wanted))
     marks = knockout_marks(each[0], knockouts)
-    queries = [_query(e, wanted, marks) for e in each]
+    queries = [_query(e, marks) for e in each]
     text = text_data(texts_of(each[0]))
     sizes = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
     data = {
@@ -108,7 +98,6 @@ def logit_page(
         "details": _details(each[0]),
         "queries": queries,
         "first": first,
-        "head": -1 if wanted is None else 0,
         "legend": marks.legend,
         "most": MANY,
     }
@@ -157,33 +146,30 @@ def followers(found: LogitExplanation) -> list[int]:
     return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
 
 
-def _query(
-    found: LogitExplanation, wanted: tuple[int, int] | None, knockouts: KnockoutMarks
-) -> dict[str, Any]:
-    """What the page shows of one explanation: heads of the largest pairs, ``wanted`` first."""
+def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
+    """What the page shows of one explanation: the heads of the largest pairs."""
     at, texts = found.position, texts_of(found)
-    order = dict.fromkeys(pair[:2] for pair in found.pairs)
-    heads = sorted(order, key=lambda h: h != wanted)[:HEADS]
+    heads = list(dict.fromkeys(pair[:2] for pair in found.pairs))[:HEADS]
     shown = [p for p, pair in enumerate(found.pairs) if pair[:2] in heads]
     written = found.heads[:, :, : at + 1]
     cards = []
     for h in heads:
         pairs = [_pair(found, p) for p in shown if found.pairs[p][:2] == h]
-        total, marks = _short(float(written[h].sum())), _row(written[h])
+        total, marks = rounded(float(written[h].sum())), [rounded(v) for v in written[h].tolist()]
         removed = {"removed": knockouts.sentences.get(h, ""), "differs": h in knockouts.disagreeing}
         card = {"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs}
         cards.append(card | removed)
     unseen = [h for h in knockouts.disagreeing if h not in heads]
     inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
     rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
-    rest.insert(0, ("other heads and sources", _short(float(found.heads.sum()) - inside)))
+    rest.insert(0, ("other heads and sources", rounded(float(found.heads.sum()) - inside)))
     return {
         "position": at,
         "title": finding(found),
         "target": " − ".join(html.token_text(t) for t in found.target_tokens),
-        "logit": _short(found.logit),
-        "total": _short(found.total),
-        "marks": _row(written.sum((0, 1))),
+        "logit": rounded(found.logit),
+        "total": rounded(found.total),
+        "marks": [rounded(v) for v in written.sum((0, 1)).tolist()],
         "copies": followers(found),
         "token": html.token_text(texts[at]),
         "heads": cards,
@@ -204,10 +190,10 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
     values = list(zip(found.parts, found.pair_values[p].tolist(), strict=True))
     if groups:
         by_group = [
-            (name, _short(sum(terms[t] for t in members))) for name, members in groups.items()
+            (name, rounded(sum(terms[t] for t in members))) for name, members in groups.items()
         ]
         score = [by_group, _listed(by_term, len(by_term), "")]
-        value = [[(SAID.get(part, part), _short(v)) for part, v in values]] * 2
+        value = [[(SAID.get(part, part), rounded(v)) for part, v in values]] * 2
     else:
         keys = [(b, sum(v for (_, k), v in terms.items() if k == b)) for b in found.parts]
         keys += [(ALIBI, terms[ALIBI, ALIBI])] if biased else []
@@ -215,9 +201,9 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
         value = [_listed(values, most, "writers") for most in (FEW, MANY)]
     return {
         "source": found.pairs[p][2],
-        "written": _short(float(found.heads[found.pairs[p]])),
-        "attention": _short(float(found.pair_patterns[p])),
-        "total": _short(float(found.pair_scores[p])),
+        "written": rounded(float(found.heads[found.pairs[p]])),
+        "attention": rounded(float(found.pair_patterns[p])),
+        "total": rounded(float(found.pair_scores[p])),
         "score": score,
         "value": value,
     }
@@ -236,9 +222,9 @@ def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
     shown, others = order[:most], order[most:]
     if len(others) == 1:  # its own name takes no more room than "1 smaller"
         shown, others = order, []
-    listed = [(name, _short(value)) for name, value in shown]
+    listed = [(name, rounded(value)) for name, value in shown]
     if others:
-        listed.append((f"{len(others)} smaller {what}", _short(sum(v for _, v in others))))
+        listed.append((f"{len(others)} smaller {what}", rounded(sum(v for _, v in others))))
     return listed
 
 
@@ -255,15 +241,6 @@ def _longest(queries: Sequence[dict[str, Any]], what: str) -> float:
     """The largest bar of a list, over the page."""
     pairs = [pair for q in queries for h in q["heads"] for pair in h["pairs"]]
     return max((abs(v) for pair in pairs for bars in pair[what] for _, v in bars), default=1.0) or 1
-
-
-def _row(values: Tensor) -> list[float]:
-    return [_short(v) for v in values.tolist()]
-
-
-def _short(value: float) -> float:
-    """Five significant digits."""
-    return float(f"{value:.5g}")
 
 
 def _height(text: dict[str, Any], query: dict[str, Any]) -> int:

@@ -10,21 +10,25 @@ script run and nothing be fetched. What comes from outside (tokens, names) is JS
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
 import json
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from tl_geometry.base import html
 from tl_geometry.base.files import as_path, write_bytes
+from tl_geometry.render.cells import compressed
 from tl_geometry.render.figure import View, drawable, folded
 
+ASSETS = files("tl_geometry.render") / "assets"
+"""Scripts and styles of the pages."""
 FALLBACK = 300_000
 """Most bytes of the image that a notebook or a report holds beside a page."""
 DARK = (
@@ -35,76 +39,58 @@ DARK = (
 Code, Colab, furo): the frame becomes one pixel higher, and its script looks for that pixel."""
 
 
+@dataclass(eq=False, repr=False)
 class PageView:
     """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline,
     or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as what holds it, ``width`` at
     most.
 
-    ``script`` names the file in ``assets/`` that draws ``data``; ``starts`` is the text of a
-    library that this script may start."""
+    ``script`` names the file in ``assets/`` that draws ``data``; ``library`` is the text of a
+    script that this one may start."""
 
-    def __init__(
-        self,
-        script: str,
-        data: Mapping[str, Any],
-        *,
-        title: str,
-        caption: str,
-        width: int,
-        height: int,
-        image: Callable[[], View],
-        source: str = "",
-        null: str = "",
-        fluid: bool = False,
-        starts: str = "",
-    ) -> None:
-        self.script, self.data, self.starts = script, data, starts
-        self.title, self.caption = title, caption
-        self.source, self.null = source, null
-        self.width, self.height = width, height
-        self.image = image
-        self.fluid = fluid
+    script: str
+    data: Mapping[str, Any]
+    _: KW_ONLY
+    title: str
+    caption: str
+    width: int
+    height: int
+    image: Callable[[], View]
+    source: str = ""
+    null: str = ""
+    fluid: bool = False
+    library: str = ""
 
-    def payload(self, *, shared: bool) -> Mapping[str, Any]:
-        """What the page draws; if ``shared``, without the :attr:`library`."""
+    def payload(self) -> Mapping[str, Any]:
+        """What the script draws."""
         return self.data
-
-    def _document(self, *, shared: bool) -> str:
-        said = " ".join(filter(None, (self.caption, self.null)))
-        data = {"title": self.title, "caption": said, **self.payload(shared=shared)}
-        return document(self.title, data, self.script, self.starts)
 
     @property
     def page(self) -> str:
         """The whole HTML document."""
-        return self._document(shared=False)
-
-    @property
-    def library(self) -> str:
-        """A script, deflated, that several figures of one page can share; none by default."""
-        return ""
+        said = " ".join(filter(None, (self.caption, self.null)))
+        data = {"title": self.title, "caption": said, **self.payload()}
+        return document(self.title, data, self.script, self.library)
 
     @property
     def scripts(self) -> tuple[str, ...]:
         """Hashes of the scripts that the page may run."""
-        policy = self.page.partition('Content-Security-Policy" content="')[2].partition('"')[0]
-        return tuple(re.findall(r"'sha256-[^']+'", policy))
+        return allowed_scripts(self.script, self.library)
 
-    def html(self, png: str = "", *, shared: bool = False) -> str:
+    def html(self, png: str = "", *, lazy: bool = False) -> str:
         """The page in a frame of its own and of fixed size, so that several live side by side.
 
         ``png`` (base64) lies below the frame, and is seen where frames are forbidden: in notebooks
-        that are not trusted, on code hosts, in e-mail. ``shared`` leaves the :attr:`library` to the
-        page around it, which sends it on request.
+        that are not trusted, on code hosts, in e-mail. A ``lazy`` frame is drawn when a reader
+        comes near it.
         """
         wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
-        page = self._document(shared=shared)
-        page = page.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        page = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
         title, page = html.escape(self.title), html.escape(page)
         place = "position:absolute;top:0;left:0" if png else "display:block"
-        lazy = ' loading="lazy"' if shared else ""
-        attributes = f'sandbox="allow-scripts"{lazy} style="{place};{size}" srcdoc="{page}"'
+        loading = ' loading="lazy"' if lazy else ""
+        attributes = f'sandbox="allow-scripts"{loading} style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
             fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
@@ -143,15 +129,14 @@ class PageView:
 
 def document(title: str, data: Mapping[str, Any], script: str, library: str = "") -> str:
     """The page that runs ``assets/<script>.js`` on ``data``, dressed by ``<script>.css`` if there
-    is one; ``library`` is a script that it may start."""
-    assets = files("tl_geometry.render") / "assets"
-    read = lambda name: (assets / name).read_text(encoding="utf-8")  # noqa: E731
-    style, helpers, body = map(read, ("page.css", "page.js", f"{script}.js"))
-    if (assets / f"{script}.css").is_file():
-        style += read(f"{script}.css")
-    code = f"'use strict';\n{helpers}{body}"
-    allowed = " ".join(script_hash(text) for text in (code, library) if text)
+    is one; ``library`` is a script that it may start, which it holds deflated."""
+    style = _asset("page.css")
+    if (ASSETS / f"{script}.css").is_file():
+        style += _asset(f"{script}.css")
+    allowed = " ".join(allowed_scripts(script, library))
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    if library:
+        data = {**data, "library": _deflated(library)}
     text = json.dumps(_shown(data), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -161,8 +146,27 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>"
         f'<script type="application/json" id="data">{text}</script>'
-        f"<script>{code}</script></body></html>"
+        f"<script>{_code(script)}</script></body></html>"
     )
+
+
+def allowed_scripts(script: str, library: str = "") -> tuple[str, ...]:
+    """Hashes of the script of a page and of the library that it may start."""
+    return tuple(script_hash(text) for text in (_code(script), library) if text)
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _code(script: str) -> str:
+    """The helpers of all pages, then ``assets/<script>.js``."""
+    return f"'use strict';\n{_asset('page.js')}{_asset(f'{script}.js')}"
+
+
+@functools.cache  # plotly's script takes a second
+def _deflated(library: str) -> str:
+    return compressed(library.encode())
 
 
 def script_hash(script: str) -> str:

@@ -146,7 +146,7 @@ def bands_page(
             for name, total in totals.items()
         },
         # NaN marks planes that a head lacks, and is unequal to itself
-        "waves": [[_short(w) for w in row if w == w] for row in planes.wavelength.tolist()],
+        "waves": [[rounded(w, 4) for w in row if w == w] for row in planes.wavelength.tolist()],
         "marks": [NEAR, planes.length],
         "profile": None if profile is None else _profile(planes, profile),
         "share": "cs",
@@ -204,11 +204,7 @@ def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
 
 
 def _rows(values: Tensor) -> list[list[float | None]]:
-    return [[_short(v) for v in row] for row in values.tolist()]
-
-
-def _short(value: float) -> float | None:
-    return rounded(value, 4)
+    return [[rounded(v, 4) for v in row] for row in values.tolist()]
 
 
 def head_planes(

@@ -48,6 +48,8 @@ NULL = "Terms are exact: they have no null."
 GROUPS = ("position", "position-content", "content-position", "content")
 """Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
 query side, on both."""
+CELLS = 256
+"""Most cells across a panel; for more tokens a cell is a block."""
 SIZES = (2_000_000, 4_000_000)
 """Most bytes of a page of up to four panels, and of more."""
 LEAST = 708
@@ -66,10 +68,6 @@ def split(
     panels: str | Sequence[str] | None = None,
     tokens: Sequence[str] | None = None,
     centered: bool = False,
-    limit: float | None = None,
-    query: int | None = None,
-    max_cells: int = 256,
-    max_bytes: int | None = None,
     title: str | None = None,
 ) -> PageView:
     """The signed terms of one or several heads, their total and the pattern, as linked panels on
@@ -90,21 +88,20 @@ def split(
             own.
         centered: subtract the mean over the allowed keys from each row of each panel: what the
             softmax sees.
-        limit: value of the full colour on all panels and heads; by default the largest, unless more
-            than twice the 99th percentile. What lies beyond it is marked. The pattern has its own
-            scale from 0 to 1.
-        query: the query chosen at first, by default the last.
-        max_cells: panels of more tokens show block maxima (of the absolute value, with its sign).
-        max_bytes: size of the page (2 MB for up to four panels, else 4 MB), kept by coarser steps,
-            then by larger blocks.
         title: of the page, by default the names of the heads.
+
+    The full colour of all panels and heads stands at the largest value, or at twice the 99th
+    percentile if that is less; what lies beyond it is marked. The pattern has its own scale from 0
+    to 1. Panels of more than 256 tokens show block maxima (of the absolute value, with its sign).
+    Pages of up to four panels have at most 2 MB, others 4 MB: kept by coarser steps, then by larger
+    blocks.
 
     What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8
     of each panel's largest value. The caption has the step, the reconstruction error, and what is
     beyond the scale or not a number (hatched).
 
-    Raises ``GeometryError`` for heads, contexts and panels that the split does not have, and where
-    ``max_bytes`` cannot be kept.
+    Raises ``GeometryError`` for heads, contexts and panels that the split does not have, and for
+    more heads than the page has room for.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -122,9 +119,9 @@ def split(
     shown = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
     chosen = panels_of(shown, panels)
     texts = _texts(split, tokens, context)
-    most = max_bytes or SIZES[len(chosen) > 4]
+    most = SIZES[len(chosen) > 4]
     name = title or f"Split of the scores of {head_names(shown.heads)}"
-    for block in _blocks(len(texts), max_cells):
+    for block in _blocks(len(texts)):
         grids = draw_panels(shown, chosen, block, centered)
         for levels in cells.LEVELS if grids.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(grids.values, grids.allowed, levels)
@@ -132,16 +129,16 @@ def split(
             if size > 1.6 * most:  # the coarsest steps save only a third
                 break
             if size <= most:
-                page = _page(shown, chosen, grids, packed, texts, limit, query, centered, name)
+                page = _page(shown, chosen, grids, packed, texts, centered, name)
                 if len(page.html()) <= most:
                     return page
-    room = f"room for {len(rows)} heads x {len(chosen) + 2} panels"
-    return fail("max_bytes", expected=room, got=most, instead="fewer heads=, or larger max_bytes=")
+    got = f"{len(rows)} heads x {len(chosen) + 2} panels"
+    return fail("split", expected=f"what a page of {most} bytes holds", got=got, instead="heads=")
 
 
-def _blocks(tokens: int, max_cells: int) -> Iterator[int]:
+def _blocks(tokens: int) -> Iterator[int]:
     """Block sizes to try, finest first."""
-    block = -(-tokens // max_cells)
+    block = -(-tokens // CELLS)
     yield block
     while tokens / (block := 2 * block) >= 8:
         yield block
@@ -241,13 +238,11 @@ def _page(
     grids: PanelValues,
     packed: cells.Payload,
     texts: list[str],
-    limit: float | None,
-    query: int | None,
     centered: bool,
     title: str,
 ) -> PageView:
     names = [*(split.label(name) for name in panels), "total", "pattern"]
-    top, high = _limit(grids, limit)
+    top, high = _limit(grids)
     caption = _caption(split, panels, grids, packed, len(texts), top, centered)
     rows, columns, places = _layout(split, panels)
     size = grids.values.shape[-1]
@@ -256,7 +251,6 @@ def _page(
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * size + 16) + 12)
     grid = math.ceil(rows * (cell * size + 22) + 76)
-    chosen = len(texts) - 1 if query is None else checks.index(query, len(texts), "query")
     text = text_data(texts)
     data = {
         "heads": [head_name(h) for h in split.heads],
@@ -268,7 +262,7 @@ def _page(
         "canvas": [width, grid],
         "limit": top,
         "high": high,
-        "query": chosen // grids.block,
+        "query": (len(texts) - 1) // grids.block,
         **packed.fields,
     }
     across = max(width, LEAST)
@@ -293,17 +287,15 @@ def _allowed(grids: PanelValues, values: Tensor) -> Tensor:
     return values[grids.allowed[:, None].expand_as(values)]
 
 
-def _limit(grids: PanelValues, limit: float | None) -> tuple[float, float]:
+def _limit(grids: PanelValues) -> tuple[float, float]:
     """Value of the full colour, and the largest absolute value."""
     shown = _allowed(grids, grids.values[:, :-1])
     sizes = shown[torch.isfinite(shown)].abs()
     high = float(sizes.max()) if len(sizes) else 0.0
-    positive = limit is None or (math.isfinite(limit) and limit > 0)
-    require(positive, "limit", expected="a positive number", got=limit)
     percentile = max(1, math.ceil(0.99 * len(sizes)))
     # a few large cells would make all others pale
     usual = 2 * float(sizes.kthvalue(percentile).values) if len(sizes) else 0.0
-    return (limit or (min(high, usual) if usual > 0 else high) or 1.0), high or 1.0
+    return (min(high, usual) if usual > 0 else high) or 1.0, high or 1.0
 
 
 def _layout(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tl_geometry.base import html
-from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
 from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
@@ -54,13 +53,12 @@ def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
     return placed
 
 
-def token_values(table: TokenTable, *, part: str = "value", width: int = LINE) -> View:
+def token_values(table: TokenTable, *, width: int = LINE) -> View:
     """The text of a prompt, each token in the colour of what its embedding contributes to the
     logit along value paths (red for, blue against), the larger values as numbers below.
 
     Args:
         table: of ``trace_logit(...).tokens()``.
-        part: ``"value"``, or one of ``table.parts``.
         width: characters of a line; 38 or fewer can be read on a phone.
 
     >>> import tl_geometry as tlg
@@ -74,11 +72,9 @@ def token_values(table: TokenTable, *, part: str = "value", width: int = LINE) -
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
 
-    choice(part, ("value", *table.parts), "part")
     enough = f"at least {NARROWEST} characters"
     require(width >= NARROWEST, "width", expected=enough, got=width)
-    contributions = table.value if part == "value" else table.by_part[:, table.parts.index(part)]
-    values = contributions[:-1].tolist()  # the last row is that of the constants
+    values = table.value[:-1].tolist()  # the last row is that of the constants
     placed = lay_out(table.tokens[:-1], width)
     # a text without contributions still needs a scale
     limit = max(map(abs, values)) or 1.0
@@ -97,17 +93,13 @@ def token_values(table: TokenTable, *, part: str = "value", width: int = LINE) -
     axis.set(xlim=(0, width), ylim=(lines - 0.3, -0.5))
     axis.axis("off")
     figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)
-    constants, total = float(contributions[-1]), float(contributions.sum())
-    everything = part == "value"
-    and_constants = f" and the constants ({constants:+.3g})" if everything else ""
-    sums = f"The tokens{and_constants} sum to {total:.4g}"
-    null = "All parts and the constants add up to the logit exactly: they have no null."
+    constants, total = float(table.value[-1]), float(table.value.sum())
     return View(
         figure,
-        title="What each token contributes to the logit"
-        + ("" if everything else f": {part} alone"),
+        title="What each token contributes to the logit",
         caption=f"Each token has the colour of its value, red for the logit and blue against it; "
-        f"values above {MARKED:.0%} of the largest stand below. {sums}.",
-        null=null if everything else "One part of an exact sum, which has no null.",
+        f"values above {MARKED:.0%} of the largest stand below. The tokens and the constants "
+        f"({constants:+.3g}) sum to {total:.4g}.",
+        null="All parts and the constants add up to the logit exactly: they have no null.",
         source=table.provenance.line(),
     )

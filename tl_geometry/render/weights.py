@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
+from tl_geometry.base.errors import require
 from tl_geometry.interventions.effects import Effects
 from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import (
@@ -29,7 +30,6 @@ from tl_geometry.render.figure import (
     no_ticks,
     one_axes,
     panels,
-    require_3d,
     shades,
 )
 from tl_geometry.sphere.paths import TokenPaths
@@ -48,9 +48,6 @@ SURROGATE_CONTROLS = {
 """Part in the place of W_QK that is a control -> what it is."""
 CONTROLS = ("random", "bias", "uniform")
 """Words in the names of conditions that are controls."""
-SPHERE = "Where do tokens travel on the sphere of the norm?"
-SPHERE_NULL = "No null is drawn: the paths are the model's own, exactly."
-"""Title and null of paths on the sphere, drawn flat or in space."""
 
 
 def weight_blocks(
@@ -174,7 +171,7 @@ def sphere_paths(
     ax: Axes | None = None,
 ) -> View:
     """Paths of tokens through the layers in three dimensions, colour by state, the last state
-    labelled by its token where there is room (in the interactive :func:`sphere_3d` all are).
+    labelled by its token where there is room.
 
     Args:
         paths: from :func:`tl_geometry.sphere.token_paths`.
@@ -192,7 +189,8 @@ def sphere_paths(
     checks.index(context, batch, "context")
     chosen = checks.indices(positions, length, "positions")
     figure, axis = one_axes(ax, (5.2, 4.6), subplot_kw={"projection": "3d"})
-    require_3d(axis)
+    got = type(axis).__name__
+    require(hasattr(axis, "get_zlim"), "ax", expected="axes with projection='3d'", got=got)
     axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context]
     states = range(points.shape[1])
@@ -200,21 +198,15 @@ def sphere_paths(
     draw_paths_3d(axis, points[list(chosen)], states, axes, size=12.0)
     names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
     named = _name_ends(axis, points[list(chosen), -1], names)
+    held = "" if math.isnan(paths.shown) else f", which hold {paths.shown:.0%} of their variance"
     return View(
         figure,
-        title=SPHERE,
-        caption=f"{sphere_caption(paths)} {named} of {len(names)} tokens have room for their name.",
-        null=SPHERE_NULL,
+        title="Where do tokens travel on the sphere of the norm?",
+        caption="Each line is the path of one token over the unit sphere, from the embedding to "
+        f"its last state, where its text stands; axes ({paths.method}) fitted on {paths.fitted_on}"
+        f"{held}. {named} of {len(names)} tokens have room for their name.",
+        null="No null is drawn: the paths are the model's own, exactly.",
         source=paths.provenance.line(),
-    )
-
-
-def sphere_caption(paths: TokenPaths) -> str:
-    """How the paths are read, and on what axes, for a caption."""
-    held = "" if math.isnan(paths.shown) else f", which hold {paths.shown:.0%} of their variance"
-    return (
-        "Each line is the path of one token over the unit sphere, from the embedding to its last "
-        f"state, where its text stands; axes ({paths.method}) fitted on {paths.fitted_on}{held}."
     )
 
 

@@ -2,10 +2,9 @@
 :mod:`tl_geometry.report.build`.
 
 A section is a function ``section(draft, analysis)`` in a module of this package, named in
-:data:`~tl_geometry.report.contents.SECTIONS` in reading order, with a title in :data:`TITLES` and a
-share of the budget in ``SHARES`` (:mod:`tl_geometry.report.work`). It adds paragraphs, figures,
-tables and findings to the :class:`~tl_geometry.report.section.Draft`; what it cannot compute
-becomes a card that says why."""
+:data:`~tl_geometry.report.contents.SECTIONS` in reading order, with a title in :data:`TITLES`. It
+adds paragraphs, figures, tables and findings to the :class:`~tl_geometry.report.section.Draft`;
+what it cannot compute becomes a card that says why."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.report.budget import Budget
 from tl_geometry.report.folder import Folder
 from tl_geometry.report.section import Draft, Section
-from tl_geometry.report.work import Costs, Work
 
 TITLES = {
     "overview": "What was analysed",
@@ -57,8 +56,7 @@ class Analysis:
     view: ModelView
     windows: TokenWindows
     basis: PositionContext
-    work: Work
-    costs: Costs = field(default_factory=Costs)
+    budget: Budget = field(default_factory=Budget)
     embedded: bool = False
     seed: int = 0
     notes: tuple[str, ...] = ()
@@ -80,7 +78,6 @@ def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
 def make(analysis: Analysis, name: str) -> Section:
     """One section; what cannot be computed becomes a card that says why."""
     draft = Draft(TITLES[name], analysis.bar)
-    analysis.work.begin(name)
     with draft.part("this section"):
         importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
     return draft.section()

@@ -89,9 +89,9 @@ def _variance(
     if table.ctx_null is not None:
         draft.say(
             "Windows spliced from random places of the same corpus have a context share of "
-            f"{cell(row, 'ctx_null', percent=True)} there, and the two ends of a window agree with "
-            f"a correlation of {cell(row, 'ctx_agreement')}: the part of the context share above "
-            "the spliced one lasts longer than a piece of text."
+            f"{cell(row, 'ctx_null', percent=True)} there: what real windows have beyond that is "
+            "context that lasts longer than a piece of text. The two ends of a window agree with a "
+            f"correlation of {cell(row, 'ctx_agreement')}."
         )
     short_cell, last_row = Cells("anova", table, rounded=True), len(table.states) - 1
     changes = [
@@ -112,17 +112,15 @@ def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The bases of the null and of the untrained control, each ``None`` where there is none."""
-    # a forward pass, and a tenth for sums over positions and contexts
-    window_seconds = 1.1 * analysis.costs.token * analysis.windows.tokens.shape[1]
-    max_windows = min(NULL_CONTEXTS, len(analysis.windows))
-    min_windows, null, control = min(16, max_windows), None, None
-    # the control runs on as many windows and costs as much
-    null_name, share = "the null of spliced windows", 0.45 if analysis.embedded else 0.9
-    count = draft.fit(
-        analysis.work, null_name, window_seconds, max_windows, min_windows, share=share
+    max_windows, length = (
+        min(NULL_CONTEXTS, len(analysis.windows)),
+        analysis.windows.tokens.shape[1],
     )
+    min_windows, null, control = min(16, max_windows), None, None
+    name = "the null of spliced windows"
+    count = draft.fit(analysis.budget, name, length, max_windows, min_windows)
     if count:
-        with draft.part(null_name):
+        with draft.part(name):
             null = spliced(analysis, count)
         if count < max_windows:
             draft.say(

@@ -19,9 +19,9 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.report.analysis import Analysis, versions, write
+from tl_geometry.report.budget import Budget, threads_for
 from tl_geometry.report.contents import BASIS, Request, report_files
 from tl_geometry.report.folder import Folder
-from tl_geometry.report.work import Costs, Work, threads_for
 from tl_geometry.zoo.inputs import LENGTH, Texts
 
 CONTEXTS = 1024
@@ -36,6 +36,8 @@ SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
 states are kept."""
 GROUPS = 8
 """Groups of contexts, for errors."""
+DECOMPOSITION = "position and context"
+"""The part of the budget that chooses the windows."""
 PROGRESS = "{desc}{n_fmt}/{total_fmt} ({elapsed} so far){postfix}"
 """One line of progress: the section, which of how many, the time so far, the part of the section.
 The time that is left is not known well enough to be shown."""
@@ -57,18 +59,16 @@ def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
 
 
 def choose_sizes(
-    request: Request, view: ModelView, texts: Texts, work: Work
+    request: Request, view: ModelView, texts: Texts, budget: Budget
 ) -> tuple[TokenWindows, tuple[str, ...]]:
     """The windows that fit into the decomposition's share of the budget, and what was reduced for
     it: the same for the same model, texts and budget."""
     usual_length = length = request.length or min(view.n_ctx, LENGTH)
-    # a forward pass, and a tenth for sums over positions and contexts
-    token_seconds = 1.1 * Costs.of(view.n_layers, view.d_model, view.d_vocab).token
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
         sum_bytes = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
-        has_enough = work.room(token_seconds * length, len(windows)) >= min(ENOUGH, len(windows))
-        if has_enough and sum_bytes <= SUMS:
+        n_fitting = budget.windows(DECOMPOSITION, length, len(windows))
+        if n_fitting >= min(ENOUGH, len(windows)) and sum_bytes <= SUMS:
             break
         length //= 2
         windows = request.windows(view, texts, length, most=CONTEXTS)
@@ -77,7 +77,7 @@ def choose_sizes(
     if length < usual_length:
         smaller.append(f"windows of {length} tokens in place of {usual_length} ({limit})")
     count = len(windows)
-    n_fitting = max(min(LEAST, count), work.room(token_seconds * length, count))
+    n_fitting = max(min(LEAST, count), budget.windows(DECOMPOSITION, length, count))
     if request.contexts is None and n_fitting < count:
         smaller.append(f"{n_fitting} of {count} windows ({limit})")
         windows = request.windows(view, texts, length, most=n_fitting)
@@ -162,13 +162,13 @@ def analyse(
     request: Request, model: Any, texts: Texts, folder: Folder, bar: tqdm, *, resume: bool
 ) -> Analysis:
     """Choose the windows of a report and decompose them."""
-    view, work = as_view(model), Work(request.budget)
+    view = as_view(model)
+    budget = Budget(request.budget, n_layers=view.n_layers, d_model=view.d_model)
     bar.set_description("position and context of every state")
-    work.begin("decompose")
-    windows, smaller = choose_sizes(request, view, texts, work)
+    windows, smaller = choose_sizes(request, view, texts, budget)
     folder.begin({**settings(request, view, texts), "tokens": windows.token_hash})
     count, length = windows.tokens.shape
-    bar.set_postfix_str(f"{count:,} windows of {length} tokens, {work.about}")
+    bar.set_postfix_str(f"{count:,} windows of {length} tokens, --budget {budget.word}")
     basis = basis_of(view, windows, folder, seed=request.seed, resume=resume)
     bar.update()
     return Analysis(
@@ -176,8 +176,7 @@ def analyse(
         view=view,
         windows=windows,
         basis=basis,
-        work=work,
-        costs=Costs.of(view.n_layers, view.d_model, view.d_vocab),
+        budget=budget,
         embedded=request.model is None,
         seed=request.seed,
         notes=texts.notes,

@@ -28,7 +28,7 @@ PARTS, BASIS = "sections", "basis.safetensors"
 """Folder of the finished sections, and file of the basis."""
 BUDGETS = {"quick": 120.0, "default": 540.0, "full": math.inf}
 """Word of ``--budget`` -> seconds that a report may cost at the prices of
-:mod:`tl_geometry.report.work`."""
+:mod:`tl_geometry.report.budget`."""
 
 
 @dataclass(frozen=True, kw_only=True)

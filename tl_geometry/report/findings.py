@@ -402,9 +402,8 @@ def skipped(skips: SkipMap) -> Finding | None:
     """Whether a block can be replaced by a map."""
     if "mean" not in skips.map_types or skips.test < 10:
         return None
-    place = skips.places[0]
     costs = [
-        (float(skips.table(map_type, "kl", place=place)[a, b]), map_type, a, b)
+        (float(skips.table(map_type, "kl")[a, b]), map_type, a, b)
         for map_type in skips.map_types
         for a, b in skips.pairs()
         if map_type != "mean" and b == a + 1
@@ -413,12 +412,12 @@ def skipped(skips: SkipMap) -> Finding | None:
     if not costs:
         return None
     value, map_type, a, b = min(costs)
-    null = float(skips.table("mean", "kl", place=place)[a, b])
-    bounds = around(value, float(skips.table(map_type, "kl_se", place=place)[a, b]), skips.test)
+    null = float(skips.table("mean", "kl")[a, b])
+    bounds = around(value, float(skips.table(map_type, "kl_se")[a, b]), skips.test)
     beyond = excludes(value, *bounds, null, samples=skips.test, among=len(costs))
     clear = value < null and beyond
-    keys = [tuple(cells[:4]) for cells in skips.rows()]
-    row, mean_row = (keys.index((place, m, a, b)) for m in (map_type, "mean"))
+    keys = [tuple(cells[:3]) for cells in skips.rows()]
+    row, mean_row = (keys.index((m, a, b)) for m in (map_type, "mean"))
     cell = Cells("skipped_layers", skips, rounded=True)
     shown = cell(row, "kl")
     change = f"moves the next-token distribution by {shown} nats (KL)"

@@ -10,10 +10,9 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.flow.ensemble import Trajectories, trajectories
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.skipping import skip_map
-from tl_geometry.flow.truncation import GRID, truncation_kl
+from tl_geometry.flow.truncation import truncation_kl
 from tl_geometry.models.untrained import reinitialized
 from tl_geometry.render import flow as views
-from tl_geometry.render import space
 from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis, at_even_distances
@@ -34,38 +33,6 @@ MAP_TYPES = ("flow", "ridge", "identity", "mean")
 """Maps that stand in for skipped blocks."""
 
 
-def _length(analysis: Analysis) -> int:
-    return min(CHUNK, analysis.windows.tokens.shape[1])
-
-
-def _maps_cost(analysis: Analysis, chunks: int) -> float:
-    """Seconds of maps between all pairs of states, in-sample, held out, and for each baseline."""
-    d, pairs = analysis.view.d_model, analysis.view.n_layers * (analysis.view.n_layers - 1) / 2
-    # four decompositions a pair (in-sample, held out, and two baselines) and 2 s for any size
-    return 2 + 4 * analysis.costs.svd * pairs * chunks * d * min(chunks, d)
-
-
-def _truncation_cost(analysis: Analysis) -> float:
-    """Seconds of the passes of one chunk: one for each number of directions, the full model, and
-    the unrelated chunk."""
-    # 1.3 allows for the projection after every block
-    grid = sum(k < analysis.view.d_model for k in GRID) + 2
-    return 1.3 * grid * analysis.costs.output * _length(analysis)
-
-
-def _skip_cost(analysis: Analysis, chunks: int) -> float:
-    """Seconds of the passes that all maps are fitted on, of the fitting, and of the last token's
-    way from each map to the output on half of the chunks (measured)."""
-    view, costs = analysis.view, analysis.costs
-    d, n_layers, states = view.d_model, view.n_layers, min(view.n_layers + 1, 31)
-    fitting = 8 * costs.svd * states * len(MAP_TYPES) * chunks * d * min(chunks, d)
-    pairs = n_layers * (n_layers + 1) / 2 if n_layers <= SHALLOW else 3 * n_layers
-    maps = (len(MAP_TYPES) - 1) * pairs + n_layers  # one mean for each state
-    # a map is followed by half of the blocks on average, and by the output head
-    measuring = 2.5 * (costs.output - costs.token / 2) * maps * chunks / 2
-    return 1 + 1.5 * costs.output * _length(analysis) * chunks + fitting + measuring
-
-
 def section(draft: Draft, analysis: Analysis) -> None:
     """Follow the last token of consecutive chunks (the first token of an encoder) through the
     layers."""
@@ -76,12 +43,8 @@ def section(draft: Draft, analysis: Analysis) -> None:
     if len(windows) < FEWEST:
         draft.leave_out(what, f"{len(windows)} windows are fewer than {FEWEST}")
         return
-    length, max_chunks = _length(analysis), min(CHUNKS, len(windows))
-    # three passes (text, gibberish, the untrained model) and a tenth for what is kept of them
-    chunk_seconds = (
-        3.3 * analysis.costs.token * length + _maps_cost(analysis, max_chunks) / max_chunks
-    )
-    count = draft.fit(analysis.work, what, chunk_seconds, max_chunks, FEWEST, share=0.6)
+    length, max_chunks = min(CHUNK, windows.tokens.shape[1]), min(CHUNKS, len(windows))
+    count = draft.fit(analysis.budget, what, length, max_chunks, FEWEST)
     if not count:
         return
     chosen_windows = analysis.pick(count)
@@ -92,9 +55,9 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.say(f"{count} chunks in place of {max_chunks}, to keep the budget.")
     if count // 2 < view.d_model:
         draft.say(
-            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state: they "
-            "always lie in a subspace, so it says nothing about the model that few directions are "
-            "enough."
+            f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state. So "
+            "few always lie in a subspace: that few directions are enough for them says nothing "
+            "about the model."
         )
     ensemble = None
     with draft.part(what):
@@ -117,8 +80,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
         "one state's second moments onto the next exactly, by construction; what counts is the "
         "error on chunks it was not fitted on, beside the identity and the best linear map."
     )
-    draw = space.bundle_3d if space.installed() else views.bundle_figure
-    draft.draw(draw(ensemble), "bundle")
+    draft.draw(views.bundle_figure(ensemble), "bundle")
     return ensemble
 
 
@@ -165,8 +127,7 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """The output of states with few directions, which are those of the first half of the chunks."""
     what, half = "truncated states", len(chunks) // 2
-    chunk_seconds = _truncation_cost(analysis)
-    count = draft.fit(analysis.work, what, chunk_seconds, len(chunks) - half, 8, share=0.5)
+    count = draft.fit(analysis.budget, what, chunks.tokens.shape[1], len(chunks) - half, 8)
     if not count:
         return
     # directions of chunks that are not measured: in-sample the KL would be 0 at full rank
@@ -184,11 +145,9 @@ def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
     """What it costs to replace blocks by maps."""
-    view, max_chunks = analysis.view, len(chunks)
-    chunk_seconds = _skip_cost(analysis, max_chunks) / max_chunks
-    count = draft.fit(
-        analysis.work, "skipped layers", chunk_seconds, max_chunks, min(FEWEST, max_chunks)
-    )
+    view, max_chunks, length = analysis.view, len(chunks), chunks.tokens.shape[1]
+    min_chunks = min(FEWEST, max_chunks)
+    count = draft.fit(analysis.budget, "skipped layers", length, max_chunks, min_chunks)
     if not count:
         return
     shallow = view.n_layers <= SHALLOW

@@ -29,19 +29,6 @@ COLUMNS = (
 PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
 """Most windows of the sweep; tokens that the example repeats; most windows and draws of a random
 term for the causal question, and fewest draws (fewer do not say what another draw would cost)."""
-SWEEP, EDIT, REPEATS = 2.5, 5.0, 3
-"""What a sweep and an edited forward pass cost, in forward passes, and what the repeated tokens
-cost, in windows (all measured). A sweep splits every score; an edit also attends anew."""
-INTERVALS = 75.0
-"""What the intervals of a sweep cost in addition, for each head, query and key, in units of
-``Costs.svd`` (measured). The null of position is made of their sums."""
-
-
-def _sweep_cost(analysis: Analysis) -> float:
-    view, length = analysis.view, analysis.windows.tokens.shape[1]
-    n_scores = view.n_layers * view.n_heads * length**2
-    interval_seconds = INTERVALS * analysis.costs.svd * n_scores
-    return SWEEP * analysis.costs.token * length + interval_seconds
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -52,10 +39,10 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "Shares are covariances with the whole score over allowed keys; they add up to one and can "
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
         "'mixed' the rest. Gain shares count a cell by the attention paid to it: the additive part "
-        "of a term in where attention goes. A head without a clear winner is 'unclear': a label "
-        "needs the same group first by covariance (more than half of the score) and by gain, each "
-        "with a margin of 0.1 over the second whose 95% interval excludes zero (groups of contexts "
-        "left out of the sweep and of the basis). The table names the first by each."
+        "of a term in where attention goes. A head is labelled by a group that comes first twice: "
+        "by covariance, with more than half of the score, and by gain. Each time it has a margin "
+        "of 0.1 over the second, whose 95% interval (groups of contexts left out of sweep and "
+        "basis) excludes zero. Other heads are 'unclear'; the table still names the first by each."
     )
     rotary, table = analysis.view.position == "rotary", None
     with draft.part("the sweep over all heads"):
@@ -80,15 +67,17 @@ def section(draft: Draft, analysis: Analysis) -> None:
 
 
 def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
+    what, length = "the sweep over all heads", analysis.windows.tokens.shape[1]
     contexts, needed = analysis.basis.contexts, FEWEST_GROUPS * BLOCK
     if contexts < needed:
         why = (
             f"a label needs an interval, and {contexts} windows are fewer than the {needed} of one"
         )
-        draft.leave_out("the sweep over all heads", why)
+        draft.leave_out(what, why)
         return None
     max_windows = min(PROMPTS, len(analysis.windows))
-    count = max(FEWEST, analysis.work.take(_sweep_cost(analysis), max_windows, share=0.55))
+    # labels need an interval, whatever the budget
+    count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
     # a shortformer has no position in its stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
@@ -203,20 +192,16 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
 
 
 def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
-    what, work = "the model with dominant terms only", analysis.work
+    what, length = "the model with dominant terms only", analysis.windows.tokens.shape[1]
     if not (analysis.view.head_trained and analysis.view.causal):
         draft.leave_out(what, "it takes a decoder with a trained output head")
         return
     from tl_geometry.interventions.causal import dominant_only
 
-    # fewer draws first, then fewer windows. Beside the draws there are five conditions (clean,
-    # dominant term, dominant group, bias terms, uniform attention); repeated tokens run through all
-    draws, window_seconds = DRAWS, EDIT * analysis.costs.output * analysis.windows.tokens.shape[1]
-    while draws > FEWEST_DRAWS and (5 + draws) * window_seconds * (KEPT + REPEATS) > work.left:
-        draws -= 1
     max_windows = min(KEPT, len(analysis.windows))
-    count = work.take((5 + draws) * window_seconds, max_windows + REPEATS) - REPEATS
-    count = max(FEWEST, count)  # an interval, whatever the budget
+    # an interval, whatever the budget
+    count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
+    draws = DRAWS if count >= max_windows else FEWEST_DRAWS
     effect = dominant_only(
         analysis.model,
         analysis.pick(count),

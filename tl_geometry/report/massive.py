@@ -50,17 +50,11 @@ def largest(table: LargestTokens, row: int) -> list[tuple[int, float, str]]:
     return list(zip(table.position[row].tolist(), table.norm[row].tolist(), texts, strict=True))
 
 
-def dominated(basis: PositionContext, state: int) -> bool:
-    """Whether a few tokens hold more than a quarter of the sum of squares of a state."""
-    sinks = basis.sinks(state)
-    return sinks is not None and bool(sinks.remark)
-
-
 def title(basis: PositionContext, table: LargestTokens, row: int, share: str) -> str:
     """What the picture shows, in a sentence."""
     state = table.states[row]
     sinks = basis.sinks(state)
-    if sinks is not None and sinks.remark:
+    if sinks.remark:
         few = f"{sinks.tokens} of {sinks.of:,} tokens"
         return f"{few} hold {share} of the sum of squares of state {state}"
     return (
@@ -71,7 +65,8 @@ def title(basis: PositionContext, table: LargestTokens, row: int, share: str) ->
 
 def sentence(basis: PositionContext, table: LargestTokens, row: int, share: str) -> str:
     """Which states are dominated by a few tokens, by which, and what follows."""
-    states = [state for state in table.states if dominated(basis, state)]
+    # a remark is there where a few tokens hold more than a quarter of the sum of squares
+    states = [state for state in table.states if basis.sinks(state).remark]
     if not states:
         return f"{title(basis, table, row, share)}, more than of any other state."
     cell = Cells("massive_tokens", table, rounded=True)

@@ -19,17 +19,6 @@ MEASURED = (
 """Columns of the table of position that stand on the page."""
 FEWEST = 8
 """Fewest positions for measures of a positional basis."""
-DECOMPOSITIONS = 84
-"""What errors, curves and nulls of one state cost, in singular value decompositions of its basis
-(measured)."""
-
-
-def _cost(analysis: Analysis) -> float:
-    """Seconds of both reports, with jackknife errors."""
-    width, d = analysis.basis.window[1] - analysis.basis.window[0], analysis.view.d_model
-    small, large = sorted((width, d))
-    # 3 s do not depend on the size of the basis
-    return 3 + DECOMPOSITIONS * analysis.costs.svd * len(analysis.basis.states) * small**2 * large
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -38,11 +27,11 @@ def section(draft: Draft, analysis: Analysis) -> None:
     width = analysis.basis.window[1] - analysis.basis.window[0]
     if width < FEWEST:
         draft.leave_out("measures", f"{width} positions are fewer than {FEWEST}")
-    elif draft.fit(analysis.work, "measures", _cost(analysis), 1):
-        with draft.part("measures of position"):
-            _position(draft, analysis)
-        with draft.part("measures of context"):
-            _context(draft, analysis)
+        return
+    with draft.part("measures of position"):
+        _position(draft, analysis)
+    with draft.part("measures of context"):
+        _context(draft, analysis)
 
 
 def _position(draft: Draft, analysis: Analysis) -> None:

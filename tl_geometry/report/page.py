@@ -1,9 +1,8 @@
 """The page of a report or an experiment: one self-contained HTML document that opens with its
 findings, readable in light and dark, on paper and where no script runs.
 
-The page's own script searches tables and hands a library to the sandboxed frames of figures that
-ask for it; its content policy names the hash of every script that may run, its own and theirs, and
-lets nothing be fetched.
+The page's own script searches tables. Its content policy names the hash of every script that may
+run, its own and those of the figures in their sandboxed frames, and lets nothing be fetched.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ SHOWN, EACH = 5, 2
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A finished section, as the page and the file of a section hold it: its HTML (escaped), its
-    findings, the hashes of the scripts that its figures run, whether they need the library, keys
-    of the works to cite, and columns and rows of its tables."""
+    findings, the hashes of the scripts that its figures run, keys of the works to cite, and
+    columns and rows of its tables."""
 
     name: str
     title: str
     html: str
     findings: Sequence[Finding] = ()
     scripts: Sequence[str] = ()
-    library: bool = False
     sources: Sequence[str] = ()
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -60,11 +58,6 @@ def document(
 ) -> str:
     """The whole page from its sections and the works to cite; ``lede`` says what was analysed,
     ``caution`` what it is no evidence for, ``note`` what is still to come."""
-    library = ""
-    if any(part.library for part in parts):
-        from tl_geometry.render import space
-
-        library = space.library()[1]
     script = asset("report.js")
     hashes = [script_hash(script), *(text_hash for part in parts for text_hash in part.scripts)]
     head, rest = chosen((part.name, finding) for part in parts for finding in part.findings)
@@ -81,7 +74,6 @@ def document(
         allowed=" ".join(dict.fromkeys(hashes)),
         style=asset("report.css"),
         script=script,
-        library=library,
     )
 
 

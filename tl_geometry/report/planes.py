@@ -12,8 +12,8 @@ from tl_geometry.scores.relative import offset_profile
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
-PROMPTS, SPLIT = 16, 4.0
-"""Most windows of the offset profile, and what the split of one costs, in forward passes."""
+PROMPTS = 16
+"""Most windows of the offset profile."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
@@ -25,9 +25,9 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
-        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}: near is a "
-        f"wavelength of up to 16 tokens, far one beyond the {planes.length} of a window, which "
-        "hardly sees the offset at all."
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}. Near planes "
+        f"have wavelengths of up to 16 tokens. Far ones are longer than the {planes.length} tokens "
+        "of a window, and hardly see the offset at all."
     )
     heads: list[tuple[int, int]] = []
     for name, words in (("previous", "previous-token"), ("induction", "induction")):
@@ -39,8 +39,8 @@ def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     profile = None
     if heads:
         heads = list(dict.fromkeys(heads))
-        window_seconds = SPLIT * analysis.costs.token * analysis.windows.tokens.shape[1]
-        count = analysis.work.take(window_seconds, min(PROMPTS, len(analysis.windows)), 2)
+        length, max_windows = analysis.windows.tokens.shape[1], min(PROMPTS, len(analysis.windows))
+        count = analysis.budget.windows("rotary planes", length, max_windows, 2)
         if count:
             windows = analysis.pick(count)
             split = split_scores(analysis.model, windows, analysis.basis, heads=heads)

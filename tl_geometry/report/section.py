@@ -17,22 +17,20 @@ from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View
 from tl_geometry.render.page import PageView
 from tl_geometry.report import tables
+from tl_geometry.report.budget import Budget
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
 from tl_geometry.report.page import Part
 from tl_geometry.report.templates import anchor, fill
-from tl_geometry.report.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class FigureBlock:
-    """A figure in its place in the text: its HTML, the hashes of the scripts that it runs, and
-    whether the page must hold the library for it."""
+    """A figure in its place in the text: its HTML, and the hashes of the scripts that it runs."""
 
     key: str
     text: str
     scripts: tuple[str, ...] = ()
-    library: bool = False
 
     def html(self) -> str:
         """The fragment, with an id."""
@@ -112,7 +110,6 @@ class Section:
             html=fill("section", title=self.title, blocks=self.blocks),
             findings=self.findings,
             scripts=sorted({script for figure in figures for script in figure.scripts}),
-            library=any(figure.library for figure in figures),
             sources=[key for table in section_tables.values() for key in table.provenance.sources],
             tables={
                 key: {"columns": list(table.columns()), "rows": [list(row) for row in table.rows()]}
@@ -194,20 +191,14 @@ class Draft:
         """Say that something is not there, and why."""
         self.blocks.append(Card(status="left out", what=what, why=why))
 
-    def fit(
-        self, work: Work, what: str, each: float, most: int, least: int = 1, *, share: float = 1.0
-    ) -> int:
-        """How many items of ``each`` seconds fit the budget (:meth:`Work.take`); where not even
-        ``least`` fit, 0, and a card in place of ``what``."""
-        count = work.take(each, most, least, share=share)
+    def fit(self, budget: Budget, part: str, length: int, most: int, least: int = 1) -> int:
+        """How many windows of ``length`` tokens a part may take (:meth:`Budget.windows`); where not
+        even ``least`` fit, 0, and a card in place of the part."""
+        count = budget.windows(part, length, most, least)
         if not count:
-            self.too_long(what, least * each)
+            why = f"even {least} windows are more than --budget {budget.word} allows"
+            self.leave_out(part, why)
         return count
-
-    def too_long(self, what: str, needed: float) -> None:
-        """Say that something did not fit the budget."""
-        why = f"its smallest size is work for about {needed:.0f} s, more than --budget leaves"
-        self.leave_out(what, why)
 
     def section(self) -> Section:
         """The section as it is now."""
@@ -219,9 +210,9 @@ def _interactive_block(figure: PageView, name: str) -> FigureBlock:
     caption."""
     png = figure.png()  # holds the title
     still = linked(html.escape(" ".join(filter(None, (figure.caption, figure.null)))))
-    live = figure.html(png, shared=True)
+    live = figure.html(png, lazy=True)
     text = f'<div class="live"><p class="still">{still}</p>{live}</div>'
-    return FigureBlock(key=name, text=text, scripts=figure.scripts, library=bool(figure.library))
+    return FigureBlock(key=name, text=text, scripts=figure.scripts)
 
 
 def _one_line(text: object) -> str:

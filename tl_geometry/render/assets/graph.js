@@ -1,4 +1,4 @@
-const state = {count: DATA.start, node: DATA.chosen};
+const state = {count: DATA.start, node: 0};
 const SVG = 'http://www.w3.org/2000/svg', ROW = 22, SLOT = 38, LOW = 60, WIDE = 78, GAP = 16, EMPTY = 3;
 const minus = text => text.replace('-', '−');
 const say = v => Math.abs(v) < 0.0005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.toFixed(Math.abs(v) < 0.095 ? 3 : 2));

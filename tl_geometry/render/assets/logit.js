@@ -1,4 +1,4 @@
-const state = {query: DATA.first, head: DATA.head, detail: 0, pair: null};
+const state = {query: DATA.first, head: -1, detail: 0, pair: null};
 const SVG = 'http://www.w3.org/2000/svg';
 const minus = text => text.replace('-', '−');
 const say = v => Math.abs(v) < 0.005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.toFixed(2));

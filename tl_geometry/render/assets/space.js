@@ -9,14 +9,9 @@ function dress() {
   const scene = Object.fromEntries(['xaxis', 'yaxis', 'zaxis'].flatMap(a => Object.entries(axis).map(([k, v]) => [`scene.${a}.${k}`, v])));
   return {paper_bgcolor: css('--paper'), 'font.color': css('--ink'), ...scene};
 }
-/* The library, where the page around this one holds it. */
-const asked = () => new Promise(resolve => {
-  addEventListener('message', event => { if (event.source === parent && event.data.library) resolve(event.data.library); });
-  parent.postMessage('library', '*');
-});
 (async () => {
   const code = document.createElement('script');
-  code.textContent = new TextDecoder().decode(await inflate(DATA.library || await asked()));
+  code.textContent = new TextDecoder().decode(await inflate(DATA.library));
   document.head.append(code);
   await Plotly.newPlot(gd, DATA.figure.data, DATA.figure.layout, DATA.figure.config);
   dark.onchange = () => Plotly.relayout(gd, dress());

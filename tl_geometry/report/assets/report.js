@@ -1,10 +1,3 @@
-/* Frames ask for a library that the page holds once. */
-addEventListener('message', event => {
-  const held = document.querySelectorAll('iframe');
-  if (event.data !== 'library' || ![...held].some(frame => frame.contentWindow === event.source)) return;
-  const answer = () => event.source.postMessage({library: document.getElementById('library').textContent}, '*');
-  document.readyState === 'loading' ? addEventListener('DOMContentLoaded', answer) : answer();
-});
 /* Rows of long tables by what is written in them. */
 addEventListener('input', event => {
   const table = event.target.closest('.table');
