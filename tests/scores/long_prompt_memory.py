@@ -49,7 +49,7 @@ def main(name: str, length: int) -> None:
         few: dict[str, Any] = {"batch_size": 1, "groups": 2, "keep": 0, "keep_ctx": False}
         return tlg.decompose(model, windows, **few, progress=False)
 
-    basis = decompose() if name == "sweep" else None
+    basis: Any = decompose() if name == "sweep" else None
     routes: dict[str, Callable[[], object]] = {
         "split": lambda: tlg.split_scores(model, ids, parts="blocks").top_cells(3),
         "sweep": lambda: tlg.sweep_heads(model, ids, basis, progress=False),
