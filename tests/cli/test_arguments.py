@@ -211,6 +211,21 @@ def test_a_wrong_argument_is_one_line_and_exit_2(
     )
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"]])
+def test_help_loads_neither_rich_nor_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom tl_geometry import cli\n"
+        f"sys.argv = ['tl-geometry', *{arguments!r}]\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "loaded = lambda: [m for m in ('rich', 'torch') if m in sys.modules]\n"
+        "print(loaded(), file=sys.stderr)\n"
+        "import rich, torch\nprint(loaded(), file=sys.stderr)"  # the twin
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--help" in done.stdout
+    assert done.stderr.splitlines()[-2:] == ["[]", "['rich', 'torch']"]
+
+
 def test_arguments_are_checked_before_torch_is_imported(place: Path) -> None:
     code = (
         "import sys\nfrom tl_geometry import cli\n"

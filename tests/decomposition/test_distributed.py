@@ -67,6 +67,7 @@ def toy(
         "bos_id": 7,
         "run": run,
         "_refresh": lambda view: view,
+        "in_rows": lambda length: False,
         "require_unchanged": lambda: None,  # it has no weights
     }
     fields |= {"hooked": lambda: (), "decode": lambda found: [f"<{i}>" for i in found]}

@@ -31,7 +31,8 @@ from tl_geometry.zoo.inputs import Inputs, at_least
 if TYPE_CHECKING:
     from tl_geometry.base.results import Result
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+# help without boxes: to load rich takes 0.15 of the 0.4 s of `--help`
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 MODEL = ("model", "model_class", "processed")
 """Fields of :class:`~tl_geometry.zoo.inputs.Inputs` that say how a model is loaded."""
 

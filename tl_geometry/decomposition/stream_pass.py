@@ -180,7 +180,7 @@ def forward_states(
         return lambda h: on_state(row, h)
 
     with torch.inference_mode():
-        view.run(tokens, {view.state_hooks[s]: hook(row) for row, s in enumerate(states)})
+        view.run_in_rows(tokens, {view.state_hooks[s]: hook(row) for row, s in enumerate(states)})
 
 
 def _writable(path: Path) -> None:

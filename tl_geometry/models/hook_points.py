@@ -78,11 +78,12 @@ def attached(view: ModelView, hooks: Sequence[PlacedHook]) -> Iterator[None]:
     Raises ``GeometryError`` at the next forward pass, and on exit, where user code has removed them
     meanwhile.
     """
-    require_points(view._model.hook_dict, [h.name for h in hooks], view.name, view.class_name)
+    points = view._model.hook_dict  # a bridge makes it anew each time, through all its aliases
+    require_points(points, [h.name for h in hooks], view.name, view.class_name)
     with ExitStack() as stack:
         attachments: list[_Attachment] = []
         for hook in hooks:
-            attachments.append(_Attachment(view, view._model.hook_dict[hook.name], hook))
+            attachments.append(_Attachment(view, points[hook.name], hook))
             stack.callback(attachments[-1].remove)
         yield
         for attachment in attachments:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Provenance
+from tl_geometry.models import row_pass
 from tl_geometry.models.attention_spec import AttentionSpec
 from tl_geometry.models.fingerprints import fingerprint
 from tl_geometry.models.forward import Hook, collect
@@ -25,7 +26,7 @@ from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.precision import T, in_single
-from tl_geometry.models.row_pass import OnRows, in_rows, logits_at
+from tl_geometry.models.row_pass import OnRows
 from tl_geometry.models.user_hooks import brief, names_of
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
@@ -130,6 +131,14 @@ class ModelView:
         """
         return self._run(tokens, hooks, logits=logits, stop_at=stop_at)
 
+    def run_in_rows(self, tokens: Tensor, hooks: Mapping[str, Hook]) -> None:
+        """One forward pass for ``hooks`` that change nothing, of long prompts in blocks of query
+        rows: their hooks then receive all positions after the pass."""
+        if self.in_rows(tokens.shape[1]):
+            row_pass.run(self._layers, tokens, hooks)
+        else:
+            self.run(tokens, hooks)
+
     def logits(
         self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS
     ) -> Float[Tensor, "*batch d_vocab"]:
@@ -143,7 +152,7 @@ class ModelView:
         self, tokens: Int[Tensor, "batch position"], position: int
     ) -> Float[Tensor, "batch d_vocab"]:
         """Logits of one position; of long prompts from blocks of query rows."""
-        return logits_at(self._layers, tokens, position)
+        return row_pass.logits_at(self._layers, tokens, position)
 
     def activations(
         self, tokens: Tensor, hooks: Sequence[str], *, stop_at: int | None = None
@@ -180,7 +189,7 @@ class ModelView:
 
     def in_rows(self, length: int) -> bool:
         """Whether prompts of this length run in blocks of query rows, for those who ask for it."""
-        return in_rows(self._layers, length)
+        return row_pass.in_rows(self._layers, length)
 
     def layer(
         self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None

@@ -6,7 +6,7 @@ tokens, with a cache of the keys and values before them, and holds ``[batch head
 attention is the model's own; only the order of some sums differs. :class:`RowCheck` compares the
 scores and pattern of each block with recomputed ones and drops them. All other activations are
 joined. ``ModelView.run_layers`` and ``run_written`` call this where their caller passes
-``on_rows``.
+``on_rows``, ``ModelView.run_in_rows`` (behind ``decompose``) always.
 
 Prompts still run whole if they are short, if the user has set hooks (which would take a block for a
 prompt), and for models that cannot run in blocks or give other states there: encoders, ALiBi (a
@@ -24,11 +24,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import KeyRanges
 from tl_geometry.models.attention_spec import rotary_tables, unmasked
-from tl_geometry.models.forward import Runner, collect
+from tl_geometry.models.forward import Hook, Runner, collect
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.precision import in_single
@@ -226,6 +226,17 @@ def runners(layers: Layers, tokens: Tensor) -> Iterator[tuple[int, Tensor, Runne
         yield start, block, runner.behind(cache, block)
 
 
+def run(layers: Layers, tokens: Tensor, hooks: Mapping[str, Hook]) -> None:
+    """One pass in blocks of rows for hooks that change nothing; they receive all positions after
+    it."""
+    held: dict[str, Tensor] = {}
+    for start, block, runner in runners(layers, tokens):
+        for name, value in collect(runner, block, list(hooks)).items():
+            put(held, name, value, start, tokens.shape[1])
+    for name, hook in hooks.items():
+        hook(held.pop(name))
+
+
 def logits_at(layers: Layers, tokens: Tensor, position: int) -> Tensor:
     """Logits ``[batch d_vocab]`` of one position; the logits of other blocks are never computed."""
     logits = None
@@ -302,9 +313,7 @@ def _agrees(layers: Layers) -> bool:
     runner, model = layers.runner, layers.parameters.model
     if "rows" not in layers.memo:
         cached = runner.class_name == "HookedTransformer" or "use_cache" in runner.kwargs
-        specs = [layers.spec(layer) for layer in range(len(runner.state_hooks) - 1)]
-        plain = all(s.bias_form is None and s.sinks is None and s.added is None for s in specs)
-        layers.memo["rows"] = cached and plain
+        layers.memo["rows"] = cached and _plain(layers)
         if layers.memo["rows"]:
             with without_hooks(model):
                 (whole, blocks), _ = in_single(model, lambda: _short_states(layers))
@@ -312,6 +321,15 @@ def _agrees(layers: Layers) -> bool:
             bound = 1e3 * unit_roundoff(whole.dtype) * float(whole.abs().max())
             layers.memo["rows"] = float((whole - blocks).abs().max()) <= bound
     return layers.memo["rows"]
+
+
+def _plain(layers: Layers) -> bool:
+    """Whether attention is known, and has no bias, sinks or positions of its own."""
+    try:
+        specs = [layers.spec(layer) for layer in range(len(layers.runner.state_hooks) - 1)]
+    except GeometryError:  # decompose takes models whose attention no specification fits
+        return False
+    return all(s.bias_form is None and s.sinks is None and s.added is None for s in specs)
 
 
 def _short_states(layers: Layers) -> tuple[Tensor, Tensor]:

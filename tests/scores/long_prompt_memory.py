@@ -1,0 +1,69 @@
+"""``python -m tests.scores.long_prompt_memory trace 8192``: what a function takes for one prompt of
+so many tokens on a small rotary model, in a process of its own. Prints the time of the processor in
+seconds and the peak of memory above the start in MiB."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+import tl_geometry as tlg
+from benchmarks.harness import grown
+from tests.tiny import randomize
+from tl_geometry.models import ModelView, from_hf, row_pass
+
+
+def long_llama(length: int) -> ModelView:
+    """A random rotary model of two layers."""
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=length,
+    )
+    config._attn_implementation = "eager"
+    hf: Any = transformers.LlamaForCausalLM(config).eval()
+    randomize(hf, 0)
+    return tlg.view(from_hf(hf, None, model_class="bridge", name="tiny-llama"))
+
+
+def main(name: str, length: int) -> None:
+    """Measure one function; ``"whole"`` is ``decompose`` of whole prompts."""
+    model = long_llama(length)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 256, (1, length), generator=generator)
+    windows = torch.randint(3, 256, (2, length), generator=generator)
+    assert model.in_rows(length)
+    if name == "whole":
+        row_pass.LONG = 2**62
+
+    def decompose() -> tlg.PositionContext:
+        few: dict[str, Any] = {"batch_size": 1, "groups": 2, "keep": 0, "keep_ctx": False}
+        return tlg.decompose(model, windows, **few, progress=False)
+
+    basis: Any = decompose() if name == "sweep" else None
+    routes: dict[str, Callable[[], object]] = {
+        "split": lambda: tlg.split_scores(model, ids, parts="blocks").top_cells(3),
+        "sweep": lambda: tlg.sweep_heads(model, ids, basis, progress=False),
+        "explain": lambda: tlg.explain_logit(model, ids, -1, 5),
+        "trace": lambda: tlg.trace_logit(model, ids, 5),
+        "decompose": decompose,
+        "whole": decompose,
+    }
+    with grown() as used:
+        start = time.process_time()
+        routes[name]()
+        seconds = time.process_time() - start
+    sys.stdout.write(f"{seconds:.1f} {used.mib:.1f}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
