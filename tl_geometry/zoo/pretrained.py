@@ -101,7 +101,7 @@ def _read_once() -> Any:
 
     class Reader(gguf.GGUFReader):
         # a slice of a memory map costs ten times as much, and the vocabulary takes 300,000
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     names = cache(gguf.get_tensor_name_map)
