@@ -97,7 +97,7 @@ def test_a_stopped_fit_says_where_it_goes_on_and_does(
         patch.setattr(module, name, stop)
         assert run(fit(directory, "--out", "x.safetensors"), monkeypatch) == 143
     said = capsys.readouterr().err
-    assert "what was finished is kept in x.checkpoint.safetensors, --resume goes on" in said
+    assert "anything finished is kept in x.checkpoint.safetensors, --resume goes on" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "whole.safetensors",
         "x.checkpoint.safetensors",

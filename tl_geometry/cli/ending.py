@@ -42,7 +42,7 @@ def _stopped() -> str:
     for place, how in _finished:
         if place.exists():
             where = printable(str(place))
-            return f"stopped; what was finished is kept in {where}, {how} goes on from it"
+            return f"stopped; anything finished is kept in {where}, {how} goes on from it"
     return "stopped; nothing was kept"
 
 

@@ -112,10 +112,8 @@ def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
     """The bases of the null and of the untrained control, each ``None`` where there is none."""
-    max_windows, length = (
-        min(NULL_CONTEXTS, len(analysis.windows)),
-        analysis.windows.tokens.shape[1],
-    )
+    length = analysis.windows.tokens.shape[1]
+    max_windows = min(NULL_CONTEXTS, len(analysis.windows))
     min_windows, null, control = min(16, max_windows), None, None
     name = "the null of spliced windows"
     count = draft.fit(analysis.budget, name, length, max_windows, min_windows)
