@@ -119,6 +119,28 @@ def test_the_bias_of_a_norm_behind_attention_is_a_constant() -> None:
         assert float((sum(some.values(), torch.zeros(())) - h).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "bert"])
+@pytest.mark.parametrize("grain", ["writers", "blocks"])
+def test_kept_writes_are_those_of_now(architecture: str, grain: str) -> None:
+    """Constants grow with each block, and an encoder's norms change what was written before."""
+    changed: list[bool] = []
+    first: list[Tensor] = []
+
+    def look(written: Written) -> None:
+        kept, now = written.kept(grain, 2**40), written.stacked(grain).flatten(1, 2)
+        assert kept is not None
+        assert torch.equal(kept, now)
+        first.append(now[: len(first[0])] if first else now)
+        changed.append(not torch.equal(first[0], first[-1]))
+        assert written.kept(grain, now.nbytes // 2) is None
+
+    model = tiny("bridge", architecture)
+    seen = view(model)
+    layers = range(seen.n_layers)
+    run_written(seen, PROMPTS, layers, lambda _, w: look(w), on_end=lambda _, w: look(w))
+    assert changed == [False, True, True]
+
+
 def test_writers_come_from_a_cache_too() -> None:
     model = tiny("bridge", "gpt2")
     cache = model.run_with_cache(PROMPTS)[1]
