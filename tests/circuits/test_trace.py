@@ -37,7 +37,7 @@ from tl_geometry.scores.split import split_scores
 
 PROMPT = tokens(batch=1, length=14, seed=7)
 AT = 11
-NOT_FOLLOWED = ("bert", "roberta", "gpt-oss", "cohere", "cohere-qk-norm")
+NOT_FOLLOWED = ("bert", "roberta", "gpt-oss")
 """Encoders, a mixture of experts, and heads that are more than a norm and a linear map."""
 DECODERS = [a for a in ARCHITECTURES if a not in NOT_FOLLOWED and loadable(a)]
 FLOAT64 = ("gpt2", "gpt2-inverse-layer", "falcon")
@@ -339,9 +339,6 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
     model = tiny("bridge", "gpt2")
     with pytest.raises(UnsupportedModelError, match="tiny-bert"):
         traced(tiny("bridge", "bert"))
-    if loadable("cohere"):
-        with pytest.raises(UnsupportedModelError, match="norm and a linear map"):
-            traced(tiny("bridge", "cohere"))
     with pytest.raises(UnsupportedModelError, match='mlp="leaf"'):
         traced(tiny("bridge", "gpt-oss"))
     with pytest.raises(GeometryError, match="one prompt"):

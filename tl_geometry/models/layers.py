@@ -4,6 +4,7 @@ every pass and verified against it. :class:`~tl_geometry.models.ModelView` calls
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -433,17 +434,24 @@ class Layers:
     def output_head(self) -> OutputHead | None:
         """The norm and the linear map that make the logits of the last state, or ``None``."""
         if "head" not in self.memo:
-            self.memo["head"] = self._output_norm()
-        norm, cap = self.memo["head"]
-        if norm is None:
-            return None
-        return OutputHead(norm, self.parameters.unembed(), self.parameters.unembed_bias(), cap)
+            self.memo["head"] = self._readout()
+        norm, factor, cap = self.memo["head"]
+        return None if norm is None else self._head(norm, factor, cap)
 
-    def _output_norm(self) -> tuple[NormWeights | None, float | None]:
-        """The norm that reproduces the model's logits, and the cap on them."""
+    def _head(self, norm: NormWeights, factor: float, cap: float | None) -> OutputHead:
+        """The head whose unembedding is the model's times a factor."""
+        W_U, bias = self.parameters.unembed(), self.parameters.unembed_bias()
+        if factor != 1:
+            W_U, bias = W_U * factor, bias * factor
+        return OutputHead(norm, W_U, bias, cap)
+
+    def _readout(self) -> tuple[NormWeights | None, float, float | None]:
+        """The norm and the factor of the unembedding that reproduce the model's logits, and the cap
+        on them."""
+        nothing = None, 1.0, None
         model, parameters = self.parameters.model, self.parameters
         if parameters.class_name == "HookedEncoder":
-            return None, None
+            return nothing
         last = self.runner.state_hooks[-1]
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(0, self.runner.d_vocab, (1, 4), generator=generator)
@@ -455,25 +463,28 @@ class Layers:
 
         with without_hooks(model):
             logits, _ = in_single(model, run)
-        h, W_U = states[last].double(), parameters.unembed()
-        if logits is None or W_U.shape[0] != h.shape[-1]:
-            return None, None
+        h = states[last].double()
+        if logits is None or parameters.unembed().shape[0] != h.shape[-1]:
+            return nothing
         config = getattr(part(model, "original_model"), "config", None)
         cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
         cap = float(cap) if cap and float(cap) > 0 else None
         exact = logits.double()
         # float64 here, the model's dtype there: 1000 units; another norm is off by far more
         bound = 1e3 * reconstruction_bound(unit_roundoff(logits.dtype), largest(exact)) + 1e-4
-        bias = parameters.unembed_bias()
-        best, least = None, torch.inf
-        for norm in parameters.norm_candidates(part(model, "ln_final"), h):
-            error = largest(OutputHead(norm, W_U, bias, cap).logits(h) - exact)
+        # Cohere multiplies its logits; processing folds the number into the unembedding
+        factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
+        best, best_factor, least = None, 1.0, torch.inf
+        candidates = parameters.norm_candidates(part(model, "ln_final"), h)
+        for norm, factor in itertools.product(candidates, factors):
+            error = largest(self._head(norm, factor, cap).logits(h) - exact)
             if error < least:
-                best, least = norm, error
+                best, best_factor, least = norm, factor, error
             # a bound of half precision is one that several norms are within
             if least <= bound and unit_roundoff(logits.dtype) <= 2**-24:
                 break
         if best is None or least > bound:
-            return None, None
+            return nothing
         like = upcast(logits)
-        return replace(best, gain=best.gain.to(like), bias=best.bias.to(like)), cap
+        norm = replace(best, gain=best.gain.to(like), bias=best.bias.to(like))
+        return norm, best_factor, cap
