@@ -1,3 +1,5 @@
+from .attention_pairs import AttentionPairs as AttentionPairs
+from .attention_pairs import attention_pairs as attention_pairs
 from .dictionaries import Dictionary as Dictionary
 from .dictionaries import dictionary as dictionary
 from .edge_attribution import EdgeScores as EdgeScores

@@ -76,6 +76,7 @@ class Edges(NamedTuple):
     totals: Float[Tensor, "node side"]
     rest: Float[Tensor, "node side"]
     attention: Float[Tensor, "node position"]
+    response: Float[Tensor, "node position"]
 
 
 def fewest_carrying(
@@ -110,7 +111,7 @@ class EdgeFinder:
         self.adjoints, self.responsive = adjoints, responsive
         count, length = len(nodes.names), frozen.last.shape[1]
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
-        self.attention = torch.zeros(count, length)
+        self.attention, self.response = torch.zeros(2, count, length)
         self.constant_stream = start[0]  # what constants have written so far: edges() adds to it
         self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
@@ -137,7 +138,8 @@ class EdgeFinder:
         self._by_vectors(VALUE, logit, vectors, factor, fixed.to(vectors.device))
         columns = zip(*self.kept, strict=True)
         sources, targets, types, weights = (torch.cat(column) for column in columns)
-        return Edges(sources, targets, types, weights, self.totals, self.rest, self.attention)
+        tables = self.totals, self.rest, self.attention, self.response
+        return Edges(sources, targets, types, weights, *tables)
 
     def _add(
         self,
@@ -205,8 +207,9 @@ class EdgeFinder:
         patterns, slope = block.pattern(at)
         value_adjoints, all_adjoints = (a.heads[layer] for a in (self.adjoints, self.responsive))
         response = attention_response(layer_view, patterns, slope, all_adjoints[:, at])[pick]
-        response, pattern = response * layer_view.scale, patterns[pick]
-        self.attention[rows] = pattern.float().cpu()
+        pattern = patterns[pick]
+        self.attention[rows], self.response[rows] = pattern.float().cpu(), response.float().cpu()
+        response = response * layer_view.scale
         adjoint, query = value_adjoints[0, at, heads], layer_view.q[0, at, heads]
         gradient = einsum(response, layer_view.k[0][:, heads], "r j, j r e -> r e")
         mixed = block.heads.z[0, at, heads]

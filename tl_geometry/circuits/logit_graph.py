@@ -75,7 +75,8 @@ class LogitGraph(Result):
     :mod:`tl_geometry.circuits.trace`).
 
     ``value`` is T before a final soft cap, ``target`` its tokens and ``target_weights`` their
-    weights in T, ``attention[node]`` the pattern of a head's node.
+    weights in T, ``attention[node]`` the pattern of a head's node, ``response[node]`` dT/d(score)
+    at each key (:func:`tl_geometry.circuits.attention_pairs`).
     """
 
     str_tokens: tuple[str, ...]
@@ -107,6 +108,7 @@ class LogitGraph(Result):
     totals: Float[Tensor, "node side"]
     rest: Float[Tensor, "node side"]
     attention: Float[Tensor, "node position"]
+    response: Float[Tensor, "node position"]
     sources: Int[Tensor, " edge"]
     targets: Int[Tensor, " edge"]
     edge_types: Int[Tensor, " edge"]
