@@ -343,12 +343,10 @@ def test_a_click_chooses_the_query_and_a_button_the_term(browser: Browser) -> No
         assert page.evaluate("document.querySelectorAll('.text span')[11].className") == "off"
         assert page.evaluate("document.querySelectorAll('.text span')[11].style.background") == ""
         before = page.evaluate(colour)
-        page.evaluate("document.querySelectorAll('button')[3].click()")
-        assert (
-            page.evaluate("document.querySelectorAll('button')[3].getAttribute('aria-pressed')")
-            == "true"
-        )
-        assert page.evaluate("document.querySelectorAll('button')[3].textContent") == "content"
+        button = "document.querySelectorAll('.row button')[3]"
+        page.evaluate(f"{button}.click()")
+        assert page.evaluate(f"{button}.getAttribute('aria-pressed')") == "true"
+        assert page.evaluate(f"{button}.textContent") == "content"
         assert page.evaluate(colour) != before
         value, limit = float(split.terms["cvec", "cvec"][0, 0, 10, 3]), page.evaluate("state.limit")
         red, green, blue = page.evaluate(f"shade({value}, {limit})")

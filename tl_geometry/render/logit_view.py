@@ -61,7 +61,8 @@ def logit_page(
     that made it look there (relative to the mean of the row; groups as in ``render.split``, for
     writers by who wrote the key), and the parts of the source that were written. A click on a head
     shows it alone, one on an underlined token its own logit. Every list sums to its number, the
-    page to the model's logit.
+    page to the model's logit. A line of code gives what a head wrote from a source, from
+    ``explanation`` (or ``explanations[i]``).
 
     Args:
         explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
@@ -201,6 +202,7 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
         value = [_listed(values, most, "writers") for most in (FEW, MANY)]
     return {
         "source": found.pairs[p][2],
+        "code": f"heads[{', '.join(map(str, found.pairs[p]))}]",
         "written": rounded(float(found.heads[found.pairs[p]])),
         "attention": rounded(float(found.pair_patterns[p])),
         "total": rounded(float(found.pair_scores[p])),

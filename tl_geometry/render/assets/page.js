@@ -79,6 +79,19 @@ function bar(pen, x, y, width, limit, signed, name, low = 0) {
   pen.textAlign = 'left'; pen.textBaseline = 'middle'; pen.fillText(name, x + width + 22, y + 5);
 }
 
+/* A line of code and a button that copies it. Sandboxed frames have no navigator.clipboard, so it is copied as a selection. */
+function codeLine(parent) {
+  const line = make('div', null, {class: 'code'}, parent), code = make('code', '', null, line);
+  const button = make('button', 'copy', {type: 'button', 'aria-label': 'copy the code of this number'}, line);
+  const show = text => { code.textContent = text; button.textContent = 'copy'; };
+  const copy = () => {
+    getSelection().selectAllChildren(code);
+    button.textContent = document.execCommand('copy') ? 'copied' : 'selected';
+  };
+  button.onclick = copy;
+  return {show, copy};
+}
+
 /* Hatching for what is not a number. */
 function hatch(pen) {
   const tile = document.createElement('canvas'); tile.width = tile.height = 4;
