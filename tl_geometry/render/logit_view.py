@@ -248,10 +248,12 @@ def _longest(queries: Sequence[dict[str, Any]], what: str) -> float:
 def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     """Pixels that the page is likely to need; what is taller scrolls."""
     lines = text_lines(text, WIDTH - 40, padding=7)
-    tall = [100 + 17 * len(query["rest"]), 60 + 36 * min(MANY, len(query["unseen"]))]
+    tall = [100 + 17 * len(query["rest"])]
+    if query["unseen"]:
+        tall.append(60 + 36 * min(MANY, len(query["unseen"])))
     for head in query["heads"]:
         first = head["pairs"][0]
         bars = len(first["score"][0]) + len(first["value"][0])
-        tall.append(102 + 24 * len(head["pairs"]) + 17 * bars)
+        tall.append(126 + 24 * len(head["pairs"]) + 17 * bars)
     rows = sorted(tall)[-math.ceil(len(tall) / 3) :]
     return min(TALLEST, 180 + min(53 * lines, 420) + sum(rows))

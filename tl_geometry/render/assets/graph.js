@@ -223,6 +223,9 @@ function explain() {
     if (asked.length) list('Whose attention it moved', 'Heads that read it in their query or key: the largest, to first order.', asked, 1, null, cards, null);
   }
 }
+/* On paper nothing scrolls: the graph is made as small as the sheet of paper is wide. */
+addEventListener('beforeprint', () => { sheet.style.zoom = Math.min(1, 680 / sheet.scrollWidth); });
+addEventListener('afterprint', () => { sheet.style.zoom = ''; });
 let wide = 0;
 new ResizeObserver(() => { if (sheet.clientWidth !== wide) { wide = sheet.clientWidth; draw(); reveal(); } }).observe(sheet);
 dark.addEventListener('change', draw);

@@ -57,11 +57,15 @@ const ink = c => 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] > 140 ? '#000' : '#f
 
 /* A canvas of fixed size in CSS pixels, drawn at the resolution of the screen. */
 function board(width, height, parent) {
-  const node = make('canvas', null, {style: `width:${width}px;height:${height}px`}, parent), f = devicePixelRatio || 1;
+  const node = make('canvas', null, null, parent);
+  return [node, resize(node, width, height)];
+}
+function resize(node, width, height) {
+  const f = devicePixelRatio || 1, pen = node.getContext('2d');
+  node.style.width = `${width}px`; node.style.height = `${height}px`;
   node.width = Math.round(width * f); node.height = Math.round(height * f);
-  const pen = node.getContext('2d');
   pen.scale(f, f); pen.imageSmoothingEnabled = false; pen.direction = 'ltr';
-  return [node, pen];
+  return pen;
 }
 
 /* A colour bar with its numbers. */

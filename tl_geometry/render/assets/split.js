@@ -1,6 +1,7 @@
-const n = DATA.size, side = n * DATA.cell, LEFT = 84, TOP = 16, signedPlanes = DATA.planes.length - 1;
+const n = DATA.size, LEFT = 84, TOP = 16, signedPlanes = DATA.planes.length - 1;
 const state = {head: 0, limit: DATA.limit, query: DATA.query, key: null, at: null, chosen: null, plane: signedPlanes - 1};
-let index, values;  // of each mask: the place of a cell among the allowed ones, or -1; the stored numbers
+const least = DATA.cell, across = 1 + Math.max(...DATA.places.map(p => p[1])), down = 1 + Math.max(...DATA.places.map(p => p[0]));
+let side = n * DATA.cell, index, values;  // of each mask: the place of a cell among the allowed ones, or -1; the stored numbers
 
 /* First token of a block, and texts of all its tokens. */
 const first = i => i * DATA.block;
@@ -47,8 +48,8 @@ heads.parentNode.style.display = DATA.heads.length > 1 ? '' : 'none';
 const slider = label('full colour at', make('input', null, {type: 'range', min: -100, max: 0, step: 1, 'aria-label': 'full colour'}));
 slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high));
 slider.title = 'drag to the left to see small values; double click: as at first';
-const [, barPen] = board(560, 30, tools);
-const [sheet, pen] = board(...DATA.canvas);
+const [bars, barPen] = board(560, 30, tools);
+const [sheet, pen] = board(...DATA.canvas, make('div', null, {class: 'scroll'}));
 for (const [name, value] of Object.entries({tabindex: 0, role: 'application', 'aria-label': 'panels: arrow keys go from cell to cell, Enter chooses the query, c copies the code'})) sheet.setAttribute(name, value);
 const where = make('div', null, {class: 'where', 'aria-live': 'polite'}), code = codeLine(), box = make('div', null, {class: 'read'});
 const boxes = DATA.planes.map(name => make('div', name, {title: name}, box));
@@ -95,6 +96,14 @@ function colourPlanes() {
 const corner = p => [LEFT + DATA.places[p][1] * (side + 16), TOP + DATA.places[p][0] * (side + 22)];
 const short = i => { const t = [...texts(i)]; return t.length > 10 ? t.slice(0, 9).join('') + '…' : t.join(''); };
 
+/* A page of its own has cells as large as its window allows; a frame has its size. */
+function fit() {
+  if (tall) return;
+  const size = Math.min((innerWidth - 132) / across - 16, (0.75 * innerHeight - 76) / down - 22) / n;
+  DATA.cell = Math.max(least, size < 3 ? size : Math.floor(size)); side = n * DATA.cell;
+  DATA.canvas = [108 + across * (side + 16), 76 + down * (side + 22)];
+  resize(sheet, ...DATA.canvas);
+}
 function draw() {
   pen.clearRect(0, 0, ...DATA.canvas);
   pen.textBaseline = 'middle';
@@ -137,10 +146,11 @@ function axes(rows) {
   }
 }
 function drawBar() {
-  barPen.clearRect(0, 0, 560, 30);
+  const stacked = innerWidth < 580;  // one bar below the other
+  resize(bars, stacked ? 300 : 560, stacked ? 60 : 30);
   bar(barPen, 24, 2, 200, state.limit, true, 'score');
   barPen.fillStyle = rgb(BEYOND.under); barPen.fillRect(8, 2, 12, 10); barPen.fillStyle = rgb(BEYOND.over); barPen.fillRect(228, 2, 12, 10);
-  bar(barPen, 330, 2, 100, 1, false, 'pattern');
+  bar(barPen, stacked ? 24 : 330, stacked ? 32 : 2, 100, 1, false, 'pattern');
 }
 
 /* Everything about a cell; the code is that of one panel. */
@@ -201,5 +211,7 @@ function listen() {
   slider.oninput = () => { state.limit = DATA.high * 10 ** (slider.value / 50); update(); };
   slider.ondblclick = () => { state.limit = DATA.limit; slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high)); update(); };
   dark.onchange = update;
+  addEventListener('resize', () => { fit(); drawBar(); draw(); });
 }
+fit();
 decode().then(() => { update(); listen(); document.body.dataset.drawn = performance.now(); });
