@@ -50,6 +50,7 @@ html_title = "tl_geometry"
 html_static_path = ["_static"]
 html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
+html_js_files = ["versions.js"]
 html_theme_options = {
     "source_repository": "https://github.com/tl-geometry/tl-geometry/",
     "source_branch": "main",

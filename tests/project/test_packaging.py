@@ -1,5 +1,5 @@
-"""The wheel carries the embedded model, pins are plain, and the README's commands are the ones that
-CI runs."""
+"""The wheel carries the embedded model, pins are plain, the conda recipe agrees with the
+project, and the README's commands are the ones that CI runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +91,47 @@ def test_pins_are_exact_and_carry_no_local_version(name: str) -> None:
 def test_the_pin_detector_detects() -> None:
     assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch==2.13.0+cpu")
     assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch>=2")
+
+
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+"""Packages that conda-forge has under another name."""
+
+
+def recipe_faults(recipe: str, project: dict[str, Any]) -> list[str]:
+    """Where a conda recipe differs from pyproject.toml."""
+    context = dict(re.findall(r'^  (\w+): "(.*)"$', recipe, flags=re.MULTILINE))
+    filled = re.sub(r"\$\{\{ (\w+) \}\}", lambda m: context.get(m[1], m[0]), recipe)
+    run = filled.partition("  run:\n")[2].partition("\n\n")[0]
+    found = {line.strip().removeprefix("- ").replace(" ", "") for line in run.splitlines()}
+    names = [re.fullmatch(r"([\w-]+)(.*)", line) for line in project["dependencies"]]
+    expected = {CONDA_NAMES.get(m[1], m[1]) + m[2] for m in names if m}
+    expected.add("python" + project["requires-python"])
+    lines = [
+        f"  version: {project['version']}",
+        f"  license: {project['license']}",
+        f"  summary: {project['description']}",
+        f"  homepage: {project['urls']['Homepage']}",
+        f"  url: {project['urls']['Repository']}/archive/refs/tags/v{project['version']}.tar.gz",
+        *(f"      - {name} = {entry}" for name, entry in project["scripts"].items()),
+    ]
+    return [*sorted(found ^ expected), *(line for line in lines if f"\n{line}\n" not in filled)]
+
+
+def test_the_conda_recipe_agrees_with_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
+    assert not recipe_faults(recipe, project)
+    for old, new, faults in [
+        ("    - einops >=0.8\n", "", 1),
+        ("pytorch >=2.6", "pytorch >=2.5", 2),
+        ('python_min: "3.11"', 'python_min: "3.10"', 2),
+        ('version: "0.1.0"', 'version: "0.0.9"', 2),
+    ]:
+        assert recipe.count(old) == 1
+        assert len(recipe_faults(recipe.replace(old, new), project)) == faults
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert recipe.count("  sha256: SHA256\n") == 1
+    assert "s/SHA256/" in workflow
 
 
 def test_readme_begins_with_the_two_commands() -> None:

@@ -343,12 +343,10 @@ def test_a_click_chooses_the_query_and_a_button_the_term(browser: Browser) -> No
         assert page.evaluate("document.querySelectorAll('.text span')[11].className") == "off"
         assert page.evaluate("document.querySelectorAll('.text span')[11].style.background") == ""
         before = page.evaluate(colour)
-        page.evaluate("document.querySelectorAll('button')[3].click()")
-        assert (
-            page.evaluate("document.querySelectorAll('button')[3].getAttribute('aria-pressed')")
-            == "true"
-        )
-        assert page.evaluate("document.querySelectorAll('button')[3].textContent") == "content"
+        button = "document.querySelectorAll('.row button')[3]"
+        page.evaluate(f"{button}.click()")
+        assert page.evaluate(f"{button}.getAttribute('aria-pressed')") == "true"
+        assert page.evaluate(f"{button}.textContent") == "content"
         assert page.evaluate(colour) != before
         value, limit = float(split.terms["cvec", "cvec"][0, 0, 10, 3]), page.evaluate("state.limit")
         red, green, blue = page.evaluate(f"shade({value}, {limit})")
@@ -384,10 +382,7 @@ def test_colours_mark_saturation_holes_and_what_is_not_allowed(
         assert page.evaluate("pictures[4].holes.length") == 8
         blank = [44, 45, 49] if dark else [233, 233, 236]
         assert pixel(0, 5) == blank
-        colours = lambda q, k: (
-            {tuple(pixel(q, k, i, i)) for i in range(6)}
-            | {tuple(pixel(q, k, i, 5 - i)) for i in range(6)}
-        )
+        colours = lambda q, k: {tuple(pixel(q, k, i)) for i in range(6)}
         assert len(colours(0, 5)) == 1
         assert len(colours(7, 2)) == 2
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -20,7 +20,7 @@ from tl_geometry.base import html
 from tl_geometry.base.errors import require
 from tl_geometry.circuits.graph_comparison import GraphComparison
 from tl_geometry.circuits.graph_means import AverageGraph
-from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, LogitGraph
+from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, NOWHERE, LogitGraph
 
 VALUE = EDGE_TYPES.index("value")
 LONGEST = 24
@@ -40,10 +40,11 @@ class DrawnGraph:
     ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts for
     an average (of ``prompts``), both values for a comparison, where a node's third number is its
     mark. ``edge_marks`` and ``node_marks`` are 0, or one more than the index of the mark's line
-    style in ``dashes``.
+    style in ``dashes``. ``lookups`` is code that gives the number of each node in ``graph``.
     """
 
     names: tuple[str, ...]
+    lookups: tuple[str, ...]
     layers: Int[Tensor, " node"]
     heads_of: Int[Tensor, " node"]
     positions: Int[Tensor, " node"]
@@ -96,6 +97,10 @@ def _one(graph: LogitGraph) -> DrawnGraph:
     same = (*of_nodes, "attention", "sources", "targets", "edge_types", "weights")
     return DrawnGraph(
         **{name: getattr(graph, name) for name in same},
+        lookups=tuple(
+            f"graph.node({name!a}{f', {at}' if at != NOWHERE else ''})"
+            for name, at in zip(graph.names, graph.positions.tolist(), strict=True)
+        ),
         node_numbers=torch.zeros(nodes, 0),
         edge_numbers=torch.zeros(edges, 0),
         node_marks=torch.zeros(nodes, dtype=torch.int64),
@@ -211,6 +216,7 @@ def _placed(
     texts = [shown_token(text) if text else "" for text in graph.place_tokens]
     return DrawnGraph(
         names=tuple(graph.names[i] for i in order.tolist()),
+        lookups=tuple(map(str, order.tolist())),
         **{name: getattr(graph, name)[order] for name in ("layers", "heads_of", "positions")},
         values=values[order],
         moved=moved[order],

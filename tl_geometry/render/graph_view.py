@@ -45,7 +45,8 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     A disc is as large as what the node writes towards the logit, its ring as wide as what it does
     by the attention that it moves. A slider says how much is shown. A click (or the arrow keys)
     chooses a node: its edges, and for a head the attention that it paid and who wrote its query and
-    its keys. All lists sum to the node's number.
+    its keys. All lists sum to the node's number; lines of code give it, and the edges of a list,
+    from ``graph``.
 
     Args:
         graph: of :func:`tl_geometry.trace_logit`; or an average of
@@ -114,6 +115,7 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
     nodes = [
         {
             "name": graph.names[i],
+            "lookup": graph.lookups[i],
             "position": int(graph.positions[i]),
             "row": rows[i],
             "shape": _shape(graph, i),

@@ -61,7 +61,8 @@ def logit_page(
     that made it look there (relative to the mean of the row; groups as in ``render.split``, for
     writers by who wrote the key), and the parts of the source that were written. A click on a head
     shows it alone, one on an underlined token its own logit. Every list sums to its number, the
-    page to the model's logit.
+    page to the model's logit. A line of code gives what a head wrote from a source, from
+    ``explanation`` (or ``explanations[i]``).
 
     Args:
         explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
@@ -201,6 +202,7 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
         value = [_listed(values, most, "writers") for most in (FEW, MANY)]
     return {
         "source": found.pairs[p][2],
+        "code": f"heads[{', '.join(map(str, found.pairs[p]))}]",
         "written": rounded(float(found.heads[found.pairs[p]])),
         "attention": rounded(float(found.pair_patterns[p])),
         "total": rounded(float(found.pair_scores[p])),
@@ -246,10 +248,12 @@ def _longest(queries: Sequence[dict[str, Any]], what: str) -> float:
 def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     """Pixels that the page is likely to need; what is taller scrolls."""
     lines = text_lines(text, WIDTH - 40, padding=7)
-    tall = [100 + 17 * len(query["rest"]), 60 + 36 * min(MANY, len(query["unseen"]))]
+    tall = [100 + 17 * len(query["rest"])]
+    if query["unseen"]:
+        tall.append(60 + 36 * min(MANY, len(query["unseen"])))
     for head in query["heads"]:
         first = head["pairs"][0]
         bars = len(first["score"][0]) + len(first["value"][0])
-        tall.append(102 + 24 * len(head["pairs"]) + 17 * bars)
+        tall.append(126 + 24 * len(head["pairs"]) + 17 * bars)
     rows = sorted(tall)[-math.ceil(len(tall) / 3) :]
     return min(TALLEST, 180 + min(53 * lines, 420) + sum(rows))

@@ -75,7 +75,8 @@ def split(
 
     Move over a cell to read query token, key token, every panel, the total and the pattern there;
     click a query, or a token of the text, to colour its sources in the text by any panel; choose
-    the head and the end of the colour scale above.
+    the head and the end of the colour scale above. The line of code gives the numbers of the cell
+    from ``split``; its button (or the key c) copies it, and a click on a cell keeps it.
 
     Args:
         split: from :func:`tl_geometry.split_scores`.
@@ -120,6 +121,7 @@ def split(
     chosen = panels_of(shown, panels)
     texts = _texts(split, tokens, context)
     most = SIZES[len(chosen) > 4]
+    lookup = {"code": panel_code(chosen, centered), "context": context, "rows": rows}
     name = title or f"Split of the scores of {head_names(shown.heads)}"
     for block in _blocks(len(texts)):
         grids = draw_panels(shown, chosen, block, centered)
@@ -129,7 +131,7 @@ def split(
             if size > 1.6 * most:  # the coarsest steps save only a third
                 break
             if size <= most:
-                page = _page(shown, chosen, grids, packed, texts, centered, name)
+                page = _page(shown, chosen, grids, packed, texts, centered, name, lookup)
                 if len(page.html()) <= most:
                     return page
     got = f"{len(rows)} heads x {len(chosen) + 2} panels"
@@ -178,6 +180,25 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
         query, key = ("content" if part in CONTEXT_PARTS else "position" for part in (a, b))
         groups[query if query == key else f"{query}-{key}"].append((a, b))
     return {name: members for name, members in groups.items() if members}
+
+
+def panel_code(panels: dict[str, list[Term]], centered: bool) -> list[str]:
+    """Code that gives each panel, the total and the pattern ``[batch head query key]`` from a
+    split.
+
+    >>> panel_code({"pos-cvec": [("pos", "cvec")]}, False)
+    ["split.terms['pos', 'cvec']", 'split.total()', 'split.pattern()']
+    """
+    scores = [
+        f"split.terms[{terms[0][0]!a}, {terms[0][1]!a}]"
+        if len(terms) == 1
+        else f"sum(split.terms[term] for term in {terms!a})"
+        for terms in panels.values()
+    ]
+    scores.append("split.total()")
+    if centered:
+        scores = [f"tl_geometry.base.rows.row_center({x}, split.allowed)" for x in scores]
+    return [*scores, "split.pattern()"]
 
 
 class PanelValues(NamedTuple):
@@ -240,6 +261,7 @@ def _page(
     texts: list[str],
     centered: bool,
     title: str,
+    lookup: dict[str, Any],
 ) -> PageView:
     names = [*(split.label(name) for name in panels), "total", "pattern"]
     top, high = _limit(grids)
@@ -264,6 +286,7 @@ def _page(
         "high": high,
         "query": (len(texts) - 1) // grids.block,
         **packed.fields,
+        **lookup,
     }
     across = max(width, LEAST)
     readings = math.ceil(len(names) / max(1, (across - 24) // 118))
@@ -275,7 +298,7 @@ def _page(
         title=title,
         caption=caption,
         width=across + 24,
-        height=164 + grid + 34 * (readings + buttons) + lines + caption_height(caption),
+        height=188 + grid + 34 * (readings + buttons) + lines + caption_height(caption),
         image=functools.partial(_image, split, names, places, grids, texts, top, title, caption),
         null=NULL,
         source=split.provenance.line(),

@@ -160,7 +160,7 @@ function reveal() {
 }
 
 /* A list of edges with what it leaves out; a click on a name chooses the node. */
-function list(title, about, edges, end, total, parent, what) {
+function list(title, about, edges, end, total, parent, type) {
   const card = make('section', null, {class: 'card', 'aria-label': title}, parent);
   make('h3', title, null, card);
   if (about) make('p', about, null, card);
@@ -168,9 +168,9 @@ function list(title, about, edges, end, total, parent, what) {
   const shown = order.map(e => [N[DATA.edges[e][end]], DATA.edges[e][3], DATA.edges[e][end], DATA.edges[e][2], note(DATA.edges[e].slice(5))]);
   const rest = total === null ? 0 : total - shown.reduce((sum, s) => sum + s[1], 0);
   const longest = Math.max(...shown.map(s => Math.abs(s[1])), Math.abs(rest)) || 1;
-  for (const [n, weight, i, type, beside] of shown) {
+  for (const [n, weight, i, read, beside] of shown) {
     const row = line(weight, longest, card);
-    const text = name(n) + (what ? `, its ${TYPES[type]}` : '');
+    const text = name(n) + (type === null ? `, its ${TYPES[read]}` : '');
     const button = make('button', text, {type: 'button', title: text}, row);
     button.onclick = () => { choose(i); reveal(); };
     row.prepend(button);
@@ -182,6 +182,8 @@ function list(title, about, edges, end, total, parent, what) {
     const sum = make('div', 'sum', {class: 'sum'}, card);
     make('span', say(total), {'data-total': total}, sum);
   } else if (!shown.length) make('p', 'none that the page holds', null, card);
+  const lookup = N[state.node].lookup;  // an average and a comparison have no such function
+  if (lookup.startsWith('graph.') && type !== null) codeLine(card).show(`graph.${end ? 'edges_from' : 'edges_into'}(${lookup}, '${TYPES[type]}')`);
 }
 function line(weight, longest, card) {
   const row = make('div', null, {class: 'line', 'data-value': weight}, card), track = make('i', null, {'aria-hidden': 'true'}, row);
@@ -196,9 +198,10 @@ function explain() {
   make('h2', name(n), null, heading);
   make('p', (n.shape === 'logit' ? `T = ${minus(n.value.toFixed(4))}` : `It writes ${say(n.value)} towards the logit, and does ${say(n.moved)} by the attention that it moves (first order).`)
     + (n.numbers.length ? (n.shape === 'logit' ? ': ' : ' Written: ') + `${note(n.numbers, n.mark)}.` : ''), {class: 'numbers'}, heading);
+  codeLine(heading).show(`graph.values[${n.lookup}]`);
   const of = (edges, type) => edges.filter(e => DATA.edges[e][2] === type);
   if (n.shape !== 'token' && n.shape !== 'constants')
-    list(n.shape === 'logit' ? 'Who wrote it' : 'What it read (value edges)', n.shape === 'logit' ? 'Value edges into the logit.' : 'Whose write it passed on towards the logit: sums to what it writes.', of(into[state.node], 0), 0, n.totals[0], cards);
+    list(n.shape === 'logit' ? 'Who wrote it' : 'What it read (value edges)', n.shape === 'logit' ? 'Value edges into the logit.' : 'Whose write it passed on towards the logit: sums to what it writes.', of(into[state.node], 0), 0, n.totals[0], cards, 0);
   if (n.paid.length) {
     const card = make('section', null, {class: 'card', 'aria-label': 'Where it looked'}, cards);
     make('h3', 'Where it looked', null, card); make('p', 'The attention that it paid from this position.', null, card);
@@ -211,15 +214,18 @@ function explain() {
   }
   if (n.shape === 'head') {
     const first = 'Whose write made the attention help the logit (red) or harm it (blue); to first order.';
-    list('Why: who wrote its query', first, of(into[state.node], 1), 0, n.totals[1], cards);
-    list('Why: who wrote the keys', first, of(into[state.node], 2), 0, n.totals[2], cards);
+    list('Why: who wrote its query', first, of(into[state.node], 1), 0, n.totals[1], cards, 1);
+    list('Why: who wrote the keys', first, of(into[state.node], 2), 0, n.totals[2], cards, 2);
   }
   if (n.shape !== 'logit') {
-    list('Who read it (value edges)', 'Sums to what it writes.', of(outOf[state.node], 0), 1, n.value, cards);
+    list('Who read it (value edges)', 'Sums to what it writes.', of(outOf[state.node], 0), 1, n.value, cards, 0);
     const asked = outOf[state.node].filter(e => DATA.edges[e][2] > 0);
-    if (asked.length) list('Whose attention it moved', 'Heads that read it in their query or key: the largest, to first order.', asked, 1, null, cards, true);
+    if (asked.length) list('Whose attention it moved', 'Heads that read it in their query or key: the largest, to first order.', asked, 1, null, cards, null);
   }
 }
+/* On paper nothing scrolls: the graph is made as small as the sheet of paper is wide. */
+addEventListener('beforeprint', () => { sheet.style.zoom = Math.min(1, 680 / sheet.scrollWidth); });
+addEventListener('afterprint', () => { sheet.style.zoom = ''; });
 let wide = 0;
 new ResizeObserver(() => { if (sheet.clientWidth !== wide) { wide = sheet.clientWidth; draw(); reveal(); } }).observe(sheet);
 dark.addEventListener('change', draw);

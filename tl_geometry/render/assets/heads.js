@@ -12,7 +12,7 @@ const choose = make('select', null, {'aria-label': 'value'}, label);
 for (const column of Object.keys(DATA.columns)) make('option', DATA.said[column], {value: column}, choose);
 choose.value = state.value;
 const [, barPen] = board(300, 30, tools);
-const [sheet, pen] = board(...DATA.canvas);
+const [sheet, pen] = board(...DATA.canvas, make('div', null, {class: 'scroll'}));
 const where = make('div', null, {class: 'where'}), box = make('div', null, {class: 'read'});
 const readings = {};
 const names = [...Object.keys(DATA.words), ...Object.keys(DATA.columns)];

@@ -144,6 +144,7 @@ function why(card, pair, h, p, open) {
   bars(pair.score[state.detail], DATA.longest[0], 'terms of the score', one);
   make('h3', 'what was written, by the parts of the source', null, one);
   bars(pair.value[state.detail], DATA.longest[1], 'parts of the source', one);
+  codeLine(one).show(`${DATA.queries.length > 1 ? `explanations[${state.query}]` : 'explanation'}.${pair.code}`);
   const point = on => () => { state.pair = on ? [h, p] : null; draw(); };
   one.onpointerenter = line.onfocus = point(true); one.onpointerleave = line.onblur = point(false);
 }

@@ -57,11 +57,15 @@ const ink = c => 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] > 140 ? '#000' : '#f
 
 /* A canvas of fixed size in CSS pixels, drawn at the resolution of the screen. */
 function board(width, height, parent) {
-  const node = make('canvas', null, {style: `width:${width}px;height:${height}px`}, parent), f = devicePixelRatio || 1;
+  const node = make('canvas', null, null, parent);
+  return [node, resize(node, width, height)];
+}
+function resize(node, width, height) {
+  const f = devicePixelRatio || 1, pen = node.getContext('2d');
+  node.style.width = `${width}px`; node.style.height = `${height}px`;
   node.width = Math.round(width * f); node.height = Math.round(height * f);
-  const pen = node.getContext('2d');
   pen.scale(f, f); pen.imageSmoothingEnabled = false; pen.direction = 'ltr';
-  return [node, pen];
+  return pen;
 }
 
 /* A colour bar with its numbers. */
@@ -77,6 +81,19 @@ function bar(pen, x, y, width, limit, signed, name, low = 0) {
   else pen.fillText(number(low), x, y + 13);
   pen.fillText(number(limit), x + width, y + 13);
   pen.textAlign = 'left'; pen.textBaseline = 'middle'; pen.fillText(name, x + width + 22, y + 5);
+}
+
+/* A line of code and a button that copies it. Sandboxed frames have no navigator.clipboard, so it is copied as a selection. */
+function codeLine(parent) {
+  const line = make('div', null, {class: 'code'}, parent), code = make('code', '', null, line);
+  const button = make('button', 'copy', {type: 'button', 'aria-label': 'copy the code of this number'}, line);
+  const show = text => { code.textContent = text; button.textContent = 'copy'; };
+  const copy = () => {
+    getSelection().selectAllChildren(code);
+    button.textContent = document.execCommand('copy') ? 'copied' : 'selected';
+  };
+  button.onclick = copy;
+  return {show, copy};
 }
 
 /* Hatching for what is not a number. */

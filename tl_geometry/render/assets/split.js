@@ -1,6 +1,7 @@
-const n = DATA.size, side = n * DATA.cell, LEFT = 84, TOP = 16, signedPlanes = DATA.planes.length - 1;
-const state = {head: 0, limit: DATA.limit, query: DATA.query, key: null, at: null, plane: signedPlanes - 1};
-let index, values;  // of each mask: the place of a cell among the allowed ones, or -1; the stored numbers
+const n = DATA.size, LEFT = 84, TOP = 16, signedPlanes = DATA.planes.length - 1;
+const state = {head: 0, limit: DATA.limit, query: DATA.query, key: null, at: null, chosen: null, plane: signedPlanes - 1};
+const least = DATA.cell, across = 1 + Math.max(...DATA.places.map(p => p[1])), down = 1 + Math.max(...DATA.places.map(p => p[0]));
+let side = n * DATA.cell, index, values;  // of each mask: the place of a cell among the allowed ones, or -1; the stored numbers
 
 /* First token of a block, and texts of all its tokens. */
 const first = i => i * DATA.block;
@@ -41,27 +42,28 @@ function digits(value, half) {
 make('h1', DATA.title);
 const tools = make('div', null, {class: 'row'});
 const label = (text, node) => { const box = make('label', text + ' ', null, tools); box.appendChild(node); return node; };
-const choose = label('head', make('select', null, {'aria-label': 'head'}));
-DATA.heads.forEach((name, h) => make('option', name, {value: h}, choose));
-choose.parentNode.style.display = DATA.heads.length > 1 ? '' : 'none';
+const heads = label('head', make('select', null, {'aria-label': 'head'}));
+DATA.heads.forEach((name, h) => make('option', name, {value: h}, heads));
+heads.parentNode.style.display = DATA.heads.length > 1 ? '' : 'none';
 const slider = label('full colour at', make('input', null, {type: 'range', min: -100, max: 0, step: 1, 'aria-label': 'full colour'}));
 slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high));
 slider.title = 'drag to the left to see small values; double click: as at first';
-const [, barPen] = board(560, 30, tools);
-const [sheet, pen] = board(...DATA.canvas);
-const where = make('div', null, {class: 'where'}), box = make('div', null, {class: 'read'});
+const [bars, barPen] = board(560, 30, tools);
+const [sheet, pen] = board(...DATA.canvas, make('div', null, {class: 'scroll'}));
+for (const [name, value] of Object.entries({tabindex: 0, role: 'application', 'aria-label': 'panels: arrow keys go from cell to cell, Enter chooses the query, c copies the code'})) sheet.setAttribute(name, value);
+const where = make('div', null, {class: 'where', 'aria-live': 'polite'}), code = codeLine(), box = make('div', null, {class: 'read'});
 const boxes = DATA.planes.map(name => make('div', name, {title: name}, box));
 const cellsRead = boxes.map((d, p) => make('b', '', {'data-plane': DATA.planes[p]}, make('div', null, {class: 'number'}, d)));
 const errors = boxes.map(d => make('span', '', null, d.lastChild));
 const pick = make('div', null, {class: 'row'});
 make('label', 'sources in the text by', null, pick);
 const buttons = DATA.planes.map((name, p) => {
-  const b = make('button', name, {type: 'button'}, pick); b.onclick = () => { state.plane = p; paintText(); }; return b;
+  const b = make('button', name, {type: 'button'}, pick); b.onclick = () => { state.plane = p; paintText(); point(...state.at); }; return b;
 });
 const strip = make('div', null, {class: 'text'});
 const spans = DATA.tokens.map((text, i) => {
   const span = make('span', text, {title: `${i}: ${text}`}, strip), at = Math.floor(i / DATA.block);
-  span.onclick = () => { state.query = at; state.at = null; update(); };
+  span.onclick = () => { state.query = at; state.at = state.chosen = null; update(); };
   span.onpointerenter = () => point(state.query, at);
   if (DATA.breaks[i]) make('br', null, null, strip);
   return span;
@@ -94,6 +96,14 @@ function colourPlanes() {
 const corner = p => [LEFT + DATA.places[p][1] * (side + 16), TOP + DATA.places[p][0] * (side + 22)];
 const short = i => { const t = [...texts(i)]; return t.length > 10 ? t.slice(0, 9).join('') + '…' : t.join(''); };
 
+/* A page of its own has cells as large as its window allows; a frame has its size. */
+function fit() {
+  if (tall) return;
+  const size = Math.min((innerWidth - 132) / across - 16, (0.75 * innerHeight - 76) / down - 22) / n;
+  DATA.cell = Math.max(least, size < 3 ? size : Math.floor(size)); side = n * DATA.cell;
+  DATA.canvas = [108 + across * (side + 16), 76 + down * (side + 22)];
+  resize(sheet, ...DATA.canvas);
+}
 function draw() {
   pen.clearRect(0, 0, ...DATA.canvas);
   pen.textBaseline = 'middle';
@@ -136,15 +146,18 @@ function axes(rows) {
   }
 }
 function drawBar() {
-  barPen.clearRect(0, 0, 560, 30);
+  const stacked = innerWidth < 580;  // one bar below the other
+  resize(bars, stacked ? 300 : 560, stacked ? 60 : 30);
   bar(barPen, 24, 2, 200, state.limit, true, 'score');
   barPen.fillStyle = rgb(BEYOND.under); barPen.fillRect(8, 2, 12, 10); barPen.fillStyle = rgb(BEYOND.over); barPen.fillRect(228, 2, 12, 10);
-  bar(barPen, 330, 2, 100, 1, false, 'pattern');
+  bar(barPen, stacked ? 24 : 330, stacked ? 32 : 2, 100, 1, false, 'pattern');
 }
 
-/* Everything about a cell. */
-function point(query, key) {
+/* Everything about a cell; the code is that of one panel. */
+const range = i => DATA.block > 1 ? `${first(i)}:${last(i) + 1}` : i;
+function point(query, key, panel = state.plane) {
   state.at = [query, key];
+  code.show(`${DATA.code[panel]}[${DATA.context}, ${DATA.rows[state.head]}, ${range(query)}, ${range(key)}]`);
   where.textContent = `query ${place(query)} ${texts(query)}  ←  key ${place(key)} ${texts(key)}`;
   cellsRead.forEach((node, p) => {
     const v = read(state.head, p, query, key), half = step(state.head, p);
@@ -176,16 +189,29 @@ function cellAt(event) {
   const r = sheet.getBoundingClientRect(), x = event.clientX - r.left, y = event.clientY - r.top;
   for (let p = 0; p < DATA.planes.length; p++) {
     const [a, b] = corner(p), k = Math.floor((x - a) / DATA.cell), q = Math.floor((y - b) / DATA.cell);
-    if (k >= 0 && k < n && q >= 0 && q < n) return [q, k];
+    if (k >= 0 && k < n && q >= 0 && q < n) return [q, k, p];
   }
   return null;
 }
+function choose(cell) { state.query = cell[0]; state.chosen = cell; paintText(); point(...cell); }
+function press(event) {
+  const [q, k] = state.at, step = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
+  if (step) point(Math.min(n - 1, Math.max(0, q + step[0])), Math.min(n - 1, Math.max(0, k + step[1])));
+  else if (event.key === 'Enter') choose(state.at);
+  else if (event.key === 'c' && !event.ctrlKey && !event.metaKey) code.copy();
+  else return;
+  event.preventDefault();
+}
 function listen() {
   sheet.onpointermove = event => { const at = cellAt(event); sheet.style.cursor = at ? 'crosshair' : ''; if (at) point(...at); };
-  sheet.onclick = event => { const at = cellAt(event); if (at) { state.query = at[0]; paintText(); point(...at); } };
-  choose.onchange = () => { state.head = +choose.value; update(); };
+  sheet.onclick = event => { const at = cellAt(event); if (at) choose(at); };
+  sheet.onpointerleave = () => state.chosen && point(...state.chosen);
+  sheet.onkeydown = press;
+  heads.onchange = () => { state.head = +heads.value; update(); };
   slider.oninput = () => { state.limit = DATA.high * 10 ** (slider.value / 50); update(); };
   slider.ondblclick = () => { state.limit = DATA.limit; slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high)); update(); };
   dark.onchange = update;
+  addEventListener('resize', () => { fit(); drawBar(); draw(); });
 }
+fit();
 decode().then(() => { update(); listen(); document.body.dataset.drawn = performance.now(); });

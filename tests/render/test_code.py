@@ -1,0 +1,188 @@
+"""The code that a page offers gives the numbers that it shows, and is copied where frames may not
+use the clipboard."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import tl_geometry
+from tests.browser import Browser, as_cells, payload, without_policy
+from tests.render.test_graph_means_view import average, pair
+from tests.render.test_graph_view import traced
+from tests.render.test_logit_view import explained
+from tests.splits import synthetic
+from tl_geometry import render
+from tl_geometry.render import split_view
+from tl_geometry.render.page import PageView
+from tl_geometry.render.split_view import draw_panels, panel_code, panels_of
+from tl_geometry.scores.split import ScoreSplit
+
+CODE = "document.querySelector('.code code').textContent"
+
+
+def two_prompts() -> ScoreSplit:
+    split = synthetic(3, 12)
+    q, k = (torch.cat([x, x.flip(2)], 1) for x in (split.q, split.k))
+    return dataclasses.replace(split, q=q, k=k)
+
+
+def largest(values: torch.Tensor) -> float:
+    """Of a cell or a block of cells, the value of the largest size."""
+    flat = values.reshape(-1)
+    return float(flat[flat.abs().argmax()])
+
+
+@pytest.mark.parametrize("panels", ["groups", "terms", ["content", "pos-cvec"]])
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_code_of_a_panel_gives_its_values(panels: Any, centered: bool) -> None:
+    split = dataclasses.replace(synthetic(2, 9), bias=torch.randn(2, 9, 9))
+    chosen = panels_of(split, panels)
+    drawn = draw_panels(split, chosen, centered=centered).values
+    names = {"split": split, "tl_geometry": tl_geometry}
+    for panel, code in enumerate(panel_code(chosen, centered)):
+        found = eval(code, names)[0].double()
+        torch.testing.assert_close(found[split.allowed], drawn[:, panel][split.allowed])
+
+
+def check_split(browser: Browser, split: ScoreSplit, page_text: str) -> None:
+    """Of every panel of every head at some cells."""
+    rows = "[...document.querySelectorAll('.read b')].map(b => [+b.dataset.value, +b.dataset.half])"
+    names = {"split": split, "tl_geometry": tl_geometry}
+    with browser.open(page_text, width=900) as page:
+        page.wait("document.body.dataset.drawn")
+        for head in range(page.evaluate("DATA.heads.length")):
+            page.evaluate(f"heads.value = {head}; heads.onchange(); 0")
+            for panel in range(page.evaluate("DATA.planes.length")):
+                for query, key in ((4, 1), (5, 3)):
+                    page.evaluate(f"point({query}, {key}, {panel}); 0")
+                    value, half = page.evaluate(rows)[panel]
+                    found = largest(eval(page.evaluate(CODE), names))
+                    assert abs(found - value) <= half * (1 + 1e-4)
+
+
+@pytest.mark.slow
+def test_the_code_of_a_cell_gives_what_is_read_there(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = two_prompts()
+    view = render.split(split, ["L0H2", "L0H1"], context=1, panels="terms", centered=True)
+    check_split(browser, split, view.page)
+    free = without_policy(view.page)
+    for old, new in [
+        ("${range(query)}, ${range(key)}", "${range(key)}, ${range(query)}"),
+        ("DATA.rows[state.head]", "state.head"),
+        ("DATA.context", "0"),
+    ]:
+        assert free.count(old) == 1, old
+        with pytest.raises(AssertionError):
+            check_split(browser, split, free.replace(old, new))
+    monkeypatch.setattr(split_view, "CELLS", 6)
+    check_split(browser, split, render.split(split).page)
+
+
+@pytest.mark.slow
+def test_a_click_keeps_the_code_and_keys_move_and_copy_it(browser: Browser) -> None:
+    """In a sandboxed frame, where there is no clipboard to ask."""
+    view = render.split(synthetic(1, 12))
+    below = "<textarea style='position:fixed;right:0;top:0'></textarea>"
+    with browser.open(as_cells(view.html(), below), width=1100, height=1200) as page:
+        page.wait("document.body.dataset.drawn", frame=1)
+        left, top = page.evaluate(
+            "(r => [r.left, r.top])(document.querySelector('iframe').getBoundingClientRect())"
+        )
+        x, y = page.evaluate("(r => [r.left, r.top])(sheet.getBoundingClientRect())", frame=1)
+        (a, b), cell = page.evaluate("[corner(4), DATA.cell]", frame=1)
+        at = lambda q, k: (left + x + a + (k + 0.5) * cell, top + y + b + (q + 0.5) * cell)
+        page.click(*at(7, 2))
+        page.hover(*at(9, 9))
+        page.wait(f"{CODE} === 'split.total()[0, 0, 9, 9]'", frame=1)
+        page.hover(left + 400, top + 20)
+        page.wait(f"{CODE} === 'split.total()[0, 0, 7, 2]'", frame=1)
+        page.tab.keyboard.press("ArrowDown")
+        page.tab.keyboard.press("ArrowRight")
+        page.tab.keyboard.press("c")
+        page.wait("document.querySelector('.code button').textContent === 'copied'", frame=1)
+        page.tab.locator("textarea").focus()
+        page.tab.keyboard.press("Control+V")
+        assert page.evaluate("document.querySelector('textarea').value") == (
+            "split.total()[0, 0, 8, 3]"
+        )
+        page.assert_harmless()
+
+
+def check_graph(browser: Browser, page_text: str) -> None:
+    """Of every node, and of the lists of its edges."""
+    graph, lists, seen = traced(), "[...document.querySelectorAll('.card')]", 0
+    of_lists = (
+        f"{lists}.map(c => [c.querySelector('.code code')?.textContent, "
+        "[...c.querySelectorAll('.line:has(button)')].map(r => +r.dataset.value)])"
+    )
+    with browser.open(page_text, width=1100) as page:
+        page.wait("document.body.dataset.drawn")
+        for i, node in enumerate(page.evaluate("DATA.nodes")):
+            page.evaluate(f"choose({i}); 0")
+            value = eval(page.evaluate(CODE), {"graph": graph})
+            assert float(value) == pytest.approx(node["value"], rel=1e-4)
+            for code, weights in page.evaluate(of_lists):
+                if code is None:
+                    continue
+                found = [weight for *_, weight in eval(code, {"graph": graph})]
+                if "edges_from" in code:  # the page does not hold all of them
+                    near = lambda x, of=found: min(of, key=lambda y: abs(y - x), default=0.0)
+                    found = [near(weight) for weight in weights]
+                assert weights == pytest.approx(found[: len(weights)], rel=1e-3)
+                seen += len(weights)
+        page.assert_harmless()
+    assert seen > 100
+
+
+@pytest.mark.slow
+def test_the_code_of_a_node_gives_its_number_and_its_edges(browser: Browser) -> None:
+    text = render.graph_page(traced()).page
+    check_graph(browser, text)
+    free = without_policy(text)
+    for old, new in [
+        ("end ? 'edges_from' : 'edges_into'", "end ? 'edges_into' : 'edges_from'"),
+        ("'${TYPES[type]}'", "'${TYPES[(type + 1) % 3]}'"),
+        ("graph.values[${", "graph.moved[${"),
+    ]:
+        assert free.count(old) == 1, old
+        with pytest.raises(AssertionError):
+            check_graph(browser, free.replace(old, new))
+
+
+def test_nodes_of_an_average_and_of_a_comparison_are_those_of_the_graph() -> None:
+    for graph in (average(), pair()):
+        data = payload(render.graph_page(graph))
+        found = [graph.values[int(node["lookup"])] for node in data["nodes"]]
+        means = [float(values.mean()) for values in found]
+        assert [node["value"] for node in data["nodes"]] == pytest.approx(means, rel=1e-4)
+
+
+def check_logit(browser: Browser, view: PageView, names: dict[str, Any]) -> None:
+    pairs = (
+        "[...document.querySelectorAll('.pair')].map(p => [p.querySelector('.code code')"
+        ".textContent, +p.querySelector('summary b').dataset.value])"
+    )
+    with browser.open(view.page, width=1100) as page:
+        page.wait("document.body.dataset.drawn")
+        for query in range(page.evaluate("DATA.queries.length")):
+            page.evaluate(f"choose({query}); 0")
+            found = page.evaluate(pairs)
+            assert found
+            for code, value in found:
+                assert float(eval(code, names)) == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_code_of_a_source_gives_what_was_written_from_it(browser: Browser) -> None:
+    several = explained()
+    view = render.logit_page(several)
+    check_logit(browser, view, {"explanations": several})
+    check_logit(browser, render.logit_page(several[0]), {"explanation": several[0]})
+    with pytest.raises(AssertionError):
+        check_logit(browser, view, {"explanations": several[::-1]})
