@@ -20,7 +20,7 @@ from transformers import AutoModel
 
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2_weights
-from benchmarks.harness import Row, synchronize
+from benchmarks.harness import Row, grown, interleave, synchronize
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
 from tl_geometry.models.fingerprints import fingerprint
@@ -36,6 +36,8 @@ BATCH = 2048
 """Tokens of one forward pass on a CPU."""
 FEW = ("planes", "intervals")
 """Details that are timed by themselves."""
+PROMPT = 64
+"""Tokens of the prompt whose logit is traced."""
 
 
 class Case(NamedTuple):
@@ -163,6 +165,47 @@ def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
     return rows
 
 
+def traced(case: Case, rounds: int) -> list[Row]:
+    """The graph of one logit, beside passes forward and back that give its gradient; processor time
+    and peak memory. The prompt is text where the model reads text, the target its likeliest token.
+    """
+    view, model = case.view, case.plain[EAGER]
+    text = tlg.zoo.default_windows(view, PROMPT, n=1).tokens if view.has_tokenizer else case.tokens
+    prompt = text[:1, :PROMPT].to(model.device)
+    target = int(view.logits(prompt)[0, -1].argmax())
+    direction, bias = view.unembed()[:, target], view.unembed_bias()[target]
+
+    def plain() -> float:
+        first = model.get_input_embeddings()(prompt).detach().requires_grad_()
+        last = model(inputs_embeds=first, use_cache=False).last_hidden_state[0, -1]
+        logit = last @ direction + bias
+        torch.autograd.grad(logit, first)
+        return float(logit.detach())
+
+    def hooked() -> float:
+        first: list[Tensor] = []
+
+        def leaf(h: Tensor, hook: object) -> Tensor:
+            first.append(h.detach().requires_grad_())
+            return first[0]
+
+        logits = view._model.run_with_hooks(prompt, fwd_hooks=[(view.state_hooks[0], leaf)])
+        torch.autograd.grad(logits[0, -1, target], first)
+        return float(logits[0, -1, target].detach())
+
+    def trace() -> float:
+        return tlg.trace_logit(view, prompt, target).value
+
+    with grown() as growth:
+        value = trace()
+    assert all(abs(value - route()) < 1e-3 for route in (plain, hooked)), "not the model's logit"
+    called = f"costs, {case.name}, a prompt of {prompt.shape[1]}"
+    found: Routes = {f"{EAGER}, forward and back": plain}
+    found |= {"TransformerLens, forward and back": hooked, "trace_logit": trace}
+    *passes, graph = interleave(called, found, rounds=rounds, processor=True)
+    return [*passes, growth.on(graph)]
+
+
 def run(size: str) -> list[Row]:
     """Every case, agreement first; details on a quarter of the windows."""
     rows = []
@@ -171,4 +214,5 @@ def run(size: str) -> list[Row]:
         rows += timed(case, routes, ROUNDS[size])
         few = case.tokens[: max(2, len(case.tokens) // 4)]
         rows += timed(case._replace(tokens=few), detailed, ROUNDS[size])
+        rows += traced(case, ROUNDS[size])
     return rows

@@ -233,6 +233,14 @@ def test_results_come_back(tmp_path: Path) -> None:
     stored = Faithfulness.load(result.save(tmp_path / "f.safetensors"))
     assert stored.to_dataframe().equals(result.to_dataframe())
     assert {"f", "random", "complement"} <= set(result.columns())
+    row = result.to_dataframe().iloc[0]
+    for of, draws in (
+        ("random", result.random_f),
+        ("random_complement", result.random_completeness),
+    ):
+        ends = [float(x) for x in (draws.min(), draws.mean(), draws.max())]
+        assert ends == [row[f"{of}_low"], row[of], row[f"{of}_high"]]
+        assert ends[0] < ends[2]
 
 
 def test_what_cannot_be_run_is_refused() -> None:

@@ -163,6 +163,8 @@ class Faithfulness(Result):
             rest, null = self.completeness, self.random_completeness
             columns |= {"complement": rest.value, "complement_low": rest.low}
             columns |= {"complement_high": rest.high, "random_complement": null.mean(0)}
+            columns |= {"random_complement_low": null.amin(0)}
+            columns |= {"random_complement_high": null.amax(0)}
         return {name: (values, ("level",)) for name, values in columns.items()}
 
 
