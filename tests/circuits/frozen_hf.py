@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.tiny import hf_model
+from tests.circuits.in_double import InDouble, double_hf
 
 ACTIVATIONS = ("gelu", "silu", "relu")
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "dense")
@@ -75,8 +74,8 @@ class FrozenRun:
 
 
 def frozen_run(architecture: str, tokens: Tensor, *, attention: bool = False) -> FrozenRun:
-    """One pass of the Hugging Face model with everything frozen."""
-    model = hf_model(architecture, torch.float64)
+    """One pass of the Hugging Face model with everything frozen, in float64 throughout."""
+    model = double_hf(architecture)
     if hasattr(model.config, "final_logit_softcapping"):
         model.config.final_logit_softcapping = None
     run = FrozenRun(torch.zeros(0))
@@ -99,13 +98,11 @@ def frozen_run(architecture: str, tokens: Tensor, *, attention: bool = False) ->
         )
         out.register_forward_pre_hook(lambda _m, args: note(run.mixed, args[0]))
         for name, module in names.items():
-            if type(module).__name__ == "BloomGelu":  # a derivative written by hand
-                module.forward = partial(nn.functional.gelu, approximate="tanh")
             if name.endswith("down_proj") and any("gate" in other for other in names):
                 module.register_forward_pre_hook(
                     lambda _m, args: (args[0] / 2 + (args[0] / 2).detach(),)
                 )
-    with Frozen(attention) as mode, torch.enable_grad():
+    with InDouble(), Frozen(attention) as mode, torch.enable_grad():
         run.logits = model(tokens, use_cache=False).logits
     run.scores = mode.scores
     return run
