@@ -28,7 +28,8 @@ from tests.tiny import (
     tokens,
 )
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
-from tl_geometry.circuits.frozen import FrozenMLP, FrozenPass
+from tl_geometry.circuits import trace
+from tl_geometry.circuits.frozen import FrozenBlock, FrozenMLP, FrozenPass
 from tl_geometry.circuits.graph_edges import AFTER_ATTENTION, AFTER_MLP
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.circuits.trace import logit_readout, trace_logit
@@ -398,6 +399,87 @@ def test_a_faulty_mlp_does_not_sum_to_the_logit(fault: Callable[[FrozenMLP], Fro
         pytest.raises(ReconstructionError, match="sum over tokens"),
     ):
         traced(model)
+
+
+def of_the_token_before(scale: Tensor) -> Tensor:
+    return scale.roll(1, 1)
+
+
+def attention_norm(block: FrozenBlock, fault: Callable[[Tensor], Tensor]) -> FrozenBlock:
+    return replace(block, layer=replace(block.layer, v_scale=fault(block.layer.v_scale)))
+
+
+def norm_after_attention(block: FrozenBlock, fault: Callable[[Tensor], Tensor]) -> FrozenBlock:
+    return replace(block, heads=replace(block.heads, scale=fault(block.heads.scale)))
+
+
+def norm_after_mlp(block: FrozenBlock, fault: Callable[[Tensor], Tensor]) -> FrozenBlock:
+    assert block.mlp is not None
+    return replace(block, mlp=replace(block.mlp, after_scale=fault(block.mlp.after_scale)))
+
+
+def traced_with(
+    architecture: str, change: Callable[[FrozenBlock], FrozenBlock], **options: Any
+) -> LogitGraph:
+    """A graph of which every block was changed after it was frozen."""
+    model = tiny("bridge", architecture)
+    frozen = FrozenPass.of(view(model), PROMPT)
+    frozen = replace(frozen, blocks=tuple(change(block) for block in frozen.blocks))
+    with mock.patch.object(FrozenPass, "of", return_value=frozen):
+        return traced(model, **options)
+
+
+@pytest.mark.parametrize("fault", [torch.ones_like, of_the_token_before])
+@pytest.mark.parametrize(
+    ("architecture", "norm"),
+    [
+        ("llama", attention_norm),
+        ("gpt2", attention_norm),
+        ("gemma2", norm_after_attention),
+        ("gemma2", norm_after_mlp),
+    ],
+)
+def test_a_norm_that_is_not_frozen_does_not_sum_to_the_logit(
+    architecture: str,
+    norm: Callable[[FrozenBlock, Callable[[Tensor], Tensor]], FrozenBlock],
+    fault: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(ReconstructionError, match="sum over tokens"):
+        traced_with(architecture, lambda block: norm(block, fault))
+
+
+@pytest.mark.parametrize("side", [1, 2], ids=["query", "key"])
+def test_a_qk_norm_that_is_not_frozen_is_seen_by_the_edges_of_its_side(side: int) -> None:
+    name = {1: "q_scale", 2: "k_scale"}[side]
+
+    def without_qk_norm(block: FrozenBlock) -> FrozenBlock:
+        layer = block.layer
+        scale = (1 / layer.norm_scale).unsqueeze(-1).expand_as(layer.q_scale)
+        return replace(block, layer=replace(layer, **{name: scale}))
+
+    whole = traced_with("qwen3", lambda block: block, keep=1.0)
+    graph = traced_with("qwen3", without_qk_norm, keep=1.0)
+    bound = 2e-6 * size(whole)
+    assert float(whole.rest.abs().max()) < bound
+    others = [0, 3 - side]
+    assert float(graph.rest[:, others].abs().max()) < 1e-2 * float(graph.rest[:, side].abs().max())
+    assert float(graph.rest[:, side].abs().max()) > 100 * bound
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_final_norm_that_is_not_frozen_is_not_the_models_logit(architecture: str) -> None:
+    """Leaves still sum to such a T, so that the model's own logits have to tell."""
+    model, readout_of = tiny("bridge", architecture), logit_readout
+
+    def unscaled(view: Any, frozen: FrozenPass, position: int, *rest: Any) -> trace.Readout:
+        head, found = view.output_head(), readout_of(view, frozen, position, *rest)
+        return found._replace(direction=found.direction * head.norm.scale(frozen.last[0, position]))
+
+    logits = view(model).logits(PROMPT)[0, AT].double()
+    expected = float(logits[5] - logits[9])
+    assert traced(model).value == pytest.approx(expected, abs=1e-4)
+    with mock.patch.object(trace, "logit_readout", unscaled):
+        assert traced(model).value != pytest.approx(expected, abs=0.1)
 
 
 def swapped_sides(which: str, found: Tensor, other: Tensor) -> Tensor:
