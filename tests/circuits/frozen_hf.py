@@ -35,8 +35,12 @@ class Edit(NamedTuple):
 
     def attach(self, model: nn.Module) -> None:
         module = model.get_submodule(self.module)
+
+        def on_output(_module: nn.Module, _args: Any, out: Any) -> Any:
+            return self.change(out)
+
         if self.output:
-            module.register_forward_hook(lambda _m, _args, out: self.change(out))
+            module.register_forward_hook(on_output)
         else:
             module.register_forward_pre_hook(lambda _m, args: (self.change(args[0]), *args[1:]))
 
@@ -89,11 +93,15 @@ class Frozen(TorchFunctionMode):
         """Hooks that make a gated MLP ``a(g) u`` linear: the product as it was, times the mean of
         what became of each factor."""
         factors: list[Tensor] = []
+
+        def keep(_module: nn.Module, _args: Any, out: Any) -> None:
+            factors.append(out)
+
         for name, module in mlp.named_children():
             if name == "down_proj":
                 module.register_forward_pre_hook(lambda _m, args: (self.half(args[0], factors),))
             elif isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda _m, _args, out: factors.append(out))
+                module.register_forward_hook(keep)
 
     def half(self, product: Tensor, factors: list[Tensor]) -> Tensor:
         """What enters the last matrix."""
