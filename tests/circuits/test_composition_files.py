@@ -12,7 +12,7 @@ from typing import Any
 import networkx
 import pytest
 
-from tests.circuits.test_graph_files import METADATA, NODE_FIELDS
+from tests.circuits.graph_schema import cumulative, faults, has_a_top
 from tests.tiny import tiny, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition, composition
@@ -62,25 +62,27 @@ def test_shares_into_every_side_sum_to_one_in_the_file(file: dict[str, Any]) -> 
 
 
 def test_the_file_has_what_the_front_ends_read(file: dict[str, Any]) -> None:
-    assert set(file) == {"metadata", "qParams", "nodes", "links"}
-    assert set(file["metadata"]) >= METADATA
-    for name in ("slug", "scan"):
-        assert re.fullmatch(r"[A-Za-z0-9_.-]+", file["metadata"][name])
-    assert file["metadata"]["transcoder_list"] == []
-    assert set(file["qParams"]) == {"pinnedIds", "supernodes", "linkType", "clickedId", "sg_pos"}
+    assert not faults(file)
     ids = [node["node_id"] for node in file["nodes"]]
     assert len(set(ids)) == len(ids)
-    for node in file["nodes"]:
-        assert set(node) >= NODE_FIELDS
-        assert node["jsNodeId"] == node["node_id"]
-        assert isinstance(node["feature"], int)
-        assert re.fullmatch(r"E|\d+", node["layer"])
-        assert 0 <= node["ctx_idx"] < len(file["metadata"]["prompt_tokens"])
-        assert 0 <= node["influence"] <= 1 + 1e-9
+    assert all(node["jsNodeId"] == node["node_id"] for node in file["nodes"])
+    assert all(
+        0 <= node["ctx_idx"] < len(file["metadata"]["prompt_tokens"]) for node in file["nodes"]
+    )
     for link in file["links"]:
         assert {link["source"], link["target"]} <= set(ids)
-        assert link["signed"] is True
-    assert max(int(n["layer"]) for n in file["nodes"] if n["layer"] != "E") > 0
+    assert has_a_top(file)
+    assert cumulative(file["nodes"])
+    assert faults(file | {"qParams": file["qParams"] | {"linkType": "input"}})
+    assert not cumulative([node | {"influence": 1.0} for node in file["nodes"]])
+
+
+def test_names_of_writers_have_no_underscores() -> None:
+    """A positional embedding is a writer of its own."""
+    found = composition(tiny("bridge", "gpt2"), PROMPTS, progress=False)
+    file = found.to_json(n=200)
+    assert "E_pos-embed_0" in {node["node_id"] for node in file["nodes"]}
+    assert not faults(file)
 
 
 def test_no_node_is_hidden(file: dict[str, Any]) -> None:

@@ -18,6 +18,10 @@ PAIRS: dict[str, Any] = {
     "targets": [(f" {a}", f" {b}") for a, b in ORDERS],
     "prepend_bos": True,
 }
+SPREAD = 0.05
+"""Of f by numbers of other machines: edges near the cut change places. Measured at 0.1, 0.5, 1, 2,
+5 and 10% of the edges: integrated 0.42, 0.74, 0.77, 0.83, 0.82, 0.90, gradient 0.26, 0.42, 0.58,
+0.74, 0.92, 0.90. More edges are not always better: some of them work against the answer."""
 
 
 def test_few_edges_carry_the_names() -> None:
@@ -32,7 +36,11 @@ def test_few_edges_carry_the_names() -> None:
     curve = tlg.faithfulness(model, scores, **PAIRS, fractions=(0.005, 0.02, 0.1), draws=1)
     f = curve.f.value.tolist()
     # a plain torch computation on other names gave 0.66, 0.82 and 0.95
-    assert f[0] > 0.5
-    assert f[1] > 0.7
-    assert 0.85 < f[2] < 1.05
+    assert f == pytest.approx([0.742, 0.830, 0.900], abs=SPREAD)
     assert float(curve.random_f.abs().max()) < 0.01
+    gradient = tlg.edge_scores(model, **PAIRS, method="gradient")
+    curve = tlg.faithfulness(model, gradient, **PAIRS, fractions=(0.005, 0.02, 0.05), draws=1)
+    of_gradient = curve.f.value.tolist()
+    # the plain torch computation gave 0.62, 0.84 and 0.92
+    assert of_gradient == pytest.approx([0.42, 0.74, 0.92], abs=SPREAD)
+    assert f[0] > of_gradient[0] + 0.2  # of the fewest edges the integrated score knows best

@@ -118,5 +118,5 @@ def _side_nodes(
 def _node_id(composition: Composition, name: str, column: int) -> str:
     """A name in the file, as the front ends split it: layer, what, column."""
     layer, head = composition.place(name)
-    what = f"h{head}" if head >= 0 else name
+    what = f"h{head}" if head >= 0 else name.replace("_", "-")
     return f"{'E' if layer < 0 else layer}_{what}_{column}"

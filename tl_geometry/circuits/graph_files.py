@@ -202,7 +202,7 @@ def node_id(graph: LogitGraph, node: int) -> str:
         return f"{layer}_mlp_{position}"
     if name == CONSTANTS:
         return "E_constants_0"
-    prefix = "" if name == graph.leaf_names[0] else f"{name}-"
+    prefix = "" if name == graph.leaf_names[0] else f"{name.replace('_', '-')}-"
     return f"E_{prefix}{graph.token_ids[position]}_{position}"
 
 
