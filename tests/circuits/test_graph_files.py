@@ -175,6 +175,24 @@ def test_a_model_of_one_layer_has_a_largest_layer_above_0() -> None:
     assert not has_a_top(file | {"nodes": low})
 
 
+@pytest.mark.parametrize("length", [1, 6])
+def test_a_graph_of_one_position_has_a_column_before_it(length: int) -> None:
+    """Front ends divide by the widths of all columns but the first."""
+    prompt = tokens(batch=1, length=length, seed=7)
+    file = trace_logit(tiny("bridge", "llama"), prompt, 5, position=0).to_json()
+    assert {node["ctx_idx"] for node in file["nodes"]} == {1}
+    names = file["metadata"]["prompt_tokens"]
+    assert len(names) == 1 + length
+    assert names[0] == ""
+    assert all(names[1:])
+
+
+def test_pages_show_every_node_of_the_file(file: dict[str, Any]) -> None:
+    """Their slider begins at ``node_threshold`` and hides nodes of a larger influence."""
+    assert max(node["influence"] for node in file["nodes"]) <= file["metadata"]["node_threshold"]
+    assert file["metadata"]["pruning_settings"]["node_threshold"] == 0.8
+
+
 def test_heads_say_why_they_looked(graph: LogitGraph, file: dict[str, Any]) -> None:
     ids = {node["node_id"] for node in file["nodes"]}
     heads = [node for node in file["nodes"] if "qk_tracing_results" in node]

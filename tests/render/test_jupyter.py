@@ -17,7 +17,8 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.browser import Browser, Page
+from tests.browser import FITS, Browser, Page
+from tests.render.test_graph_view import traced
 from tests.render.test_split import synthetic
 from tl_geometry import render
 from tl_geometry.render.page import PageView
@@ -34,11 +35,12 @@ def view() -> PageView:
 
 
 def notebook() -> Any:
-    """Two cells whose outputs are stored: a view, and the page alone, without its image."""
-    own = view()._repr_mimebundle_()
+    """Three cells whose outputs are stored: a view, the page of a graph, and a page alone, without
+    its image."""
+    split, graph = (v._repr_mimebundle_() for v in (view(), render.graph_page(traced())))
     bare = {"text/html": view().html(), "text/plain": "bare"}
     cells = []
-    for data in (own, bare):
+    for data in (split, graph, bare):
         cell = nbformat.v4.new_code_cell("view", execution_count=1)
         cell.outputs = [nbformat.v4.new_output("execute_result", data, execution_count=1)]
         cells.append(cell)
@@ -98,7 +100,10 @@ class Lab:
         page = Page(tab, f"http://127.0.0.1:{self.port}/lab/tree/view.ipynb?reset")
         said = json.dumps(not dark).lower()
         page.wait(f"document.body.dataset.jpThemeLight === '{said}'", timeout=120)
-        page.wait(f"document.querySelectorAll('{OUTPUT}').length === 2", timeout=120)
+        page.wait(f"document.querySelectorAll('{OUTPUT}').length === 3", timeout=120)
+        if width < 600:  # fold the list of files, which takes more than half of a narrow window
+            tab.keyboard.press("Control+b")
+            page.wait(f"document.querySelector('{OUTPUT}').clientWidth > {width} / 2")
         return page
 
 
@@ -106,7 +111,7 @@ class Lab:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     made = Lab(tmp_path_factory.mktemp("lab"))
     yield made
-    made.process.terminate()
+    made.process.kill()  # it holds nothing; SIGTERM did not end it within 30 s
     made.process.wait(30)
 
 
@@ -119,21 +124,27 @@ def test_an_untrusted_notebook_shows_the_image_and_a_trusted_one_the_view(
         f"[...document.querySelectorAll('{OUTPUT}')].map(o => o.querySelectorAll('img').length)"
     )
     frames = f"document.querySelectorAll('{OUTPUT} iframe').length"
-    for dark in (False, True):
-        page = lab.open(browser, dark=dark)
+    pictures = f"[...document.querySelectorAll('{OUTPUT} img')]"
+    for dark, width in ((False, 1300), (True, 400)):
+        page = lab.open(browser, dark=dark, width=width)
         assert page.evaluate(frames) == 0
-        assert page.evaluate(images) == [1, 0], "without its image the page shows nothing"
-        assert page.wait(f"document.querySelector('{OUTPUT} img').naturalWidth") > 300
+        assert page.evaluate(images) == [1, 1, 0], "without its image the page shows nothing"
+        assert page.wait(f"{pictures}.every(i => i.naturalWidth > 300)")
+        assert page.evaluate(f"{pictures}.every(i => i.getBoundingClientRect().right < innerWidth)")
         text = page.evaluate(f"document.querySelector('{OUTPUT}').innerText")
         assert "jp-theme" not in text
         page.tab.close()
     lab.trust()
     for dark, width in ((False, 1300), (True, 1300), (True, 400)):
         page = lab.open(browser, dark=dark, width=width)
-        assert page.wait(frames) == 2
-        page.wait("document.body.dataset.drawn", frame=1)
-        paper = page.evaluate("getComputedStyle(document.body).backgroundColor", frame=1)
-        assert paper == (BLACK if dark else WHITE), "the theme of the notebook, not the system's"
+        assert page.wait(frames) == 3
+        for frame in (1, 2):
+            page.wait("document.body.dataset.drawn", frame=frame)
+            paper = page.evaluate("getComputedStyle(document.body).backgroundColor", frame=frame)
+            assert paper == (BLACK if dark else WHITE), (
+                "the theme of the notebook, not the system's"
+            )
+            assert page.evaluate(FITS, frame=frame)
         inside = (
             f"(o => o.scrollWidth <= o.clientWidth + 1)(document.querySelector('{OUTPUT}"
             " .jp-RenderedHTMLCommon') ?? document.body)"

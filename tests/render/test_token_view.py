@@ -12,7 +12,7 @@ import torch
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.circuits.logit_graph import TokenTable
-from tl_geometry.render import token_values
+from tl_geometry.render import token_attribution
 from tl_geometry.render.token_view import lay_out
 
 TOKENS = (" When", " Mary", "\n", "</script>$x$", "\u202eevil", *(f" w{i}" for i in range(40)))
@@ -45,7 +45,7 @@ def test_tokens_keep_their_order_and_overlap_nothing() -> None:
 
 def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> None:
     given = table()
-    view = token_values(given)
+    view = token_attribution(given)
     axis = view.figure.axes[0]
     scale = view.figure.axes[1]._colorbar.mappable  # type: ignore[attr-defined]
     shown = [patch.get_facecolor() for patch in axis.patches]
@@ -59,19 +59,19 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
     red, blue = scale.to_rgba([5.0, -5.0])
     assert red[0] > red[2]  # positive is red
     assert blue[2] > blue[0]
-    assert "</script>" not in token_values(given).save(tmp_path / "x.html").read_text()
+    assert "</script>" not in token_attribution(given).save(tmp_path / "x.html").read_text()
 
 
 def test_nothing_contributed_is_drawn() -> None:
-    assert token_values(table(0.0)).caption.endswith("sum to 0.")
+    assert token_attribution(table(0.0)).caption.endswith("sum to 0.")
 
 
 def test_lines_are_as_wide_as_asked_for() -> None:
-    wide, narrow = (token_values(table(), width=width).figure for width in (76, 38))
+    wide, narrow = (token_attribution(table(), width=width).figure for width in (76, 38))
     assert narrow.get_size_inches()[0] == pytest.approx(wide.get_size_inches()[0] / 2)
     for figure, width in ((wide, 76), (narrow, 38)):
         patches: Any = figure.axes[0].patches
         ends = [patch.get_x() + patch.get_width() for patch in patches]
         assert width - 10 < max(ends) <= width
     with pytest.raises(GeometryError, match="width: expected at least 20 characters, got 19"):
-        token_values(table(), width=19)
+        token_attribution(table(), width=19)

@@ -70,6 +70,10 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
             nodes.append(_rest_node(graph, i, rest))
             links.append(link_record(nodes[-1]["node_id"], ids[i], rest))
     tokens = list(graph.str_tokens) or [f"<{i}>" for i in graph.token_ids]
+    if all(node["ctx_idx"] == 0 for node in nodes):
+        # front ends place nothing if the first column has it all, and delete all of a single column
+        tokens = ["", *tokens]
+        nodes = [node | {"ctx_idx": 1} for node in nodes]
     settings = {
         "mlp": graph.mlp,
         "position": graph.position,
@@ -93,7 +97,7 @@ def influences(values: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
     order = size.argsort(descending=True, stable=True)
     influence = torch.empty_like(size)
     influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)
-    return influence
+    return influence.clamp(max=1.0)
 
 
 def file_record(
@@ -127,7 +131,7 @@ def metadata(
         "transcoder_list": [],
         "prompt_tokens": tokens,
         "prompt": prompt,
-        "node_threshold": pruning["node_threshold"],
+        "node_threshold": 1.0,  # front ends hide nodes of a larger influence: none of these
         "schema_version": 1,
         "info": {
             "creator_name": "tl_geometry",

@@ -38,6 +38,8 @@ def save_graph(
     from tl_geometry.report.folder import write_csv
 
     file = graph.to_json("neuronpedia")
+    # circuit-tracer's server takes a graph from the file that has its slug for a name
+    file["metadata"]["slug"] = Path(GRAPH).stem
     saves: dict[str, Callable[[Path], object]] = {
         PAGE: graph_page(graph).save,
         GRAPH: partial(_put, file),

@@ -22,7 +22,7 @@ from .space import bundle_3d as bundle_3d
 from .split_view import split as split
 from .sweeps import head_shares as head_shares
 from .sweeps import head_types as head_types
-from .token_view import token_values as token_values
+from .token_view import token_attribution as token_attribution
 from .weights import coverage_curves as coverage_curves
 from .weights import effect_bars as effect_bars
 from .weights import sphere_paths as sphere_paths

@@ -53,7 +53,7 @@ def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
     return placed
 
 
-def token_values(table: TokenTable, *, width: int = LINE) -> View:
+def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
     """The text of a prompt, each token in the colour of what its embedding contributes to the
     logit along value paths (red for, blue against), the larger values as numbers below.
 
@@ -65,7 +65,7 @@ def token_values(table: TokenTable, *, width: int = LINE) -> View:
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=1)
     >>> graph = tlg.trace_logit(model, windows, int(windows.tokens[0, 15]), position=14)
-    >>> tlg.render.token_values(graph.tokens()).title
+    >>> tlg.render.token_attribution(graph.tokens()).title
     'What each token contributes to the logit'
     """
     from matplotlib.cm import ScalarMappable

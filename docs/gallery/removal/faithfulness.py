@@ -1,0 +1,20 @@
+"""How few edges carry a behaviour?
+================================
+
+After ``if``, the embedded model prefers the argument's name to others. Along the line, it keeps
+the highest-ranked edges and gives every other edge what it has where the argument has another name:
+at 1 the difference of the two names' logits is that of the whole model, at 0 that of the other
+prompt. The ranking is good because the line rises far left of the grey one, random edges of equal
+number.
+"""
+
+import tl_geometry as tlg
+
+model = tlg.zoo.embedded()
+names = [" name", " value", " key", " data", " text", " path"]
+pairs = [(a, b) for a in names for b in names if a != b]
+prompts, others = ([f"def get(self,{p[i]}):\n    if" for p in pairs] for i in (0, 1))
+inputs = {"prompts": prompts, "counterfactuals": others, "targets": pairs, "prepend_bos": True}
+scores = tlg.edge_scores(model, **inputs)
+curve = tlg.faithfulness(model, scores, **inputs)
+view = tlg.render.faithfulness_curve(curve)
