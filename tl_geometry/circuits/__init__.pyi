@@ -1,5 +1,3 @@
-from .attention_pairs import AttentionPairs as AttentionPairs
-from .attention_pairs import attention_pairs as attention_pairs
 from .dictionaries import Dictionary as Dictionary
 from .dictionaries import dictionary as dictionary
 from .edge_attribution import EdgeScores as EdgeScores
@@ -22,6 +20,8 @@ from .logits import LogitExplanation as LogitExplanation
 from .logits import explain_logit as explain_logit
 from .pruned_runs import Faithfulness as Faithfulness
 from .pruned_runs import faithfulness as faithfulness
+from .query_key_pairs import AttentionPairs as AttentionPairs
+from .query_key_pairs import attention_pairs as attention_pairs
 from .trace import trace_logit as trace_logit
 from .writer_edges import Composition as Composition
 from .writer_edges import composition as composition
