@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ONCE = (
     "base",
+    "corpus",
     "measures",
     "papers",
     "render",
