@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.circuits.frozen_hf import frozen_run
+from tests.circuits.in_double import InDouble, exact
 from tests.tiny import loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.circuits import attention_pairs, trace_logit
@@ -19,10 +20,10 @@ AT, HEAD = 11, (1, 2)
 
 
 def graph_and_split(architecture: str, **options: Any) -> tuple[Any, Any]:
-    kind, processed = loadable(architecture)[0]
-    model = tiny(kind, architecture, processed, dtype=torch.float64)
-    graph = trace_logit(model, PROMPT, 5, against=9, position=AT, keep=1.0)
-    return graph, split_scores(model, PROMPT, None, heads=[HEAD], **options)
+    with InDouble():
+        model = exact(architecture)
+        graph = trace_logit(model, PROMPT, 5, against=9, position=AT, keep=1.0)
+        return graph, split_scores(model, PROMPT, None, heads=[HEAD], **options)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "gemma2"])
@@ -42,9 +43,9 @@ def test_weights_are_gradients_of_the_scores_times_the_terms(architecture: str) 
     for a, query_part in enumerate(split.parts):
         for b, key_part in enumerate(split.parts):
             expected = split.terms[query_part, key_part][0, 0, AT, : AT + 1] * row
-            # Hugging Face's softmax and rotation are in float32
+            # the graph keeps its response in float32
             error = (pairs.weights[a, b, : AT + 1] - expected).abs().max()
-            assert float(error) < 3e-5 * size, (query_part, key_part)
+            assert float(error) < 1e-6 * size, (query_part, key_part)
     assert not bool(pairs.weights[..., AT + 1 :].any())
     wrong = pairs.weights.transpose(0, 1)[..., : AT + 1] - pairs.weights[..., : AT + 1]
     assert float(wrong.abs().max()) > 1e-3 * size  # query and key part swapped would be seen

@@ -40,7 +40,7 @@ from tl_geometry.scores.split import split_scores
 PROMPT = tokens(batch=1, length=14, seed=7)
 AT = 11
 NOT_FOLLOWED = ("bert", "roberta", "gpt-oss")
-"""Encoders, a mixture of experts, and heads that are more than a norm and a linear map."""
+"""Encoders, and a mixture of experts."""
 DECODERS = [a for a in ARCHITECTURES if a not in NOT_FOLLOWED and loadable(a)]
 PRECISION = 1e-13
 """Of sums, as a share of all that is added up: 1.5e-16 was measured."""
