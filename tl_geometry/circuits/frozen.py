@@ -101,13 +101,15 @@ class FrozenMLP:
 class FrozenBlock:
     """One block of a forward pass.
 
-    ``spec`` says how its heads read, ``heads`` what they write, in factors (without the constant
+    ``spec`` says how its heads read (``key_heads`` groups of them share keys), ``heads`` what they
+    write, in factors (without the constant
     writes); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is frozen, or, as a
     leaf, its whole output in ``mlp_leaf``.
     """
 
     layer: LayerView
     spec: AttentionSpec
+    key_heads: int
     heads: HeadWrites
     attention_constant: Float[Tensor, "batch position d_model"]
     mlp: FrozenMLP | None
@@ -137,11 +139,17 @@ class FrozenBlock:
         scale = {"q": layer.q_scale, "k": layer.k_scale, "v": layer.v_scale}[which]
         return self.spec.head_map(x, which, tables) * scale[0, positions].unsqueeze(-1)
 
-    def read(
-        self, parts: Float[Tensor, "row d_model"], which: str, positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row head d_head"]:
-        """Queries, keys or values of parts of the stream at some positions, without constants."""
-        return self.turned(self.spec.projected(parts, which), which, positions)
+    def keys(
+        self, parts: Float[Tensor, "row d_model"], positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row key_head d_head"]:
+        """Keys of parts of the stream at some positions, without constants, one for each group of
+        heads that share them."""
+        layer = self.layer
+        share = layer.q.shape[2] // self.key_heads
+        spec = self.spec.every(share)
+        turn = layer.turn
+        tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
+        return spec.linear(parts, "k", tables) * layer.k_scale[0, positions, ::share, None]
 
     def to_stream(
         self,
@@ -149,7 +157,7 @@ class FrozenBlock:
         which: str,
         positions: Int[Tensor, " row"],
     ) -> Float[Tensor, "row d_model"]:
-        """dT/d(stream) from dT/d(queries, keys or values): the transpose of :meth:`read`."""
+        """dT/d(stream) from dT/d(queries, keys or values): the transpose of how they are read."""
         back = transposed(lambda x: self.turned(x, which, positions), cotangents)
         return self.back(back, which)
 
@@ -337,6 +345,7 @@ def _block(
     return FrozenBlock(
         layer=layer,
         spec=view._layers.spec_with_weights(layer.layer, layer.h),
+        key_heads=view.key_heads(layer.layer),
         heads=written.heads[layer.layer],
         attention_constant=constant,
         mlp=frozen,

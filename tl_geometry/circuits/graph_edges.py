@@ -24,7 +24,7 @@ import torch
 from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.utils.rnn import pad_sequence
 
 from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
 
@@ -59,10 +59,6 @@ class Nodes:
     def of_mlp(self, layer: int) -> Int[Tensor, " row"]:
         """Nodes that are the MLP of a block."""
         return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
-
-    def read_by(self, target: int) -> Int[Tensor, " node"]:
-        """Nodes whose writes were in the stream when a node read it (the constants apart)."""
-        return ((self.enters <= self.reads[target]) & (self.positions >= 0)).nonzero()[:, 0]
 
 
 class Edges(NamedTuple):
@@ -110,6 +106,11 @@ class EdgeFinder:
         self.frozen, self.nodes, self.keep = frozen, nodes, keep
         self.adjoints, self.responsive = adjoints, responsive
         count, length = len(nodes.names), frozen.last.shape[1]
+        # in the order in which they enter the stream, what a target has read is a slice
+        self.order = nodes.enters.argsort(stable=True)
+        self.enters, self.positions = nodes.enters[self.order], nodes.positions[self.order]
+        self.writes = nodes.writes[self.order]
+        self.by_position = _by_position(self.positions, length)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention, self.response = torch.zeros(2, count, length)
         self.constant_stream = start[0]  # what constants have written so far: edges() adds to it
@@ -134,8 +135,7 @@ class EdgeFinder:
         logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
         self.totals[logit, VALUE] = value
         fixed = torch.tensor([constant], dtype=torch.float64)
-        factor = self._own_position(logit)
-        self._by_vectors(VALUE, logit, vectors, factor, fixed.to(vectors.device))
+        self._from_own_position(VALUE, logit, vectors, fixed.to(vectors.device))
         columns = zip(*self.kept, strict=True)
         sources, targets, types, weights = (torch.cat(column) for column in columns)
         tables = self.totals, self.rest, self.attention, self.response
@@ -145,50 +145,67 @@ class EdgeFinder:
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
-        weights: Float[Tensor, "row node"],
-        sources: Int[Tensor, " node"],
+        weights: Float[Tensor, "row column"],
+        places: Int[Tensor, "#row column"],
         constants: Float[Tensor, " row"],
     ) -> None:
-        """Prune the edges of one type into some targets; those from the constants always stay."""
+        """Prune the edges of one type into some targets; those from the constants always stay.
+        ``places`` says which source each column is, in ``order``."""
         carrying = fewest_carrying(weights, self.keep)
-        carried = torch.where(carrying, weights, 0.0).double().sum(1) + constants
+        carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
         rows, columns = (index.cpu() for index in carrying.nonzero().T)
         biased = (constants != 0).nonzero()[:, 0].cpu()
         # an edge from the constants is kept whatever its size, where there is one
         targets = torch.cat([targets[rows], targets[biased]])
+        sources = self.order[places.expand(weights.shape)[rows, columns]]
         self.kept.append(
             (
-                torch.cat([sources[columns], torch.full_like(biased, CONSTANTS_NODE)]),
+                torch.cat([sources, torch.full_like(biased, CONSTANTS_NODE)]),
                 targets,
                 torch.full_like(targets, edge_type),
                 torch.cat([weights[carrying].double(), constants[constants != 0]]).cpu(),
             )
         )
 
-    def _own_position(self, rows: Int[Tensor, " row"]) -> Float[Tensor, "row position"]:
-        """One at each node's own position, else zero."""
-        length = self.frozen.last.shape[1]
-        return one_hot(self.nodes.positions[rows], length).to(self.nodes.writes)
+    def _read_by(self, targets: Int[Tensor, " row"]) -> int:
+        """How many writes, in ``order``, were in the stream when targets of one layer read it."""
+        return int((self.enters <= self.nodes.reads[targets[0]]).sum())
 
-    def _by_vectors(
+    def _from_own_position(
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
         vectors: Float[Tensor, "row d_model"],
-        factor: Float[Tensor, "row position"],
         constants: Float[Tensor, " row"] | None = None,
     ) -> None:
-        """Edges ``factor[position of the write] * vector . write``. The edge from the constants is
-        that of the constants in the stream, plus ``constants``. The factor is what each position
-        counts by: the attention paid to it for values into heads, otherwise 1 at the target's own
-        position and 0 elsewhere."""
-        sources = self.nodes.read_by(int(targets[0]))  # all targets read at the same time
-        fixed = dot(factor, vectors @ self.constant_stream.mT)
+        """Edges ``vector . write`` from what was written at the target's own position, as for
+        queries, MLPs and the logit. The edge from the constants is that of the constants in the
+        stream, plus ``constants``."""
+        at, count = self.nodes.positions[targets], self._read_by(targets)
+        fixed = dot(vectors, self.constant_stream[at])
         fixed = fixed if constants is None else fixed + constants
-        weights = vectors @ self.nodes.writes[sources].mT
-        weights = weights * factor[:, self.nodes.positions[sources]]
-        self._add(edge_type, targets, weights, sources, fixed)
+        places = self.by_position[at]
+        read = (places >= 0) & (places < count)
+        # writes at a position stand in the order in which they enter: the last columns are empty
+        places, read = (x[:, : int(read.sum(1).max())] for x in (places, read))
+        products = vectors @ self.writes[:count].mT
+        rows = torch.arange(len(targets)).unsqueeze(1)
+        weights = products[rows, torch.where(read, places, 0)] * read.to(products)
+        self._add(edge_type, targets, weights, places, fixed)
+
+    def _from_values(
+        self,
+        targets: Int[Tensor, " row"],
+        vectors: Float[Tensor, "row d_model"],
+        paid: Float[Tensor, "row position"],
+    ) -> None:
+        """Edges ``paid[position of the write] * vector . write`` into the values of heads, which
+        pay attention to all positions."""
+        count = self._read_by(targets)
+        constants = dot(paid, vectors @ self.constant_stream.mT)
+        weights = vectors @ self.writes[:count].mT * paid[:, self.positions[:count]]
+        self._add(VALUE, targets, weights, torch.arange(count).unsqueeze(0), constants)
 
     def _into_mlp(self, layer: int) -> None:
         rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
@@ -198,7 +215,7 @@ class EdgeFinder:
         if len(rows):
             at, after = self.nodes.positions[rows], self.adjoints.stream[layer + 1]
             self.totals[rows, VALUE] = dot(mlp.written[0, at], after[0, at]).cpu()
-            self._by_vectors(VALUE, rows, vectors[0, at], self._own_position(rows))
+            self._from_own_position(VALUE, rows, vectors[0, at])
 
     def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
         """Value, query and key edges into heads of one block."""
@@ -216,37 +233,49 @@ class EdgeFinder:
         for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
             self.totals[rows, edge_type] = dot(*factors).cpu()
         self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
-        vectors = block.back(self._at_head(block, heads, adjoint), "v")
-        self._by_vectors(VALUE, rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
-        vectors = block.to_stream(self._at_head(block, heads, gradient), "q", at)
+        count = layer_view.q.shape[2]
+        vectors = block.back(_at_head(count, heads, adjoint), "v")
+        self._from_values(rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
+        vectors = block.to_stream(_at_head(count, heads, gradient), "q", at)
         constants = dot(gradient, layer_view.q_constant[0, at, heads])
-        self._by_vectors(QUERY, rows, vectors, self._own_position(rows), constants)
-        self._by_keys(block, rows, self._at_head(block, heads, query).flatten(1), response)
+        self._from_own_position(QUERY, rows, vectors, constants)
+        self._from_keys(block, rows, query, response)
 
-    def _by_keys(
+    def _from_keys(
         self,
         block: FrozenBlock,
         rows: Int[Tensor, " row"],
-        queries: Float[Tensor, "row column"],
+        query: Float[Tensor, "row d_head"],
         response: Float[Tensor, "row position"],
     ) -> None:
         """Key edges. The rotation of a key depends on the position of the source, so that no single
-        direction of the stream stands for a query. Each write is made a key instead."""
-        sources, everywhere = self.nodes.read_by(int(rows[0])), torch.arange(response.shape[1])
-        at = self.nodes.positions[sources]
-        keys = block.read(self.nodes.writes[sources], "k", at).flatten(1)
-        fixed = block.read(self.constant_stream, "k", everywhere) + block.layer.k_constant[0]
-        constants = dot(response, queries @ fixed.flatten(1).mT)
-        self._add(KEY, rows, queries @ keys.mT * response[:, at], sources, constants)
+        direction of the stream stands for a query. Each write is made a key instead, once for all
+        heads that share keys."""
+        count, everywhere = self._read_by(rows), torch.arange(response.shape[1])
+        at = self.positions[:count]
+        keys = block.keys(self.writes[:count], at)
+        share = block.layer.q.shape[2] // keys.shape[1]
+        queries = _at_head(keys.shape[1], self.nodes.heads[rows] // share, query).flatten(1)
+        fixed = block.keys(self.constant_stream, everywhere)
+        fixed = (fixed + block.layer.k_constant[0, :, ::share]).flatten(1)
+        constants = dot(response, queries @ fixed.mT)
+        weights = queries @ keys.flatten(1).mT * response[:, at]
+        self._add(KEY, rows, weights, torch.arange(count).unsqueeze(0), constants)
 
-    @staticmethod
-    def _at_head(
-        block: FrozenBlock, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
-    ) -> Float[Tensor, "row head d_head"]:
-        """A vector of each target on the axis of all heads, zero but for its own head."""
-        padded = x.new_zeros(len(x), *block.layer.q.shape[2:])
-        padded[torch.arange(len(x)), heads] = x
-        return padded
+
+def _at_head(
+    count: int, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
+) -> Float[Tensor, "row head d_head"]:
+    """A vector of each target on an axis of ``count`` heads, zero but for its own head."""
+    padded = x.new_zeros(len(x), count, x.shape[1])
+    padded[torch.arange(len(x)), heads] = x
+    return padded
+
+
+def _by_position(positions: Int[Tensor, " node"], length: int) -> Int[Tensor, "position column"]:
+    """The places at which each position stands in ``positions``, ascending; -1 fills the rows."""
+    places = [(positions == at).nonzero()[:, 0] for at in range(length)]
+    return pad_sequence(places, batch_first=True, padding_value=-1)
 
 
 def dot(a: Float[Tensor, "*row column"], b: Float[Tensor, "*row column"]) -> Float[Tensor, "*row"]:

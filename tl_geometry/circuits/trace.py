@@ -285,11 +285,14 @@ def _nodes(
         names.append(name)
         rows.append((*nowhere, at, 0, NOWHERE))
         writes.append(leaves[name][0, at])
-    for l, h, at in head.view_as(values.heads).nonzero().tolist():
-        heads = frozen.blocks[l].heads
-        names.append(checks.head_name((l, h)))
-        rows.append((l, h, at, 3 * l + AFTER_ATTENTION, 3 * l))
-        writes.append(heads.scale[0, at] * (heads.z[0, at, h] @ heads.W[h]))
+    for l, (block, some) in enumerate(zip(frozen.blocks, head.view_as(values.heads), strict=True)):
+        heads_of, at = some.nonzero().T
+        names += [checks.head_name((l, h)) for h in heads_of.tolist()]
+        rows += [
+            (l, h, i, 3 * l + AFTER_ATTENTION, 3 * l)
+            for h, i in zip(heads_of.tolist(), at.tolist(), strict=True)
+        ]
+        writes += block.heads.some(heads_of, at)
     for l, at in mlp.view_as(values.mlps).nonzero().tolist():
         block = frozen.blocks[l]
         parallel = block.mlp is not None and block.mlp.spec.parallel

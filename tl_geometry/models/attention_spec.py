@@ -5,7 +5,7 @@ bias, mask), as data that can be applied to any part of the stream. Inferred by
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,19 @@ class AttentionSpec:
     single: bool = False
     added: Float[Tensor, "position d_model"] | None = None
     norm_after: bool = False
+
+    def every(self, share: int) -> AttentionSpec:
+        """How every ``share``-th head reads: with as many heads to a group that has keys in common,
+        one of each group."""
+        assert self.weights is not None  # they are absent only between forward passes
+        matrices = {f.name: getattr(self.weights, f.name) for f in fields(self.weights)}
+        # b_O belongs to no head
+        some = {name: x if name == "b_O" else x[::share] for name, x in matrices.items()}
+        spec, norm = replace(self, weights=HeadWeights(**some)), self.qk_norm
+        if norm is None:
+            return spec
+        gains = norm.gain_q[::share], norm.gain_k[::share]
+        return replace(spec, qk_norm=replace(norm, gain_q=gains[0], gain_k=gains[1]))
 
     def bias(self, length: int) -> Tensor | None:
         """Analytic score bias ``[head query key]``."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import choice
@@ -85,6 +85,15 @@ class HeadWrites:
         scaled = self.z * self.scale[..., None, None]
         return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
 
+    def some(
+        self, heads: Int[Tensor, " row"], positions: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row d_model"]:
+        """What some heads of the first context wrote, each at its own position."""
+        at_head = self.z.new_zeros(len(heads), *self.z.shape[2:])
+        at_head[torch.arange(len(heads)), heads] = self.z[0, positions, heads]
+        scale = self.scale[0, positions].unsqueeze(-1)
+        return scale * einsum(at_head, self.W, "r h e, h e d -> r d")
+
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """Their sum."""
         scaled = self.z * self.scale[..., None, None]
@@ -111,6 +120,8 @@ class Written:
         self.heads: list[HeadWrites] = []
         # by grain: how many blocks are in, and the tensor of :meth:`kept`
         self._kept: dict[str, tuple[int, Tensor]] = {}
+        # how many blocks :meth:`check` has added up, their sum, and that of absolute values
+        self._summed: tuple[int, Tensor, Tensor] | None = None
         if writing.embedding_norm is not None:
             total = torch.stack(list(self.dense.values())).sum(0)
             self._through(writing.embedding_norm, writing.embedding_norm.scale(total))
@@ -170,7 +181,7 @@ class Written:
         for heads in self.heads:
             heads.W = norm.centre(heads.W) * norm.gain.to(heads.W)
             heads.scale = heads.scale / scale
-        self._kept = {}  # what was written before has changed
+        self._kept, self._summed = {}, None  # what was written before has changed
 
     def context(self, row: int) -> Written:
         """What was written in one context of the batch."""
@@ -184,7 +195,7 @@ class Written:
         """What was written along each of ``directions``: the same writers, with an axis of
         directions in place of d_model."""
         some, onto = copy(self), directions.to(self.constants).mT
-        some._kept = {}
+        some._kept, some._summed = {}, None
         some.dense = {name: value @ onto for name, value in self.dense.items()}
         some.constants = self.constants @ onto
         some.heads = [replace(x, W=x.W @ onto) for x in self.heads]
@@ -193,7 +204,7 @@ class Written:
     def _each(self, pick: Callable[[Tensor], Tensor]) -> Written:
         """What was written at some contexts or positions."""
         some = copy(self)
-        some._kept = {}
+        some._kept, some._summed = {}, None
         some.dense = {name: pick(value) for name, value in self.dense.items()}
         some.constants = pick(self.constants)
         some.heads = [replace(x, z=pick(x.z), scale=pick(x.scale)) for x in self.heads]
@@ -258,10 +269,16 @@ class Written:
         Raises ``ReconstructionError`` where they differ, as where a user hook writes into the
         stream too.
         """
-        total, size = torch.zeros_like(h, dtype=torch.float64), torch.zeros_like(h)
-        for part in self.parts().values():
-            total += part.double()
-            size += part.abs()
+        # what earlier blocks wrote was added up when their outputs were checked
+        if self._summed is None:
+            first = torch.stack([self.dense[name] for name, _ in self.writing.embeddings])
+            self._summed = 0, first.sum(0, dtype=torch.float64), first.abs().sum(0)
+        since, total, size = self._summed
+        for parts in self._by_blocks("writers", since):
+            total = total + parts.sum(0, dtype=torch.float64)
+            size = size + parts.abs().sum(0)
+        self._summed = self.layer, total, size
+        total, size = total + self.constants, size + self.constants.abs()
         what = f"the stream before block {self.layer}"
         if self.layer == self.view.n_layers:
             what = "the last state"
