@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 import tl_geometry as tlg
@@ -117,7 +118,7 @@ def test_the_random_null_is_that_of_random_orthogonal_maps() -> None:
     reader = Reader.of(layer, "k", cotangents.key)
     reads = torch.einsum("nbihe,dhe->nhbid", reader.cotangents, reader.matrix)[0]
     M = torch.einsum("pbid,hbif->hpdf", writes, reads)
-    total = cotangents.total[0][:, None]
+    total = cotangents.total[0].sum(0)[:, None]
 
     generator = torch.Generator().manual_seed(0)
     maps = torch.randn(400, view.d_model, view.d_model, generator=generator).double()
@@ -264,3 +265,42 @@ def test_queries_that_are_not_there_are_refused() -> None:
         found(model, queries=14)
     with pytest.raises(GeometryError, match="position: expected one of"):
         found(model, queries="end")
+
+
+MANY = tokens(batch=16, length=12, seed=3)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_intervals_are_a_jackknife_over_groups_of_prompts(architecture: str) -> None:
+    """By hand: the table of all prompts but two, for each of eight pairs. Batches of 5 cut through
+    the pairs."""
+    model = tiny("bridge", architecture)
+    options: dict[str, Any] = {"layers": 1, "drop": 1, "draws": 1, "progress": False}
+    table = composition(model, MANY, batch_size=5, **options)
+    without = [
+        composition(model, torch.cat([MANY[:i], MANY[i + 2 :]]), **options)
+        for i in range(0, len(MANY), 2)
+    ]
+    for share in ("cs", "gs"):
+        left_out = torch.stack([getattr(t, share) for t in without])
+        whole = getattr(table, share)
+        value = 8 * whole - 7 * left_out.mean(0)
+        error = (7 / 8 * (left_out - left_out.mean(0)).square().sum(0)).sqrt()
+        reach = float(stats.t.ppf(0.975, 7)) * error
+        low, high = getattr(table, f"{share}_low"), getattr(table, f"{share}_high")
+        assert torch.equal(low.isnan(), whole.isnan())
+        assert torch.allclose(low, value - reach, atol=1e-4, equal_nan=True)
+        assert torch.allclose(high, value + reach, atol=1e-4, equal_nan=True)
+        assert float(error[:, :2].max()) > 1e-3  # the prompts differ
+
+
+def test_prompts_that_are_alike_have_no_spread_and_few_have_no_interval() -> None:
+    model = tiny("bridge", "llama")
+    alike = composition(model, MANY[:1].repeat(16, 1), layers=1, progress=False)
+    assert float((alike.cs_high - alike.cs_low).abs().max()) < 1e-5
+    assert float((alike.cs_high - alike.cs).abs().max()) < 1e-5
+    for few in (MANY[:9], iter(MANY.split(4))):  # of an iterable the number is not known
+        table = composition(model, few, layers=1, progress=False)
+        assert bool(table.cs_low.isnan().all())
+        assert not bool(table.cs[:, :2].isnan().any())
+    assert not bool(composition(model, MANY[:10], layers=1, progress=False).cs_low.isnan().any())

@@ -205,14 +205,14 @@ class _FeatureSums:
             reader = Reader.of(layer, which, side_cotangents, self.heads)
             projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
             both = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
-            self.shares[:, :, s, 0] += reader.constant.cpu()
+            self.shares[:, :, s, 0] += reader.constant.sum(1).cpu()
             self.shares[:, :, s, 1:3] += both.double().cpu()
             directions = self.features.decoder.to(h)[active.ids]
             directions = einsum(directions, reader.matrix, "f d, d h e -> f h e")
             sides.append(_Side(layer, which, self.heads, directions, reader.cotangents))
             by_feature = sides[-1].numerators(active)
             self.shares[:, :, s, 3:].index_add_(-1, active.ids.cpu(), by_feature.cpu())
-        self.total += cotangents.total.cpu()
+        self.total += cotangents.total.sum(1).cpu()
         self.floor += cotangents.floor.cpu()
         if self.per_cell:
             self._pairs(layer, active, *sides)

@@ -40,12 +40,13 @@ class Reader:
 
     ``matrix`` is centring, gain and projection. ``cotangents`` are those of the projections, taken
     back through rotation, QK-norm and frozen scale. ``constant`` holds the numerators of the
-    layer's own constants. ``positions`` are those that the side reads (``None``: all).
+    layer's own constants in each context. ``positions`` are those that the side reads (``None``:
+    all).
     """
 
     matrix: Float[Tensor, "d_model head d_head"]
     cotangents: Float[Tensor, "weight batch position head d_head"]
-    constant: Float[Tensor, "weight head"]
+    constant: Float[Tensor, "weight batch head"]
     positions: tuple[int, ...] | None = None
 
     @classmethod
@@ -63,7 +64,7 @@ class Reader:
         pick = list(range(n_heads) if heads is None else heads)
         at = list(range(length) if positions is None else positions)
         scale, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
-        constants = einsum(cotangents, constant[:, at][:, :, pick], "n b i h e, b i h e -> n h")
+        constants = einsum(cotangents, constant[:, at][:, :, pick], "n b i h e, b i h e -> n b h")
         # the layer rotates all its heads and positions: zeros stand where none are chosen
         padded = cotangents.new_zeros(*cotangents.shape[:2], length, n_heads, cotangents.shape[-1])
         chosen = torch.tensor(at)[:, None], torch.tensor(pick)
@@ -96,15 +97,19 @@ def numerators(
     *,
     others: bool = False,
     keep: int = 0,
-) -> list[Float[Tensor, "sample weight head part"]]:
-    """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer. The samples are what was
-    written and, if ``others``, what was written in the context before it in the batch. Writes stay
-    in memory for the next layer where those of all layers take at most ``keep`` bytes."""
+    contexts: Sequence[slice] | None = None,
+) -> list[Float[Tensor, "group sample weight head part"]]:
+    """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer, over each group of
+    ``contexts`` (all are one group by default). The samples are what was written and, if
+    ``others``, what was written in the context before it in the batch. Writes stay in memory for
+    the next layer where those of all layers take at most ``keep`` bytes."""
     batch, length, d_model = written.constants.shape
     samples, parts = 1 + others, len(written.names(grain))
+    groups = [slice(0, batch)] if contexts is None else list(contexts)
     sizes = [(parts, samples, len(r.cotangents), r.matrix.shape[1]) for r in readers]
     totals = [
-        torch.zeros(size, dtype=torch.float64, device=written.constants.device) for size in sizes
+        torch.zeros(len(groups), *size, dtype=torch.float64, device=written.constants.device)
+        for size in sizes
     ]
     # with others, the next context's cotangents meet what was written in this one
     cotangents = [
@@ -118,8 +123,12 @@ def numerators(
     memory = written.constants.new_empty(
         parts, 1, min(step, batch * length) * (kept is None), d_model
     )
-    for start in range(0, batch * length, step):
-        stop = min(start + step, batch * length)
+    tokens = [
+        (group, start, min(start + step, rows.stop * length))
+        for group, rows in enumerate(groups)
+        for start in range(rows.start * length, rows.stop * length, step)
+    ]
+    for group, start, stop in tokens:
         if kept is None:
             some = written.tokens(slice(start, stop))
             writes = some.stacked(grain, out=memory[:, :, : stop - start]).flatten(1, 2)
@@ -129,8 +138,8 @@ def numerators(
             rows, places = reader.among(start, stop, length)
             back = einsum(given[:, :, rows], reader.matrix, "s n t h e, d h e -> s n h t d")
             products = writes[:, places].flatten(1) @ back.flatten(3).flatten(0, 2).mT
-            total += products.view(total.shape).double()
-    return [rearrange(total, "part s n h -> s n h part") for total in totals]
+            total[group] += products.view(total.shape[1:]).double()
+    return [rearrange(total, "group part s n h -> group s n h part") for total in totals]
 
 
 def random_numerators(

@@ -53,12 +53,13 @@ attention minus uniform."""
 class Cotangents(NamedTuple):
     """Cotangents of queries and keys of some heads of a layer: a part of the query (or key) times
     these is its numerator, one for each of :data:`SHARES`. ``alibi`` are the numerators of ALiBi,
-    ``total`` the denominators, ``floor`` what rounding alone could leave of them."""
+    ``total`` the denominators of each context, ``floor`` what rounding alone could leave of
+    them."""
 
     query: Float[Tensor, "weight batch query head d_head"]
     key: Float[Tensor, "weight batch key head d_head"]
     alibi: Float[Tensor, "weight head"]
-    total: Float[Tensor, "weight head"]
+    total: Float[Tensor, "weight batch head"]
     floor: Float[Tensor, " head"]
 
 
@@ -85,9 +86,8 @@ def score_cotangents(
     key = (k - shift).contiguous()
     bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
     out_q, out_k = (x.new_zeros(len(SHARES), *x.shape) for x in (q, k))
-    alibi, total = (
-        torch.zeros(len(SHARES), q.shape[1], dtype=torch.float64, device=q.device) for _ in range(2)
-    )
+    shape, wide = (len(SHARES), *q.shape[:2]), {"dtype": torch.float64, "device": q.device}
+    alibi, total = torch.zeros(shape[0], shape[2], **wide), torch.zeros(shape, **wide)
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
     options["form"] = layer.mask_form if queries is None else None
     for block, centred, block_bias, above_uniform in block_scores(query, key, mask, **options):
@@ -96,7 +96,7 @@ def score_cotangents(
         for n, weight in enumerate((centred, above_uniform)):
             out_q[n][:, :, at] = weight @ key[:, :, seen] * layer.scale
             out_k[n][:, :, seen] += weight.mT @ query[:, :, at]
-            total[n] += (weight * centred).sum((0, 2, 3), dtype=torch.float64)
+            total[n] += (weight * centred).sum((2, 3), dtype=torch.float64)
             if block_bias is not None:
                 alibi[n] += (block_bias * weight).sum((0, 2, 3), dtype=torch.float64)
     # as in share_sums: what rounding alone could leave
@@ -202,7 +202,7 @@ class _Sums(Sums):
         sides = (("q", cotangents.query), ("k", cotangents.key))
         readers = [Reader.of(layer, which, side_cotangents) for which, side_cotangents in sides]
         shares = [
-            torch.cat([reader.constant.unsqueeze(-1), by_writer[0]], -1).double()
+            torch.cat([reader.constant.sum(1).unsqueeze(-1), by_writer[0, 0]], -1).double()
             for reader, by_writer in zip(readers, numerators(readers, written, grain), strict=True)
         ]
         mass = torch.zeros_like(cotangents.floor)
@@ -210,7 +210,7 @@ class _Sums(Sums):
             mass = dropped_mass(layer.pattern, drop).sum(0).double()
         return cls(
             shares=torch.stack(shares, 1),
-            total=cotangents.total,
+            total=cotangents.total.sum(1),
             floor=cotangents.floor,
             alibi=cotangents.alibi,
             mass=mass,
