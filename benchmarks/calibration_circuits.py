@@ -1,5 +1,5 @@
-"""Calibration of the nulls of :func:`tl_geometry.composition`: what an untrained model, whose heads
-know nothing of what is written, gives beside them."""
+"""Calibration of the nulls of :func:`tl_geometry.composition` (what an untrained model, whose heads
+know nothing of what is written, gives beside them) and of its intervals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.calibration_outcomes import HALF, SIZE, Origin, Outcome, lag_one, outcome
-from tl_geometry.base.intervals import t_quantile
+from benchmarks.calibration_outcomes import (
+    HALF,
+    SIZE,
+    Origin,
+    Outcome,
+    covered,
+    lag_one,
+    outcome,
+)
+from tl_geometry.base.intervals import Interval, t_quantile
 from tl_geometry.circuits.writer_edges import Composition, composition
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition import decompose
@@ -95,6 +103,51 @@ def writer_nulls(windows: int, repeats: int) -> list[Outcome]:
     return [*rows, outcome(name, torch.stack(above), start, origin, goal=HALF)]
 
 
+POPULATION = 2048
+"""Windows of which all together give the true shares, and from which prompts are drawn."""
+
+
+@cache
+def population() -> tuple[Tensor, Composition]:
+    """Windows, and the shares of all of them together."""
+    import tl_geometry as tlg
+
+    rows = tlg.zoo.default_windows(model_and_rows()[0], 16, n=POPULATION).tokens
+    return rows, last_block(rows)
+
+
+def last_block(rows: Tensor) -> Composition:
+    """Composition of the last block of the embedded model."""
+    heads = [f"L3H{h}" for h in range(4)]
+    model, _ = model_and_rows()
+    return composition(model, rows, heads=heads, draws=1, drop=1, progress=False)
+
+
+def writer_intervals(prompts: int, repeats: int) -> list[Outcome]:
+    """Coverage of the shares of a population of windows, from prompts drawn at random."""
+    rows, truth = population()
+    generator = torch.Generator().manual_seed(0)
+    start = time.perf_counter()
+    hits: dict[str, list[Tensor]] = {"cs": [], "gs": []}
+    for _ in range(repeats):
+        found = last_block(rows[torch.randint(len(rows), (prompts,), generator=generator)])
+        for share, inside in hits.items():
+            value, low, high = (getattr(found, f"{share}{end}") for end in ("", "_low", "_high"))
+            # writers that a head does not read, and constants that it lacks, have no spread
+            spread = high > low
+            interval = Interval(value[spread], low[spread], high[spread], value[spread])
+            inside.append(covered(interval, getattr(truth, share)[spread]))
+    origin = Origin("embedded model", "none (drawn)", f"{prompts} prompts")
+    return [
+        outcome(f"{share} of writers, {prompts} prompts", torch.stack(inside), start, origin)
+        for share, inside in hits.items()
+    ]
+
+
 def simulations(n: Callable[[int], int]) -> list[Callable[[], list[Outcome]]]:
     """The rows of this part of the table; ``n`` scales the repeats."""
-    return [lambda: writer_nulls(16, n(60))]
+    return [
+        lambda: writer_nulls(16, n(60)),
+        lambda: writer_intervals(16, n(100)),
+        lambda: writer_intervals(64, n(100)),
+    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -166,20 +166,21 @@ def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
 
 
 def traced(case: Case, rounds: int) -> list[Row]:
-    """The graph of one logit, beside passes forward and back that give its gradient; processor time
-    and peak memory. The prompt is text where the model reads text, the target its likeliest token.
-    """
+    """The graph of one logit, beside passes forward and back that give its gradient by the embedded
+    tokens (and by all weights); processor time and peak memory. The prompt is text where the model
+    reads text, the target its likeliest token."""
     view, model = case.view, case.plain[EAGER]
     text = tlg.zoo.default_windows(view, PROMPT, n=1).tokens if view.has_tokenizer else case.tokens
     prompt = text[:1, :PROMPT].to(model.device)
     target = int(view.logits(prompt)[0, -1].argmax())
     direction, bias = view.unembed()[:, target], view.unembed_bias()[target]
 
-    def plain() -> float:
+    def plain(weights: Sequence[Tensor] = ()) -> float:
         first = model.get_input_embeddings()(prompt).detach().requires_grad_()
         last = model(inputs_embeds=first, use_cache=False).last_hidden_state[0, -1]
         logit = last @ direction + bias
-        torch.autograd.grad(logit, first)
+        # the embedding is not used: the pass begins behind it
+        torch.autograd.grad(logit, [first, *weights], allow_unused=True)
         return float(logit.detach())
 
     def hooked() -> float:
@@ -201,6 +202,8 @@ def traced(case: Case, rounds: int) -> list[Row]:
     assert all(abs(value - route()) < 1e-3 for route in (plain, hooked)), "not the model's logit"
     called = f"costs, {case.name}, a prompt of {prompt.shape[1]}"
     found: Routes = {f"{EAGER}, forward and back": plain}
+    weights = list(model.requires_grad_(True).parameters())
+    found[f"{EAGER}, forward and back to all weights"] = partial(plain, weights)
     found |= {"TransformerLens, forward and back": hooked, "trace_logit": trace}
     *passes, graph = interleave(called, found, rounds=rounds, processor=True)
     return [*passes, growth.on(graph)]
