@@ -134,7 +134,9 @@ def test_an_untrusted_notebook_shows_the_image_and_a_trusted_one_the_view(
         assert page.evaluate(images) == [1, 1, 0], "without its image the page shows nothing"
         assert page.wait(f"{pictures}.every(i => i.naturalWidth > 300)")
         assert page.evaluate(f"{pictures}.every(i => i.getBoundingClientRect().right < innerWidth)")
-        assert page.evaluate(f"{pictures}.map({ENDS_BELOW})") == [True, True], "nothing below an image"
+        assert page.evaluate(f"{pictures}.map({ENDS_BELOW})") == [True, True], (
+            "nothing below an image"
+        )
         text = page.evaluate(f"document.querySelector('{OUTPUT}').innerText")
         assert "jp-theme" not in text
         page.tab.close()
