@@ -73,6 +73,9 @@ COVERED = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.r
   f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
     n => document.querySelector(n).getBoundingClientRect()))"""
 """Whether the frame of a live view lies over its image."""
+BELOW = """(i => i.parentElement.getBoundingClientRect().bottom -
+  i.getBoundingClientRect().bottom)(document.querySelector('img'))"""
+"""Pixels that what holds an image leaves blank below it."""
 
 
 def find() -> str | None:
@@ -216,6 +219,11 @@ def without_policy(page: str) -> str:
     return re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
 
 
+def without_frames(whole: str) -> str:
+    """What is left of a view where frames are forbidden."""
+    return re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S)
+
+
 def check_beside_itself(browser: Browser, view: PageView, *, dark: bool) -> None:
     """Two frames of a view in a narrow notebook fit, are drawn and leave what follows them."""
     with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
@@ -232,9 +240,11 @@ def check_notebook(browser: Browser, view: PageView, *, limit: int) -> None:
     in at most ``limit`` bytes."""
     whole = view._repr_mimebundle_()["text/html"]
     assert len(whole) < limit
-    with browser.open(as_cells(re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S))) as page:
-        assert page.wait("document.querySelector('img').naturalWidth") > 400
-        page.assert_harmless()
+    for width in (400, 1000):
+        with browser.open(as_cells(without_frames(whole)), width=width) as page:
+            assert page.wait("document.querySelector('img').naturalWidth") > 400
+            assert page.evaluate(BELOW) < 1
+            page.assert_harmless()
     for width in (400, 1200):
         with browser.open(as_cells(whole), width=width) as page:
             page.wait("document.body.dataset.drawn", frame=1)

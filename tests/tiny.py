@@ -165,12 +165,20 @@ def hf_model(
 ) -> Any:
     """The Hugging Face model of an architecture, every parameter redrawn; ``changes`` are other
     settings of its configuration."""
+    class_name, settings = ARCHITECTURES[architecture]
+    return redrawn(class_name, settings | changes, dtype, seed)
+
+
+def redrawn(
+    class_name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """A Hugging Face model of any configuration, every parameter redrawn."""
     import transformers
 
-    name, settings = ARCHITECTURES[architecture]
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(**settings | changes)
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**settings)
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"  # grouped products have no float64
     torch.manual_seed(seed)
     model = model_class(config).to(dtype).eval()
     randomize(model, seed)

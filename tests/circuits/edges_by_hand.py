@@ -20,7 +20,7 @@ PAIRS: dict[str, Any] = {
     "counterfactuals": COUNTERFACTUALS,
     "targets": TARGETS,
 }
-BY_HAND = ("gpt2", "llama", "qwen2", "neox", "bloom", "gemma3", "attention-only")
+BY_HAND = ("gpt2", "llama", "qwen2", "neox", "bloom", "gemma3", "gpt-oss", "attention-only")
 """Models whose heads have inputs of their own in HookedTransformer."""
 
 

@@ -25,6 +25,14 @@ def pair(*of: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "prefixItems": list(of), "minItems": len(of), "maxItems": len(of)}
 
 
+def of_type(node_type: str, text: str) -> dict[str, Any]:
+    """What a node of a type says."""
+    return {
+        "if": {"properties": {"feature_type": {"const": node_type}}},
+        "then": {"properties": {"clerp": {"pattern": text}}},
+    }
+
+
 METADATA = record(
     {
         "slug": NAME,
@@ -63,7 +71,10 @@ NODE = record(
         "layer": {"type": "string", "pattern": r"^(E|\d+)$"},
         "ctx_idx": INTEGER,
         "feature_type": {
-            "enum": ["embedding", "logit", "cross layer transcoder", "mlp reconstruction error"]
+            "enum": [
+                *("embedding", "leaf", "logit"),
+                *("cross layer transcoder", "mlp reconstruction error"),
+            ]
         },
         "token_prob": {"type": "number", "minimum": 0, "maximum": 1},
         "is_target_logit": {"type": "boolean"},
@@ -82,9 +93,12 @@ NODE = record(
         }
     ),
 ) | {
-    # the page of a logit reads its probability out of the text, or throws
-    "if": {"properties": {"feature_type": {"const": "logit"}}},
-    "then": {"properties": {"clerp": {"pattern": r"\(p=\d\.\d{3}\)"}}},
+    "allOf": [
+        # the page of a logit reads its probability out of the text, or throws
+        of_type("logit", r"\(p=\d\.\d{3}\)"),
+        # pages write the token over the text of an embedding: positions and constants are none
+        of_type("embedding", "^(embed|cvec) "),
+    ]
 }
 LINK = record({"source": NODE_ID, "target": NODE_ID, "weight": NUMBER, "signed": {"const": True}})
 GRAPH = record(

@@ -11,7 +11,7 @@ import torch
 from tests.circuits.frozen_hf import frozen_run
 from tests.circuits.in_double import InDouble, exact
 from tests.tiny import loadable, tiny, tokens
-from tl_geometry.base.errors import GeometryError, ReconstructionError
+from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionError
 from tl_geometry.circuits import attention_pairs, trace_logit
 from tl_geometry.scores.split import split_scores
 
@@ -82,6 +82,15 @@ def test_pairs_of_features_are_those_of_a_split_by_features() -> None:
     first = table.iloc[0]
     a, b = pairs.parts.index(first.query_part), pairs.parts.index(first.key_part)
     assert first.weight == float(pairs.weights[a, b, first.key])
+
+
+def test_pairs_beyond_the_memory_budget_are_refused() -> None:
+    graph, split = graph_and_split("llama", parts="writers")
+    node, needed = graph.node(HEAD, AT), 24 * len(split.parts) ** 2 * PROMPT.shape[1]
+    pairs = attention_pairs(graph, split, node, memory_budget=needed)
+    assert pairs.weights.nbytes + pairs.gains.nbytes == needed * 2 / 3
+    with pytest.raises(BudgetError, match=f'{needed:,} bytes .* parts="blocks"'):
+        attention_pairs(graph, split, node, memory_budget=needed - 1)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:

@@ -24,6 +24,7 @@ from tests.tiny import tiny, tokens
 from tl_geometry.circuits.trace import trace_logit
 from tl_geometry.circuits.writer_edges import composition
 from tl_geometry.cli import app
+from tl_geometry.decomposition import decompose
 
 SPEC = importlib.util.find_spec("circuit_tracer")
 pytestmark = [
@@ -42,7 +43,7 @@ window.d3 = {
 };
 """
 """What the front end's reader calls of d3 and of d3-jetpack."""
-PAGE = f"""<!doctype html><script>{D3}</script>
+PAGE = f"""<!doctype html><meta charset="utf-8"><script>{D3}</script>
 <script src="/util.js"></script><script src="/attribution_graph/util-cg.js"></script>"""
 READ = """(async () => {
   window.isLocalServing = true;
@@ -56,6 +57,15 @@ READ = """(async () => {
 })()"""
 """As ``index.html`` and ``init-cg.js`` read: for every graph of the folder the numbers of nodes and
 links in its file, and of those that the page draws."""
+NAMED = """(async () => {
+  window.isLocalServing = true;
+  const {graphs: [graph]} = await util.getFile("./data/graph-metadata.json", false);
+  const data = await util.getFile(`./graph_data/${graph.slug}.json`);
+  const {nodes} = await utilCg.formatData(data, {...data.qParams});
+  return Object.fromEntries(nodes.map(
+    d => [d.node_id, [utilCg.featureTypeToText(d.feature_type), d.clerp, d.streamIdx]]));
+})()"""
+"""Sign, text and row that the page gives to every node; row 0 is below all blocks."""
 File = dict[str, Any]
 
 
@@ -79,12 +89,12 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
-def drawn(browser: Browser, folder: Path) -> list[list[list[int]]]:
-    """What the front end makes of every graph of a folder."""
+def drawn(browser: Browser, folder: Path, script: str = READ) -> Any:
+    """What the front end makes of the graphs of a folder."""
     with served(folder) as address, browser.open("") as page:
         page.tab.route("**/read", lambda route: route.fulfill(body=PAGE, content_type="text/html"))
         page.tab.goto(f"{address}/read")
-        return page.evaluate(READ)
+        return page.evaluate(script)
 
 
 def folder_of(file: File, folder: Path) -> Path:
@@ -94,18 +104,34 @@ def folder_of(file: File, folder: Path) -> Path:
     return folder
 
 
-def graph(length: int = 14) -> File:
-    return trace_logit(tiny("bridge", "llama"), tokens(batch=1, length=length, seed=7), 5).to_json()
+def graph(length: int = 14, architecture: str = "llama", **options: Any) -> File:
+    prompt = tokens(batch=1, length=length, seed=7)
+    return trace_logit(tiny("bridge", architecture), prompt, 5, **options).to_json()
 
 
-def writers() -> File:
-    found = composition(tiny("bridge", "llama"), tokens(batch=4, length=12, seed=7), progress=False)
-    return found.to_json(n=60)
+def of_a_basis() -> File:
+    """Leaves mean, pos and cvec."""
+    basis = decompose(tiny("bridge", "llama"), tokens(batch=8, length=14, seed=3))
+    return graph(basis=basis)
 
 
-@pytest.mark.parametrize(
-    "make", [graph, functools.partial(graph, 1), writers], ids=["graph", "one token", "writers"]
-)
+def writers(architecture: str = "llama") -> File:
+    model = tiny("bridge", architecture)
+    found = composition(model, tokens(batch=4, length=12, seed=7), progress=False)
+    return found.to_json(n=200 if architecture == "gpt2" else 60)
+
+
+MADE: dict[str, Callable[[], File]] = {
+    "graph": graph,
+    "one token": functools.partial(graph, 1),
+    "positions": functools.partial(graph, architecture="gpt2", keep=1.0),
+    "basis": of_a_basis,
+    "writers": writers,
+    "writers of positions": functools.partial(writers, "gpt2"),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_no_node_and_no_link_is_hidden(
     make: Callable[[], File], browser: Browser, tmp_path: Path
 ) -> None:
@@ -113,6 +139,40 @@ def test_no_node_and_no_link_is_hidden(
     here = [len(file["nodes"]), len(file["links"])]
     assert min(here) > 10
     assert drawn(browser, folder_of(file, tmp_path)) == [[here, here]]
+
+
+def unnamed(file: File, browser: Browser, folder: Path) -> list[str]:
+    """Nodes below all blocks that the page does not draw as what they are."""
+    page = drawn(browser, folder_of(file, folder), NAMED)
+    wrong = []
+    for node in file["nodes"]:
+        sign, text, row = page[node["node_id"]]
+        token = node["clerp"].startswith(("embed ", "cvec "))
+        name = "Emb: " if token else node["clerp"]
+        if node["layer"] == "E" and not (
+            row == 0 and sign == ("■" if token else "●") and text.startswith(name)
+        ):
+            wrong.append(node["clerp"].split(" ")[0])
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("positions", {"pos_embed", "constants"}),
+        ("basis", {"mean", "pos", "constants"}),
+        ("writers of positions", {"pos_embed", "constants"}),
+    ],
+)
+def test_only_tokens_look_like_tokens(
+    name: str, others: set[str], browser: Browser, tmp_path: Path
+) -> None:
+    file = MADE[name]()
+    assert not unnamed(file, browser, tmp_path)
+    below = [node for node in file["nodes"] if node["layer"] == "E"]
+    assert others < {node["clerp"].split(" ")[0] for node in below}
+    same = [n | {"feature_type": "embedding"} if n in below else n for n in file["nodes"]]
+    assert set(unnamed(file | {"nodes": same}, browser, tmp_path)) == others
 
 
 def test_what_would_be_hidden_is_seen(browser: Browser, tmp_path: Path) -> None:

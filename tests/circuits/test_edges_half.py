@@ -37,7 +37,7 @@ def rounded(architecture: str, half: torch.dtype, *, enormous: bool = False) -> 
 
 
 @pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gemma2", "gpt-oss"])
 def test_scores_are_those_of_the_same_weights_in_float32(
     architecture: str, half: torch.dtype
 ) -> None:

@@ -233,6 +233,8 @@ def test_results_come_back(tmp_path: Path) -> None:
     stored = Faithfulness.load(result.save(tmp_path / "f.safetensors"))
     assert stored.to_dataframe().equals(result.to_dataframe())
     assert {"f", "random", "complement"} <= set(result.columns())
+    assert tuple(result.to_dataframe())[:3] == ("fraction", "kept", "f")
+    assert result.to_dataframe().fraction.tolist() == result.fractions.tolist() == [2 / 8]
     row = result.to_dataframe().iloc[0]
     for of, draws in (
         ("random", result.random_f),

@@ -3,6 +3,8 @@ computation that was made before this library had either."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,12 +33,51 @@ DIRECT = (2.31, 1.21, -0.95, 0.89, -0.63, 0.21, 0.03)
 HEADS = tuple(EFFECTS)
 WIDE = 2.26
 """Standard errors to either side of a mean over ten prompts that cover 95% (t with 9 degrees)."""
+FEW = 2
+"""Pairs of names whose prompts every head is knocked out on: 60 s."""
+CORRELATION, SPREAD = 0.926, 0.017
+"""Of all paths with knockouts over all 270 heads, on the prompts of two of the five pairs of names:
+mean and standard deviation over the ten choices. On all ten prompts 0.942 (standard error 0.013 by
+a jackknife over names), and 0.861 (0.039) of direct contributions; the other route, on sixteen
+prompts of its own, had 0.96 and 0.88."""
+
+
+def names_prompts(model: Any) -> Any:
+    """The prompts of all pairs of names, form by form."""
+    rows = [{"IO": right, "S": wrong} for right, wrong in PAIRS]
+    return tlg.corpus.aligned_prompts(model, FORMS, rows, prepend_bos=True)
+
+
+def test_attributions_along_all_paths_predict_knockouts() -> None:
+    model = tlg.zoo.smollm2()
+    every = names_prompts(model)
+    rows = [form * len(PAIRS) + pair for form in range(len(FORMS)) for pair in range(FEW)]
+    prompts = every.tokens[rows]
+    targets = [(f" {right}", f" {wrong}") for _ in FORMS for right, wrong in PAIRS[:FEW]]
+    table = tlg.interventions.head_knockouts(
+        model, prompts, targets=targets, reference=every, attributions=True, progress=False
+    )
+    assert len(table.conditions) == 270
+    # one of them by itself: a head that matters by where later heads look
+    with tlg.interventions.remove_heads(model, "L20H0", reference=every), torch.no_grad():
+        logits = model(prompts)[:, -1].double()
+    ids = torch.tensor([[int(model.to_single_token(token)) for token in pair] for pair in targets])
+    chosen = logits.gather(1, ids)
+    alone = chosen[:, 0] - chosen[:, 1] - table.clean
+    effects = table.effects[table.conditions.index("L20H0")]
+    assert float((alone - effects).abs().max()) < 1e-3 < 0.1 < float(-effects.mean())
+    found = {}
+    for name in ("direct", "all_paths"):
+        attributed = getattr(table, name).mean(1)
+        found[name] = float(torch.corrcoef(torch.stack([attributed, -table.effects.mean(1)]))[0, 1])
+    assert found["all_paths"] == pytest.approx(CORRELATION, abs=2 * SPREAD)
+    # direct contributions alone predict worse
+    assert found["direct"] < CORRELATION - 2 * SPREAD
 
 
 def test_writing_is_not_mattering() -> None:
-    rows = [{"IO": right, "S": wrong} for right, wrong in PAIRS]
     model = tlg.zoo.smollm2()
-    prompts = tlg.corpus.aligned_prompts(model, FORMS, rows, prepend_bos=True)
+    prompts = names_prompts(model)
     assert prompts.positions == {"S2": 10, "end": 14}
     targets = [(f" {right}", f" {wrong}") for _ in FORMS for right, wrong in PAIRS]
     table = tlg.interventions.head_knockouts(
@@ -59,7 +100,7 @@ def test_writing_is_not_mattering() -> None:
         assert float(table.effect.value[row]) == pytest.approx(value, abs=bound), head
     direct = table.direct.mean(1)
     # no errors were stated of these: those of 64 prompts with the spread of the prompts here
-    error = table.direct.std(1) * (1 / len(rows) / 2 + 1 / 64) ** 0.5
+    error = table.direct.std(1) * (1 / len(targets) + 1 / 64) ** 0.5
     for row, value in enumerate(DIRECT):
         assert float(direct[row]) == pytest.approx(value, abs=WIDE * float(error[row])), HEADS[row]
     marked = dict(zip(HEADS, table.disagrees.tolist(), strict=True))

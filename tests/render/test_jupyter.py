@@ -27,6 +27,9 @@ pytestmark = pytest.mark.slow
 LAB = shutil.which("jupyter-lab") or shutil.which("jupyter-lab", path=Path(sys.executable).parent)
 needs_lab = pytest.mark.skipif(LAB is None, reason="needs jupyterlab (requirements-docs.txt)")
 OUTPUT = ".jp-OutputArea-output"
+ENDS_BELOW = """i => i.parentElement.getBoundingClientRect().bottom -
+  i.getBoundingClientRect().bottom < 8"""
+"""Whether what holds an image ends with it, but for the descent of a line of text."""
 WHITE, BLACK = "rgb(255, 255, 255)", "rgb(18, 18, 18)"
 
 
@@ -131,6 +134,9 @@ def test_an_untrusted_notebook_shows_the_image_and_a_trusted_one_the_view(
         assert page.evaluate(images) == [1, 1, 0], "without its image the page shows nothing"
         assert page.wait(f"{pictures}.every(i => i.naturalWidth > 300)")
         assert page.evaluate(f"{pictures}.every(i => i.getBoundingClientRect().right < innerWidth)")
+        assert page.evaluate(f"{pictures}.map({ENDS_BELOW})") == [True, True], (
+            "nothing below an image"
+        )
         text = page.evaluate(f"document.querySelector('{OUTPUT}').innerText")
         assert "jp-theme" not in text
         page.tab.close()

@@ -17,6 +17,7 @@ from tl_geometry.base.errors import fail
 from tl_geometry.circuits.graph_files import (
     REST_TYPE,
     file_record,
+    first_type,
     influences,
     link_record,
     metadata,
@@ -92,7 +93,7 @@ def _writer_nodes(
     nodes = []
     for name in dict.fromkeys(edge[0] for edge in edges):
         layer, _ = composition.place(name)
-        where, node_type = ("E", "embedding") if layer < 0 else (str(layer), FEATURE)
+        where, node_type = ("E", first_type(name)) if layer < 0 else (str(layer), FEATURE)
         feature = pairing(layer + 1, composition.parts.index(name))
         size, text = sum(abs(x[3]) for x in edges if x[0] == name), f"{name} writes"
         node = _node_id(composition, name, 0)

@@ -13,6 +13,10 @@ clean run (attribution patching; Syed et al. 2023). With ``method="integrated"``
 ``h_0 = counterfactual + a (clean - counterfactual)``, ``a = (m + 1/2) / steps`` (Hanna et al. 2024,
 who interpolate the embeddings too). Only these runs are interpolated; the difference of the writes
 is that of the two prompts.
+
+A mixture of experts is one reader and one writer. Gradients pass through the experts chosen and the
+weights that the router gives them; where the router would choose others, the metric jumps, and no
+gradient sees that.
 """
 
 from __future__ import annotations
@@ -171,8 +175,8 @@ def edge_scores(
         batch_size, memory_budget: most pairs in one pass, and bytes that it may hold.
 
     Raises ``GeometryError`` for a pair of two lengths, and for a pair after which the same token is
-    likeliest; ``UnsupportedModelError`` for an encoder and for a mixture of experts;
-    ``ReconstructionError`` where a pass by blocks does not give the model's own logits.
+    likeliest; ``UnsupportedModelError`` for an encoder; ``ReconstructionError`` where a pass by
+    blocks does not give the model's own logits.
 
     A model in half precision is scored by its weights in float32, its own precision being too
     coarse to check. On SmolLM2 (4 pairs of names) scores of the weights rounded to bfloat16 and of

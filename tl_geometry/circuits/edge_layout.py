@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
-from tl_geometry.models.mlp import mlp_spec
+from tl_geometry.models.mlp import live_mlp
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.write_spec import writing_of
 
@@ -66,8 +66,8 @@ class EdgeLayout:
     def of(cls, view: ModelView) -> EdgeLayout:
         """The layout of a decoder.
 
-        Raises ``UnsupportedModelError`` for an encoder, and for an MLP other than two or three
-        matrices (a mixture of experts).
+        Raises ``UnsupportedModelError`` for an encoder, and for an MLP that gives something else
+        than its module does for a norm of the stream.
         """
         blocks = writing_of(view).blocks
         if any(block.around is not None for block in blocks):
@@ -77,7 +77,7 @@ class EdgeLayout:
                 got="an encoder, which norms the stream after each addition",
                 error=UnsupportedModelError,
             )
-        mlps = [mlp_spec(view, layer) for layer in range(view.n_layers)]
+        mlps = [live_mlp(view, layer) for layer in range(view.n_layers)]
         return cls(
             n_layers=view.n_layers,
             n_heads=view.n_heads,

@@ -10,7 +10,8 @@ sinks, MLPs), everything live. A block adds to the stream
 
 with z_h the values of head h mixed by its pattern. N_a is the norm behind attention, where there is
 one: its scale is that of all heads together, and its bias, like b_O, is shared out evenly, so that
-the writes sum to what the block adds.
+the writes sum to what the block adds. A mixture of experts writes N_b of what the model's own
+module gives.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tl_geometry.models.attention_spec import AttentionSpec, scores_of
 from tl_geometry.models.forward import keep
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import OutputEdit
-from tl_geometry.models.mlp import MLPSpec, mlp_spec
+from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
@@ -142,7 +143,7 @@ class LiveBlock:
     spec: AttentionSpec
     layer: LayerView
     after: NormWeights | None
-    mlp: MLPSpec | None
+    mlp: MLPSpec | MLPModule | None
 
     def run(self, stream: Stream, readers: LayerReaders, outputs: OutputEdit | None = None) -> None:
         """Read and write as the block does; ``outputs`` maps its mixed values to others."""
@@ -234,7 +235,7 @@ class EdgePass:
                 spec=view._layers.spec_with_weights(l, layer.h),
                 layer=layer,
                 after=writing[l].after_attention,
-                mlp=mlp_spec(view, l),
+                mlp=live_mlp(view, l),
             )
             for l, layer in enumerate(layers)
         )

@@ -5,8 +5,9 @@ pages draw, and ``networkx``. The records of these formats are made here for com
 In Neuronpedia's JSON every node has an integer ``feature``. Pages silently delete nodes that share
 one at the same layer and position, so each head, MLP and rest gets a number of its own: Cantor's
 pairing of its layer and its place there. Value edges are links; the writers that made a head attend
-are in its ``qk_tracing_results``. What pruning left out of a node is a node of its own (``rest``),
-so that the links into every node sum to its value in the file too.
+are in its ``qk_tracing_results``. Pages name every embedding after its token, so constants and what
+is the same for all tokens (positions) have a type of their own. What pruning left out of a node is
+a node of its own (``rest``), so that the links into every node sum to its value in the file too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
 
 REST_TYPE = "mlp reconstruction error"
 """What the front ends call a part that a graph leaves out."""
+TOKEN_LEAVES = ("embed", "cvec")
+"""Parts of the first state that differ from token to token."""
+LEAF_TYPE = "leaf"
+"""The type of all other parts before the first block, and of constants. Front ends draw a type that
+they do not know as a disc with the file's text; a square is a token's."""
 SHOWN_CONTRIBUTORS = 10
 """Writers of query and key that a head's node lists in the file."""
 
@@ -143,6 +149,11 @@ def metadata(
     }
 
 
+def first_type(name: str) -> str:
+    """What the front ends are told of a writer before the first block."""
+    return "embedding" if name in TOKEN_LEAVES else LEAF_TYPE
+
+
 def node_record(
     node_id: str,
     feature: int,
@@ -206,7 +217,7 @@ def node_id(graph: LogitGraph, node: int) -> str:
         return f"{layer}_mlp_{position}"
     if name == CONSTANTS:
         return "E_constants_0"
-    prefix = "" if name == graph.leaf_names[0] else f"{name.replace('_', '-')}-"
+    prefix = "" if name in TOKEN_LEAVES else f"{name.replace('_', '-')}-"
     return f"E_{prefix}{graph.token_ids[position]}_{position}"
 
 
@@ -229,7 +240,7 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
     position = max(0, int(graph.positions[node]))
     layer, head = int(graph.layers[node]), int(graph.heads_of[node])
     logit = node == 0
-    node_type = "logit" if logit else "embedding" if layer < 0 else "cross layer transcoder"
+    node_type = first_type(graph.names[node]) if layer < 0 else "cross layer transcoder"
     text = graph.label(node)
     if logit:  # the front end reads the probability out of this text
         text = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
@@ -238,7 +249,7 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
         graph.target[0] if logit else _feature(graph, node),
         str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
         position,
-        node_type,
+        "logit" if logit else node_type,
         text,
         float(graph.values[node]),
         influence,

@@ -154,9 +154,13 @@ class Faithfulness(Result):
 
     table_axes = ("level",)
 
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """Levels are named by the share that they keep."""
+        return {"fraction": self.fractions.tolist()}
+
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
         f, null = self.f, self.random_f
-        columns = {"fraction": self.fractions, "kept": self.kept}
+        columns = {"kept": self.kept}
         columns |= {"f": f.value, "f_low": f.low, "f_high": f.high, "random": null.mean(0)}
         columns |= {"random_low": null.amin(0), "random_high": null.amax(0)}
         if self.complements is not None:

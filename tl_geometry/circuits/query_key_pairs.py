@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import ReconstructionError, require
+from tl_geometry.base.errors import BudgetError, ReconstructionError, require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.scores.split import ScoreSplit
@@ -68,7 +68,12 @@ class AttentionPairs(Result):
 
 
 def attention_pairs(
-    graph: LogitGraph, split: ScoreSplit, node: int, *, drop: int = 0
+    graph: LogitGraph,
+    split: ScoreSplit,
+    node: int,
+    *,
+    drop: int = 0,
+    memory_budget: int = 2**31,
 ) -> AttentionPairs:
     """Pairs of parts that made a head of ``graph`` look where it looked.
 
@@ -79,9 +84,12 @@ def attention_pairs(
             the features of a dictionary).
         node: a head's node, ``graph.node("L5H1", 11)``.
         drop: keys at the start that gain leaves out, such as one for a BOS token.
+        memory_budget: bytes that terms, weights and gains may take together: ``24 part^2 key``, 8
+            for each cell of each. That is 15 MB for the 203 writers before block 20 of SmolLM2 and
+            15 tokens, and 1 GB for 1,000 tokens.
 
-    Raises ``ReconstructionError`` where the pairs do not sum to the graph's query edges, as with a
-    split of another prompt.
+    Raises ``BudgetError`` where it does not suffice, and ``ReconstructionError`` where the pairs do
+    not sum to the graph's query edges, as with a split of another prompt.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -101,6 +109,7 @@ def attention_pairs(
     got = f"{batch} prompts of {n_keys}"
     fits = (batch, n_keys) == (1, length)
     require(fits, "split", expected=f"one prompt of {length} tokens", got=got)
+    _require_memory(len(split.parts), length, memory_budget)
     query, column = int(graph.positions[node]), split.heads.index((layer, head))
     q, k = split.q[:, 0, query, column].double(), split.k[:, 0, :, column].double()
     terms = einsum(q, k, "a e, b j e -> a b j").cpu()
@@ -129,4 +138,18 @@ def attention_pairs(
         gains=terms * moved,
         attention=graph.attention[node],
         response=graph.response[node],
+    )
+
+
+def _require_memory(parts: int, keys: int, memory_budget: int) -> None:
+    """Raise where terms, weights and gains of all pairs exceed the budget."""
+    needed = 3 * torch.float64.itemsize * parts**2 * keys
+    require(
+        needed <= memory_budget,
+        "memory_budget",
+        expected=f"{needed:,} bytes for the pairs of {parts} parts at {keys} keys",
+        got=f"{memory_budget:,}",
+        instead='split_scores(..., parts="blocks") or other parts that are fewer, '
+        "or a larger memory_budget=",
+        error=BudgetError,
     )

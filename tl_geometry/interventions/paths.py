@@ -153,8 +153,8 @@ def head_paths(
             receivers that no row has; by default 8, and none where all heads are rows.
 
     Raises ``GeometryError`` for a sender that does not come before every receiver, for unknown
-    inputs, and as :func:`head_knockouts`; ``UnsupportedModelError`` for encoders and mixtures of
-    experts; ``ReconstructionError`` under hooks that change the model.
+    inputs, and as :func:`head_knockouts`; ``UnsupportedModelError`` for encoders;
+    ``ReconstructionError`` under hooks that change the model.
 
     Sources: Wang et al. 2022, arXiv:2211.00593; Goldowsky-Dill et al. 2023, arXiv:2304.05969.
 

@@ -1,7 +1,8 @@
-"""What the MLP of a block computes, as data.
+"""What the MLP of a block computes: as data, or by the model's own module.
 
 :func:`mlp_spec` is called for the frozen linear model of a forward pass
-(:mod:`tl_geometry.circuits.frozen`). A block's MLP is
+(:mod:`tl_geometry.circuits.frozen`), :func:`live_mlp` for passes in which everything is live
+(:mod:`tl_geometry.circuits.edge_pass`). A block's MLP is
 
     out = N_after(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out),    x = N(h)
 
@@ -9,6 +10,9 @@ without the factor ``x W_in + b_in`` where there is no gate (then W_gate is the 
 h is the stream after attention, or before it (parallel blocks). Norms, activation and input are
 tried in turn; the combination that reproduces the model's own output on the probe is kept. A
 half-precision model runs its probe in float32, where faults below 1% show.
+
+A mixture of experts has more matrices than that. It is ``N_after(module(N(h)))`` with the model's
+own module, run live: its router chooses experts anew for every input.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from einops import einsum
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
@@ -29,6 +33,7 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import inner, part, upcast
+from tl_geometry.models.precision import with_single_weights
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
 from tl_geometry.models.write_spec import by_head, writing_of
@@ -104,18 +109,58 @@ class MLPSpec:
         return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
 
 
-def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
-    """The MLP of a block, ``None`` where the block has none; remembered as long as the weights stay
-    the same.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MLPModule:
+    """The MLP of one block as the model's own ``module``, between two norms; ``parallel`` as in
+    :class:`MLPSpec`."""
 
-    Raises ``UnsupportedModelError`` for a mixture of experts, and for an MLP that is not of this
-    form.
+    before: NormWeights
+    after: NormWeights
+    parallel: bool
+    module: nn.Module
+
+    def run(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The module's output for a normed input, without the user's hooks. A module in half
+        precision is run with its weights in float32, as the input is."""
+        with without_hooks(self.module), with_single_weights(self.module):
+            output = self.module(x)
+        # some give what their router chose, too
+        return output[0] if isinstance(output, tuple) else output
+
+    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The MLP's output for the stream ``h`` that it reads."""
+        return self.after.apply(self.run(self.before.apply(h)))
+
+
+def live_mlp(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
+    """The MLP of a block, by matrices or else by its module, ``None`` where the block has none;
+    remembered as long as the weights stay the same.
+
+    Raises ``UnsupportedModelError`` where the block's MLP gives neither.
     """
     memo = view._layers.memo
     key = ("mlp", layer)
     if key not in memo:
         memo[key] = _infer(view, layer)
     return memo[key]
+
+
+def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
+    """The MLP of a block by matrices, ``None`` where the block has none.
+
+    Raises ``UnsupportedModelError`` for a mixture of experts, and for an MLP that is not of this
+    form.
+    """
+    found = live_mlp(view, layer)
+    if isinstance(found, MLPModule):
+        fail(
+            f"MLP of block {layer} of {view.name}",
+            expected="two or three matrices with an activation between them",
+            got=type(inner(found.module)).__name__,
+            instead='trace_logit(..., mlp="leaf"), with MLPs as inputs',
+            error=UnsupportedModelError,
+        )
+    return found
 
 
 class _Probe(NamedTuple):
@@ -152,7 +197,8 @@ def _hooks(layer: int, mlp: str) -> tuple[str, str, str]:
     return f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", mlp
 
 
-def _infer(view: ModelView, layer: int) -> MLPSpec | None:
+@torch.no_grad()
+def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
     memo = view._layers.memo
     if "mlp probes" not in memo:
         memo["mlp probes"] = _probes(view)
@@ -160,25 +206,36 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | None:
     probe = probes.get(layer)
     if probe is None:
         return None
-    block, expected = view._model.blocks[layer], probe.output
-    rounding = reconstruction_bound(unit_roundoff(precision), float(expected.abs().max()))
+    block = view._model.blocks[layer]
+    for candidates in (_candidates, _modules):
+        best = _best(candidates(view, block, probe.before), probe, unit_roundoff(precision))
+        if best is not None:
+            return best
+    return fail(
+        f"MLP of block {layer} of {view.name}",
+        expected="what its module gives for a norm of the stream",
+        got=f"another output of {type(inner(block.mlp)).__name__}",
+        error=UnsupportedModelError,
+    )
+
+
+Found = TypeVar("Found", bound=MLPSpec | MLPModule)
+
+
+def _best(candidates: Iterator[Found], probe: _Probe, roundoff: float) -> Found | None:
+    """The first of the candidates that gives the output of the probe, ``None`` where none does."""
+    rounding = reconstruction_bound(roundoff, float(probe.output.abs().max()))
     best, least = None, torch.inf
-    for candidate in _candidates(view, block, probe.before):
+    for candidate in candidates:
         read = probe.before if candidate.parallel else probe.after
-        error = float((candidate.apply(read) - expected).abs().max())
+        error = float((candidate.apply(read) - probe.output).abs().max())
         if error < 0.99 * least:  # ties go to the earlier candidate
             best, least = candidate, error
         if least <= rounding:
             break
     # two products of matrices and an activation round more than one product; 1e-5 is for outputs
     # near zero. Another activation or norm is off by 1e-3 and more.
-    bound = 8 * rounding + 1e-5
-    if best is None or not least <= bound:
-        what, got = f"MLP of block {layer} of {view.name}", type(inner(block.mlp)).__name__
-        expected = "two or three matrices with an activation between them"
-        instead = 'trace_logit(..., mlp="leaf"), with MLPs as inputs'
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    return best
+    return best if least <= 8 * rounding + 1e-5 else None
 
 
 def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
@@ -200,15 +257,12 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((no_bias, b_out + b_in @ W_out.to(h)))
-    norm = view._layers.parameters.norm_candidates
-    no_norm = list(norm(None, h))
-    before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
-    after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
     # what the configuration calls the activation is tried first, and believed only if it fits
     configured = str(getattr(view._model.cfg, "act_fn", ""))
     activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
+    before, after = _norms(view, block, h)
     for norm_after, parallel, activation, (b_in, b_out), norm_before in product(
-        [*no_norm, *after], (False, True), activations, biases, [*before, *no_norm]
+        after, (False, True), activations, biases, before
     ):
         yield MLPSpec(
             before=norm_before,
@@ -222,3 +276,23 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
             stored_out=W_out,
             b_out=b_out,
         )
+
+
+def _modules(view: ModelView, block: object, h: Tensor) -> Iterator[MLPModule]:
+    """Readings of an MLP as its own module, the likeliest first."""
+    before, after = _norms(view, block, h)
+    for norm_after, parallel, norm_before in product(after, (False, True), before):
+        yield MLPModule(
+            before=norm_before, after=norm_after, parallel=parallel, module=part(block, "mlp")
+        )
+
+
+def _norms(
+    view: ModelView, block: object, h: Tensor
+) -> tuple[list[NormWeights], list[NormWeights]]:
+    """Readings of the norms of an MLP's input and of its output."""
+    norm = view._layers.parameters.norm_candidates
+    no_norm = list(norm(None, h))
+    before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
+    after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
+    return [*before, *no_norm], [*no_norm, *after]

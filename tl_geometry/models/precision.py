@@ -55,6 +55,21 @@ def widened(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_single_weights(module: nn.Module) -> Iterator[None]:
+    """One module in float32 inside ``with``, by tensors in place of its parameters: what was
+    computed inside keeps them, so that gradients can be taken afterwards."""
+    with ExitStack() as stack:
+        for part in module.modules():
+            for which in ("_parameters", "_buffers"):
+                table: dict[str, Any] = vars(part)[which]
+                for name, value in table.items():
+                    if value is not None and value.dtype in HALF:
+                        stack.callback(table.__setitem__, name, value)
+                        table[name] = value.detach().float()
+        yield
+
+
 def in_single(model: nn.Module, run: Callable[[], T]) -> tuple[T, torch.dtype]:
     """What ``run`` gives of a model, and the precision it had: a half-precision model runs in
     float32 where its widened weights are not too large."""

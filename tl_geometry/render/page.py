@@ -88,14 +88,16 @@ class PageView:
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
         page = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
         title, page = html.escape(self.title), html.escape(page)
-        place = "position:absolute;top:0;left:0" if png else "display:block"
+        place = "grid-area:1/1" if png else "display:block"
         loading = ' loading="lazy"' if lazy else ""
         attributes = f'sandbox="allow-scripts"{loading} style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
-            fit = f"width:100%;max-height:{self.height}px;object-fit:contain;object-position:0 0"
+            # both in one cell of a grid: where there is no frame the image alone makes the height
+            fit = f"{place};width:100%;max-height:{self.height}px"
+            fit += ";object-fit:contain;object-position:0 0"
             image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
-            holder = f"position:relative;max-width:{self.width}px;min-height:{self.height}px"
+            holder = f"display:grid;grid-template-columns:minmax(0,1fr);max-width:{self.width}px"
             frame = f'<div style="{holder}">{image}{frame}</div>'
         around = f'<div style="overflow-x:auto">{frame}</div>'
         return f"<style>{DARK}</style>{around}{folded(self.source)}"
