@@ -26,6 +26,7 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.rows import row_center
+from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.render import cells
 from tl_geometry.render.figure import (
     DIVERGING,
@@ -213,17 +214,26 @@ def draw_panels(
     split: ScoreSplit, panels: dict[str, list[Term]], block: int = 1, centered: bool = False
 ) -> PanelValues:
     """The panels of the first context, then the total and the pattern, as block maxima, for all
-    heads of the split."""
-    allowed = split.allowed.expand(len(split.heads), -1, -1)
+    heads of the split. A few rows at a time, so that memory grows with the prompt and not its
+    square."""
+    length, terms = split.q.shape[2], split.terms
     zero = torch.zeros(())
-    shown = [sum((split.terms[term][0] for term in terms), zero) for terms in panels.values()]
-    shown += [split.total()[0]]
-    if centered:
-        shown = [row_center(x, allowed) for x in shown]
-    reduced = [cells.block_maxima(x, allowed, block) for x in (*shown, split.pattern()[0])]
-    return PanelValues(
-        torch.stack(reduced, 1).double().cpu(), cells.any_allowed(allowed, block).cpu(), block
-    )
+    # whole blocks of rows
+    step = block * max(1, ROW_CELLS // (len(split.heads) * length * block))
+
+    def reduced(queries: slice) -> tuple[Tensor, Tensor]:
+        allowed = split.mask[:, queries].to(split.q.device).expand(len(split.heads), -1, -1)
+        shown = [sum((terms.rows(t, queries)[0] for t in some), zero) for some in panels.values()]
+        shown.append(split.total_rows(queries)[0])
+        if centered:
+            shown = [row_center(x, allowed) for x in shown]
+        shown.append(split.pattern_rows(queries)[0])
+        maxima = torch.stack([cells.block_maxima(x, allowed, block) for x in shown], 1)
+        return maxima.double().cpu(), cells.any_allowed(allowed, block).cpu()
+
+    rows = [reduced(slice(start, start + step)) for start in range(0, length, step)]
+    values, seen = (torch.cat(column, -2) for column in zip(*rows, strict=True))
+    return PanelValues(values, seen, block)
 
 
 def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
