@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 import jaxtyping
 import pytest
@@ -131,7 +131,7 @@ class Words(Protocol):
     def said(self) -> str: ...
 
 
-QUICK = (int, float, str, Tensor, torch.dtype, type(None), str | None, int | Tensor, Optional[bool])
+QUICK = (int, float, str, Tensor, torch.dtype, type(None), str | None, int | Tensor, bool | None)
 SLOW = (list[int], Sequence[str], tuple[int, ...], Callable[..., int], Any | None, Words)
 VALUES = (1, 1.5, True, "a", None, [1], ["a"], (1, 2), len, torch.float32, RIGHT, WRONG, Later())
 
