@@ -172,8 +172,8 @@ print(peak())
 
 
 def memory(size: str) -> list[Row]:
-    """Peak memory of whole processes over 256 and 4,096 contexts: the ratio should be one. The smoke
-    size has one process of 32."""
+    """Peak memory of whole processes over 256 and 4,096 contexts: the ratio should be one. In
+    the small size there is one, over 32."""
     layers, width, length, counts = (
         (2, 64, 32, (32,)) if size == "smoke" else (4, 256, 64, (256, 4096))
     )
