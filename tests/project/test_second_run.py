@@ -45,7 +45,7 @@ def test_an_import_and_an_absent_file_are_seen() -> None:
     assert meets("def test_a() -> None:\n    from transformer_lens.hook_points import HookPoint")
     assert meets("import transformer_lens as tl")
     assert not meets("import transformers\nfrom tl_geometry import view  # transformer_lens")
-    assert any(meets(path.read_text("utf-8")) for path in files(["circuits/test_trace.py"]))
+    assert any(meets(path.read_text("utf-8")) for path in files(["cli/test_signals.py"]))
     assert not files(["base/test_planted.py"])[0].is_file()
 
 
