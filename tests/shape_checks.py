@@ -153,8 +153,9 @@ def _classes(hint: Any) -> tuple[type, ...]:
         each = [_classes(part) for part in typing.get_args(hint)]
         return tuple(found for part in each for found in part) if all(each) else ()
     more = ("__orig_bases__", "_is_protocol")
-    plain = isinstance(hint, type) and typing.get_origin(hint) is None and hint is not Any
-    return (hint,) if plain and not any(getattr(hint, name, False) for name in more) else ()
+    if hint is Any or typing.get_origin(hint) is not None or not isinstance(hint, type):
+        return ()
+    return () if any(getattr(hint, name, False) for name in more) else (hint,)
 
 
 def _may_name_axes(hint: Any) -> bool:

@@ -131,7 +131,17 @@ class Words(Protocol):
     def said(self) -> str: ...
 
 
-QUICK = (int, float, str, Tensor, torch.dtype, type(None), str | None, int | Tensor, bool | None)
+QUICK: Any = (
+    int,
+    float,
+    str,
+    Tensor,
+    torch.dtype,
+    type(None),
+    str | None,
+    int | Tensor,
+    bool | None,
+)
 SLOW = (list[int], Sequence[str], tuple[int, ...], Callable[..., int], Any | None, Words)
 VALUES = (1, 1.5, True, "a", None, [1], ["a"], (1, 2), len, torch.float32, RIGHT, WRONG, Later())
 
@@ -147,7 +157,7 @@ def test_what_isinstance_decides_beartype_decides_alike() -> None:
 
 
 def test_only_what_may_name_axes_opens_a_list_of_sizes() -> None:
-    sizes = Float[Tensor, " n"]
+    sizes: Any = Float[Tensor, " n"]
     for hint in (sizes, sizes | None, list[sizes], dict[str, sizes], Sequence[int]):
         assert shape_checks._may_name_axes(hint), hint
     assert not any(shape_checks._may_name_axes(hint) for hint in (None, *QUICK))
