@@ -23,8 +23,10 @@ from benchmarks import (
 from benchmarks.calibration_outcomes import Outcome, markdown
 from benchmarks.harness import Row
 
-SCALE = {"smoke": 0.1, "cpu": 1.0, "gpu": 1.0}
+SCALE = {"smoke": 0.01, "cpu": 1.0, "gpu": 1.0}
 """Share of the repeats of the table."""
+LEAST = 4
+"""Repeats at least, of which a spread is a number."""
 PARTS = {
     "scores": calibration_scores,
     "measures": calibration_measures,
@@ -39,7 +41,7 @@ def simulations(
     size: str, parts: Iterable[str] = tuple(PARTS)
 ) -> list[Callable[[], list[Outcome]]]:
     """Every printed interval, p-value and null, in its own setting."""
-    n = lambda full: max(8, int(full * SCALE[size]))  # noqa: E731
+    n = lambda full: max(LEAST, int(full * SCALE[size]))  # noqa: E731
     return [simulate for part in parts for simulate in PARTS[part].simulations(n)]
 
 

@@ -78,10 +78,10 @@ def summarised(found: Iterable[tuple[Finding, float]]) -> list[Summary]:
 
 
 def questions(size: str) -> Iterator[Callable[[], Iterator[Finding]]]:
-    """Every measure on every model, seed by seed."""
-    seeds = SEEDS[size]
-    for seed in seeds:
-        for positions in POSITIONS:
+    """Every measure on every model, seed by seed; in the small size with rotary positions."""
+    kinds = POSITIONS[size == "smoke" :]
+    for seed in SEEDS[size]:
+        for positions in kinds:
             for name in ("heads", "retrieval", "circuit", "induction", "sum"):
                 yield partial(measures.labels, name, positions, seed)
             yield partial(measures.planes, positions, seed)
@@ -89,7 +89,7 @@ def questions(size: str) -> Iterator[Callable[[], Iterator[Finding]]]:
                 yield partial(measures.composed, name, positions, seed)
             for name in ("circuit", "induction", "sum"):
                 yield partial(measures.edges, name, positions, seed)
-        for name, positions in (("heads", "learned"), *(("retrieval", p) for p in POSITIONS)):
+        for name, positions in (("heads", "learned"), *(("retrieval", p) for p in kinds)):
             yield partial(measures.features, name, positions, seed)
         for ask in (measures.ranks, measures.separated, measures.anomalous):
             yield partial(ask, seed)

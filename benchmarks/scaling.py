@@ -32,7 +32,7 @@ CONTEXTS = {"layers": 4, "width": 256, "length": 64, "heads": 4}
 SMOKE = {"layers": 1, "width": 64, "length": 16, "heads": 1}
 """The same in the small size."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
-    "smoke": {"length": (16, 32), "contexts": (8, 16)},
+    "smoke": {"length": (32,), "contexts": (8,)},
     "cpu": {
         "length": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
         "layers": (1, 2, 4, 8),

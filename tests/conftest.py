@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -18,10 +19,25 @@ from hypothesis import settings
 from tests import shape_checks, skips
 from tests.browser import browser  # noqa: F401 (a fixture)
 
+TESTS = Path(__file__).parent
 shape_checks.install()
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("project")
 SKIPPED: list[str] = []
+SLOW = (
+    *("report/test_smollm2.py", "project/test_benchmarks.py", "project/test_notebooks.py"),
+    *("models/test_moved_and_masked.py", "scores/test_long_prompts.py"),
+    *("circuits/test_edge_scores.py", "circuits/test_trace.py", "circuits/test_writers.py"),
+    *("circuits/test_edges_half.py", "interventions/test_edges.py", "project/test_examples.py"),
+    *("project/test_bad_inputs.py", "report/test_sections.py", "circuits/test_pruned_runs.py"),
+)
+"""Files that take a minute or more. One that came last would leave all other workers idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first; all others in their order."""
+    rank = {TESTS / name: i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
 
 
 @pytest.fixture(autouse=True)

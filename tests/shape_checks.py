@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from types import CodeType, FunctionType, SimpleNamespace
@@ -23,20 +24,26 @@ from beartype.door import is_bearable
 from jaxtyping import TypeCheckError
 from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
 
+Check = Callable[[Any], bool]
+"""Whether a value is what an annotation says."""
 _known: dict[CodeType, Annotations] = {}
 
 
 class Annotations(NamedTuple):
-    """The annotations of a function, those that say anything."""
+    """The annotations of a function, those that say anything, as checks."""
 
     names: tuple[str, ...]
     """Of the arguments that may be given by position."""
-    hints: dict[str, Any]
-    rest: Any
+    positional: tuple[Check | None, ...]
+    """Their checks."""
+    checks: dict[str, Check | None]
+    rest: Check | None
     """Of ``*args``."""
-    others: Any
+    others: Check | None
     """Of ``**kwargs``."""
-    result: Any
+    result: Check | None
+    axes: bool
+    """Whether one may name axes, whose sizes hold for one call."""
 
 
 def install() -> None:
@@ -57,39 +64,49 @@ def checked(fn: FunctionType) -> Callable[..., Any]:
     """The function with its arguments and its result checked at every call."""
     if not fn.__annotations__:
         return fn
-    if fn.__code__ not in _known:
+    # looked up once: the hash of a code is computed anew at each look
+    known = _known.get(fn.__code__)
+    if known is None:
         with contextlib.suppress(NameError):  # of what is defined further down
-            _known[fn.__code__] = _annotations(fn)
+            known = _known[fn.__code__] = _annotations(fn)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        known = _known.get(fn.__code__)
+        nonlocal known
         if known is None:
             known = _known[fn.__code__] = _annotations(fn, late=True)
-        memo = push_shape_memo({})
+        memo = push_shape_memo({}) if known.axes else None
         try:
-            for position, value in enumerate(args):
-                named = position < len(known.names)
-                name = known.names[position] if named else "rest"
-                _check(fn, name, value, known.hints.get(name) if named else known.rest, memo)
+            checks = known.positional
+            if len(args) > len(checks):
+                checks += (known.rest,) * (len(args) - len(checks))
+            for position, (check, value) in enumerate(zip(checks, args)):
+                if check is not None and not check(value):
+                    named = position < len(known.names)
+                    name = known.names[position] if named else "rest"
+                    raise _wrong(fn, name, value, memo)
             for name, value in kwargs.items():
-                _check(fn, name, value, known.hints.get(name, known.others), memo)
+                check = known.checks.get(name, known.others)
+                if check is not None and not check(value):
+                    raise _wrong(fn, name, value, memo)
             result = fn(*args, **kwargs)
-            _check(fn, "return value", result, known.result, memo)
+            if known.result is not None and not known.result(result):
+                raise _wrong(fn, "return value", result, memo)
             return result
         finally:
-            pop_shape_memo()
+            if memo is not None:
+                pop_shape_memo()
 
     return call
 
 
-def _check(fn: FunctionType, name: str, value: Any, hint: Any, memo: Any) -> None:
-    if hint is not None and not is_bearable(value, hint):
-        shape = tuple(value.shape) if hasattr(value, "shape") else ""
-        raise TypeCheckError(
-            f"{fn.__module__}.{fn.__qualname__}: {name}: expected {hint}, "
-            f"got {type(value).__name__} {shape} {value!r:.200}\n{shape_str(memo)}"
-        )
+def _wrong(fn: FunctionType, name: str, value: Any, memo: Any) -> TypeCheckError:
+    written = fn.__annotations__.get("return" if name == "return value" else name, "its annotation")
+    shape = tuple(value.shape) if hasattr(value, "shape") else ""
+    return TypeCheckError(
+        f"{fn.__module__}.{fn.__qualname__}: {name}: expected {written}, "
+        f"got {type(value).__name__} {shape} {value!r:.200}\n{shape_str(memo) if memo else ''}"
+    )
 
 
 def _annotations(fn: FunctionType, *, late: bool = False) -> Annotations:
@@ -97,17 +114,54 @@ def _annotations(fn: FunctionType, *, late: bool = False) -> Annotations:
     first call where one names what is defined further down."""
     parameters = inspect.signature(fn).parameters.values()
     hints = {p.name: _hint(p.annotation, fn, late) for p in parameters}
+    result = _hint(fn.__annotations__.get("return", Any), fn, late)
+    axes = any(_may_name_axes(hint) for hint in (*hints.values(), result))
+    checks = {name: _check(hint) for name, hint in hints.items()}
     kinds = {
-        p.kind: hints.pop(p.name) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        p.kind: checks.pop(p.name)
+        for p in parameters
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    names = (p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(p.name for p in parameters if p.kind in by_place)
     return Annotations(
-        tuple(names),
-        hints,
+        names,
+        tuple(checks[name] for name in names),
+        checks,
         kinds.get(inspect.Parameter.VAR_POSITIONAL),
         kinds.get(inspect.Parameter.VAR_KEYWORD),
-        _hint(fn.__annotations__.get("return", Any), fn, late),
+        _check(result),
+        axes,
     )
+
+
+def _check(hint: Any) -> Check | None:
+    """beartype's check of a type. Of a class, or one class or another, it is ``isinstance``, which
+    is asked directly: nine of ten checks, at a tenth of the time."""
+    if hint is None or hint is object:
+        return None
+    classes = _classes(hint)
+    if classes:
+        return lambda value: isinstance(value, classes)
+    return lambda value: is_bearable(value, hint)
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes of which a value must have one, empty where the type says more than that: of
+    elements, of methods, of keys."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        each = [_classes(part) for part in typing.get_args(hint)]
+        return tuple(found for part in each for found in part) if all(each) else ()
+    more = ("__orig_bases__", "_is_protocol")
+    if hint is Any or typing.get_origin(hint) is not None or not isinstance(hint, type):
+        return ()
+    return () if any(getattr(hint, name, False) for name in more) else (hint,)
+
+
+def _may_name_axes(hint: Any) -> bool:
+    """Whether a type is, or may hold, one of jaxtyping's."""
+    classes = _classes(hint)
+    return hint is not None and (not classes or any(hasattr(c, "array_type") for c in classes))
 
 
 def _hint(annotation: Any, fn: FunctionType, late: bool) -> Any:

@@ -29,10 +29,21 @@ REDUCED = {
         "(24, 2, 12,": "(24, 2, 2,",
         "range(3)": "range(1)",
     },
-    "08_who_wrote_the_keys": {"prompts = 12": "prompts = 2", "before[:4]": "before[:2]"},
+    "08_who_wrote_the_keys": {
+        "prompts = 12": "prompts = 2",
+        "before[:4]": "before[:2]",
+        "layers=layers, ": "layers=layers, draws=2, ",
+        "heads=copying, ": "heads=copying, draws=2, ",
+    },
     "09_from_a_logit_to_its_circuit": {
         "names = 8": "names = 2",
+        "attributions=True, ": "attributions=True, heads=list(heads.index[:12]), ",
+        "curve = tlg.faithfulness(model, scores, ": (
+            "curve = tlg.faithfulness(model, scores, fractions=(0.01, 0.1), draws=1, "
+        ),
+        "plain, **pair, draws=1": "plain, **pair, draws=1, fractions=(0.01, 0.1)",
         "draws=8": "draws=1",
+        "scores.edges(0.01), ": "scores.edges(0.01), draws=1, ",
     },
 }
 """What stands in place of what, once each: the first in the cell tagged ``parameters``."""

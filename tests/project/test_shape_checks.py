@@ -8,14 +8,15 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import jaxtyping
 import pytest
 import torch
 from beartype import beartype
+from beartype.door import is_bearable
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
@@ -122,3 +123,41 @@ def test_annotations_of_the_package_are_read() -> None:
     # the command line loads no torch for these two
     allowed = {"TokensLike", "ModelLike", "Result", "LogitGraph", "Layers"}
     assert {name for name in unread if not late.search(name)} == allowed
+
+
+class Words(Protocol):
+    """What only beartype can judge."""
+
+    def said(self) -> str: ...
+
+
+QUICK: Any = (
+    int,
+    float,
+    str,
+    Tensor,
+    torch.dtype,
+    type(None),
+    str | None,
+    int | Tensor,
+    bool | None,
+)
+SLOW = (list[int], Sequence[str], tuple[int, ...], Callable[..., int], Any | None, Words)
+VALUES = (1, 1.5, True, "a", None, [1], ["a"], (1, 2), len, torch.float32, RIGHT, WRONG, Later())
+
+
+def test_what_isinstance_decides_beartype_decides_alike() -> None:
+    """What says more than a class is left to beartype; the twin: its answers are others."""
+    assert all(shape_checks._classes(hint) for hint in QUICK)
+    assert not any(shape_checks._classes(hint) for hint in SLOW)
+    for hint in QUICK:
+        check: Any = shape_checks._check(hint)
+        assert [check(x) for x in VALUES] == [is_bearable(x, hint) for x in VALUES], hint
+    assert is_bearable(["a"], list[int]) != isinstance(["a"], list)
+
+
+def test_only_what_may_name_axes_opens_a_list_of_sizes() -> None:
+    sizes: Any = Float[Tensor, " n"]
+    for hint in (sizes, sizes | None, list[sizes], dict[str, sizes], Sequence[int]):
+        assert shape_checks._may_name_axes(hint), hint
+    assert not any(shape_checks._may_name_axes(hint) for hint in (None, *QUICK))

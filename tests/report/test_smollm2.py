@@ -21,7 +21,7 @@ def test_a_quick_report_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "--budget",
         "quick",
         "--contexts",
-        "32",
+        "16",
         "--length",
         "48",
         "--sections",
@@ -41,7 +41,7 @@ def test_a_quick_report_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "anova.csv").read_text().count("\n") == 32  # 31 states
     page = (tmp_path / "report.html").read_text()
     assert re.search(
-        r"the largest 0\.1% of 1,504 tokens hold [^>]*>\d+\.\d+%<.span> "
+        r"the largest 0\.1% of 752 tokens hold [^>]*>\d+\.\d+%<.span> "
         r"of the sum of squares of state \d+",
         page,
     )  # in this corpus

