@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.circuits.head_readers import Reader, numerators, random_numerators
 from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
 from tl_geometry.decomposition.groups import jackknife_blocks
@@ -98,13 +99,14 @@ class CompositionSums:
         options = {"others": several, "keep": self.keep, "contexts": contexts}
         by_side = numerators(readers, written, self.grain, **options)
         by_chance = random_numerators(readers, written, self.grain, self.directions)
-        for s, reader in enumerate(readers):
-            samples, random = by_side[s].cpu(), by_chance[s].cpu()
-            on_values = HEAD_SIDES[s] == "value"
+        totals = [cotangents.total, cotangents.total, energy.unsqueeze(0)]
+        constants = [reader.constant for reader in readers]
+        # the share in a head's output leaves its constant write out
+        constants[-1] = torch.zeros_like(constants[-1])
+        moved = on_cpu([*by_side, *by_chance, *constants, *totals])
+        by_kind = [moved[i : i + len(readers)] for i in range(0, len(moved), len(readers))]
+        for s, (samples, random, constant, total) in enumerate(zip(*by_kind, strict=True)):
             n = slice(samples.shape[2])  # the value side has no gain
-            # the share in a head's output leaves its constant write out
-            constant = reader.constant.cpu() * (not on_values)
-            total = (energy.unsqueeze(0) if on_values else cotangents.total).cpu()
             for (group, rows), (by_writer, *_) in zip(pieces, samples, strict=True):
                 own = constant[:, rows].sum(1).unsqueeze(-1)
                 self.by_data[group, n, s] += torch.cat([own, by_writer], -1)
