@@ -181,7 +181,9 @@ def test_an_edit_is_of_what_was_given_when_it_was_made(
         first, other, heads = windows.tokens[:2].clone(), windows.tokens[2:4].clone(), ["L1H0"]
         edit = EDITS[name](model, first, other, heads, basis)
         if overwrite:
-            first.zero_(), other.zero_(), heads.append("L1H1")
+            first.zero_()
+            other.zero_()
+            heads.append("L1H1")
         with edit:
             return model(windows.tokens[:2])
 
@@ -196,7 +198,8 @@ def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
     edit = remove_planes(rotary, planes, heads)
     with edit:
         before = rotary(ids)
-    planes.append(1), heads.append("L1H1")
+    planes.append(1)
+    heads.append("L1H1")
     with edit:
         assert torch.equal(rotary(ids), before)
     with remove_planes(rotary, planes, heads):
