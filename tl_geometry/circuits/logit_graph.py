@@ -71,12 +71,13 @@ class LogitGraph(Result):
     ``sources``, ``targets``, ``edge_types`` and ``weights`` are the edges. ``rest[node, edge
     type]`` is what the edges that are not in the graph carry: the edges of a type into a node and
     its rest sum to ``totals[node, edge type]`` (``value``: the node's value; ``query`` and
-    ``key``: the sum of attention's response times score over the row, see
+    ``key``: the sum over the row of dT/d(score) times score, see
     :mod:`tl_geometry.circuits.trace`).
 
-    ``value`` is T before a final soft cap, ``target`` its tokens and ``target_weights`` their
-    weights in T, ``attention[node]`` the pattern of a head's node, ``response[node]`` dT/d(score)
-    at each key (:func:`tl_geometry.circuits.attention_pairs`).
+    ``value`` is T before a final soft cap, ``target`` its tokens, ``target_weights`` their weights
+    in T, and ``probability`` that of the first of them. ``attention[node]`` is the pattern of a
+    head's node, ``response[node]`` dT/d(score) at each key
+    (:func:`tl_geometry.circuits.attention_pairs`).
     """
 
     str_tokens: tuple[str, ...]
