@@ -22,9 +22,7 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.graph_places import PlacedGraphs, Positions, place_graphs
-from tl_geometry.circuits.logit_graph import EDGE_TYPES, LogitGraph
-
-QUERY = EDGE_TYPES.index("query")
+from tl_geometry.circuits.logit_graph import EDGE_TYPES, QUERY, LogitGraph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,12 +119,12 @@ def compare_graphs(
     expected, got = "a graph of trace_logit", type(other).__name__
     require(isinstance(other, LogitGraph), "other", expected=expected, got=got)
     placed = place_graphs((graph, other), positions)
-    of_components = placed.size - 2  # the logit and the constants are in every graph
-    sets = [of.nodes[of.nodes < of_components] for of in placed.kept]
+    components = placed.size - 2  # the logit and the constants are in every graph
+    sets = [of.nodes[of.nodes < components] for of in placed.kept]
     nodes = torch.cat([of.nodes for of in placed.kept]).unique()
     kept = torch.stack([torch.isin(nodes, of.nodes) for of in placed.kept], 1)
     values, moved = placed.values[:, nodes].T.contiguous(), placed.moved[:, nodes].T.contiguous()
-    is_component = nodes < of_components
+    is_component = nodes < components
     keys = torch.cat([of.keys for of in placed.kept]).unique()
     weights = torch.full((len(keys), 2), torch.nan, dtype=torch.float64)
     for side, of in enumerate(placed.kept):
@@ -150,7 +148,7 @@ def compare_graphs(
         edge_types=edge_types,
         weights=weights,
         node_jaccard=_ratio(float(shared.sum()), float(is_component.sum())),
-        node_jaccard_by_chance=jaccard_by_chance(len(sets[0]), len(sets[1]), of_components),
+        node_jaccard_by_chance=jaccard_by_chance(len(sets[0]), len(sets[1]), components),
         edge_jaccard=edge_jaccard,
         edge_jaccard_by_chance=by_chance,
         value_correlation=_correlation(values[is_component]),
