@@ -138,7 +138,7 @@ def trace_logit(
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
     at = rows.position(position)
-    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory budget
+    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory_budget=
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
