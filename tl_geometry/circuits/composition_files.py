@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail
 from tl_geometry.circuits.graph_files import (
     COMPONENT_TYPE,
@@ -52,7 +53,7 @@ def neuronpedia(composition: Composition, *, share: str, writers: str, n: int) -
         composition.provenance.model,
         list(COLUMNS),
         "composition",
-        {"readers": [f"L{layer}H{head}" for layer, head in composition.heads]},
+        {"readers": list(map(head_name, composition.heads))},
         settings | {"queries": list(composition.queries)},
         {"node_threshold": 1.0, "edge_threshold": 1.0, "edges": n},
     )

@@ -113,9 +113,10 @@ class Composition(Result):
         heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
         values = getattr(self, checks.choice(share, SHARES, "share"))
         sides = HEAD_SIDES if side is None else (checks.choice(side, HEAD_SIDES, "side"),)
+        readers = [checks.head_name(head) for head in self.heads]
         strongest = [
-            (self.parts[p], f"L{layer}H{head}", s, float(values[h, HEAD_SIDES.index(s), p]))
-            for h, (layer, head) in enumerate(self.heads)
+            (self.parts[p], readers[h], s, float(values[h, HEAD_SIDES.index(s), p]))
+            for h, (layer, _) in enumerate(self.heads)
             for s in sides
             for p in range(1, len(self.parts))
             if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
@@ -125,7 +126,7 @@ class Composition(Result):
 
     def place(self, name: str) -> tuple[int, int]:
         """Block and head of a writer or reader, -1 for none."""
-        readers = {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        readers = {checks.head_name(head): head for head in self.heads}
         if name in readers:
             return readers[name]
         part = self.parts.index(checks.choice(name, self.parts, "name"))
@@ -226,14 +227,11 @@ def composition(
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
         sums[layer.layer].add(layer, written, start)
 
-    def verified(layer: LayerView, written: Written, start: int) -> None:
-        """Nothing to do: layer and writers have been compared with the model by now."""
-
     start, provenance = stream_writers(
         view,
         source,
         list(by_layer),
-        (verified, on_layer),
+        on_layer,
         drop=drop,
         memory_budget=memory_budget // 2,
         batch_size=batch_size,
@@ -245,11 +243,11 @@ def composition(
     require(has_null, "tokens", expected="batches of at least 2 prompts", got=got)
     width = max(s.width for s in sums.values())
     names = writer_names(view, last, parts)
-    numbers = {
-        name: torch.cat([s.wide(value, width) for s in sums.values() for value in [s.share(name)]])
-        for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs")
-    }
+    numbers = {"weights": torch.cat([s.wide(s.weights(), width) for s in sums.values()])}
     for share in SHARES:
+        for null in ("", "other", "random"):
+            shares = [s.wide(s.share(share, null), width) for s in sums.values()]
+            numbers[f"{null}_{share}" if null else share] = torch.cat(shares)
         by_layer_bounds = [[s.wide(x, width) for x in s.bounds(share)] for s in sums.values()]
         low, high = (torch.cat(bounds) for bounds in zip(*by_layer_bounds, strict=True))
         numbers |= {f"{share}_low": low, f"{share}_high": high}
@@ -276,7 +274,7 @@ def _queries(
     if queries is None:
         return None
     names = tokens.positions if isinstance(tokens, TokenWindows) else {}
-    # windows look up numbers and names; of their tokens only the length counts
+    # one empty window, for its look-up of numbers and names: a corpus may be no windows
     rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=names)
     given = [queries] if isinstance(queries, int | str) else queries
     return checks.indices([rows.position(q) for q in given], length, "queries")
