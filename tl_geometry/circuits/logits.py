@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+
 
 import torch
 from einops import einsum
@@ -87,7 +87,6 @@ class LogitExplanation(Result):
     pair_scores: Float[Tensor, " pair"]
     pair_patterns: Float[Tensor, " pair"]
     bias_label: str = BIAS_BIAS
-    version: ClassVar[int] = 2
 
     @property
     def total(self) -> float:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -86,7 +86,6 @@ class Composition(Result):
     drop: int
     draws: int
     queries: tuple[int, ...] = ()
-    version: ClassVar[int] = 2
 
     def columns(self) -> Sequence[str]:
         return ("layer", "head", "side", "writer", *NUMBERS)
