@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
