@@ -41,7 +41,7 @@ from tl_geometry.models.writers import HeadWrites, Written, run_written
 
 SMALL = 1e-6
 """Arguments of an activation that are closer to 0 are replaced by this, so that a(x) / x divides by
-no 0: it is then the derivative at 0 but for rounding."""
+no 0: it is then nearly the derivative at 0 (of ReLU that from the right)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ frozen scale of the norm at j:
 
 Query edges and key edges each sum to ``sum_j c_ij S_ij``, S without ALiBi, which no writer makes.
 Of each type of edges into a node the fewest are kept that carry a given share of the absolute sum.
-The others are one number, the node's rest.
+What the others carry is one number, the node's rest of that type.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Nodes:
 
 class Edges(NamedTuple):
     """The kept edges, and for each node and edge type what all edges sum to (``totals``) and what
-    those left out carry (``rest``)."""
+    those left out carry (``rest``). ``attention`` and ``response`` are pattern and dT/d(score) of
+    each node that is a head, 0 for the others."""
 
     sources: Int[Tensor, " edge"]
     targets: Int[Tensor, " edge"]
@@ -208,6 +209,7 @@ class EdgeFinder:
         self._add(VALUE, targets, weights, torch.arange(count).unsqueeze(0), constants)
 
     def _into_mlp(self, layer: int) -> None:
+        """Value edges into the MLP of a block."""
         rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
         vectors = self.adjoints.mlps[layer]
         if mlp is None or vectors is None:

@@ -115,7 +115,8 @@ def trace_logit(
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
             in place of the embeddings: how much of T came from position and how much from content.
         keep: share of all absolute values (and of all that is moved) that the nodes of the graph
-            carry, and the edges into each node. The rest is kept as one number for each node.
+            carry, and the edges of each type into each node. What the other edges carry is one
+            number for each node and edge type, its rest.
 
     Returns a :class:`LogitGraph`: ``.value`` (T), ``.tokens()``, ``.edges_into(node)``,
     ``.to_json("neuronpedia")``, ``.to_networkx()``, ``.save(path)``.
