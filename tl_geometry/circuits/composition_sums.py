@@ -142,7 +142,7 @@ class CompositionSums:
         ``G = R_other^T R_other``."""
         shape = len(self.heads), len(HEAD_SIDES), self.width
         out = torch.full(shape, torch.nan, dtype=torch.float64)
-        # in the model's dtype: sums of squares lose no digits
+        # in the model's dtype: norms are sums of squares, which hardly cancel
         q, k, v = (reader.matrix for reader in readers)
         W_O = self.view.weights(layer.layer).W_O[self.heads].to(q)
         W_O = remove_mean(W_O, layer.norm.norm_type)

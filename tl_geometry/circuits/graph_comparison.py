@@ -3,10 +3,11 @@ shape) share, and how many they would share by chance.
 
 :meth:`tl_geometry.circuits.LogitGraph.compare` calls :func:`compare_graphs`.
 
-The Jaccard index of two sets is what they share over what either has. By chance: nodes are drawn at
-random from all components at all places, as many as each graph has; edges are compared between
-nodes that both graphs have, and into each of these, of each type, as many random sources are drawn
-as each graph has there.
+The Jaccard index of two sets is what they share over what either has. Its value by chance:
+
+- nodes: as many as each graph has are drawn at random from all components at all places;
+- edges, which are compared between nodes that both graphs have: into each of these nodes, as many
+  sources of each edge type as each graph has there are drawn at random from those that it can read.
 """
 
 from __future__ import annotations
