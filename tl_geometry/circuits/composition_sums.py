@@ -39,6 +39,8 @@ from tl_geometry.models.writers import Written, writer_names
 
 HEAD_SIDES = ("query", "key", "value")
 """Sides of a head that read writers."""
+NULLS = ("other", "random")
+"""Null shares, as described above."""
 GROUPS = 8
 """Groups of prompts that are left out in turn, as many as a basis has by default."""
 
@@ -190,7 +192,7 @@ class CompositionSums:
         return none if self.weight_scores is None else self.weight_scores
 
     def share(self, share: str, null: str = "") -> Float[Tensor, "head side part"]:
-        """A share on data, or that of a null (``"other"``, ``"random"``)."""
+        """A share on data, or that of one of :data:`NULLS`."""
         n = SHARES.index(share)
         total = self.other_total if null == "other" else self.total.sum(0)
         total = _divisor(total[n])

@@ -156,8 +156,8 @@ def edge_scores(
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
 ) -> EdgeScores:
-    """How much every edge from a writer (embedding, head, MLP) to a reader (query of a head, key
-    and value of a group, MLP, output) makes of a behaviour, by gradients.
+    """How much of a behaviour each edge makes, from a writer (embedding, head, MLP) to a reader
+    (query of a head, key and value of a group, MLP, output), by gradients.
 
     ``sum_positions (u_counterfactual - u_clean) . d metric / d x``, the mean over pairs of prompts.
 

@@ -42,7 +42,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Shares of the edges that are kept, as in the benchmark."""
+"""Shares of the edges that are kept, as in Mueller et al. 2025."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
