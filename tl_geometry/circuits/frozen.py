@@ -142,9 +142,9 @@ class FrozenBlock:
 
     def keys(
         self, parts: Float[Tensor, "row d_model"], positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row key_head d_head"]:
-        """Keys of parts of the stream at some positions, without constants, one for each group of
-        heads that share them."""
+    ) -> Float[Tensor, "row head d_head"]:
+        """Keys of parts of the stream at some positions, without constants: one for each group of
+        heads that share keys."""
         layer = self.layer
         group_size = layer.q.shape[2] // self.key_heads
         spec = self.spec.every(group_size)

@@ -147,7 +147,7 @@ class EdgeFinder:
         edge_type: int,
         targets: Int[Tensor, " row"],
         weights: Float[Tensor, "row column"],
-        places: Int[Tensor, "#row column"],
+        places: Int[Tensor, "row column"],
         constants: Float[Tensor, " row"],
     ) -> None:
         """Prune the edges of one type into some targets; an edge from the constants is kept
@@ -158,7 +158,7 @@ class EdgeFinder:
         rows, columns = (index.cpu() for index in carrying.nonzero().T)
         with_constants = (constants != 0).nonzero()[:, 0].cpu()
         targets = torch.cat([targets[rows], targets[with_constants]])
-        sources = self.order[places.expand(weights.shape)[rows, columns]]
+        sources = self.order[places[rows, columns]]
         self.kept.append(
             (
                 torch.cat([sources, torch.full_like(with_constants, CONSTANTS_NODE)]),
@@ -206,7 +206,7 @@ class EdgeFinder:
         count = self._read_by(targets)
         constants = dot(paid, vectors @ self.constant_stream.mT)
         weights = vectors @ self.writes[:count].mT * paid[:, self.positions[:count]]
-        self._add(VALUE, targets, weights, torch.arange(count).unsqueeze(0), constants)
+        self._add(VALUE, targets, weights, torch.arange(count).expand(weights.shape), constants)
 
     def _into_mlp(self, layer: int) -> None:
         """Value edges into the MLP of a block."""
@@ -263,7 +263,7 @@ class EdgeFinder:
         constant_keys = (constant_keys + block.layer.k_constant[0, :, ::group_size]).flatten(1)
         constants = dot(response, queries @ constant_keys.mT)
         weights = queries @ keys.flatten(1).mT * response[:, at]
-        self._add(KEY, rows, weights, torch.arange(count).unsqueeze(0), constants)
+        self._add(KEY, rows, weights, torch.arange(count).expand(weights.shape), constants)
 
 
 def _at_head(
