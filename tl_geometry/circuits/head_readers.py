@@ -148,7 +148,7 @@ def random_numerators(
     directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
 ) -> list[Float[Tensor, "sample weight head part"]]:
     """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
-    and reads. This takes two projections; to turn a writer would take as much as all it wrote."""
+    and reads. These are two projections; a turned writer would cost as much as the writer did."""
     written_along = written.along(directions[0]).stacked(grain)
     sums = []
     for reader in readers:
