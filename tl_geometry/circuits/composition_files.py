@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail
 from tl_geometry.circuits.graph_files import (
+    COMPONENT_TYPE,
     REST_TYPE,
     file_record,
     first_type,
@@ -28,10 +30,8 @@ from tl_geometry.circuits.graph_files import (
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 
 COLUMNS = ("writers", *HEAD_SIDES)
-"""Columns of the file. Front ends delete what stands in more than two thirds of the columns; were
-there a single one, they would delete everything."""
-FEATURE = "cross layer transcoder"
-"""What the front ends call a node of a block."""
+"""Columns of the file. There is more than one, because front ends delete what stands in more than
+two thirds of the columns."""
 
 
 def neuronpedia(composition: Composition, *, share: str, writers: str, n: int) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def neuronpedia(composition: Composition, *, share: str, writers: str, n: int) -
         composition.provenance.model,
         list(COLUMNS),
         "composition",
-        {"readers": [f"L{layer}H{head}" for layer, head in composition.heads]},
+        {"readers": list(map(head_name, composition.heads))},
         settings | {"queries": list(composition.queries)},
         {"node_threshold": 1.0, "edge_threshold": 1.0, "edges": n},
     )
@@ -93,7 +93,7 @@ def _writer_nodes(
     nodes = []
     for name in dict.fromkeys(edge[0] for edge in edges):
         layer, _ = composition.place(name)
-        where, node_type = ("E", first_type(name)) if layer < 0 else (str(layer), FEATURE)
+        where, node_type = ("E", first_type(name)) if layer < 0 else (str(layer), COMPONENT_TYPE)
         feature = pairing(layer + 1, composition.parts.index(name))
         size, text = sum(abs(x[3]) for x in edges if x[0] == name), f"{name} writes"
         node = _node_id(composition, name, 0)
@@ -107,11 +107,11 @@ def _side_nodes(
     """A side of a head, and what no link into it shows."""
     (layer, head), column = composition.place(reader), COLUMNS.index(side)
     text, where = f"{reader} {side}", str(layer)
-    # even numbers for heads, odd ones for rests: two of the same number hide each other
+    # even numbers for heads, odd ones for rests: of two nodes with one number a page deletes one
     feature, rest_feature = (pairing(layer + 1, 2 * head + is_rest) for is_rest in (0, 1))
     node, rest_node = _node_id(composition, reader, column), f"{layer}_rest-h{head}_{column}"
     return (
-        node_record(node, feature, where, column, FEATURE, text, 1.0),
+        node_record(node, feature, where, column, COMPONENT_TYPE, text, 1.0),
         node_record(rest_node, rest_feature, where, column, REST_TYPE, f"rest of {text}", rest),
     )
 

@@ -40,6 +40,8 @@ from tl_geometry.models.writers import Written, writer_names
 
 HEAD_SIDES = ("query", "key", "value")
 """Sides of a head that read writers."""
+NULLS = ("other", "random")
+"""Null shares, as described above."""
 GROUPS = 8
 """Groups of prompts that are left out in turn, as many as a basis has by default."""
 
@@ -72,15 +74,14 @@ class CompositionSums:
         self.null_batches = 0  # of at least two contexts, so that one can stand in for another
         self.width = 1 + len(writer_names(view, layer, grain))
         shape = len(SHARES), len(HEAD_SIDES), len(heads), self.width
-        wide = torch.float64
-        groups = 1 + len(self.borders)
+        groups, double = 1 + len(self.borders), torch.float64
         self.counts = torch.zeros(groups, dtype=torch.int64)
-        self.by_data = torch.zeros(groups, *shape, dtype=wide)
-        self.total = torch.zeros(groups, *shape[:-1], dtype=wide)
-        self.other, self.other_total = (torch.zeros(s, dtype=wide) for s in (shape, shape[:-1]))
-        self.random = torch.zeros(len(directions[0]), *shape, dtype=wide)
-        self.products = torch.zeros(2, self.width, dtype=wide)
-        self.composed: Tensor | None = None
+        self.by_data = torch.zeros(groups, *shape, dtype=double)
+        self.total = torch.zeros(groups, *shape[:-1], dtype=double)
+        self.other, self.other_total = (torch.zeros(s, dtype=double) for s in (shape, shape[:-1]))
+        self.random = torch.zeros(len(directions[0]), *shape, dtype=double)
+        self.products = torch.zeros(2, self.width, dtype=double)
+        self.weight_scores: Tensor | None = None
 
     def add(self, layer: LayerView, written: Written, drop: int) -> None:
         """Take in one batch."""
@@ -121,8 +122,8 @@ class CompositionSums:
         self.null_batches += several
         if several and self.last:  # the last layer has the cosines of all writers
             self.products[:, 1:] += _products(written, drop, self.grain).cpu()
-        if self.composed is None and self.grain == "writers":
-            self.composed = self._weights_alone(layer, written, readers)
+        if self.weight_scores is None and self.grain == "writers":
+            self.weight_scores = self._weights_alone(layer, written, readers)
 
     def _pieces(self, size: int) -> Iterator[tuple[int, slice]]:
         """The groups in the next ``size`` prompts, and which of these are in each."""
@@ -145,18 +146,18 @@ class CompositionSums:
         ``G = R_other^T R_other``."""
         shape = len(self.heads), len(HEAD_SIDES), self.width
         out = torch.full(shape, torch.nan, dtype=torch.float64)
-        # pairs in the model's dtype: sums of squares do not cancel
+        # in the model's dtype: norms are sums of squares, which hardly cancel
         q, k, v = (reader.matrix for reader in readers)
         W_O = self.view.weights(layer.layer).W_O[self.heads].to(q)
         W_O = remove_mean(W_O, layer.norm.norm_type)
         gram_q = einsum(q, q, "d h e, d h f -> h e f")
         gram_o = einsum(W_O, W_O, "h e d, h f d -> h e f")
-        # no heads share queries: R can join them, which is one product less
+        # no heads share queries, so that R of the keys can be multiplied into them beforehand
         R_k = torch.linalg.qr(rearrange(k, "d h e -> h d e"), mode="r")[1]
         query_key = einsum(q, R_k, "d h e, h f e -> d h f")
         # heads that share keys and values share P
-        share = self.view.n_heads // self.view._layers.key_heads(layer.layer)
-        shared = torch.tensor([head // share for head in self.heads])
+        group_size = self.view.n_heads // self.view._layers.key_heads(layer.layer)
+        shared = torch.tensor([head // group_size for head in self.heads])
         groups = shared.unique(return_inverse=True)[1].tolist()
         firsts = [groups.index(group) for group in range(max(groups) + 1)]
         query_key_norm = torch.linalg.vector_norm(query_key, dim=(0, 2))
@@ -187,12 +188,13 @@ class CompositionSums:
             out[:, :, first : first + len(W)] = scores.cpu()
         return out
 
-    def share(self, name: str) -> Float[Tensor, "head side part"]:
-        """One of the numbers of :class:`Composition`."""
-        if name == "weights":
-            empty = torch.full_like(self.other[0].transpose(0, 1), torch.nan)
-            return empty if self.composed is None else self.composed
-        null, _, share = name.rpartition("_")
+    def weights(self) -> Float[Tensor, "head side part"]:
+        """Composition scores of the weights alone; NaN where blocks are the parts."""
+        none = torch.full_like(self.other[0].transpose(0, 1), torch.nan)
+        return none if self.weight_scores is None else self.weight_scores
+
+    def share(self, share: str, null: str = "") -> Float[Tensor, "head side part"]:
+        """A share on data, or that of one of :data:`NULLS`."""
         n = SHARES.index(share)
         total = self.other_total if null == "other" else self.total.sum(0)
         total = _divisor(total[n])

@@ -31,10 +31,10 @@ NORMALIZATIONS = ("none", "constant_norm_rescale", "layer_norm")
 class Dictionary:
     """Directions of the stream at the input of one block, and how much of each a state holds.
 
-    ``encode`` gives the activations ``[batch position feature]`` of states;
-    ``normalization`` is what was done to a state before, and is undone on decoder and bias.
-    ``over_batch`` says that the activations of a state depend on the other states of its batch,
-    ``stored`` that ``encode`` gives those of all prompts, which were given with the dictionary.
+    ``encode`` gives the activations ``[batch position feature]`` of states; ``normalization`` is
+    what is done to a state before that, and is undone on decoder and bias. ``source`` is the
+    autoencoder. ``over_batch`` says that the activations of a state depend on the other states of
+    its batch, ``stored`` that they were given, and that ``encode`` returns those of all prompts.
     """
 
     layer: int
@@ -102,23 +102,24 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
     decoder, threshold = source.W_dec.detach(), getattr(source, "topk_threshold", None)
     if getattr(getattr(source, "cfg", None), "rescale_acts_by_decoder_norm", False):
         decoder = torch.nn.functional.normalize(decoder, dim=-1)  # a dead row stays zero
-    known = threshold is None or float(threshold) > 0
+    # a BatchTopK without a threshold chooses its features over the whole batch
+    over_batch = threshold is not None and float(threshold) <= 0
 
     def encode(h: Tensor) -> Tensor:
         with torch.no_grad():
             h_source = h.to(source.W_dec.dtype)
-            if threshold is not None and known:
+            if threshold is not None and not over_batch:
                 before = source.encode_with_hidden_pre(h_source)[1]
                 return torch.where(before > threshold, before, 0).to(h)
             encoded = source.encode(h_source)
             return (encoded.to_dense() if encoded.is_sparse else encoded).to(h)
 
     bias = source.b_dec.detach()
-    return Dictionary(layer, decoder, bias, encode, normalization, source, not known)
+    return Dictionary(layer, decoder, bias, encode, normalization, source, over_batch)
 
 
 def _account(source: Any, layer: int, view: ModelView | None) -> str:
-    """What an autoencoder says of itself, compared with the model; its normalisation."""
+    """Compare what an autoencoder says of itself with the model; returns its normalisation."""
     cfg = getattr(source, "cfg", None)
     about = getattr(cfg, "metadata", None)
 
@@ -129,16 +130,12 @@ def _account(source: Any, layer: int, view: ModelView | None) -> str:
     what = f"dictionary {type(source).__name__}"
     named = getattr(cfg, "architecture", None)
     architecture = str(named()) if callable(named) else ""
-    explains_input = not any(word in architecture for word in FOREIGN)
-    expected = "an autoencoder whose decoder explains the states that it encodes"
-    instead = "(activations, decoder, bias) of states at a block's input"
-    got = repr(architecture)
     require(
-        explains_input,
+        not any(word in architecture for word in FOREIGN),
         what,
-        expected=expected,
-        got=got,
-        instead=instead,
+        expected="an autoencoder whose decoder explains the states that it encodes",
+        got=repr(architecture),
+        instead="(activations, decoder, bias) of states at a block's input",
         error=UnsupportedModelError,
     )
     others, expected = other_states(setting, layer), f"the stream before block {layer}"

@@ -156,8 +156,8 @@ def edge_scores(
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
 ) -> EdgeScores:
-    """How much every edge from a writer (embedding, head, MLP) to a reader (query of a head, key
-    and value of a group, MLP, output) makes of a behaviour, by gradients.
+    """How much of a behaviour each edge makes, from a writer (embedding, head, MLP) to a reader
+    (query of a head, key and value of a group, MLP, output), by gradients.
 
     ``sum_positions (u_counterfactual - u_clean) . d metric / d x``, the mean over pairs of prompts.
 
@@ -202,6 +202,7 @@ def edge_scores(
     one, got = len(pairs.lengths) == 1 or not positions, f"lengths {pairs.lengths}"
     require(one, "positions=True", expected="pairs of one length", got=got)
     measure = Metric.of(view, pairs, metric, targets)
+    # how far first states are from the counterfactual (0) to the clean one (1)
     at = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
     sums = _Sums(layout, pairs.lengths[-1] if positions else 0)
     sizes = rows_per_batch(view, layout, batch_size, memory_budget, gradients=True)
@@ -221,9 +222,9 @@ def _of_batch(
     clean, clean_logits = runs.verified(batch.clean, metric.positions)
     other, other_logits = runs.verified(batch.counterfactual, metric.positions)
     values = [metric(logits, batch.rows).detach() for logits in (clean_logits, other_logits)]
-    first, start = clean.writes[0][0], other.writes[0][0]
+    first, other_first = clean.writes[0][0], other.writes[0][0]
     gradients = sum(
-        (_gradients(runs, start + a * (first - start), metric, batch) for a in at),
+        (_gradients(runs, other_first + a * (first - other_first), metric, batch) for a in at),
         start=torch.zeros(()).to(first),
     ) / len(at)
     differences = other.all_writes() - clean.all_writes()
@@ -304,6 +305,7 @@ def _mean_and_error(sums: Float[Tensor, "2 ..."], n: int) -> tuple[Tensor, Tenso
 
 def bounds(values: Tensor, errors: Tensor, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Means with Student's 95% interval over prompts."""
+    # one degree of freedom at least, where the quantile exists: below 10 prompts errors are NaN
     reach = errors * float(t_quantile(torch.tensor(max(1.0, prompts - 1.0))))
     return values, values - reach, values + reach
 

@@ -40,16 +40,15 @@ def mib_names(name: str) -> list[str]:
     """
     if name in MIB_NAMES:
         return [MIB_NAMES[name]]
-    found = re.fullmatch(r"L(\d+)H(\d+)(?:-(\d+))?(<[qkv]>)?", name)
-    if found is None:
+    head = re.fullmatch(r"L(\d+)H(\d+)(?:-(\d+))?(<[qkv]>)?", name)
+    if head is None:
         return [name.replace("mlp", "m")]
-    layer, first, last, which = found.groups()
-    heads = range(int(first), int(last or first) + 1)
-    return [f"a{layer}.h{head}{which or ''}" for head in heads]
+    layer, first, last, which = head.groups()
+    return [f"a{layer}.h{h}{which or ''}" for h in range(int(first), int(last or first) + 1)]
 
 
 def mib_edges(layout: EdgeLayout) -> list[tuple[str, list[str]]]:
-    """Of every edge its writer, and its reader by all names that the file has for it."""
+    """Of every edge its writer, and the names that the file has for its reader."""
     writers = [mib_names(name)[0] for name in layout.writers]
     readers = [mib_names(name) for name in layout.readers]
     ends = zip(*(end.tolist() for end in layout.ends()), strict=True)
@@ -105,14 +104,14 @@ def read_mib(model: ModelLike, path: str | Path) -> EdgeScores:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(str(path), expected="an edge list in JSON", got=f"{type(error).__name__}: {error}")
-    found = [
+    stored = [
         [given.pop(f"{writer}->{reader}", None) for reader in readers]
         for writer, readers in mib_edges(layout)
     ]
-    missing = sum(edge is None for of_edge in found for edge in of_edge)
+    missing = sum(edge is None for of_edge in stored for edge in of_edge)
     got = f"{missing} that it lacks, {len(given)} that the model has not"
     require(not missing and not given, str(path), expected=f"the edges of {view.name}", got=got)
-    complete = [[edge for edge in of_edge if edge is not None] for of_edge in found]
+    complete = [[edge for edge in of_edge if edge is not None] for of_edge in stored]
     scores = torch.tensor([sum(x for x, _ in edge) for edge in complete], dtype=torch.float64)
     nodes = torch.zeros(len(layout.writers), dtype=torch.float64)
     nodes.index_add_(0, layout.ends()[0], scores)

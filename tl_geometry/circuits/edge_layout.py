@@ -25,7 +25,7 @@ from tl_geometry.models.write_spec import writing_of
 EMBED, OUTPUT = "embed", "output"
 """The first writer and the last reader."""
 NO_MLP, SEQUENTIAL, PARALLEL = "none", "sequential", "parallel"
-"""What the MLP of a block reads: there is none, the stream behind attention, or that before it."""
+"""What the MLP of a block reads: there is none, the stream after attention, or that before it."""
 
 
 class LayerReaders(NamedTuple):
@@ -131,8 +131,8 @@ class EdgeLayout:
         counts: list[int] = []
         for layer, before, _, mlp in self._layers():
             counts += [before] * (self.n_heads + 2 * self.n_key_heads[layer])
-            after = before + (self.n_heads if mlp == SEQUENTIAL else 0)
-            counts += [after] if mlp != NO_MLP else []
+            seen_by_mlp = before + (self.n_heads if mlp == SEQUENTIAL else 0)
+            counts += [seen_by_mlp] if mlp != NO_MLP else []
         return (*counts, len(self.writers))
 
     def layer_readers(self) -> Iterator[LayerReaders]:

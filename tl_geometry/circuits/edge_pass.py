@@ -8,10 +8,10 @@ sinks, MLPs), everything live. A block adds to the stream
     head h:  N_a(z_h W_O^h + b_O / H)
     MLP:     N_b(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out)
 
-with z_h the values of head h mixed by its pattern. N_a is the norm behind attention, where there is
-one: its scale is that of all heads together, and its bias, like b_O, is shared out evenly, so that
-the writes sum to what the block adds. A mixture of experts writes N_b of what the model's own
-module gives.
+with z_h the values of head h mixed by its pattern, and x the normed input of the MLP. N_a and N_b
+are norms behind attention and MLP, where there are such. The scale of N_a is that of all heads
+together, and its bias, like b_O, is shared out evenly, so that the writes sum to what the block
+adds. A mixture of experts writes N_b of what the model's own module gives.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PrunedStream:
         return self.total.unsqueeze(2) + einsum(kept, differences, "r w, w b i d -> b i r d")
 
     def add(self, writes: Writes) -> None:
-        """Add the same writers' counterfactual writes, and note how the running ones differ."""
+        """Add the counterfactual writes of these writers; keep how the running ones differ."""
         writers = slice(self.written, self.written + len(writes))
         self.differences[writers] = writes - self.counterfactual[writers]
         self.total = self.total + self.counterfactual[writers].sum(0)
@@ -99,8 +99,8 @@ class PrunedStream:
 
 
 class PathStream:
-    """The ordinary stream, and another one for the receivers: the readers and positions that
-    ``receives [position row]`` marks.
+    """The ordinary stream, and another one for the receivers: ``receives`` marks their readers and
+    positions.
 
     With ``change`` receivers read the stream plus ``change``. Without it the batch is two runs of
     the same prompts, one in each half: receivers of the second half read the stream of the first,
@@ -132,7 +132,7 @@ class PathStream:
 
 
 Stream = SharedStream | PrunedStream | PathStream
-"""What hands each reader its input, and takes in what is written."""
+"""Gives each reader its input, and adds what is written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +176,8 @@ class LiveBlock:
         """What each head writes, from its mixed values."""
         weights = self.spec.weights
         assert weights is not None  # they are absent only between forward passes
-        writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d") + weights.b_O / len(
-            weights.W_O
-        )
+        writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d")
+        writes = writes + weights.b_O / len(writes)
         if self.after is None or self.after.norm_type is None:
             return writes
         scale = self.after.scale(writes.sum(0)).unsqueeze(-1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum, rearrange
@@ -51,8 +51,7 @@ class FeatureShares(Result):
     (``feature_ids`` in order) that were active; ``cs`` and ``gs`` sum to one on each side.
     ``pairs[head]`` are the (query feature, key feature) with the largest summed gain, of the
     largest of each cell, ``pair_cs`` and ``pair_gs`` their shares (-1 and NaN where a head has
-    fewer). ``unexplained`` is the error's
-    part of the stream's squared size.
+    fewer). ``unexplained`` is the error's share of the squared norm of the stream.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -64,7 +63,6 @@ class FeatureShares(Result):
     pair_gs: Float[Tensor, "head pair"]
     unexplained: float
     drop: int
-    version: ClassVar[int] = 1
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -174,14 +172,14 @@ class _FeatureSums:
 
     def __init__(self, features: Dictionary, heads: list[int], drop: int, per_cell: int) -> None:
         self.features, self.heads, self.drop, self.per_cell = features, heads, drop, per_cell
-        count, wide = len(features.decoder), torch.float64
+        count, double = len(features.decoder), torch.float64
         # last axis: bias, error, b_dec, then the features
-        self.shares = torch.zeros(len(SHARES), len(heads), 2, 3 + count, dtype=wide)
-        self.total = torch.zeros(len(SHARES), len(heads), dtype=wide)
-        self.floor = torch.zeros(len(heads), dtype=wide)
+        self.shares = torch.zeros(len(SHARES), len(heads), 2, 3 + count, dtype=double)
+        self.total = torch.zeros(len(SHARES), len(heads), dtype=double)
+        self.floor = torch.zeros(len(heads), dtype=double)
         self.seen = torch.zeros(count, dtype=torch.bool)
         self.pairs = [_PairSums() for _ in heads]
-        self.energy = torch.zeros(2, dtype=wide)
+        self.energy = torch.zeros(2, dtype=double)  # of the error, and of the stream
 
     def add(self, layer: LayerView, contexts: slice) -> None:
         """Take in one batch: these ``contexts`` of all."""
@@ -204,9 +202,9 @@ class _FeatureSums:
         ):
             reader = Reader.of(layer, which, side_cotangents, self.heads)
             projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
-            both = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
+            of_dense = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
             self.shares[:, :, s, 0] += reader.constant.sum(1).cpu()
-            self.shares[:, :, s, 1:3] += both.double().cpu()
+            self.shares[:, :, s, 1:3] += of_dense.double().cpu()
             directions = self.features.decoder.to(h)[active.ids]
             directions = einsum(directions, reader.matrix, "f d, d h e -> f h e")
             sides.append(_Side(layer, which, self.heads, directions, reader.cotangents))
@@ -218,8 +216,8 @@ class _FeatureSums:
             self._pairs(layer, active, *sides)
 
     def _activations(self, h: Tensor, contexts: slice) -> Float[Tensor, "batch position feature"]:
-        """Activations of a batch; none where positions are left out (a BOS token may have more
-        features than all others)."""
+        """Activations of a batch, 0 at the positions that are left out (a BOS token may have more
+        features than all others, and every token is padded to the most that one has)."""
         encoded = self.features.encode(h)
         batch = encoded[contexts] if self.features.stored else encoded
         fits, got = batch.shape[:2] == h.shape[:2], describe(encoded)
@@ -240,9 +238,10 @@ class _FeatureSums:
         above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
         weight = torch.stack([centred, above_uniform])  # as SHARES
         length, most = active.place[:, start:].shape[1:]
+        step = max(1, PRODUCTS // (length * most**2))
         blocks = []
-        for at in range(0, length, max(1, PRODUCTS // (length * most**2))):
-            rows = slice(at, at + max(1, PRODUCTS // (length * most**2)))
+        for at in range(0, length, step):
+            rows = slice(at, at + step)
             seen = allowed[rows].any(0).nonzero()[:, 0]
             keys = slice(int(seen[0]), int(seen[-1]) + 1)
             blocks.append((rows, keys, allowed[rows, keys]))
@@ -255,8 +254,9 @@ class _FeatureSums:
                     code = ids[rows, None].expand(-1, cells.shape[1], -1).gather(-1, first) * count
                     code = code + ids[None, keys].expand(len(cells), -1, -1).gather(-1, second)
                     values = x * weight[:, b, h, rows, keys].unsqueeze(-1)
-                    both = cells.unsqueeze(-1) & (x != 0)  # tokens with fewer features than most
-                    pairs.add(code[both], values[:, both])
+                    # products are 0 where a token has fewer than ``most`` features
+                    there = cells.unsqueeze(-1) & (x != 0)
+                    pairs.add(code[there], values[:, there])
         for pairs in self.pairs:
             pairs.sum_up()
 
@@ -282,8 +282,9 @@ class _FeatureSums:
 
 
 class _Active(NamedTuple):
-    """The active features of a batch: ``ids`` that are active somewhere, for each token the
-    ``place`` of its own in them and their ``weight`` (zero where it has fewer)."""
+    """The active features of a batch: ``ids`` of those that are active somewhere; for each token,
+    where its own stand among them (``place``), and what their directions are multiplied by
+    (``weight``; 0 where a token has fewer)."""
 
     ids: Int[Tensor, " feature"]
     place: Int[Tensor, "batch position active"]
@@ -344,10 +345,10 @@ def _largest(
     """The ``n`` largest products of features in each cell: their places among the query's and the
     key's features, and their values, each ``[query key n]``.
 
-    They lie in the ``n`` query features whose largest product is largest, so that only these are
-    sorted; all others are looked at once. The products have the axes query feature, query, key
-    feature, key. The maximum is taken over the third axis, so that it runs along rows of keys; with
-    the key features last it took 40 times as long.
+    They belong to the ``n`` query features whose largest product is largest, so that only the
+    products of these are sorted. The products have the axes query feature, query, key feature, key.
+    The maximum is taken over the third axis, so that it runs along rows of keys; with the key
+    features last it took 40 times as long.
     """
     x = (q.flatten(0, 1) @ k.flatten(0, 1).mT).view(*q.shape[:2], *k.shape[:2])
     peak = rearrange(torch.maximum(x.amax(2), -x.amin(2)), "f i j -> i j f")
@@ -359,8 +360,8 @@ def _largest(
 
 
 class _PairSums:
-    """Sums over cells for each pair of features (query feature times their number, plus key
-    feature)."""
+    """Sums over cells for each pair of features; ``code`` is the query feature times the number of
+    features, plus the key feature."""
 
     def __init__(self) -> None:
         self.code = torch.zeros(0, dtype=torch.int64)

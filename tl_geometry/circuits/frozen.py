@@ -5,7 +5,8 @@ it was: the scales of all norms, the attention patterns, and the MLPs' activatio
 ``a(g) -> (a(g) / g) g``. With g = x W_gate and u = x W_in, a gated MLP a(g) u is written as
 two linear maps of x, one half through g (a(g) / g and u frozen), one half through u (a(g) frozen).
 Every write to the residual stream, and every difference T of two logits, is then affine in the
-embeddings. The sum is exact; that it is split by the secant and by halves is a convention.
+embeddings. That the parts sum to T is exact; that MLPs are split by the secant and by halves is a
+convention.
 
 The **adjoint** of a write is dT/d(write) in this model: one walk from the logit back through the
 blocks gives all of them. With ``follow_patterns=True`` the walk also follows what a change of
@@ -39,8 +40,8 @@ from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
 SMALL = 1e-6
-"""Arguments of an activation closer to 0 are replaced by this: a(x) / x is then the derivative at
-0."""
+"""Arguments of an activation that are closer to 0 are replaced by this, so that a(x) / x divides by
+no 0: it is then nearly the derivative at 0 (of ReLU that from the right)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,8 +69,8 @@ class FrozenMLP:
         gate_slope, linear_slope = spec.act(argument) / argument, None
         if linear is not None:
             gate_slope, linear_slope = 0.5 * gate_slope * linear, 0.5 * spec.act(gate)
-        wrote = spec.out(gate, linear)
-        after_scale = spec.after.scale(wrote).unsqueeze(-1)
+        output = spec.out(gate, linear)
+        after_scale = spec.after.scale(output).unsqueeze(-1)
         offset = gate_slope * (spec.before.bias @ spec.W_gate + spec.b_gate)
         if linear_slope is not None and spec.W_in is not None and spec.b_in is not None:
             offset = offset + linear_slope * (spec.before.bias @ spec.W_in + spec.b_in)
@@ -81,7 +82,7 @@ class FrozenMLP:
             after_scale=after_scale,
             gate_slope=gate_slope,
             linear_slope=linear_slope,
-            written=spec.after.apply(wrote) - constant,
+            written=spec.after.apply(output) - constant,
             constant=constant,
         )
 
@@ -91,20 +92,20 @@ class FrozenMLP:
         """dT/d(stream that it reads) from dT/d(what it wrote), through this MLP alone."""
         spec = self.spec
         back = spec.after.centre(adjoint * spec.after.gain) / self.after_scale @ spec.W_out.mT
-        entry = (back * self.gate_slope) @ spec.W_gate.mT
+        normed = (back * self.gate_slope) @ spec.W_gate.mT
         if self.linear_slope is not None and spec.W_in is not None:
-            entry = entry + (back * self.linear_slope) @ spec.W_in.mT
-        return spec.before.centre(entry * spec.before.gain) / self.scale
+            normed = normed + (back * self.linear_slope) @ spec.W_in.mT
+        return spec.before.centre(normed * spec.before.gain) / self.scale
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FrozenBlock:
     """One block of a forward pass.
 
-    ``spec`` says how its heads read (``key_heads`` groups of them share keys), ``heads`` what they
-    write, in factors (without the constant
-    writes); ``attention_constant`` is the rest of what attention wrote. ``mlp`` is frozen, or, as a
-    leaf, its whole output in ``mlp_leaf``.
+    ``spec`` says how its heads read (``key_heads`` groups of them share keys). ``heads`` holds what
+    they wrote, in factors and without their constant writes, ``attention_constant`` the rest of
+    what attention wrote. ``mlp`` is the frozen MLP; the output of one that is a leaf is
+    ``mlp_leaf``.
     """
 
     layer: LayerView
@@ -116,8 +117,8 @@ class FrozenBlock:
     mlp_leaf: Float[Tensor, "batch position d_model"] | None
 
     def pattern(self, queries: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """The pattern of some queries ``[batch head query key]``, and how the score that enters the
-        softmax changes with the score before a soft cap."""
+        """The pattern of some queries ``[batch head query key]``, and the slope of the soft cap at
+        each score (1 without one)."""
         layer = self.layer
         scores = layer.scale * einsum(layer.q[:, queries], layer.k, "b i h e, b j h e -> b h i j")
         if layer.bias is not None:
@@ -125,15 +126,15 @@ class FrozenBlock:
         slope = torch.ones_like(scores)
         if layer.softcap is not None:
             slope = 1 - torch.tanh(scores / layer.softcap).square()
-        # the bias is in the scores by now, and holds all queries
+        # without the bias, which is of all queries, and in the scores by now
         rows = replace(layer, mask=layer.seen_by(queries), bias=None)
         return rows.pattern_of(scores), slope
 
     def turned(
         self, x: Float[Tensor, "row head d_head"], which: str, positions: Int[Tensor, " row"]
     ) -> Float[Tensor, "row head d_head"]:
-        """Projections at some positions as they enter the score: the linear part of QK-norm,
-        rotation, frozen scale."""
+        """Projections at some positions as they enter scores and mixing: the linear part of
+        QK-norm, rotation, frozen scale."""
         layer, turn = self.layer, self.layer.turn
         tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
         scale = {"q": layer.q_scale, "k": layer.k_scale, "v": layer.v_scale}[which]
@@ -141,15 +142,15 @@ class FrozenBlock:
 
     def keys(
         self, parts: Float[Tensor, "row d_model"], positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row key_head d_head"]:
-        """Keys of parts of the stream at some positions, without constants, one for each group of
-        heads that share them."""
+    ) -> Float[Tensor, "row head d_head"]:
+        """Keys of parts of the stream at some positions, without constants: one for each group of
+        heads that share keys."""
         layer = self.layer
-        share = layer.q.shape[2] // self.key_heads
-        spec = self.spec.every(share)
+        group_size = layer.q.shape[2] // self.key_heads
+        spec = self.spec.every(group_size)
         turn = layer.turn
         tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
-        return spec.linear(parts, "k", tables) * layer.k_scale[0, positions, ::share, None]
+        return spec.linear(parts, "k", tables) * layer.k_scale[0, positions, ::group_size, None]
 
     def to_stream(
         self,
@@ -158,8 +159,8 @@ class FrozenBlock:
         positions: Int[Tensor, " row"],
     ) -> Float[Tensor, "row d_model"]:
         """dT/d(stream) from dT/d(queries, keys or values): the transpose of how they are read."""
-        back = transposed(lambda x: self.turned(x, which, positions), cotangents)
-        return self.back(back, which)
+        projected = transposed(lambda x: self.turned(x, which, positions), cotangents)
+        return self.back(projected, which)
 
     def back(
         self, cotangents: Float[Tensor, "row head d_head"], which: str
@@ -216,6 +217,7 @@ class FrozenPass:
 
         def on_rows(layer: int, start: int, pattern: Tensor) -> None:
             unit = pattern_roundoff(pattern, view._layers.roundoff(layer))
+            # the finest of its blocks of rows: a few rows may fit a coarser dtype by chance
             roundoffs[layer] = min(unit, roundoffs.get(layer, unit))
 
         def on_layer(layer: LayerView, written: Written) -> None:
@@ -293,21 +295,21 @@ class FrozenPass:
     ) -> Float[Tensor, "batch position d_model"]:
         """dT/d(input of the block) through its heads: their values, and with ``follow_patterns``
         their queries and keys."""
-        layer, values = block.layer, torch.zeros_like(head_adjoints)
-        queries, keys = torch.zeros_like(layer.q), torch.zeros_like(layer.k)
+        layer, to_values = block.layer, torch.zeros_like(head_adjoints)
+        to_queries, to_keys = torch.zeros_like(layer.q), torch.zeros_like(layer.k)
         for rows in block.query_blocks():
             pattern, slope = block.pattern(rows)
-            values += einsum(pattern, head_adjoints[:, rows], "b h i j, b i h e -> b j h e")
+            to_values += einsum(pattern, head_adjoints[:, rows], "b h i j, b i h e -> b j h e")
             if follow_patterns:
                 response = attention_response(layer, pattern, slope, head_adjoints[:, rows])
                 response = response * layer.scale
-                queries[:, rows] = einsum(response, layer.k, "b h i j, b j h e -> b i h e")
-                keys += einsum(response, layer.q[:, rows], "b h i j, b i h e -> b j h e")
-        everywhere = torch.arange(values.shape[1], device=values.device)
-        out = block.to_stream(values[0], "v", everywhere)
+                to_queries[:, rows] = einsum(response, layer.k, "b h i j, b j h e -> b i h e")
+                to_keys += einsum(response, layer.q[:, rows], "b h i j, b i h e -> b j h e")
+        everywhere = torch.arange(to_values.shape[1], device=to_values.device)
+        out = block.to_stream(to_values[0], "v", everywhere)
         if follow_patterns:
-            out = out + block.to_stream(queries[0], "q", everywhere)
-            out = out + block.to_stream(keys[0], "k", everywhere)
+            out = out + block.to_stream(to_queries[0], "q", everywhere)
+            out = out + block.to_stream(to_keys[0], "k", everywhere)
         return out.unsqueeze(0)
 
 
@@ -318,8 +320,8 @@ def attention_response(
     head_adjoints: Float[Tensor, "batch query head d_head"],
 ) -> Float[Tensor, "batch head query key"]:
     """dT/d(score) of some rows: ``p_ij (t_ij - sum_j p_ij t_ij) slope_ij``. ``t_ij`` is what one
-    unit of attention to j writes towards T, ``slope`` that of a soft cap (1 without one). Without
-    a soft cap the sum over keys is zero (with a sink, which writes nothing, counted as a key)."""
+    unit of attention to j writes towards T, ``slope`` is that of :meth:`FrozenBlock.pattern`.
+    Without a soft cap the sum over keys is zero (a sink, which writes nothing, counts as a key)."""
     if layer.v is None:
         raise RuntimeError("a verified layer has values")
     towards = einsum(head_adjoints, layer.v, "b i h e, b j h e -> b h i j")
@@ -334,12 +336,13 @@ def _block(
     after: Tensor,
     mlp: str,
 ) -> FrozenBlock:
-    """Freeze one block; ``constant`` is what its biases wrote, ``after`` the stream behind it."""
+    """Freeze one block; ``constant`` is what its biases wrote, ``after`` the stream after it."""
     mlp_output = written.dense.get(f"mlp{layer.layer}")
     spec = mlp_spec(view, layer.layer) if mlp == "frozen" and mlp_output is not None else None
     frozen = None
     if spec is not None and mlp_output is not None:
         b_out = writing_of(view).blocks[layer.layer].b_out.to(layer.h)
+        # what the MLP read: the block's input, or the stream without what the MLP wrote
         frozen = FrozenMLP.of(spec, layer.h if spec.parallel else after - mlp_output - b_out)
         constant = constant - b_out  # it is in the MLP's own constant
     return FrozenBlock(

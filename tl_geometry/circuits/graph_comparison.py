@@ -3,10 +3,11 @@ shape) share, and how many they would share by chance.
 
 :meth:`tl_geometry.circuits.LogitGraph.compare` calls :func:`compare_graphs`.
 
-The Jaccard index of two sets is what they share over what either has. By chance: nodes are drawn at
-random from all components at all places, as many as each graph has; edges are compared between
-nodes that both graphs have, and into each of these, of each type, as many random sources are drawn
-as each graph has there.
+The Jaccard index of two sets is what they share over what either has. Its value by chance:
+
+- nodes: as many as each graph has are drawn at random from all components at all places;
+- edges, which are compared between nodes that both graphs have: into each of these nodes, as many
+  sources of each edge type as each graph has there are drawn at random from those that it can read.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.graph_places import PlacedGraphs, Positions, place_graphs
-from tl_geometry.circuits.logit_graph import EDGE_TYPES, LogitGraph
-
-QUERY = EDGE_TYPES.index("query")
+from tl_geometry.circuits.logit_graph import EDGE_TYPES, QUERY, LogitGraph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,12 +120,12 @@ def compare_graphs(
     expected, got = "a graph of trace_logit", type(other).__name__
     require(isinstance(other, LogitGraph), "other", expected=expected, got=got)
     placed = place_graphs((graph, other), positions)
-    of_components = placed.size - 2  # the logit and the constants are in every graph
-    sets = [of.nodes[of.nodes < of_components] for of in placed.kept]
+    components = placed.size - 2  # the logit and the constants are in every graph
+    sets = [of.nodes[of.nodes < components] for of in placed.kept]
     nodes = torch.cat([of.nodes for of in placed.kept]).unique()
     kept = torch.stack([torch.isin(nodes, of.nodes) for of in placed.kept], 1)
     values, moved = placed.values[:, nodes].T.contiguous(), placed.moved[:, nodes].T.contiguous()
-    is_component = nodes < of_components
+    is_component = nodes < components
     keys = torch.cat([of.keys for of in placed.kept]).unique()
     weights = torch.full((len(keys), 2), torch.nan, dtype=torch.float64)
     for side, of in enumerate(placed.kept):
@@ -150,7 +149,7 @@ def compare_graphs(
         edge_types=edge_types,
         weights=weights,
         node_jaccard=_ratio(float(shared.sum()), float(is_component.sum())),
-        node_jaccard_by_chance=jaccard_by_chance(len(sets[0]), len(sets[1]), of_components),
+        node_jaccard_by_chance=jaccard_by_chance(len(sets[0]), len(sets[1]), components),
         edge_jaccard=edge_jaccard,
         edge_jaccard_by_chance=by_chance,
         value_correlation=_correlation(values[is_component]),

@@ -12,7 +12,7 @@ frozen scale of the norm at j:
 
 Query edges and key edges each sum to ``sum_j c_ij S_ij``, S without ALiBi, which no writer makes.
 Of each type of edges into a node the fewest are kept that carry a given share of the absolute sum.
-The others are one number, the node's rest.
+What the others carry is one number, the node's rest of that type.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
+from tl_geometry.circuits.logit_graph import KEY, QUERY, VALUE
 
 AFTER_ATTENTION, AFTER_MLP = 1, 2
 """When a write enters the stream, in steps of three for each block: block l reads at 3 l, its
 attention has written at 3 l + 1, its MLP at 3 l + 2."""
-VALUE, QUERY, KEY = 0, 1, 2
-"""Places of the edge types in :data:`tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
 LOGIT_NODE, CONSTANTS_NODE = 0, 1
 """Rows of the two nodes that every graph has."""
 EDGE_CELLS = 2**24
@@ -63,7 +62,8 @@ class Nodes:
 
 class Edges(NamedTuple):
     """The kept edges, and for each node and edge type what all edges sum to (``totals``) and what
-    those left out carry (``rest``)."""
+    those left out carry (``rest``). ``attention`` and ``response`` are pattern and dT/d(score) of
+    each node that is a head, 0 for the others."""
 
     sources: Int[Tensor, " edge"]
     targets: Int[Tensor, " edge"]
@@ -98,7 +98,7 @@ class EdgeFinder:
         self,
         frozen: FrozenPass,
         nodes: Nodes,
-        start: Float[Tensor, "batch position d_model"],
+        first_constant: Float[Tensor, "batch position d_model"],
         adjoints: Adjoints,
         responsive: Adjoints,
         keep: float,
@@ -113,7 +113,8 @@ class EdgeFinder:
         self.by_position = _by_position(self.positions, length)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention, self.response = torch.zeros(2, count, length)
-        self.constant_stream = start[0]  # what constants have written so far: edges() adds to it
+        # what constants have written so far: edges() adds to it, block by block
+        self.constant_stream = first_constant[0]
         self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
@@ -134,8 +135,8 @@ class EdgeFinder:
         # the logit reads by its readout, like an MLP by its adjoint
         logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
         self.totals[logit, VALUE] = value
-        fixed = torch.tensor([constant], dtype=torch.float64)
-        self._from_own_position(VALUE, logit, vectors, fixed.to(vectors.device))
+        constants = torch.tensor([constant], dtype=torch.float64)
+        self._from_own_position(VALUE, logit, vectors, constants.to(vectors.device))
         columns = zip(*self.kept, strict=True)
         sources, targets, types, weights = (torch.cat(column) for column in columns)
         tables = self.totals, self.rest, self.attention, self.response
@@ -146,22 +147,21 @@ class EdgeFinder:
         edge_type: int,
         targets: Int[Tensor, " row"],
         weights: Float[Tensor, "row column"],
-        places: Int[Tensor, "#row column"],
+        places: Int[Tensor, "row column"],
         constants: Float[Tensor, " row"],
     ) -> None:
-        """Prune the edges of one type into some targets; those from the constants always stay.
-        ``places`` says which source each column is, in ``order``."""
+        """Prune the edges of one type into some targets; an edge from the constants is kept
+        whatever its size. ``places`` says which source each column is, in ``order``."""
         carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
         self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
         rows, columns = (index.cpu() for index in carrying.nonzero().T)
-        biased = (constants != 0).nonzero()[:, 0].cpu()
-        # an edge from the constants is kept whatever its size, where there is one
-        targets = torch.cat([targets[rows], targets[biased]])
-        sources = self.order[places.expand(weights.shape)[rows, columns]]
+        with_constants = (constants != 0).nonzero()[:, 0].cpu()
+        targets = torch.cat([targets[rows], targets[with_constants]])
+        sources = self.order[places[rows, columns]]
         self.kept.append(
             (
-                torch.cat([sources, torch.full_like(biased, CONSTANTS_NODE)]),
+                torch.cat([sources, torch.full_like(with_constants, CONSTANTS_NODE)]),
                 targets,
                 torch.full_like(targets, edge_type),
                 torch.cat([weights[carrying].double(), constants[constants != 0]]).cpu(),
@@ -183,16 +183,17 @@ class EdgeFinder:
         queries, MLPs and the logit. The edge from the constants is that of the constants in the
         stream, plus ``constants``."""
         at, count = self.nodes.positions[targets], self._read_by(targets)
-        fixed = dot(vectors, self.constant_stream[at])
-        fixed = fixed if constants is None else fixed + constants
+        from_constants = dot(vectors, self.constant_stream[at])
+        if constants is not None:
+            from_constants = from_constants + constants
         places = self.by_position[at]
         read = (places >= 0) & (places < count)
-        # writes at a position stand in the order in which they enter: the last columns are empty
+        # writes at a position stand in the order in which they enter: those read come first
         places, read = (x[:, : int(read.sum(1).max())] for x in (places, read))
         products = vectors @ self.writes[:count].mT
         rows = torch.arange(len(targets)).unsqueeze(1)
         weights = products[rows, torch.where(read, places, 0)] * read.to(products)
-        self._add(edge_type, targets, weights, places, fixed)
+        self._add(edge_type, targets, weights, places, from_constants)
 
     def _from_values(
         self,
@@ -200,14 +201,15 @@ class EdgeFinder:
         vectors: Float[Tensor, "row d_model"],
         paid: Float[Tensor, "row position"],
     ) -> None:
-        """Edges ``paid[position of the write] * vector . write`` into the values of heads, which
-        pay attention to all positions."""
+        """Edges ``paid[position of the write] * vector . write`` into the values of heads;
+        ``paid`` is the attention to each position, times the frozen scale there."""
         count = self._read_by(targets)
         constants = dot(paid, vectors @ self.constant_stream.mT)
         weights = vectors @ self.writes[:count].mT * paid[:, self.positions[:count]]
-        self._add(VALUE, targets, weights, torch.arange(count).unsqueeze(0), constants)
+        self._add(VALUE, targets, weights, torch.arange(count).expand(weights.shape), constants)
 
     def _into_mlp(self, layer: int) -> None:
+        """Value edges into the MLP of a block."""
         rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
         vectors = self.adjoints.mlps[layer]
         if mlp is None or vectors is None:
@@ -220,7 +222,8 @@ class EdgeFinder:
     def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
         """Value, query and key edges into heads of one block."""
         layer_view, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
-        pick = (0, heads, torch.arange(len(rows)))  # of all heads at these queries, each its own
+        # each row's own head, of all heads at the queries of all rows
+        pick = (0, heads, torch.arange(len(rows)))
         patterns, slope = block.pattern(at)
         value_adjoints, all_adjoints = (a.heads[layer] for a in (self.adjoints, self.responsive))
         response = attention_response(layer_view, patterns, slope, all_adjoints[:, at])[pick]
@@ -233,10 +236,10 @@ class EdgeFinder:
         for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
             self.totals[rows, edge_type] = dot(*factors).cpu()
         self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
-        count = layer_view.q.shape[2]
-        vectors = block.back(_at_head(count, heads, adjoint), "v")
+        n_heads = layer_view.q.shape[2]
+        vectors = block.back(_at_head(n_heads, heads, adjoint), "v")
         self._from_values(rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
-        vectors = block.to_stream(_at_head(count, heads, gradient), "q", at)
+        vectors = block.to_stream(_at_head(n_heads, heads, gradient), "q", at)
         constants = dot(gradient, layer_view.q_constant[0, at, heads])
         self._from_own_position(QUERY, rows, vectors, constants)
         self._from_keys(block, rows, query, response)
@@ -248,32 +251,33 @@ class EdgeFinder:
         query: Float[Tensor, "row d_head"],
         response: Float[Tensor, "row position"],
     ) -> None:
-        """Key edges. The rotation of a key depends on the position of the source, so that no single
-        direction of the stream stands for a query. Each write is made a key instead, once for all
+        """Key edges. A key is rotated by the position of its source, so that no one direction of
+        the stream stands for a query at all sources. Each write is made a key instead, once for all
         heads that share keys."""
         count, everywhere = self._read_by(rows), torch.arange(response.shape[1])
         at = self.positions[:count]
         keys = block.keys(self.writes[:count], at)
-        share = block.layer.q.shape[2] // keys.shape[1]
-        queries = _at_head(keys.shape[1], self.nodes.heads[rows] // share, query).flatten(1)
-        fixed = block.keys(self.constant_stream, everywhere)
-        fixed = (fixed + block.layer.k_constant[0, :, ::share]).flatten(1)
-        constants = dot(response, queries @ fixed.mT)
+        group_size = block.layer.q.shape[2] // keys.shape[1]
+        queries = _at_head(keys.shape[1], self.nodes.heads[rows] // group_size, query).flatten(1)
+        constant_keys = block.keys(self.constant_stream, everywhere)
+        constant_keys = (constant_keys + block.layer.k_constant[0, :, ::group_size]).flatten(1)
+        constants = dot(response, queries @ constant_keys.mT)
         weights = queries @ keys.flatten(1).mT * response[:, at]
-        self._add(KEY, rows, weights, torch.arange(count).unsqueeze(0), constants)
+        self._add(KEY, rows, weights, torch.arange(count).expand(weights.shape), constants)
 
 
 def _at_head(
     count: int, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
 ) -> Float[Tensor, "row head d_head"]:
-    """A vector of each target on an axis of ``count`` heads, zero but for its own head."""
+    """A vector of each target on an axis of ``count`` heads, zero but for its own head, for maps
+    that take all heads at once."""
     padded = x.new_zeros(len(x), count, x.shape[1])
     padded[torch.arange(len(x)), heads] = x
     return padded
 
 
 def _by_position(positions: Int[Tensor, " node"], length: int) -> Int[Tensor, "position column"]:
-    """The places at which each position stands in ``positions``, ascending; -1 fills the rows."""
+    """Where each position occurs in ``positions``, ascending; -1 fills the rows."""
     places = [(positions == at).nonzero()[:, 0] for at in range(length)]
     return pad_sequence(places, batch_first=True, padding_value=-1)
 

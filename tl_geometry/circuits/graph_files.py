@@ -20,8 +20,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
+from tl_geometry.circuits.logit_graph import (
+    CONSTANTS,
+    EDGE_TYPES,
+    VALUE,
+    LogitGraph,
+    token_texts,
+)
 
+COMPONENT_TYPE = "cross layer transcoder"
+"""What the front ends call a node of a block."""
 REST_TYPE = "mlp reconstruction error"
 """What the front ends call a part that a graph leaves out."""
 TOKEN_LEAVES = ("embed", "cvec")
@@ -69,13 +77,13 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
             graph.edge_types.tolist(),
             strict=True,
         )
-        if EDGE_TYPES[edge_type] == "value"
+        if edge_type == VALUE
     ]
-    for i, rest in enumerate(graph.rest[:, 0].tolist()):
+    for i, rest in enumerate(graph.rest[:, VALUE].tolist()):
         if rest:
             nodes.append(_rest_node(graph, i, rest))
             links.append(link_record(nodes[-1]["node_id"], ids[i], rest))
-    tokens = list(graph.str_tokens) or [f"<{i}>" for i in graph.token_ids]
+    tokens = list(token_texts(graph))
     if all(node["ctx_idx"] == 0 for node in nodes):
         # front ends place nothing if the first column has it all, and delete all of a single column
         tokens = ["", *tokens]
@@ -102,7 +110,7 @@ def influences(values: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
     size = values.abs()
     order = size.argsort(descending=True, stable=True)
     influence = torch.empty_like(size)
-    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)
+    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)  # all may be 0
     return influence.clamp(max=1.0)
 
 
@@ -240,7 +248,7 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
     position = max(0, int(graph.positions[node]))
     layer, head = int(graph.layers[node]), int(graph.heads_of[node])
     logit = node == 0
-    node_type = first_type(graph.names[node]) if layer < 0 else "cross layer transcoder"
+    node_type = first_type(graph.names[node]) if layer < 0 else COMPONENT_TYPE
     text = graph.label(node)
     if logit:  # the front end reads the probability out of this text
         text = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
@@ -274,6 +282,7 @@ def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) 
 def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
     """What was left out of a node, drawn as the front ends draw errors of a replacement."""
     layer = int(graph.layers[node])
+    # the logit's own stands between the last block and the logit
     row = _last_layer(graph) - 1 if layer < 0 else layer
     position = max(0, int(graph.positions[node]))
     name = f"{row}_rest-{graph.names[node]}_{position}"
@@ -295,7 +304,7 @@ def networkx_graph(graph: LogitGraph) -> Any:
                 "position": int(graph.positions[i]),
                 "value": float(graph.values[i]),
                 "moved": float(graph.moved[i]),
-                "rest": float(graph.rest[i, 0]),
+                "rest": float(graph.rest[i, VALUE]),
             },
         )
         for i, name in enumerate(graph.names)

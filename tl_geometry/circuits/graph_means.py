@@ -20,7 +20,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Provenance, Result, hash_tokens
 from tl_geometry.circuits.graph_places import PlacedGraphs, Positions, place_graphs
-from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, LogitGraph
+from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, VALUE, LogitGraph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -218,7 +218,7 @@ def _rest(
     graph: LogitGraph,
 ) -> Float[Tensor, " node"]:
     """What the value edges of each node leave out of its value; 0 for a node that reads nothing."""
-    of_values = edge_types == EDGE_TYPES.index("value")
+    of_values = edge_types == VALUE
     rest = values.index_add(0, targets[of_values], -weights[of_values])
     places, leaves = len(placed.places), len(graph.leaf_names)
     heads = graph.head_values.shape[0] * graph.head_values.shape[1]

@@ -28,8 +28,8 @@ Positions = Sequence[Mapping[str, int]]
 
 
 class Kept(NamedTuple):
-    """Nodes and edges of one graph, each once and sorted; for ``keys`` see
-    :meth:`PlacedGraphs.ends`."""
+    """Rows of the nodes of one graph, and its edges by key (:meth:`PlacedGraphs.ends`): each once,
+    and sorted."""
 
     nodes: Int[Tensor, " node"]
     keys: Int[Tensor, " edge"]
@@ -39,8 +39,8 @@ class Kept(NamedTuple):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlacedGraphs:
     """Graphs on common axes. A row is a component at a place, ``component * places + place``; the
-    last two rows are the logit and the constants. ``values`` and ``moved`` are complete, ``kept``
-    are the nodes and edges of each graph.
+    last two rows are the logit and the constants. ``values`` and ``moved`` hold every row, also of
+    nodes that a graph does not have; ``kept`` are the nodes and edges that each has.
 
     ``steps`` say when a component writes: leaves 0, heads of block l 2 l + 1, its MLP 2 l + 2;
     ``heads_of`` is its head (-1: none). ``place_tokens`` are the texts at each place (up to two).
@@ -61,7 +61,7 @@ class PlacedGraphs:
 
     @property
     def size(self) -> int:
-        """Rows."""
+        """How many rows there are."""
         return self.values.shape[1]
 
     def name(self, row: int) -> tuple[str, str]:
@@ -75,11 +75,11 @@ class PlacedGraphs:
         """Block, head and place of rows (-1: none), as fields of a result."""
         is_component = rows < self.size - 2
         components = torch.where(is_component, rows // len(self.places), 0)
-        none = torch.where(rows == self.size - 2, self.logit_place, NOWHERE)
+        of_others = torch.where(rows == self.size - 2, self.logit_place, NOWHERE)
         return {
             "layers": torch.where(is_component, (self.steps[components] - 1) // 2, NOWHERE),
             "heads_of": torch.where(is_component, self.heads_of[components], NOWHERE),
-            "positions": torch.where(is_component, rows % len(self.places), none),
+            "positions": torch.where(is_component, rows % len(self.places), of_others),
         }
 
     def ends(
@@ -112,13 +112,10 @@ def place_graphs(graphs: Sequence[LogitGraph], positions: Positions | None) -> P
     )
     heads_of = torch.full_like(steps, NOWHERE)
     heads_of[steps % 2 == 1] = torch.arange(heads).repeat(layers)
-    spans = torch.tensor(
-        [
-            [min(ends), max(ends)]
-            for p in range(len(places))
-            if (ends := [i for of in place_of for i in (of == p).nonzero()[:, 0].tolist()])
-        ]
+    at_place = (
+        torch.cat([(of == p).nonzero()[:, 0] for of in place_of]) for p in range(len(places))
     )
+    spans = torch.stack([torch.stack([at.min(), at.max()]) for at in at_place])
     rows = [_rows(graph, of, len(places)) for graph, of in zip(graphs, place_of, strict=True)]
     size = len(names) * len(places) + 2
     tables = [_tables(graph, of, len(places)) for graph, of in zip(graphs, place_of, strict=True)]
@@ -139,7 +136,7 @@ def place_graphs(graphs: Sequence[LogitGraph], positions: Positions | None) -> P
 def _places(
     graphs: Sequence[LogitGraph], positions: Positions | None
 ) -> tuple[tuple[str, ...], list[Int[Tensor, " position"]]]:
-    """Names of the places, and the place of every position of each graph."""
+    """Names of the places (each has a position), and the place of every position of each graph."""
     lengths = [len(graph.token_ids) for graph in graphs]
     if positions is None:
         ends = sorted({(n, graph.position) for n, graph in zip(lengths, graphs, strict=True)})
@@ -151,9 +148,9 @@ def _places(
     expected, got = f"names for each of {len(graphs)} graphs", f"{len(positions)}"
     require(len(positions) == len(graphs), "positions", expected=expected, got=got)
     names = tuple(positions[0])
-    taken = ELSEWHERE in names or not names
+    usable = len(names) > 0 and ELSEWHERE not in names
     got = f"{list(names)}"
-    require(not taken, "positions", expected=f"names other than {ELSEWHERE!r}", got=got)
+    require(usable, "positions", expected=f"names other than {ELSEWHERE!r}", got=got)
     place_of = []
     for named, n in zip(positions, lengths, strict=True):
         expected, got = f"the same names, {list(names)}, for each graph", f"{list(named)}"
@@ -165,8 +162,8 @@ def _places(
                 fail("positions", expected="one name a position", got=f"two names of {at}")
             of[at] = place
         place_of.append(of)
-    rest = any(bool((of == len(names)).any()) for of in place_of)
-    return (*names, ELSEWHERE) if rest else names, place_of
+    unnamed = any(bool((of == len(names)).any()) for of in place_of)
+    return (*names, ELSEWHERE) if unnamed else names, place_of
 
 
 def _place_tokens(

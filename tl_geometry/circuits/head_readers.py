@@ -1,5 +1,5 @@
-"""How much of what each writer wrote do heads read? Sums of products of writes and cotangents; the
-sweep over writers and composition ask for them.
+"""How much of what each writer wrote do heads read? Sums of products of writes and cotangents, for
+the sweep over writers and for composition.
 
 With scales frozen a side of a head (query, key or value) is linear in the stream: ``x = M^T h``
 with ``M [d_model d_head]``, then the frozen scale and the rotation. With G the cotangent of
@@ -31,17 +31,17 @@ Rows = slice | list[int]
 """Rows of a tensor."""
 WORKING_SET = 2**25
 """Bytes that vectors of the stream may take in one step: few enough for a processor's cache, and
-for memory that is handed out again without being cleared."""
+for the allocator to use the same memory again (larger blocks come from the system, which clears
+them)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
     """One side of some heads of a layer as a linear function of the stream.
 
-    ``matrix`` is centring, gain and projection. ``cotangents`` are those of the projections, taken
-    back through rotation, QK-norm and frozen scale. ``constant`` holds the numerators of the
-    layer's own constants in each context. ``positions`` are those that the side reads (``None``:
-    all).
+    ``matrix`` is centring, gain and projection. ``cotangents`` are those of the projections, before
+    QK-norm, rotation and frozen scale. ``constant`` holds the numerators of the layer's own
+    constants in each context. ``positions`` are those that the side reads (``None``: all).
     """
 
     matrix: Float[Tensor, "d_model head d_head"]
@@ -81,13 +81,12 @@ class Reader:
         if self.positions is None:
             return slice(start, stop), slice(None)
         n_read = len(self.positions)
-        # context and row of the cotangents that belong to a token
-        found = [
+        read = [
             (token // length * n_read + self.positions.index(token % length), token - start)
             for token in range(start, stop)
             if token % length in self.positions
         ]
-        return [row for row, _ in found], [place for _, place in found]
+        return [row for row, _ in read], [place for _, place in read]
 
 
 def numerators(
@@ -100,8 +99,8 @@ def numerators(
     contexts: Sequence[slice] | None = None,
 ) -> list[Float[Tensor, "group sample weight head part"]]:
     """``sum_i w_a[i] . (matrix cotangents[i])`` of each reader and writer, over each group of
-    ``contexts`` (all are one group by default). The samples are what was written and, if
-    ``others``, what was written in the context before it in the batch. Writes stay in memory for
+    ``contexts`` (all are one group by default). Sample 0 is what was written; with ``others``
+    sample 1 is what was written in the context before it in the batch. Writes stay in memory for
     the next layer where those of all layers take at most ``keep`` bytes."""
     batch, length, d_model = written.constants.shape
     samples, parts = 1 + others, len(written.names(grain))
@@ -119,8 +118,8 @@ def numerators(
     kept = written.kept(grain, keep)
     vectors = parts + sum(samples * n * heads for _, _, n, heads in sizes)
     step = max(1, WORKING_SET // (vectors * d_model * written.constants.element_size()))
-    # of one step after the other
-    memory = written.constants.new_empty(
+    # one buffer for the writes of every step, empty where they are kept
+    buffer = written.constants.new_empty(
         parts, 1, min(step, batch * length) * (kept is None), d_model
     )
     tokens = [
@@ -131,12 +130,12 @@ def numerators(
     for group, start, stop in tokens:
         if kept is None:
             some = written.tokens(slice(start, stop))
-            writes = some.stacked(grain, out=memory[:, :, : stop - start]).flatten(1, 2)
+            writes = some.stacked(grain, out=buffer[:, :, : stop - start]).flatten(1, 2)
         else:
             writes = kept[:, start:stop]
-        for reader, given, total in zip(readers, cotangents, totals, strict=True):
+        for reader, of_reader, total in zip(readers, cotangents, totals, strict=True):
             rows, places = reader.among(start, stop, length)
-            back = einsum(given[:, :, rows], reader.matrix, "s n t h e, d h e -> s n h t d")
+            back = einsum(of_reader[:, :, rows], reader.matrix, "s n t h e, d h e -> s n h t d")
             products = writes[:, places].flatten(1) @ back.flatten(3).flatten(0, 2).mT
             total[group] += products.view(total.shape[1:]).double()
     return [rearrange(total, "group part s n h -> group s n h part") for total in totals]
@@ -149,13 +148,13 @@ def random_numerators(
     directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
 ) -> list[Float[Tensor, "sample weight head part"]]:
     """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
-    and reads: two projections, where a turned writer would take as much as the writer itself."""
+    and reads. These are two projections; a turned writer would cost as much as the writer did."""
     written_along = written.along(directions[0]).stacked(grain)
     sums = []
     for reader in readers:
         matrix = einsum(reader.matrix, directions[1].to(reader.matrix), "d h e, k d -> k h e")
         read_along = einsum(reader.cotangents, matrix, "n b i h e, k h e -> k n h b i")
         positions = slice(None) if reader.positions is None else list(reader.positions)
-        at_positions = written_along[:, :, positions]
-        sums.append(einsum(read_along, at_positions, "k n h b i, p b i k -> k n h p").double())
+        writes = written_along[:, :, positions]
+        sums.append(einsum(read_along, writes, "k n h b i, p b i k -> k n h p").double())
     return sums

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from tl_geometry.circuits.graph_comparison import GraphComparison
 
 EDGE_TYPES = ("value", "query", "key")
-"""What a node is read for: its value, or the query or the key of a head's score."""
+"""What a source is read for: a value, or the query or the key of a head's score."""
+VALUE, QUERY, KEY = range(3)
+"""Their places in :data:`EDGE_TYPES`."""
 LOGIT, CONSTANTS = "logit", "constants"
 """Names of the nodes that are no component at one position: T itself, and all biases."""
 NOWHERE = -1
@@ -52,8 +54,7 @@ class TokenTable(Result):
         return ("position", "token", "value", *(self.parts if len(self.parts) > 1 else ()))
 
     def rows(self) -> Sequence[Sequence[object]]:
-        several = len(self.parts) > 1
-        parts = self.by_part.tolist() if several else [[] for _ in self.positions]
+        parts = self.by_part.tolist() if len(self.parts) > 1 else [[] for _ in self.positions]
         cells = zip(self.positions, self.tokens, self.value.tolist(), parts, strict=True)
         return [(position, token, value, *more) for position, token, value, more in cells]
 
@@ -71,12 +72,13 @@ class LogitGraph(Result):
     ``sources``, ``targets``, ``edge_types`` and ``weights`` are the edges. ``rest[node, edge
     type]`` is what the edges that are not in the graph carry: the edges of a type into a node and
     its rest sum to ``totals[node, edge type]`` (``value``: the node's value; ``query`` and
-    ``key``: the sum of attention's response times score over the row, see
+    ``key``: the sum over the row of dT/d(score) times score, see
     :mod:`tl_geometry.circuits.trace`).
 
-    ``value`` is T before a final soft cap, ``target`` its tokens and ``target_weights`` their
-    weights in T, ``attention[node]`` the pattern of a head's node, ``response[node]`` dT/d(score)
-    at each key (:func:`tl_geometry.circuits.attention_pairs`).
+    ``value`` is T before a final soft cap, ``target`` its tokens, ``target_weights`` their weights
+    in T, and ``probability`` that of the first of them. ``attention[node]`` is the pattern of a
+    head's node, ``response[node]`` dT/d(score) at each key
+    (:func:`tl_geometry.circuits.attention_pairs`).
     """
 
     str_tokens: tuple[str, ...]
@@ -128,10 +130,9 @@ class LogitGraph(Result):
         value = by_part.sum(1)
         value[-1] = self.constant_value
         length = self.leaf_values.shape[1]
-        texts = self.str_tokens or tuple(f"<{i}>" for i in self.token_ids)
         return TokenTable(
             positions=(*range(length), NOWHERE),
-            tokens=(*texts, CONSTANTS),
+            tokens=(*token_texts(self), CONSTANTS),
             parts=parts,
             value=value,
             by_part=by_part,
@@ -144,13 +145,10 @@ class LogitGraph(Result):
         """Number of a node by name (``"L5H1"``, ``(5, 1)``, ``"mlp3"``, ``"embed"``, ``"logit"``)
         and position (of the only such node, where there is one)."""
         text = name if isinstance(name, str) else checks.head_name((name[0], name[1]))
-        rows = [
-            i
-            for i, other in enumerate(self.names)
-            if other == text and (position is None or int(self.positions[i]) == position)
-        ]
+        of_name = [i for i, other in enumerate(self.names) if other == text]
+        rows = [i for i in of_name if position is None or int(self.positions[i]) == position]
         if len(rows) != 1:
-            there = [int(p) for n, p in zip(self.names, self.positions, strict=True) if n == text]
+            there = self.positions[of_name].tolist()
             fail(
                 "node",
                 expected=f"one node {text!r}" + ("" if position is None else f" at {position}"),
@@ -185,8 +183,7 @@ class LogitGraph(Result):
         position = int(self.positions[node])
         if position == NOWHERE:
             return self.names[node]
-        token = self.str_tokens[position] if self.str_tokens else f"<{self.token_ids[position]}>"
-        return f"{self.names[node]} at {position} {token!r}"
+        return f"{self.names[node]} at {position} {token_texts(self)[position]!r}"
 
     def compare(
         self, other: LogitGraph, *, positions: Sequence[Mapping[str, int]] | None = None
@@ -218,7 +215,7 @@ class LogitGraph(Result):
         it is first order, and largest at attention sinks, which write next to nothing."""
         order = self.values.abs().argsort(descending=True, stable=True).tolist()
         # position -1 (none) takes the last text, which is empty
-        tokens = [*(self.str_tokens or [f"<{i}>" for i in self.token_ids]), ""]
+        tokens = [*token_texts(self), ""]
         return [
             (
                 self.names[i],
@@ -226,7 +223,7 @@ class LogitGraph(Result):
                 tokens[int(self.positions[i])],
                 float(self.values[i]),
                 float(self.moved[i]),
-                float(self.rest[i, 0]),
+                float(self.rest[i, VALUE]),
             )
             for i in order
         ]
@@ -243,3 +240,8 @@ class LogitGraph(Result):
         from tl_geometry.circuits.graph_files import networkx_graph
 
         return networkx_graph(self)
+
+
+def token_texts(graph: LogitGraph) -> tuple[str, ...]:
+    """The text of each token, or its id where the model has no tokenizer."""
+    return graph.str_tokens or tuple(f"<{i}>" for i in graph.token_ids)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import einsum
@@ -24,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.base.checks import index
+from tl_geometry.base.checks import head_name, index
 from tl_geometry.base.errors import (
     BudgetError,
     ReconstructionError,
@@ -51,9 +50,9 @@ from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.terms import BIAS_BIAS, bias_label
 from tl_geometry.scores.values import target_ids, trained_head
 
-TOLERANCE = 1e-6
-"""Largest difference from the model's logit, relative to the sum of absolute contributions (float32
-rounds the model's own sum as much)."""
+TOLERANCE, HALF_TOLERANCE = 1e-6, 1e-2
+"""Largest difference from the model's logit, relative to the sum of absolute contributions, in
+float32 (which rounds the model's own sum as much) and in half precision."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,7 +86,6 @@ class LogitExplanation(Result):
     pair_scores: Float[Tensor, " pair"]
     pair_patterns: Float[Tensor, " pair"]
     bias_label: str = BIAS_BIAS
-    version: ClassVar[int] = 2
 
     @property
     def total(self) -> float:
@@ -116,8 +114,9 @@ class LogitExplanation(Result):
         for p, (layer, head, source) in enumerate(self.pairs):
             value = float(self.heads[layer, head, source])
             token = self.str_tokens[source] if self.str_tokens else None
-            looked = (float(self.pair_patterns[p]), float(self.pair_scores[p]))
-            table.append((f"L{layer}H{head}", layer, head, source, token, value, *looked))
+            attention, score = float(self.pair_patterns[p]), float(self.pair_scores[p])
+            name = head_name((layer, head))
+            table.append((name, layer, head, source, token, value, attention, score))
         return sorted(table, key=lambda row: -abs(row[5]))  # pyright: ignore[reportArgumentType]
 
     def terms(self, pair: int) -> list[tuple[str, str, float]]:
@@ -178,8 +177,9 @@ def explain_logit(
     family = family_of(view, parts, basis, range(view.n_layers))
     splitter = Splitter(view, family, range(view.n_layers))
     names = splitter.names
+    # what every head takes from every source, in float64, and what every MLP wrote
     size = 8 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
-    check_request(view, rows, basis, 0, 0, 0)  # the basis; this has no heads= to choose by
+    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: memory is checked below
     fits, expected = size <= memory_budget, f"at most memory_budget={memory_budget} bytes"
     what, instead = "logit", "a shorter prompt, or a larger memory_budget="
     require(fits, what, expected=expected, got=size, instead=instead, error=BudgetError)
@@ -209,16 +209,22 @@ def explain_logit(
         pair_patterns=details.patterns.cpu(),
         bias_label=bias_label(rotary=details.rotary, relative=details.relative),
     )
-    bound = TOLERANCE if view.dtype.itemsize >= 4 else 1e-2
+    require_sum(view, explanation.error)
+    return explanation
+
+
+def require_sum(view: ModelView, error: float) -> None:
+    """Raise where contributions do not sum to the model's logit; ``error`` is relative to their
+    absolute values."""
+    bound = TOLERANCE if view.dtype.itemsize >= 4 else HALF_TOLERANCE
     require(
-        explanation.error <= bound,
+        error <= bound,
         f"logit of {view.name}",
         expected=f"contributions that sum to it within {bound:.0e} of their absolute values",
-        got=f"{explanation.error:.2e}",
+        got=f"{error:.2e}",
         instead="check_model(model)",
         error=ReconstructionError,
     )
-    return explanation
 
 
 class Direct:
@@ -239,8 +245,8 @@ class Direct:
         signs = [1.0, -1.0][: ids.shape[1]]
         self.sign = torch.tensor(signs, dtype=torch.float64, device=view.device)
         self.paid: list[Float[Tensor, "batch head source"]] = []
-        self.moved: list[Float[Tensor, "batch head source d_head"]] = []
-        self.outward: list[Float[Tensor, "batch head d_head"]] = []
+        self.paid_values: list[Float[Tensor, "batch head source d_head"]] = []
+        self.head_readouts: list[Float[Tensor, "batch head d_head"]] = []
         self.others: dict[str, Float[Tensor, " batch"]] = {}
         self.readouts = torch.zeros(ids.shape, dtype=torch.float64)
 
@@ -253,20 +259,20 @@ class Direct:
         """Keep the attention that the position pays to each source."""
         if start <= self.position < start + pattern.shape[-2]:
             paid = upcast(pattern[:, :, self.position - start]).double()
-            # keys after a block of rows are not there, and not seen
+            # a block of rows holds no keys that come after it: none of them is seen
             self.paid.append(pad(paid, (0, self.length - paid.shape[-1])))
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
-        """Keep the value that each source gives each head."""
+        """Keep what each head takes from each source: its value, times the attention paid."""
         if layer.v is None:
             what, got = f"layer {layer.layer} of {self.view.name}", "no values"
             fail(what, expected="hooks of values", got=got, error=UnsupportedModelError)
         paid = self.paid[layer.layer]
         value = (layer.v - layer.v_constant).double()
-        self.moved.append(einsum(paid, value, "b h j, b j h e -> b h j e"))
+        self.paid_values.append(einsum(paid, value, "b h j, b j h e -> b h j e"))
 
     def on_end(self, h: Tensor, written: Written) -> None:
-        """The directions that the heads' writes are read by, and what everything else wrote."""
+        """What the logit reads each head's mixed values by, and what everything else wrote."""
         i, norm, sign = self.position, self.head.norm, self.sign
         scale = norm.scale(h)[:, i].double()
         rows = self.head.directions(self.ids.flatten().tolist()).double()
@@ -278,14 +284,14 @@ class Direct:
         self.others[CONSTANTS] = (written.constants[:, i].double() * u).sum(-1) + offsets @ sign
         for heads in written.heads:
             out = einsum(heads.W.double(), u, "h e d, b d -> b h e")
-            self.outward.append(out * heads.scale[:, i].double()[:, None, None])
+            self.head_readouts.append(out * heads.scale[:, i].double()[:, None, None])
         self.readouts = einsum(rows, h[:, i].double(), "b s d, b d -> b s") + offsets
 
     def logit(self, tokens: Tensor) -> Float[Tensor, " batch"]:
         """The model's own logits; where it has a soft cap, those before it.
 
-        A cap is not inverted, which would blow up the rounding of a logit near it: what it takes
-        off is computed from the readout, and added to the logit that the model gives.
+        What the cap takes off is computed from the readout, and added to the logit that the model
+        gives. To invert the cap would blow up the rounding of a logit near it.
         """
         logits = self.view.logits_at(tokens, self.position).gather(1, self.ids).double()
         readouts = self.readouts.to(logits)
@@ -293,8 +299,8 @@ class Direct:
 
     def contributions(self) -> Float[Tensor, "batch layer head source"]:
         """What each head wrote towards the target from each source."""
-        pairs = zip(self.moved, self.outward, strict=True)
-        return torch.stack([einsum(m, u, "b h j e, b h e -> b h j") for m, u in pairs], 1)
+        layers = zip(self.paid_values, self.head_readouts, strict=True)
+        return torch.stack([einsum(v, u, "b h j e, b h e -> b h j") for v, u in layers], 1)
 
     def largest(self, n: int) -> tuple[tuple[int, int, int], ...]:
         """(layer, head, source) of the largest contributions in the first prompt."""
@@ -328,19 +334,20 @@ class _Pairs:
         """Split the pairs of one layer."""
         if isinstance(self.splitter.family, Writers):
             self.splitter.family.take(written)
-        pairs_here = [p for p, (at, _, _) in enumerate(self.pairs) if at == layer.layer]
+        pairs_here = [p for p, (of_layer, _, _) in enumerate(self.pairs) if of_layer == layer.layer]
         heads = sorted({self.pairs[p][1] for p in pairs_here})
         terms = self.splitter.layer(layer, heads, layer.h.device)
         self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
         values = self.splitter.values(layer).double()
-        values[0] -= layer.v_constant.double()  # what is written whatever the source is
+        # what is written whatever the source is stands among the constants of the logit
+        values[0] -= layer.v_constant.double()
         seen = layer.seen_by(self.position)
         for p in pairs_here:
             _, head, source = self.pairs[p]
             at = heads.index(head)
             paid = self.direct.paid[layer.layer][0, head, source]
-            out = self.direct.outward[layer.layer][0, head]
-            self.values[p] = values[:, 0, source, head] @ out * paid
+            readout = self.direct.head_readouts[layer.layer][0, head]
+            self.values[p] = values[:, 0, source, head] @ readout * paid
             q, k = terms.q[:, 0, self.position, at].double(), terms.k[:, 0, :, at].double()
             self.terms[p] = q @ (k[:, source] - k[:, seen].mean(1)).mT
             self.patterns[p] = paid

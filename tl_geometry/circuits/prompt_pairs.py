@@ -81,11 +81,11 @@ class PromptPairs:
             rows = torch.tensor([i for i, row in enumerate(self.clean) if len(row) == length])
             yield [
                 PairBatch(
-                    some,
-                    torch.stack([self.clean[i] for i in some.tolist()]),
-                    torch.stack([self.counterfactual[i] for i in some.tolist()]),
+                    of_batch,
+                    torch.stack([self.clean[i] for i in of_batch.tolist()]),
+                    torch.stack([self.counterfactual[i] for i in of_batch.tolist()]),
                 )
-                for some in rows.split(rows_of(length))
+                for of_batch in rows.split(rows_of(length))
             ]
 
     def provenance(self, view: ModelView, **fields: Any) -> Provenance:
@@ -103,12 +103,14 @@ def rows_per_batch(
 ) -> Callable[[int], int]:
     """How many pairs of a length fit the budget: several vectors of the stream are held for every
     writer, and with gradients for every reader."""
+    # of a writer: what it wrote in both runs, the counterfactual's once more in the tensor of all
+    # writers, and the difference
     vectors = 4 * len(layout.writers) + (6 * len(layout.readers) if gradients else 0)
 
     def rows_of(length: int) -> int:
         size = batch_of(batch_size, length, view.device)
-        wide = max(4, torch.finfo(view.dtype).bits // 8)
-        needed = vectors * length * view.d_model * wide
+        number = max(4, view.dtype.itemsize)  # half precision runs in float32
+        needed = vectors * length * view.d_model * number
         if needed > memory_budget:
             fail(
                 "memory_budget",
@@ -182,7 +184,7 @@ def _rows(view: ModelView, tokens: Any, prepend_bos: bool | None) -> list[Tensor
     """Each prompt's ids; those of a list may have different lengths."""
     if isinstance(tokens, list | tuple) and len(tokens) > 0:
         rows = [isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) > 0 for x in tokens]
-        if all(rows):
+        if all(rows):  # else they are the ids of one prompt
             return [
                 row for x in tokens for row in token_rows(view, x, prepend_bos=prepend_bos).tokens
             ]
@@ -210,11 +212,12 @@ def _given_targets(view: ModelView, targets: Any, pairs: int) -> Int[Tensor, "co
 
 def _likeliest(view: ModelView, rows: tuple[Tensor, ...]) -> Int[Tensor, " context"]:
     """The most likely token after each prompt."""
-    pairs, found = PromptPairs(rows, rows), torch.empty(len(rows), dtype=torch.int64)
+    tokens = torch.empty(len(rows), dtype=torch.int64)
+    pairs = PromptPairs(rows, rows)  # each with itself, for batches of one length
     for batches in pairs.batches(lambda length: batch_of(None, length, view.device)):
         for batch in batches:
-            found[batch.rows] = log_probabilities(view, batch.clean, {}).argmax(-1).cpu()
-    return found
+            tokens[batch.rows] = log_probabilities(view, batch.clean, {}).argmax(-1).cpu()
+    return tokens
 
 
 def _text(view: ModelView, ids: Tensor) -> str:

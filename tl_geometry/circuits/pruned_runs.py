@@ -42,7 +42,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Shares of the edges that are kept, as in the benchmark."""
+"""Shares of the edges that are kept, as in Mueller et al. 2025."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,11 +50,11 @@ class Faithfulness(Result):
     """The metric of pruned runs for each pair of prompts, and f from it.
 
     ``unit`` is what circuits are made of: ``"edges"``, ``"nodes"`` (writers as a whole) or
-    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the
-    run that keeps nothing at all); there are ``total`` of these, of which
-    ``kept`` are kept at each level. ``clean`` and ``counterfactual`` are the metric of whole runs,
-    ``random`` that of random circuits of equal size. For a chosen set there is one level, and
-    ``complements`` hold the runs that keep everything else.
+    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the run that keeps nothing at
+    all). There are ``total`` of these, of which ``kept`` are kept at each level. ``clean`` and
+    ``counterfactual`` are the metric of whole runs, ``metrics`` that of the circuits, ``random``
+    that of random circuits of equal size. For a chosen set there is one level, and ``complements``
+    hold the runs that keep everything else.
     """
 
     unit: str
@@ -123,8 +123,8 @@ class Faithfulness(Result):
         return complements
 
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
-        """What each level counts in an area by trapezoids from 0 to 1, and what its end, f = 1 with
-        everything kept, adds."""
+        """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
+        end adds, where everything is kept and f is 1."""
         if self.complements is not None:
             got, instead = "a chosen set", ".f and .completeness"
             fail("CPR and CMD", expected="a curve of rankings", got=got, instead=instead)
@@ -226,34 +226,28 @@ def faithfulness(
         unit = "nodes" if nodes else "edges"
         sets = _ranked_sets(circuit, layout, fractions, nodes)
     else:
-        default_arguments = not nodes and tuple(fractions) == FRACTIONS
-        expected, got = "EdgeScores, which they rank", "a chosen set"
-        require(
-            default_arguments,
-            "nodes, fractions",
-            expected=expected,
-            got=got,
-            instead="neither of them",
-        )
+        defaults, what = not nodes and tuple(fractions) == FRACTIONS, "nodes, fractions"
+        expected, got, instead = "EdgeScores, which they rank", "a chosen set", "neither of them"
+        require(defaults, what, expected=expected, got=got, instead=instead)
         unit, sets = _chosen_set(circuit, layout)
-    draws_of_sets = _random_sets(sets, count, seed)
-    wanted = torch.cat([sets.unsqueeze(0), draws_of_sets])
+    # the circuit of each level, then the random ones
+    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
     if not ranked:
-        wanted = torch.cat([wanted, ~wanted])
+        circuits = torch.cat([circuits, ~circuits])
     pairs = PromptPairs.of(view, prompts, counterfactuals, prepend_bos)
     measure = Metric.of(view, pairs, metric, targets)
-    values = torch.empty(2 + wanted.shape[0] * wanted.shape[1], len(pairs), dtype=torch.float64)
+    values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
     sizes = rows_per_batch(view, layout, batch_size, memory_budget, gradients=False)
     for batches in pairs.batches(sizes):
         runs = EdgePass.of(view, layout, batches[0].clean)
         for batch in batches:
-            values[:, batch.rows] = _of_batch(runs, batch, measure, wanted.flatten(0, 1), unit)
+            values[:, batch.rows] = _of_batch(runs, batch, measure, circuits.flatten(0, 1), unit)
     clean, other = values[:2]
     differ = float((clean - other).mean().abs()) > 0
     expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
     require(differ, "metric", expected=expected, got=f"a mean of {got} for both")
-    runs_of = values[2:].unflatten(0, wanted.shape[:2])
-    kept, rest = runs_of[: count + 1], None if ranked else runs_of[count + 1 :]
+    of_circuits = values[2:].unflatten(0, circuits.shape[:2])
+    kept, rest = of_circuits[: count + 1], None if ranked else of_circuits[count + 1 :]
     return Faithfulness(
         unit=unit,
         total=sets.shape[1],
@@ -329,7 +323,7 @@ def _of_batch(
 
 
 def _mask(layout: EdgeLayout, chosen: Tensor, unit: str) -> Bool[Tensor, "row writer"]:
-    """A set of edges, nodes or heads as what each reader gets."""
+    """The writers that a set of edges, nodes or heads keeps for each reader."""
     if unit == "edges":
         return layout.kept(chosen)
     if unit == "heads":

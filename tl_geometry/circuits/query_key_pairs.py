@@ -6,7 +6,7 @@ writer, by position and content, by the features of a dictionary) and gives both
 pair (a, b) at each key j, with X_ab the pair's part of the score:
 
 - **weight** ``c_ij X_ab[i, j]``, c the response of the graph, dT/d(score). First order: what T
-  gains by what the pair adds to the score. All together sum to the node's query (or key) edges.
+  gains by what the pair adds to the score. All together sum to the node's query (or key) total.
 - **gain** ``(p_ij - u_ij) X_ab[i, j]``, p the attention among the kept keys, u uniform on them.
   Exact, and without a logit: what the pair does to put attention where it is. All together sum to
   ``KL(p | u) + KL(u | p)`` where there is neither a soft cap nor ALiBi.
@@ -25,7 +25,7 @@ from torch import Tensor
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import BudgetError, ReconstructionError, require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.logit_graph import LogitGraph
+from tl_geometry.circuits.logit_graph import QUERY, LogitGraph, token_texts
 from tl_geometry.scores.split import ScoreSplit
 
 TOLERANCE = 1e-3
@@ -84,9 +84,9 @@ def attention_pairs(
             the features of a dictionary).
         node: a head's node, ``graph.node("L5H1", 11)``.
         drop: keys at the start that gain leaves out, such as one for a BOS token.
-        memory_budget: bytes that terms, weights and gains may take together: ``24 part^2 key``, 8
-            for each cell of each. That is 15 MB for the 203 writers before block 20 of SmolLM2 and
-            15 tokens, and 1 GB for 1,000 tokens.
+        memory_budget: bytes that terms, weights and gains may take together: three float64 tensors
+            ``[part part key]``. That is 15 MB for the 203 parts at block 20 of SmolLM2 and 15
+            tokens, and 1 GB for 1,000 tokens.
 
     Raises ``BudgetError`` where it does not suffice, and ``ReconstructionError`` where the pairs do
     not sum to the graph's query edges, as with a split of another prompt.
@@ -114,11 +114,11 @@ def attention_pairs(
     q, k = split.q[:, 0, query, column].double(), split.k[:, 0, :, column].double()
     terms = einsum(q, k, "a e, b j e -> a b j").cpu()
     weights = terms * graph.response[node]
-    total, expected = float(weights.sum()), float(graph.totals[node, 1])
+    total, of_graph = float(weights.sum()), float(graph.totals[node, QUERY])
     require(
-        abs(total - expected) <= TOLERANCE * float(weights.abs().sum()),
+        abs(total - of_graph) <= TOLERANCE * float(weights.abs().sum()),
         "split",
-        expected=f"{expected:.4g}, the graph's query edges into {graph.label(node)}, as their sum",
+        expected=f"{of_graph:.4g}, the graph's query edges into {graph.label(node)}, as their sum",
         got=f"{total:.4g}",
         instead="split_scores(model, prompt, heads=...) of the graph's own model and prompt",
         error=ReconstructionError,
@@ -126,16 +126,16 @@ def attention_pairs(
     kept = split.mask[:, query : query + 1][column, 0].cpu() & (torch.arange(length) >= drop)
     scores = split.model_scores()[0, column, query].double().cpu()
     p = torch.where(kept, scores, -torch.inf).softmax(-1)
-    moved = torch.where(kept, p - 1 / kept.sum(), 0.0)
+    above_uniform = torch.where(kept, p - 1 / kept.sum(), 0.0)
     return AttentionPairs(
         provenance=graph.provenance,
         head=head_name((layer, head)),
         query=query,
         drop=drop,
         parts=split.parts,
-        tokens=graph.str_tokens or tuple(f"<{i}>" for i in graph.token_ids),
+        tokens=token_texts(graph),
         weights=weights,
-        gains=terms * moved,
+        gains=terms * above_uniform,
         attention=graph.attention[node],
         response=graph.response[node],
     )

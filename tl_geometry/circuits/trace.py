@@ -2,20 +2,22 @@
 
 1. One forward pass is frozen (:mod:`tl_geometry.circuits.frozen`). T, a logit or a difference of
    two, is read out of the last state through the final norm at its frozen scale.
-2. One walk back gives dT/d(write) of every write; a node's **value** is ``write . adjoint``. With
-   the MLPs followed, embeddings and constants sum to T.
-3. A second walk also follows queries and keys into the softmax. What it adds to a node's number is
-   what the node does by the attention that it **moves**. Over all edges before pruning, that is the
-   sum of the node's query and key edges, plus its value edges with each target counted by what it
-   moves.
+2. One walk back gives the adjoint, dT/d(write), of every write; a node's **value** is ``write .
+   adjoint``. With the MLPs followed, the values of embeddings and constants sum to T.
+3. A second walk also follows queries and keys into the softmax. What it adds to a node's value is
+   what the node does by the attention that it **moves**. Over all edges out of the node, that is
+   its query and key edges, plus its value edges with the adjoint of each target replaced by what
+   the second walk adds to that adjoint.
 4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
-   Between kept nodes every edge is formed: the source's write, times what the target reads in it.
+   Edges between them are the source's write times what the target reads in it, and are pruned
+   alike (:mod:`tl_geometry.circuits.graph_edges`).
 
-Value edges, with A the centring and s_j the frozen scale of the head's norm: from writer m at j to
-head h at i ``p_ij (m_j A gain / s_j W_V W_O) . (dT/d what attention wrote at i)``; to an MLP or the
-logit alike, without attention. Query and key edges of head h at i: attention answers to T by
-``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, t_ij what one unit of attention to j writes towards T, and
-``sum_j c_ij S_ij`` is additive in the writers of the query at i and of the keys at j.
+A is the centring and s_j the frozen scale of the head's norm. A value edge from writer m at j to
+head h at i is ``p_ij (m_j A gain / s_j W_V) . (dT/d mixed value of h at i)``; one to an MLP or to
+the logit is alike, without attention. Query and key edges of head h at i are made with its
+response ``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, dT/d(score), where t_ij is what one unit of
+attention to j writes towards T: ``sum_j c_ij S_ij`` is additive in the writers of the query at i,
+and in those of the keys at j.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def trace_logit(
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
             in place of the embeddings: how much of T came from position and how much from content.
         keep: share of all absolute values (and of all that is moved) that the nodes of the graph
-            carry, and the edges into each node. The rest is kept as one number for each node.
+            carry, and the edges of each type into each node. What the other edges carry is one
+            number for each node and edge type, its rest.
 
     Returns a :class:`LogitGraph`: ``.value`` (T), ``.tokens()``, ``.edges_into(node)``,
     ``.to_json("neuronpedia")``, ``.to_networkx()``, ``.save(path)``.
@@ -136,23 +139,25 @@ def trace_logit(
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
     at = rows.position(position)
-    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory budget
+    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory_budget=
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)
     leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
-    start = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
+    # the parts of a basis sum to all of state 0, embeddings leave what a norm behind them added
+    first_constant = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
     directions = torch.zeros_like(frozen.last)
     directions[0, at] = readout.direction.to(directions)
     adjoints = frozen.adjoints(directions)
     # these also follow queries and keys into the softmax: the response c_ij is made with them
     responsive = frozen.adjoints(directions, follow_patterns=True)
-    values = _component_values(frozen, leaves, start, adjoints, readout.constant)
-    moved = _component_values(frozen, leaves, start, responsive, readout.constant).minus(values)
+    values = _component_values(frozen, leaves, first_constant, adjoints, readout.constant)
+    with_moved = _component_values(frozen, leaves, first_constant, responsive, readout.constant)
+    moved = with_moved.minus(values)
     T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
     _require_sum(frozen, values, T, mlp)
     chosen = fewest_carrying(values.flat(), keep) | fewest_carrying(moved.flat(), keep)
     nodes = _nodes(frozen, leaves, values, chosen, at)
-    finder = EdgeFinder(frozen, nodes, start, adjoints, responsive, keep)
+    finder = EdgeFinder(frozen, nodes, first_constant, adjoints, responsive, keep)
     edges = finder.edges(readout.direction, readout.constant, T)
     return LogitGraph(
         provenance=provenance_of(view, rows, basis, "exact", (), False),
@@ -226,24 +231,24 @@ def _basis_leaves(frozen: FrozenPass, basis: PositionContext) -> dict[str, Tenso
 def _component_values(
     frozen: FrozenPass,
     leaves: dict[str, Tensor],
-    start: Tensor,
+    first_constant: Tensor,
     adjoints: Adjoints,
     readout_constant: float,
 ) -> ComponentValues:
     """``write . adjoint`` of every component, and the sum over all constants."""
-    constant = dot(start, adjoints.stream[0]).sum() + readout_constant
+    constant = dot(first_constant, adjoints.stream[0]).sum() + readout_constant
     heads, mlps = [], []
     for l, block in enumerate(frozen.blocks):
         constant = constant + dot(block.attention_constant, adjoints.after_attention[l]).sum()
         heads.append(dot(block.heads.z, adjoints.heads[l])[0].mT)
-        wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
+        write = block.mlp_leaf if block.mlp is None else block.mlp.written
         after = adjoints.stream[l + 1]
-        mlps.append(heads[-1].new_zeros(after.shape[1]) if wrote is None else dot(wrote, after)[0])
+        mlps.append(heads[-1].new_zeros(after.shape[1]) if write is None else dot(write, after)[0])
         if block.mlp is not None:
             constant = constant + dot(block.mlp.constant, after).sum()
-    first = torch.stack([dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
+    parts = torch.stack([dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
     return ComponentValues(
-        first.cpu(), torch.stack(heads).cpu(), torch.stack(mlps).cpu(), float(constant)
+        parts.cpu(), torch.stack(heads).cpu(), torch.stack(mlps).cpu(), float(constant)
     )
 
 
@@ -275,18 +280,21 @@ def _nodes(
     """The logit, the constants, and the ``chosen`` components."""
     leaf, head, mlp = chosen.split([x.numel() for x in values[:3]])
     names, rows, writes = [LOGIT, CONSTANTS], [], []
-    last = 3 * len(frozen.blocks)
+    end = 3 * len(frozen.blocks)
     nowhere = (NOWHERE, NOWHERE)
-    # each row: layer, head, position, when the write enters the stream, when the node reads it
-    rows += [(*nowhere, position, last + 1, last), (*nowhere, NOWHERE, last + 1, NOWHERE)]
+    # each row: layer, head, position, when the write enters the stream, when the node reads it.
+    # These two enter after the end, so that no target reads them: edges from the constants are
+    # formed apart
+    rows += [(*nowhere, position, end + 1, end), (*nowhere, NOWHERE, end + 1, NOWHERE)]
     writes += [torch.zeros_like(frozen.last[0, 0])] * 2
     for part, at in leaf.view_as(values.leaves).nonzero().tolist():
         name = list(leaves)[part]
         names.append(name)
         rows.append((*nowhere, at, 0, NOWHERE))
         writes.append(leaves[name][0, at])
-    for l, (block, some) in enumerate(zip(frozen.blocks, head.view_as(values.heads), strict=True)):
-        heads_of, at = some.nonzero().T
+    of_blocks = zip(frozen.blocks, head.view_as(values.heads), strict=True)
+    for l, (block, chosen_heads) in enumerate(of_blocks):
+        heads_of, at = chosen_heads.nonzero().T
         names += [checks.head_name((l, h)) for h in heads_of.tolist()]
         rows += [
             (l, h, i, 3 * l + AFTER_ATTENTION, 3 * l)
@@ -297,10 +305,10 @@ def _nodes(
         block = frozen.blocks[l]
         parallel = block.mlp is not None and block.mlp.spec.parallel
         reads = NOWHERE if block.mlp is None else 3 * l + (0 if parallel else AFTER_ATTENTION)
-        wrote = block.mlp_leaf if block.mlp is None else block.mlp.written
+        write = block.mlp_leaf if block.mlp is None else block.mlp.written
         names.append(f"mlp{l}")
         rows.append((l, NOWHERE, at, 3 * l + AFTER_MLP, reads))
-        writes.append(wrote[0, at])  # type: ignore[index]
+        writes.append(write[0, at])  # type: ignore[index]
     layers, heads_of, positions, enters, reads = torch.tensor(rows).T
     return Nodes(tuple(names), layers, heads_of, positions, enters, reads, torch.stack(writes))
 

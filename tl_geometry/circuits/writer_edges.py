@@ -11,10 +11,10 @@ Nulls and intervals are in :mod:`tl_geometry.circuits.composition_sums`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.circuits.composition_sums import (
     GROUPS,
     HEAD_SIDES,
+    NULLS,
     CompositionSums,
     value_factor_of,
 )
@@ -86,7 +87,6 @@ class Composition(Result):
     drop: int
     draws: int
     queries: tuple[int, ...] = ()
-    version: ClassVar[int] = 2
 
     def columns(self) -> Sequence[str]:
         return ("layer", "head", "side", "writer", *NUMBERS)
@@ -113,9 +113,10 @@ class Composition(Result):
         heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
         values = getattr(self, checks.choice(share, SHARES, "share"))
         sides = HEAD_SIDES if side is None else (checks.choice(side, HEAD_SIDES, "side"),)
+        readers = [checks.head_name(head) for head in self.heads]
         strongest = [
-            (self.parts[p], f"L{layer}H{head}", s, float(values[h, HEAD_SIDES.index(s), p]))
-            for h, (layer, head) in enumerate(self.heads)
+            (self.parts[p], readers[h], s, float(values[h, HEAD_SIDES.index(s), p]))
+            for h, (layer, _) in enumerate(self.heads)
             for s in sides
             for p in range(1, len(self.parts))
             if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
@@ -125,7 +126,7 @@ class Composition(Result):
 
     def place(self, name: str) -> tuple[int, int]:
         """Block and head of a writer or reader, -1 for none."""
-        readers = {f"L{layer}H{head}": (layer, head) for layer, head in self.heads}
+        readers = {checks.head_name(head): head for head in self.heads}
         if name in readers:
             return readers[name]
         part = self.parts.index(checks.choice(name, self.parts, "name"))
@@ -180,11 +181,11 @@ def composition(
 
     Intervals are over prompts: a jackknife leaves eight groups of neighbouring prompts out in turn
     (blocks of at least 8 prompts where there are four, as neighbours in a text resemble each
-    other). Tokens whose number is not known before, as of an iterable, have none.
+    other). There are none for tokens whose number is not known beforehand, such as an iterable.
 
     Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
-    one context does not fit, ``GeometryError`` where no batch has two prompts, of which one is the
-    null of the other.
+    one context does not fit, ``GeometryError`` where no batch has two prompts: each is the null of
+    the other.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -202,23 +203,14 @@ def composition(
     generator = torch.Generator().manual_seed(seed)
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     at_queries = _queries(queries, tokens, source.length)
-    value_factor = cache(partial(value_factor_of, view))  # each writer has many readers
+    factor_of = cache(partial(value_factor_of, view))  # each writer has many readers
     # an eighth of the budget holds what was written as vectors, half of it a batch
     keep, last = memory_budget // 8, max(by_layer)
     # of an iterable, whose length is not known, all prompts are one group: there is no interval
     borders = () if source.contexts is None else group_borders(source.contexts, GROUPS)[0]
     sums = {
         l: CompositionSums(
-            view,
-            l,
-            readers,
-            parts,
-            (write, read),
-            at_queries,
-            value_factor,
-            keep,
-            l == last,
-            borders,
+            view, l, readers, parts, (write, read), at_queries, factor_of, keep, l == last, borders
         )
         for l, readers in by_layer.items()
     }
@@ -226,14 +218,11 @@ def composition(
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
         sums[layer.layer].add(layer, written, start)
 
-    def verified(layer: LayerView, written: Written, start: int) -> None:
-        """Nothing to do: layer and writers have been compared with the model by now."""
-
     start, provenance = stream_writers(
         view,
         source,
         list(by_layer),
-        (verified, on_layer),
+        on_layer,
         drop=drop,
         memory_budget=memory_budget // 2,
         batch_size=batch_size,
@@ -243,16 +232,7 @@ def composition(
     has_null = all(s.null_batches for s in sums.values())
     got = f"{provenance.contexts}, one at a time"
     require(has_null, "tokens", expected="batches of at least 2 prompts", got=got)
-    width = max(s.width for s in sums.values())
     names = writer_names(view, last, parts)
-    numbers = {
-        name: torch.cat([s.wide(value, width) for s in sums.values() for value in [s.share(name)]])
-        for name in ("cs", "gs", "weights", "other_cs", "other_gs", "random_cs", "random_gs")
-    }
-    for share in SHARES:
-        by_layer_bounds = [[s.wide(x, width) for x in s.bounds(share)] for s in sums.values()]
-        low, high = (torch.cat(bounds) for bounds in zip(*by_layer_bounds, strict=True))
-        numbers |= {f"{share}_low": low, f"{share}_high": high}
     order = [(l, h) for l, readers in by_layer.items() for h in readers]
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
@@ -265,8 +245,24 @@ def composition(
         drop=start,
         draws=draws,
         queries=at_queries or (),
-        **{name: value[pick] for name, value in numbers.items()},
+        **{name: values[pick] for name, values in _numbers(list(sums.values())).items()},
     )
+
+
+def _numbers(sums: Sequence[CompositionSums]) -> dict[str, Float[Tensor, "head side part"]]:
+    """Shares of all readers with their nulls and bounds, and the scores of the weights alone."""
+    width = max(of_layer.width for of_layer in sums)
+
+    def joined(by_layer: Iterable[Tensor]) -> Float[Tensor, "head side part"]:
+        return torch.cat([s.wide(values, width) for s, values in zip(sums, by_layer, strict=True)])
+
+    numbers = {"weights": joined(s.weights() for s in sums)}
+    for share in SHARES:
+        numbers[share] = joined(s.share(share) for s in sums)
+        numbers |= {f"{null}_{share}": joined(s.share(share, null) for s in sums) for null in NULLS}
+        lows, highs = zip(*(s.bounds(share) for s in sums), strict=True)
+        numbers |= {f"{share}_low": joined(lows), f"{share}_high": joined(highs)}
+    return numbers
 
 
 def _queries(
@@ -276,7 +272,7 @@ def _queries(
     if queries is None:
         return None
     names = tokens.positions if isinstance(tokens, TokenWindows) else {}
-    # windows look up numbers and names; of their tokens only the length counts
+    # one empty window, for its look-up of numbers and names: a corpus may be no windows
     rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=names)
     given = [queries] if isinstance(queries, int | str) else queries
     return checks.indices([rows.position(q) for q in given], length, "queries")

@@ -8,10 +8,10 @@ side,
     cs_b = sum_ij S~_ij (q[i] . k_b[j]) / sum S~^2 = sum_j k_b[j] . G[j] / sum S~^2,
     G[j] = sum_i S~_ij q[i],
 
-and the query side is alike; with ``p - u`` in place of S~ these are gain shares
-(:mod:`tl_geometry.scores.sums`). So no term is needed, and no writer is projected: G is formed once
-for each head, turned back through rotation, QK-norm and frozen scale, and compared with what was
-written (:mod:`tl_geometry.circuits.head_readers`).
+with S~ the row-centred scores. The query side is alike. With attention minus uniform, ``p - u``, in
+place of S~ these are gain shares (:mod:`tl_geometry.scores.sums`). So no term is needed, and no
+writer is projected: G is formed once for each head, taken back through rotation, QK-norm and frozen
+scale, and multiplied with what was written (:mod:`tl_geometry.circuits.head_readers`).
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ def score_cotangents(
         for x, at in ((layer.q, at_queries), (layer.k, slice(drop, None)))
     )
     mask = layer.allowed[at_queries, drop:].unsqueeze(0)
+    # rows of W sum to zero: without what all keys share sums are the same, and round less
     query, shift = q * layer.scale, k.mean(2, keepdim=True)
     key = (k - shift).contiguous()
     bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
     out_q, out_k = (x.new_zeros(len(SHARES), *x.shape) for x in (q, k))
-    shape, wide = (len(SHARES), *q.shape[:2]), {"dtype": torch.float64, "device": q.device}
-    alibi, total = torch.zeros(shape[0], shape[2], **wide), torch.zeros(shape, **wide)
+    shape, in_double = (len(SHARES), *q.shape[:2]), {"dtype": torch.float64, "device": q.device}
+    alibi, total = torch.zeros(shape[0], shape[2], **in_double), torch.zeros(shape, **in_double)
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
     options["form"] = layer.mask_form if queries is None else None
     for block, centred, block_bias, above_uniform in block_scores(query, key, mask, **options):
@@ -146,23 +147,23 @@ class WriterSweep(Result):
 
     def of(self, head: checks.Head, part: str, *, side: str = "key", share: str = "gs") -> float:
         """One share of one writer in one head."""
-        at = self.heads.index(_head(head, self.heads))
-        values = getattr(self, checks.choice(share, SHARES, "share"))
-        side_at = SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))
-        return float(values[at, side_at, self.parts.index(checks.choice(part, self.parts, "part"))])
+        shares = self._of_head(head, side, share)
+        return float(shares[self.parts.index(checks.choice(part, self.parts, "part"))])
 
     def top(
         self, head: checks.Head, n: int = 5, *, side: str = "key", share: str = "gs"
     ) -> tuple[tuple[str, float], ...]:
         """The ``n`` writers with the largest share in a head, largest first."""
-        at = self.heads.index(_head(head, self.heads))
-        side_at = SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))
-        values = getattr(self, checks.choice(share, SHARES, "share"))[at, side_at]
-        best = values.sort(descending=True, stable=True)
-        return tuple(
-            (self.parts[i], v)
-            for i, v in zip(best.indices[:n].tolist(), best.values[:n].tolist(), strict=True)
-        )
+        best = self._of_head(head, side, share).sort(descending=True, stable=True)
+        shares = zip(best.indices[:n].tolist(), best.values[:n].tolist(), strict=True)
+        return tuple((self.parts[i], value) for i, value in shares)
+
+    def _of_head(self, head: checks.Head, side: str, share: str) -> Float[Tensor, " part"]:
+        """Shares of all parts on one side of a head, given as (layer, head) or by name."""
+        layers, heads = (max(at[i] for at in self.heads) + 1 for i in (0, 1))
+        row = self.heads.index(checks.heads(head, layers, heads, None)[0])
+        values = getattr(self, checks.choice(share, SHARES, "share"))
+        return values[row, SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))]
 
     def columns(self) -> Sequence[str]:
         return ("layer", "head", "side", "part", "cs", "gs", "dropped_mass")
@@ -179,12 +180,6 @@ class WriterSweep(Result):
         ]
 
 
-def _head(head: checks.Head, heads: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(layer, head) of a head that may be given by name."""
-    layers, each = (max(at[i] for at in heads) + 1 for i in (0, 1))
-    return checks.heads(head, layers, each, None)[0]
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Sums(Sums):
     """Sums of one layer: numerators of all writers' shares, and what divides them."""
@@ -197,7 +192,7 @@ class _Sums(Sums):
 
     @classmethod
     def of(cls, layer: LayerView, written: Written, drop: int, grain: str) -> _Sums:
-        """Those of one batch, where the layer is."""
+        """The sums of one batch, on the layer's device."""
         cotangents = score_cotangents(layer, drop)
         sides = (("q", cotangents.query), ("k", cotangents.key))
         readers = [Reader.of(layer, which, side_cotangents) for which, side_cotangents in sides]
@@ -255,8 +250,8 @@ def sweep_writers(
     sums: dict[int, _Sums] = {}
 
     def on_layer(layer: LayerView, written: Written, start: int) -> None:
-        at, batch = layer.layer, _Sums.of(layer, written, start, grain)
-        sums[at] = sums[at] + batch if at in sums else batch
+        l, batch = layer.layer, _Sums.of(layer, written, start, grain)
+        sums[l] = sums[l] + batch if l in sums else batch
 
     def verified(layer: LayerView, written: Written, start: int) -> None:
         _Sums.of(layer, written, start, grain).to("cpu").check(layer)
@@ -265,7 +260,8 @@ def sweep_writers(
         view,
         TokenSource.of(view, tokens, prepend_bos=prepend_bos),
         chosen,
-        (verified, on_layer),
+        on_layer,
+        on_sample=verified,
         drop=drop,
         memory_budget=memory_budget,
         batch_size=batch_size,
@@ -284,17 +280,18 @@ def stream_writers(
     view: ModelView,
     source: TokenSource,
     layers: Sequence[int],
-    calls: tuple[OnStart, OnStart],
+    on_layer: OnStart,
     *,
+    on_sample: OnStart | None = None,
     drop: int | None,
     memory_budget: int,
     batch_size: int | None,
     progress: bool,
     seed: int,
 ) -> tuple[int, Provenance]:
-    """Call the second of ``calls`` for each layer of each batch, the first for one context of the
-    first; one context of every batch is verified. Returns how many positions are left out and what
-    was read."""
+    """Call ``on_layer`` for each layer of each batch, and before it ``on_sample`` for one context
+    of the first batch. One context of every batch is compared with the model in any case. Returns
+    how many positions are left out, and what was read."""
     bytes_per_context = _bytes_per_context(view, source.length)
     rows = rows_per_batch(view, source.length, bytes_per_context, memory_budget, batch_size)
     stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
@@ -303,9 +300,9 @@ def stream_writers(
         start = int(stream.begins_with_bos) if start is None else start
         expected, fits = f"more than {start + 1} positions", start + 1 < source.length
         require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
-        first, every = (partial(_called, call, start) for call in calls)
-        sample = stream.sample(first if stream.first else None)
-        run_written(view, batch, layers, every, verify=False, **sample)
+        verify = partial(_called, on_sample, start) if on_sample and stream.first else None
+        take, sample = partial(_called, on_layer, start), stream.sample(verify)
+        run_written(view, batch, layers, take, verify=False, **sample)
     start = start or 0
     return start, stream.provenance(start)
 
