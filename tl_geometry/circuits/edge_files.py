@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.files import as_path
+from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.circuits.edge_attribution import EdgeScores
 from tl_geometry.circuits.edge_layout import EMBED, OUTPUT, PARALLEL, EdgeLayout
 from tl_geometry.models.model_like import ModelLike
@@ -73,7 +73,7 @@ def write_mib(scores: EdgeScores, path: str | Path, fraction: float) -> Path:
     cfg["parallel_attn_mlp"] = PARALLEL in layout.mlps
     nodes = {name: {"in_graph": name in touched} for name in names}
     path = as_path(path)
-    path.write_text(json.dumps({"cfg": cfg, "nodes": nodes, "edges": edges}), "utf-8")
+    write_bytes(path, json.dumps({"cfg": cfg, "nodes": nodes, "edges": edges}).encode())
     return path
 
 
