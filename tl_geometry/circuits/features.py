@@ -79,7 +79,8 @@ class FeatureShares(Result):
         names = self.parts
         for h, head in enumerate(self.heads):
             for s, side in enumerate(("query", "key")):
-                order = self.gs[h, s].abs().nan_to_num().argsort(descending=True, stable=True).tolist()
+                sizes = self.gs[h, s].abs().nan_to_num()
+                order = sizes.argsort(descending=True, stable=True).tolist()
                 # part 1 is the error
                 shown = [1, *[p for p in order if p != 1][:most]]
                 table += [
