@@ -61,6 +61,8 @@ def check_means(average: AverageGraph, graphs: tuple[LogitGraph, ...]) -> None:
     n, reach = len(graphs), stats.t.ppf(0.975, len(graphs) - 1) / len(graphs) ** 0.5
     tables = {name: [complete(g, name) for g in graphs] for name in ("values", "moved")}
     kept = [{(m, int(p)) for m, p in zip(g.names, g.positions, strict=True)} for g in graphs]
+    sizes = [abs(float(str(row[2]))) for row in average.rows()]
+    assert sizes == sorted(sizes, reverse=True)  # by value, whatever nodes move
     rows: dict[Any, Any] = {tuple(row[:2]): row[2:] for row in average.rows()}
     assert len(rows) == len(set().union(*kept))
     for (name, place), (value, low, high, moved, *_, prompts) in rows.items():

@@ -109,7 +109,8 @@ class GraphComparison(Result):
                 strict=True,
             )
         ]
-        size = torch.cat([self.values, self.moved], 1).abs().amax(1)
+        # not by what nodes move, which is first order (as in LogitGraph.rows)
+        size = self.values.abs().amax(1)
         return [cells[i] for i in size.argsort(descending=True, stable=True).tolist()]
 
 

@@ -125,8 +125,8 @@ class AverageGraph(Result):
         )
 
     def rows(self) -> Sequence[Sequence[object]]:
-        size = torch.maximum(self.values.abs(), self.moved.abs())
-        order = size.argsort(descending=True, stable=True).tolist()
+        # not by what nodes move, which is first order (as in LogitGraph.rows)
+        order = self.values.abs().argsort(descending=True, stable=True).tolist()
         numbers = [
             *(self.values, self.values_low, self.values_high),
             *(self.moved, self.moved_low, self.moved_high, self.rest, self.node_prompts),
