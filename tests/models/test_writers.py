@@ -176,10 +176,37 @@ FAULTS: dict[str, Callable[[Written], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_do_not_add_up(fault: str) -> None:
-    def look(layer: Any, written: Written) -> None:
+    """Before they are added up: a check adds only what was written since the one before it."""
+
+    def sound(layer: Any, written: Written) -> None:
         written.check(layer.h, layer.roundoff)
+
+    def faulty(layer: Any, written: Written) -> None:
         FAULTS[fault](written)
         with pytest.raises(ReconstructionError, match="sum of the writers"):
             written.check(layer.h, layer.roundoff)
 
-    run_written(view(tiny("bridge", "gpt2")), PROMPTS, [1], look)
+    for look in (sound, faulty):
+        run_written(view(tiny("bridge", "gpt2")), PROMPTS, [1], look, verify=False)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma2", "bert"])
+def test_a_check_that_follows_another_adds_up_the_same(architecture: str) -> None:
+    """Sums go on from the check before; behind a norm of everything written they begin anew."""
+    errors: list[Tensor] = []
+
+    def look(_: Any, written: Written) -> None:
+        assert written._summed is not None
+        parts = written.stacked()
+        now, sizes = parts.sum(0, dtype=torch.float64), parts.abs().sum(0)
+        total, size = (x + y for x, y in zip(written._summed[1:], constants(written), strict=True))
+        errors.append(((total - now).abs() / sizes).max())
+        assert torch.allclose(size, sizes, rtol=1e-5)
+
+    def constants(written: Written) -> tuple[Tensor, Tensor]:
+        return written.constants, written.constants.abs()
+
+    seen = view(tiny("bridge", architecture))
+    run_written(seen, PROMPTS, range(seen.n_layers), look, on_end=lambda h, w: look(h, w))
+    assert len(errors) == seen.n_layers + 1
+    assert max(errors) < 1e-6
