@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tl_geometry.base.transfer import on_cpu
 from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
 from tl_geometry.circuits.logit_graph import KEY, QUERY, VALUE
 
@@ -154,17 +155,20 @@ class EdgeFinder:
         whatever its size. ``places`` says which source each column is, in ``order``."""
         carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
-        self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried.cpu()
-        rows, columns = (index.cpu() for index in carrying.nonzero().T)
-        with_constants = (constants != 0).nonzero()[:, 0].cpu()
-        targets = torch.cat([targets[rows], targets[with_constants]])
+        rows, columns = carrying.nonzero().T
+        # indexed, as a mask would wait for the device once more
+        kept = weights[rows, columns].double()
+        carried, constants, rows, columns, kept = on_cpu([carried, constants, rows, columns, kept])
+        self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried
+        with_constants = (constants != 0).nonzero()[:, 0]
         sources = self.order[places[rows, columns]]
+        targets = torch.cat([targets[rows], targets[with_constants]])
         self.kept.append(
             (
                 torch.cat([sources, torch.full_like(with_constants, CONSTANTS_NODE)]),
                 targets,
                 torch.full_like(targets, edge_type),
-                torch.cat([weights[carrying].double(), constants[constants != 0]]).cpu(),
+                torch.cat([kept, constants[with_constants]]),
             )
         )
 
@@ -228,14 +232,18 @@ class EdgeFinder:
         value_adjoints, all_adjoints = (a.heads[layer] for a in (self.adjoints, self.responsive))
         response = attention_response(layer_view, patterns, slope, all_adjoints[:, at])[pick]
         pattern = patterns[pick]
-        self.attention[rows], self.response[rows] = pattern.float().cpu(), response.float().cpu()
+        seen = pattern.float(), response.float()
         response = response * layer_view.scale
         adjoint, query = value_adjoints[0, at, heads], layer_view.q[0, at, heads]
         gradient = einsum(response, layer_view.k[0][:, heads], "r j, j r e -> r e")
         mixed = block.heads.z[0, at, heads]
-        for edge_type, factors in ((VALUE, (mixed, adjoint)), (QUERY, (query, gradient))):
-            self.totals[rows, edge_type] = dot(*factors).cpu()
-        self.totals[rows, KEY] = self.totals[rows, QUERY]  # both are sum_j c_ij S_ij
+        by_value, by_score = dot(mixed, adjoint), dot(query, gradient)
+        self.attention[rows], self.response[rows], by_value, by_score = on_cpu(
+            [*seen, by_value, by_score]
+        )
+        self.totals[rows, VALUE] = by_value
+        # both are sum_j c_ij S_ij
+        self.totals[rows, QUERY] = self.totals[rows, KEY] = by_score
         n_heads = layer_view.q.shape[2]
         vectors = block.back(_at_head(n_heads, heads, adjoint), "v")
         self._from_values(rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
