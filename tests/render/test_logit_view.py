@@ -298,3 +298,27 @@ def test_bars_and_arcs_are_drawn_to_their_numbers(browser: Browser) -> None:
             pytest.raises(AssertionError),
         ):
             check_drawn(page)
+
+
+IN_SIGHT = """(i => {
+  const a = text.getBoundingClientRect(), b = tokens[i].getBoundingClientRect();
+  return b.top >= a.top && b.bottom <= a.bottom;
+})"""
+"""Whether a token stands inside the box of the text."""
+
+
+@pytest.mark.slow
+def test_a_long_text_is_scrolled_to_what_is_looked_at(browser: Browser) -> None:
+    explanation = explained()[0]
+    low = without_policy(render.logit_page(explanation).page)
+    low = low.replace("max-height:420px", "max-height:60px")
+    start, click = "see(at().position);", "line.onclick = () => see(pair.source);"
+    for removed, sights in ((None, (True, True)), (start, (False, True)), (click, (True, False))):
+        assert removed is None or low.count(removed) == 1
+        with browser.open(low.replace(removed or "", ""), width=400) as page:
+            page.wait("document.body.dataset.drawn")
+            chosen = page.evaluate(f"{IN_SIGHT}({explanation.position})")
+            source = page.evaluate("Math.min(...pairs().map(([,, pair]) => pair.source))")
+            page.evaluate(f"text.scrollTop = tokens[{source}].offsetTop > 60 ? 0 : 999")
+            page.evaluate(f"document.querySelector('[data-source=\"{source}\"] summary').click()")
+            assert (chosen, page.evaluate(f"{IN_SIGHT}({source})")) == sights

@@ -85,6 +85,12 @@ function place(i) {
   return {x: t.offsetLeft + t.offsetWidth / 2, y: t.offsetTop, half: t.offsetWidth / 2, tall: t.offsetHeight};
 }
 
+/* Scrolls a long text to a token that is out of sight. */
+function see(i) {
+  const t = tokens[i], low = text.scrollTop, high = low + text.clientHeight;
+  if (t.offsetTop < low || t.offsetTop + t.offsetHeight > high) text.scrollTop = t.offsetTop - text.clientHeight / 2;
+}
+
 /* A list of signed bars that sum to a number. */
 function bars(list, longest, name, parent) {
   const node = make('div', null, {class: 'bars', role: 'list', 'aria-label': name}, parent);
@@ -146,10 +152,12 @@ function why(card, pair, h, p, open) {
   bars(pair.value[state.detail], DATA.longest[1], 'parts of the source', one);
   codeLine(one).show(`${DATA.queries.length > 1 ? `explanations[${state.query}]` : 'explanation'}.${pair.code}`);
   const point = on => () => { state.pair = on ? [h, p] : null; draw(); };
+  line.onclick = () => see(pair.source);
   one.onpointerenter = line.onfocus = point(true); one.onpointerleave = line.onblur = point(false);
 }
 function update() { title.textContent = at().title; cards(); paint(); }
 new ResizeObserver(draw).observe(text);
 dark.onchange = paint;
 update();
+see(at().position);
 document.body.dataset.drawn = performance.now();
