@@ -379,11 +379,14 @@ def test_findings_are_widened_for_all_that_they_were_chosen_from(
     table, maps = basis().anova(null=null_basis()), skips()
     for found, among in (
         (lambda: findings.position_share(table), states),
+        (lambda: findings.context_share(table), states),
         (lambda: findings.smooth(positional_report(basis())), states),
+        (lambda: findings.incoherence(contextual_report(basis(), rank=3)), states),
         (lambda: findings.driver(sweep(), groups=8), heads),
         (lambda: findings.driver(sweep(), groups=8, rotary=True), 2 * heads),
         (lambda: findings.head_type(sweep(), "previous"), heads),
         (lambda: findings.skipped(maps), 4),
+        (lambda: findings.truncated(curve()), 3),
     ):
         seen.clear()
         found()
