@@ -240,22 +240,23 @@ def turned(angle: Tensor, x: Tensor) -> Tensor:
     return torch.cat([z.real, z.imag], dim=-1)
 
 
-def dense_llama(model: Any, layer: int, head: int, offset: int) -> Tensor:
-    """W_D of a head of the tiny Llama from its Hugging Face weights, 10000^(-e / half) radians per
-    position."""
-    block = model.original_model.model.layers[layer]
-    gain = block.input_layernorm.weight.detach().double()
+def dense_rotary(model: Any, layer: int, head: int, offset: int) -> Tensor:
+    """W_D of a head of the tiny Llama or Gemma from its Hugging Face weights, 10000^(-e / half)
+    radians per position. Gemma's gain is one more than its weight, its score scale its own."""
+    block, config = model.original_model.model.layers[layer], model.original_model.config
+    gain = block.input_layernorm.weight.detach().double() + (config.model_type == "gemma2")
     q, k = (getattr(block.self_attn, f"{n}_proj").weight.detach().double() * gain for n in "qk")
     q, k = q[8 * head : 8 * head + 8].mT, k[8 * (head // 2) : 8 * (head // 2) + 8].mT
     angle = offset * 10000.0 ** (-torch.arange(4).double() / 4)
-    return turned(angle, q) @ k.mT / 8**0.5
+    return turned(angle, q) @ k.mT / getattr(config, "query_pre_attn_scalar", 8) ** 0.5
 
 
 @torch.no_grad()
-def test_every_offset_gets_its_own_least_squares_fit() -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_every_offset_gets_its_own_least_squares_fit(architecture: str) -> None:
     """Brute force: for each cell the dense W_D, its best V L V^T + diag by a general solver,
     applied to the normalised stream."""
-    model = tiny("bridge", "llama")
+    model = tiny("bridge", architecture)
     view, basis, kept = tlg.view(model), basis_of(model), {}
     ids = tokens(2, 7)
     view.run_layers(ids, [1], lambda s: kept.__setitem__(1, s))
@@ -271,7 +272,7 @@ def test_every_offset_gets_its_own_least_squares_fit() -> None:
     }
     for n, (_, head) in enumerate(heads):
         for i, j in ((0, 0), (3, 3), (4, 1), (6, 5), (6, 0)):
-            W = dense_llama(model, 1, head, i - j)
+            W = dense_rotary(model, 1, head, i - j)
             close(torch.einsum("bd,de,be->b", x[:, i], W, x[:, j]), own[:, n, i, j].double(), 1e-3)
             best = torch.linalg.lstsq(torch.stack(design, 1), W.flatten()[:, None]).solution[:, 0]
             fitted = V @ best[: k * k].view(k, k) @ V.mT + torch.diag(best[k * k :])
@@ -283,7 +284,7 @@ def test_every_offset_gets_its_own_least_squares_fit() -> None:
             ):
                 expected = torch.einsum("bd,de,be->b", x[:, i], dense, x[:, j])
                 close(made[part][:, n, i, j].double(), expected, 1e-4)
-    other = dense_llama(model, 1, 1, 0)  # the twin: one matrix for all offsets is another thing
+    other = dense_rotary(model, 1, 1, 0)  # the twin: one matrix for all offsets is another thing
     assert not torch.allclose(
         torch.einsum("bd,de,be->b", x[:, 6], other, x[:, 0]), own[:, 0, 6, 0].double(), atol=1e-2
     )
@@ -297,8 +298,8 @@ def test_diagonals_of_keys_ahead_are_those_of_the_transposed_matrix() -> None:
     behind = offset_diagonals(kept[0], [0, 3], None)
     for n, head in enumerate((0, 3)):
         for offset in (0, 2, 5):
-            close(behind[offset, n], dense_llama(model, 0, head, offset).diagonal(), 1e-5)
-            close(ahead[offset, n], dense_llama(model, 0, head, -offset).diagonal(), 1e-5)
+            close(behind[offset, n], dense_rotary(model, 0, head, offset).diagonal(), 1e-5)
+            close(ahead[offset, n], dense_rotary(model, 0, head, -offset).diagonal(), 1e-5)
     assert not torch.allclose(ahead[2], behind[2], atol=1e-3)
 
 
