@@ -20,11 +20,18 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.base.intervals import FEWEST, Interval, t_quantile
+from tl_geometry.base.intervals import FEWEST, Interval
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.effects import MEASURES, Condition, Effects, measured
+from tl_geometry.interventions.effects import (
+    MEASURES,
+    Condition,
+    Effects,
+    excess_over,
+    interval_columns,
+    measured,
+)
 from tl_geometry.interventions.head_edits import Heads, HeadsLike
 from tl_geometry.interventions.terms import (
     BIAS_TERMS,
@@ -110,18 +117,12 @@ class Dominance(Effects):
         The 95% interval is over prompts (paired) and over what one more draw of random terms would
         cost; there is none below 10 prompts or two draws.
         """
-        gap, draws = self.change("random term", against="dominant term"), len(self.drawn)
-        one_more = torch.full_like(gap.value, torch.nan)
-        if draws > 1:
-            quantile = t_quantile(torch.tensor(draws - 1.0))
-            one_more = quantile * self.drawn.std() * (1 + 1 / draws) ** 0.5
-        reach = torch.hypot(gap.value - gap.low, one_more)
-        return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+        gaps = self.losses[self.row("random term")] - self.losses[self.row("dominant term")]
+        return excess_over(gaps, self.drawn)
 
     def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
         columns, row = super().column_values(), self.row("dominant term")
-        value, low, high, _ = self.saved()
-        for name, number in {"saved": value, "saved_low": low, "saved_high": high}.items():
+        for name, number in interval_columns("saved", self.saved()).items():
             columns[name] = torch.full_like(self.loss, math.nan)
             columns[name][row] = number
         return columns

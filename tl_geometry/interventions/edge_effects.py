@@ -26,8 +26,9 @@ from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.edges import clean_run, edge_edits, first_edited
-from tl_geometry.interventions.effects import Conditions
+from tl_geometry.interventions.effects import Conditions, interval_columns
 from tl_geometry.interventions.head_edits import Heads, by_layer, derangement
+from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -69,8 +70,7 @@ class EdgeNecessity(Conditions):
         }
         columns = {"share": self.share, "loss": self.loss}
         for name, values in differences.items():
-            value, low, high, _ = paired_interval(values.mT)
-            columns |= {name: value, f"{name}_low": low, f"{name}_high": high}
+            columns |= interval_columns(name, paired_interval(values.mT))
         return columns | {"p": self.p_values(REMOVE)}
 
 
@@ -171,15 +171,21 @@ def _losses(
 
 
 def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[Edit]:
-    """``(1 - a)`` of each head's scores or values, a its share."""
+    """``(1 - a)`` of each head's scores or values, a its share (0 where it is NaN)."""
     factors = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
 
     def edit(at: int, chosen: tuple[int, ...]) -> Edit:
-        factor = torch.tensor([factors[at, head] for head in chosen])
+        factor = torch.tensor([factors[at, head] for head in chosen])[:, None]
+
+        def values(_: LayerView, v: Tensor) -> Tensor:
+            return v * factor.to(v)
+
+        def scores(_: LayerView, total: Tensor) -> Tensor:
+            return total * factor.to(total)[..., None]
+
         if side == "value":
-            values = lambda _, v: v * factor.to(v)[:, None]  # noqa: E731
-            return Edit(at, chosen, lambda _, scores: scores, values=values)
-        return Edit(at, chosen, lambda _, scores: scores * factor.to(scores)[:, None, None])
+            return Edit(at, chosen, lambda _, total: total, values=values)
+        return Edit(at, chosen, scores)
 
     return [edit(at, chosen) for at, chosen in by_layer(heads).items()]
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
-from tl_geometry.base.intervals import Interval, paired_interval, sign_flip_p
+from tl_geometry.base.intervals import Interval, paired_interval, sign_flip_p, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
@@ -232,3 +232,27 @@ def measured(
     repeated, counted = repeated_for(view, basis, REPEATED, seed)
     induction_losses, _ = measure_effects(view, repeated, conditions, counted=counted)
     return {"losses": losses, "induction_losses": induction_losses, "kls": kls}
+
+
+def excess_over(
+    gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
+) -> Interval:
+    """How much more chosen edits do than random controls, with a 95% interval.
+
+    ``gaps`` are the effects minus the mean effects of the controls, for each prompt. The half-width
+    of the interval joins two independent errors, as the root of their squares: Student's interval
+    over prompts, and the prediction interval ``t sd sqrt(1 + 1 / R)`` of one more of R random draws
+    (``draws``: each draw's mean over prompts). It is NaN below 10 prompts or 2 draws.
+    """
+    gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
+    one_more = torch.full_like(gap.value, torch.nan)
+    if count > 1:
+        quantile = float(t_quantile(torch.tensor(count - 1.0)))
+        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
+    half_width = torch.hypot(gap.value - gap.low, one_more)
+    return Interval(gap.value, gap.value - half_width, gap.value + half_width, gap.error)
+
+
+def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
+    """The columns of a table for an interval: its value and its two ends."""
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -17,10 +17,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.head_edits import HeadsLike, by_layer, from_another_prompt
+from tl_geometry.interventions.head_edits import (
+    HeadsLike,
+    by_layer,
+    from_another_prompt,
+    mixed_values,
+)
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
@@ -28,6 +33,10 @@ from tl_geometry.models.live_edits import OutputEdit, StreamEdit, edit_of_output
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
+
+REPLACEMENTS = ("mean", "zero", "prompt")
+"""What may stand in place of a head's mixed values: their mean over reference prompts, zero, or
+those of another prompt."""
 
 
 def remove_heads(
@@ -60,7 +69,7 @@ def remove_heads(
     >>> edit.passes, bool((without == model(prompts)).all())
     (1, False)
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     view = as_view(model)
     chosen = by_layer(checks.heads(heads, view.n_layers, view.n_heads))
     given, instead = reference is not None, 'reference=prompts, or by="zero" or by="prompt"'
@@ -90,9 +99,8 @@ def mean_outputs(
     sums: dict[int, Tensor] = {}
 
     def on_layer(layer: LayerView) -> None:
-        if layer.z is None:
-            fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
-        total = layer.z[:, :, list(heads[layer.layer])].double().sum(0)
+        z = mixed_values(view, layer)[:, :, list(heads[layer.layer])]
+        total = z.double().sum(0)
         sums[layer.layer] = sums.get(layer.layer, 0.0) + total
 
     for batch in tokens.split(default_batch(tokens.shape[1], view.device)):

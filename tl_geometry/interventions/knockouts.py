@@ -20,10 +20,11 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.intervals import Interval, paired_interval, t_quantile
+from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.effects import excess_over, interval_columns
 from tl_geometry.interventions.head_attributions import head_attributions
 from tl_geometry.interventions.head_edits import (
     Heads,
@@ -31,8 +32,9 @@ from tl_geometry.interventions.head_edits import (
     by_layer,
     derangement,
     heads_in_sets,
+    mixed_values,
 )
-from tl_geometry.interventions.head_removal import mean_outputs
+from tl_geometry.interventions.head_removal import REPLACEMENTS, mean_outputs
 from tl_geometry.interventions.output_metrics import (
     OutputMetric,
     Targets,
@@ -119,25 +121,6 @@ class HeadKnockouts(Result):
         return {name: (values, ("condition",)) for name, values in columns.items()}
 
 
-def excess_over(
-    gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
-) -> Interval:
-    """Mean over prompts of effects less those of controls; its interval is over prompts, and over
-    what one more draw of the controls would give (``draws``: each draw's mean over prompts)."""
-    gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
-    one_more = torch.full_like(gap.value, torch.nan)
-    if count > 1:
-        quantile = float(t_quantile(torch.tensor(count - 1.0)))
-        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
-    reach = torch.hypot(gap.value - gap.low, one_more)
-    return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
-
-
-def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
-    """The columns of an interval."""
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
-
-
 def head_knockouts(
     model: ModelLike,
     prompts: TokensLike,
@@ -185,13 +168,14 @@ def head_knockouts(
     >>> effects.conditions[:2], effects.effects.shape
     (('L0H0', 'L0H1'), torch.Size([16, 4]))
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     view = as_view(model)
     require_output(view, "head_knockouts")
     rows = token_rows(view, prompts, prepend_bos=prepend_bos)
     several = "at least 2 prompts"
     require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
     chosen = head_sets(view, heads)
+    sets = list(chosen.values())
     measured = output_metric(view, rows, metric, targets, position)
     got = f"the metric {measured.name}"
     has_paths = measured.name == "difference" and measured.ids is not None
@@ -200,24 +184,25 @@ def head_knockouts(
     require(has_paths or not attributions, what, expected=expected, got=got, instead=instead)
     means = reference_means(view, rows, by, reference, prepend_bos)
     every_head = checks.heads(None, view.n_layers, view.n_heads)
-    drawn = control_sets(list(chosen.values()), every_head, controls, seed)
+    drawn = control_sets(sets, every_head, controls, seed)
     order = derangement(len(rows), seed)
     runs = _Runs(view, measured, by, means, order, progress)
     fields: dict[str, Any] = {}
     if drawn:
-        by_size = {size: runs.effects(sets) for size, sets in drawn.items()}
-        by_row = torch.stack([by_size[len(row_heads)] for row_heads in chosen.values()])
+        by_size = {size: runs.effects(draws) for size, draws in drawn.items()}
+        # [row draw prompt]: rows of one size share their draws
+        by_row = torch.stack([by_size[len(row_heads)] for row_heads in sets])
         fields = {"control": by_row.mean(1), "control_draws": by_row.mean(2)}
     if attributions:
-        fields |= runs.attributions(list(chosen.values()))
+        fields |= runs.attributions(sets)
     return HeadKnockouts(
         provenance=view.provenance(rows, seed=seed),
         conditions=tuple(chosen),
-        sets=tuple(tuple(row_heads) for row_heads in chosen.values()),
+        sets=tuple(tuple(row_heads) for row_heads in sets),
         metric=measured.name,
         by=by,
         clean=runs.clean,
-        effects=runs.effects(list(chosen.values())),
+        effects=runs.effects(sets),
         **fields,
     )
 
@@ -228,10 +213,10 @@ def head_sets(view: ModelView, heads: Any) -> dict[str, Heads]:
         alone = checks.heads(heads, view.n_layers, view.n_heads)
         return {checks.head_name(head): [head] for head in alone}
     require(len(heads) > 0, "heads", expected="at least one set of heads", got="none")
-    chosen = {
-        str(name): checks.heads(of, view.n_layers, view.n_heads) for name, of in heads.items()
+    return {
+        str(name): checks.heads(row_heads, view.n_layers, view.n_heads)
+        for name, row_heads in heads.items()
     }
-    return {name: list(of) for name, of in chosen.items()}
 
 
 def reference_means(
@@ -356,9 +341,7 @@ class _Runs:
             z: list[Tensor] = []
 
             def keep(layer: LayerView, z: list[Tensor] = z) -> None:
-                if layer.z is None:
-                    fail(self.view.name, expected="mixed values", got="none")
-                z.append(layer.z)
+                z.append(mixed_values(self.view, layer))
 
             layers = range(self.view.n_layers)
             self.view.run_layers(self.metric.tokens[rows], layers, keep, verify=False)

@@ -35,18 +35,19 @@ from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass, PathStream
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.effects import excess_over, interval_columns
 from tl_geometry.interventions.head_edits import (
     Heads,
     HeadsLike,
     by_layer,
     derangement,
     heads_in_sets,
+    mixed_values,
 )
+from tl_geometry.interventions.head_removal import REPLACEMENTS
 from tl_geometry.interventions.knockouts import (
     control_sets,
-    excess_over,
     head_sets,
-    interval_columns,
     reference_means,
 )
 from tl_geometry.interventions.output_metrics import (
@@ -168,7 +169,7 @@ def head_paths(
     >>> paths.effects.shape, paths.columns()[:3]
     (torch.Size([2, 3, 4]), ('sender', 'receiver', 'effect'))
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     checks.choice(between, BETWEEN, "between")
     view = as_view(model)
     require_output(view, "head_paths")
@@ -385,10 +386,8 @@ class _PathRuns:
         view = self.edges.view
 
         def keep(layer: LayerView) -> None:
-            if layer.z is None:
-                fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
             h.append(layer.h)
-            z.append(layer.z)
+            z.append(mixed_values(view, layer))
 
         def run() -> None:
             h.clear()  # a run that cannot be in float32 is tried again
