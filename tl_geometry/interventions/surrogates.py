@@ -208,8 +208,8 @@ def surrogate(
         part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary
             model every part is that of W_QK at the offset of each cell; ``"thresholded"`` has no
             meaning there.
-        rank: dimension of the subspace, 20 by default; at most the rank of the positional vectors
-            at the layer's input.
+        rank: dimension of the subspace, 20 by default; at most 60, and at most the rank of the
+            positional vectors at the layer's input.
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
