@@ -1,12 +1,15 @@
-"""Interventions on a live model: take the very term that was measured out of the scores, keep only
-it, or project the stream.
+"""Does the model use what was measured? Edits of a live model: remove, keep or replace a term of
+attention scores, rotary planes, an edge, W_QK, a head's output, or a subspace of the stream.
 
 Context managers (``remove_term``, ``keep_term``, ``mean_term``, ``remove_planes``, ``keep_planes``,
-``swap_planes``, ``remove_edge``, ``swap_edge``, ``project_stream``, ``surrogate``) leave the model
-as it was, and are lists of hooks too: ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
-(:class:`~tl_geometry.interventions.LiveEdit`). Functions (``necessity_sufficiency``,
-``dominant_only``, ``edge_necessity``, ``surrogate_effect``, ``head_knockouts``) use them and
-return tables; ``beside_knockouts`` sets knockouts beside a table of attributions.
+``swap_planes``, ``remove_edge``, ``swap_edge``, ``remove_heads``, ``project_stream``,
+``surrogate``) leave the model as it was. Each is a list of hooks too:
+``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
+(:class:`~tl_geometry.interventions.LiveEdit`).
+
+Functions (``necessity_sufficiency``, ``dominant_only``, ``edge_necessity``, ``surrogate_effect``,
+``head_knockouts``, ``head_paths``) run a model under such edits and return tables;
+``beside_knockouts`` sets knockouts beside a table of attributions.
 """
 
 from __future__ import annotations

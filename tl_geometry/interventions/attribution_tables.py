@@ -1,6 +1,6 @@
-"""Do heads that write a logit matter to it? :func:`beside_knockouts` adds to any table of
-attributions to heads what a knockout of each head does, and whether it disagrees with the head's
-direct contribution. The tables are those of ``explain_logit``, ``explain_logits``, ``trace_logit``,
+"""Do the heads that write a logit matter to it? :func:`beside_knockouts` adds columns to a table of
+attributions: what a knockout of each head does, and whether that disagrees with the head's direct
+contribution. It takes the tables of ``explain_logit``, ``explain_logits``, ``trace_logit``,
 ``average_graphs`` and ``edge_scores(...).nodes()``.
 """
 
@@ -24,10 +24,13 @@ WRITER = "writer"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttributionTable(Result):
-    """A table of attributions (``names`` and ``cells`` are its columns and rows) beside knockouts:
-    the ``effect`` on their metric with its interval, their ``direct`` contribution and whether the
-    two disagree (:class:`HeadKnockouts`). Rows of writers that were not knocked out have NaN, and
-    ``disagrees`` is false there."""
+    """A table of attributions with the columns of knockouts after its own.
+
+    ``names`` and ``cells`` are the columns and rows of the table. The columns of knockouts are the
+    ``effect`` on their metric with its interval and, where they were measured, the ``direct``
+    contribution and whether the two disagree (:class:`HeadKnockouts`). Rows of writers that were
+    not knocked out have NaN, and ``disagrees`` is false there.
+    """
 
     names: tuple[str, ...]
     cells: tuple[tuple[object, ...], ...]
@@ -37,21 +40,22 @@ class AttributionTable(Result):
     direct: Float[Tensor, " row"] | None
     disagrees: Bool[Tensor, " row"] | None
 
-    def _added(self) -> dict[str, Tensor]:
+    def _knockout_columns(self) -> dict[str, Tensor]:
         names = ("effect", "effect_low", "effect_high", "direct", "disagrees")
         columns = {name: getattr(self, name) for name in names}
         return {name: values for name, values in columns.items() if values is not None}
 
     def columns(self) -> Sequence[str]:
-        return (*self.names, *self._added())
+        return (*self.names, *self._knockout_columns())
 
     def rows(self) -> Sequence[Sequence[object]]:
-        added = zip(*(values.tolist() for values in self._added().values()), strict=True)
-        return [(*cells, *more) for cells, more in zip(self.cells, added, strict=True)]
+        columns = (values.tolist() for values in self._knockout_columns().values())
+        numbers = zip(*columns, strict=True)
+        return [(*cells, *added) for cells, added in zip(self.cells, numbers, strict=True)]
 
 
 def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTable:
-    """A table of attributions to heads, with what knockouts of these heads do beside it.
+    """A table of attributions to heads, with columns for what knockouts of these heads do.
 
     Args:
         table: with a column ``"writer"`` that names heads (``"L5H1"``), of the same model.
@@ -76,15 +80,16 @@ def beside_knockouts(table: Result, knockouts: HeadKnockouts) -> AttributionTabl
     fits, expected = isinstance(table, Result) and WRITER in table.columns(), f"a column {WRITER!r}"
     require(fits, "table", expected=expected, got=got, instead="explain_logit or trace_logit")
     require_same_model(table, knockouts)
-    at = list(table.columns()).index(WRITER)
+    writer_column = list(table.columns()).index(WRITER)
     cells = tuple(map(tuple, table.rows()))
-    rows = {head_name(head): row for head, row in knockouts.by_head.items()}
-    place = torch.tensor([rows.get(str(row[at]), -1) for row in cells])
+    knockout_rows = {head_name(head): row for head, row in knockouts.by_head.items()}
+    # -1 for a writer that was not knocked out: it picks some value, which is then masked
+    picked = torch.tensor([knockout_rows.get(str(row[writer_column]), -1) for row in cells])
 
     def by_row(values: Tensor, missing: float | bool) -> Tensor:
-        return torch.where(place >= 0, values[place], missing)
+        return torch.where(picked >= 0, values[picked], missing)
 
-    value, low, high, _ = (by_row(x, torch.nan) for x in knockouts.effect)
+    value, low, high, _ = (by_row(values, torch.nan) for values in knockouts.effect)
     direct, disagrees = knockouts.direct, knockouts.disagrees
     return AttributionTable(
         provenance=table.provenance,

@@ -1,8 +1,9 @@
-"""Does the term that explains a head's scores do the work? :func:`necessity_sufficiency` gives the
-loss with the term removed and kept alone, beside the removal of other terms, a swap with other
-prompts, and a shrinking of the scores.
+"""Does the term that explains a head's scores do the work? :func:`necessity_sufficiency` measures
+the loss with the term removed, and with it kept alone. Controls are the removal of other terms, the
+same term of another prompt, and scores that are only made smaller.
 
-:func:`dominant_only` says what is left of a model whose heads keep only their dominant terms.
+Does a model get by on its heads' dominant terms? :func:`dominant_only` measures the loss when every
+head keeps only that one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.base.intervals import FEWEST, Interval, t_quantile
+from tl_geometry.base.intervals import FEWEST, Interval
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.effects import MEASURES, Condition, Effects, measured
+from tl_geometry.interventions.effects import (
+    MEASURES,
+    Condition,
+    Effects,
+    excess_over,
+    interval_columns,
+    measured,
+)
 from tl_geometry.interventions.head_edits import Heads, HeadsLike
 from tl_geometry.interventions.terms import (
     BIAS_TERMS,
@@ -49,19 +57,21 @@ from tl_geometry.scores.sweep import SweepTable, sweep_heads
 from tl_geometry.scores.terms import ALIBI, term_names
 
 NEARLY = 0.9
-"""Cosine of a term and the same term of another prompt above which a swap says nothing."""
+"""A swap is flagged as no control where the term and that of the other prompt have a larger mean
+cosine: they are nearly the same, so that the swap changes nearly nothing."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NecessitySufficiency(Effects):
-    """:class:`Effects` of a term at some heads: clean, bias terms only, keep, remove, and the
-    controls: ``swap`` (mean over its draws), ``shrink``, and ``remove ...`` for each other term.
+    """:class:`Effects` of a term at some heads, one row per condition: ``clean``, ``bias terms
+    only``, ``keep``, ``remove``, and the controls ``swap`` (mean over its draws), ``shrink`` and
+    ``remove ...`` for each other term.
 
-    ``loss_remove_p`` and ``induction_remove_p`` in the table are :meth:`removal_p` of the removal
-    against the condition of the row.
-    ``swap_cosine`` is the mean cosine of the term and its swap: near one (a term of position hardly
-    differs between prompts) the swap changes nothing. ``shrunk`` is the largest share by which a
-    head's scores were shrunk (mean over prompts).
+    In the table ``loss_remove_p`` and ``induction_remove_p`` are :meth:`removal_p`: the removal
+    against the condition of the row. ``swap_cosine`` is the mean cosine of the term and that of the
+    other prompt. Near one the swap changes nothing, as for a term of position, which hardly differs
+    between prompts. ``shrunk`` is the largest share by which the scores of a head were shrunk (mean
+    over prompts).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -71,22 +81,22 @@ class NecessitySufficiency(Effects):
 
     @property
     def necessity(self) -> dict[str, float]:
-        """Loss and induction loss that removing the term costs, in nats."""
+        """By how much removing the term raises the loss and the induction loss (nats)."""
         clean, removed = self.of("clean"), self.of("remove")
-        return {k: removed[k] - clean[k] for k in MEASURES[:2]}
+        return {measure: removed[measure] - clean[measure] for measure in MEASURES[:2]}
 
     @property
     def sufficiency(self) -> dict[str, float]:
-        """Share of the loss and of the induction loss that the term alone brings back, beyond the
-        bias terms; NaN where nothing is lost with the bias terms alone, as for a term that is one
-        of them."""
+        """Share of the loss (and of the induction loss) between bias terms only and clean that
+        keeping the term saves (:meth:`Effects.survival`). It is NaN where bias terms alone lose
+        nothing, and for a term that is itself one of them."""
         if set(self.term) <= set(BIAS_TERMS):
             return dict.fromkeys(MEASURES[:2], math.nan)
         return {measure: self.survival("keep", measure=measure) for measure in MEASURES[:2]}
 
     def removal_p(self, control: str, measure: str = "loss") -> float:
-        """P-value of the null that the removal of the term and a control (or ``"clean"``) could
-        change places in every prompt (:meth:`Effects.p_value`)."""
+        """P-value of removing the term against a control (or ``"clean"``), paired over prompts. The
+        null is that the two could change places in every prompt (:meth:`Effects.p_value`)."""
         return self.p_value("remove", measure, against=control)
 
     def measure_columns(self, measure: str) -> dict[str, Float[Tensor, " condition"]]:
@@ -98,30 +108,21 @@ class NecessitySufficiency(Effects):
 class Dominance(Effects):
     """:class:`Effects` of keeping only dominant terms, beside a random term of each head.
 
-    ``drawn`` is the loss of each draw of random terms, whose mean is the condition ``"random
-    term"``.
+    ``drawn`` is the mean loss of each draw of random terms; the condition ``"random term"`` is the
+    mean over draws.
     """
 
     drawn: Float[Tensor, " row"]
 
     def saved(self) -> Interval:
-        """What the dominant terms save over random ones (nats per token).
-
-        The 95% interval is over prompts (paired) and over what one more draw of random terms would
-        cost; there is none below 10 prompts or two draws.
-        """
-        gap, draws = self.change("random term", against="dominant term"), len(self.drawn)
-        one_more = torch.full_like(gap.value, torch.nan)
-        if draws > 1:
-            quantile = t_quantile(torch.tensor(draws - 1.0))
-            one_more = quantile * self.drawn.std() * (1 + 1 / draws) ** 0.5
-        reach = torch.hypot(gap.value - gap.low, one_more)
-        return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
+        """How much less loss the dominant terms have than random ones (nats per token), with a 95%
+        interval over prompts and draws (NaN below 10 prompts or two draws)."""
+        gaps = self.losses[self.row("random term")] - self.losses[self.row("dominant term")]
+        return excess_over(gaps, self.drawn)
 
     def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
         columns, row = super().column_values(), self.row("dominant term")
-        value, low, high, _ = self.saved()
-        for name, number in {"saved": value, "saved_low": low, "saved_high": high}.items():
+        for name, number in interval_columns("saved", self.saved()).items():
             columns[name] = torch.full_like(self.loss, math.nan)
             columns[name][row] = number
         return columns
@@ -139,16 +140,21 @@ def necessity_sufficiency(
     progress: bool = True,
     seed: int = 0,
 ) -> NecessitySufficiency:
-    """Loss when a term is removed from the scores of some heads and when it is kept alone, beside
-    controls.
+    """Do some heads need a term of their scores, and is it enough? The loss with the term removed,
+    and with it kept alone, beside controls.
 
-    The term is necessary where its removal costs more than each control: ``swap``, the same term of
-    another prompt in its place (mean of ``draws``), which tells nothing for a term that hardly
-    differs between prompts; ``shrink``, all scores made smaller, so that as much of their
-    covariance goes as with the term; and the removal of every other term. It is sufficient where
-    keeping only it (with the bias terms) costs little, against the bias terms alone. Effects are
-    paired over prompts, with intervals and p-values from 10 prompts on. All chosen heads are edited
-    at once, in the running forward pass (:mod:`tl_geometry.interventions.terms`).
+    The term is necessary where removing it costs more than each control:
+
+    - ``swap``: the same term of another prompt in its place (mean of ``draws``). It tells nothing
+      for a term that hardly differs between prompts.
+    - ``shrink``: all scores made smaller, so that as much of their covariance goes as with the
+      term.
+    - ``remove ...``: every other term removed in its place.
+
+    It is sufficient where keeping only it (with the bias terms) costs little, compared with the
+    bias terms alone. All chosen heads are edited at once, in the running forward pass
+    (:mod:`tl_geometry.interventions.terms`). Effects are paired over prompts, with intervals and
+    p-values from 10 prompts on.
 
     Raises ``UnsupportedModelError`` for encoders and for models without a trained output head.
     """
@@ -161,7 +167,8 @@ def necessity_sufficiency(
     cosines: list[Tensor] = []
     shares: list[Tensor] = []
     swaps = [swapping(names, seed + i, cosines.append) for i in range(draws)]
-    others = [n for n in term_names(PARTS, alibi=view.position == ALIBI) if n not in names]
+    all_names = term_names(PARTS, alibi=view.position == ALIBI)
+    others = [name for name in all_names if name not in names]
     changes: dict[str, list[Change]] = {
         "bias terms only": [keeping(())],
         "keep": [keeping(names)],
@@ -176,7 +183,7 @@ def necessity_sufficiency(
         **_mean_over_draws(effects, changes),
         heads=chosen,
         term=names,
-        swap_cosine=sum(float(c.mean()) for c in cosines) / len(cosines),
+        swap_cosine=sum(float(cosine.mean()) for cosine in cosines) / len(cosines),
         shrunk=max(float(share.mean(0).max()) for share in shares),
     )
     flags = (*_flags(result), *basis.remarks(view))
@@ -216,7 +223,8 @@ def _effects(
     seed: int,
     progress: bool,
 ) -> dict[str, Float[Tensor, "condition sample"]]:
-    """What the clean run and every draw of every change do, by field of :class:`Effects`."""
+    """Measures of the clean run and of every draw of every change, in this order, by field of
+    :class:`Effects`."""
 
     def edited(change: Change) -> Condition:
         edits = edits_for(view, basis, heads, change)
@@ -230,8 +238,8 @@ def _effects(
 def _mean_over_draws(
     effects: Mapping[str, Tensor], changes: Mapping[str, Sequence[Change]]
 ) -> dict[str, Any]:
-    """Fields of :class:`Effects`: the names of the conditions, and a row for each, the mean over
-    the draws of its change."""
+    """Fields of :class:`Effects` with one row for each condition: the clean run, then for each
+    change the mean over its draws."""
     sizes = [1, *(len(draws) for draws in changes.values())]
     means = {
         name: torch.stack([draws.mean(0) for draws in values.split(sizes)])
@@ -241,7 +249,7 @@ def _mean_over_draws(
 
 
 def _flags(result: NecessitySufficiency) -> list[str]:
-    """What a reader of the table must know."""
+    """Warnings for a reader of the table."""
     flags: list[str] = []
     if result.swap_cosine > NEARLY:
         flags.append(
@@ -272,14 +280,16 @@ def dominant_only(
 ) -> Dominance:
     """How much of the model's loss survives if every head keeps only its dominant term.
 
-    Every head of every layer keeps the term (or the group) with its largest covariance share, with
-    all terms that have bias on either side; beside it the bias terms alone, uniform attention, and
-    as control a term drawn at random for each head (mean of ``draws``). A label of dominance is no
-    summary of a model: on SmolLM2-135M (12 windows of Wikipedia, loss 4.21 nats) keeping the
-    dominant terms gives 5.43 and random ones 5.55 (95% interval of the difference -0.23 to 0.01).
+    In every head of every layer the term (or the group) with the largest covariance share stays,
+    with all terms that have bias on either side. Beside it stand the bias terms alone, uniform
+    attention, and as control a term drawn at random for each head (mean of ``draws``).
     ``result.survival("dominant term")`` is ``(L_bias - L_dominant) / (L_bias - L_clean)``.
     ``table`` is a finished :func:`tl_geometry.sweep_heads` of the model, by default made from the
     same prompts.
+
+    Dominant terms do not sum up a model: on SmolLM2-135M (12 windows of Wikipedia, loss 4.21 nats)
+    keeping them gives 5.43 and keeping random ones 5.55 (95% interval of the difference -0.23 to
+    0.01).
     """
     view, rows = _prompts(model, tokens, basis, "dominant_only", prepend_bos)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
@@ -317,8 +327,9 @@ def _require_all_heads(view: ModelView, table: SweepTable) -> None:
 
 
 def _largest(table: SweepTable, shares: Tensor, names: Sequence[str]) -> Change:
-    """Each head keeps its term or group of the largest share, uniform heads none."""
+    """Each head keeps its term or group of the largest share. Uniform heads, whose shares are NaN,
+    keep none."""
     top = shares.nan_to_num(-torch.inf).argmax(-1).tolist()
     is_uniform = shares.isnan().any(-1).tolist()
     rows = zip(table.heads, top, is_uniform, strict=True)
-    return per_head({head: () if empty else terms_of(names[i]) for head, i, empty in rows})
+    return per_head({head: () if flat else terms_of(names[best]) for head, best, flat in rows})

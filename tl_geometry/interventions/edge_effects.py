@@ -2,9 +2,10 @@
 :func:`edge_necessity` compares the loss of each prompt in the clean run with that under edits.
 
 remove      the writer taken out of some heads' inputs
-swap        another prompt's writer in its place
+swap        what the writer wrote in another prompt, in its place
 keep        all other writers taken out: the edge alone
-shrink      (1 - a) of the heads' scores (or values), a the writer's share: as much, taken evenly
+shrink      the heads' scores (or values) times 1 - a, with a the writer's covariance share: as much
+            is taken as by removing it, but from all writers evenly
 controls    other writers taken out in its place
 """
 
@@ -26,8 +27,9 @@ from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.edges import clean_run, edge_edits, first_edited
-from tl_geometry.interventions.effects import Conditions
+from tl_geometry.interventions.effects import Conditions, interval_columns
 from tl_geometry.interventions.head_edits import Heads, by_layer, derangement
+from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -41,15 +43,16 @@ CLEAN, REMOVE, SWAP, KEEP, SHRINK = "clean", "remove", "swap", "keep", "shrink"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EdgeNecessity(Conditions):
-    """Loss (nats) of each condition and prompt: the clean run, the edge removed, another prompt's
-    writer swapped in, the edge alone, all shrunk by its share, and each of the other writers
-    removed in its place.
+    """Loss (nats) of each condition and prompt. Conditions are ``clean``, ``remove``, ``swap``,
+    ``keep``, ``shrink`` (as in :mod:`tl_geometry.interventions.edge_effects`), and one for each
+    control, with the name of the writer that was removed.
 
-    Rows have the mean over prompts, its change from clean with Student's 95% interval of the paired
-    differences, and how much more removing the edge costs than this condition (``excess``) with
-    interval and sign-flip p-value; intervals and p-values are NaN below 10 prompts. ``share`` is
-    the mean covariance share of the writer in the chosen heads on that side; inputs of the first
-    ``drop`` positions were left whole, as they are by the shares.
+    A row of the table has the mean ``loss`` over prompts, its ``change`` from clean, and the
+    ``excess``: how much more removing the edge costs than this condition. Both have Student's 95%
+    interval of the paired differences, the excess also a sign-flip p-value (all NaN below 10
+    prompts). ``share`` is the mean covariance share, in the chosen heads on that side, of the
+    writer that the condition is about. Inputs of the first ``drop`` positions are not edited, and
+    shares leave them out too.
     """
 
     writer: str
@@ -69,8 +72,7 @@ class EdgeNecessity(Conditions):
         }
         columns = {"share": self.share, "loss": self.loss}
         for name, values in differences.items():
-            value, low, high, _ = paired_interval(values.mT)
-            columns |= {name: value, f"{name}_low": low, f"{name}_high": high}
+            columns |= interval_columns(name, paired_interval(values.mT))
         return columns | {"p": self.p_values(REMOVE)}
 
 
@@ -87,8 +89,8 @@ def edge_necessity(
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> EdgeNecessity:
-    """What it costs to take ``writer`` out of the ``side`` input of ``heads``, beside the controls:
-    the same writer's output of another prompt, the edge alone, as large a share taken from all
+    """Do ``heads`` need what ``writer`` wrote, on one side of their inputs? The loss without it,
+    beside controls: its output of another prompt, the edge alone, as large a share taken from all
     writers evenly, and the removal of other writers.
 
     Args:
@@ -97,8 +99,9 @@ def edge_necessity(
             random tokens those of the second copy); all by default.
         controls: names of other writers, or how many of the heads, MLPs and embeddings with the
             largest absolute share in the chosen heads on that side.
-        drop: positions whose inputs stay whole, by default a BOS token. Tokens that are attention
-            sinks belong to them: a writer may matter for nothing but keeping attention off them.
+        drop: how many first positions keep their inputs, by default the BOS token alone. Leave out
+            attention sinks in this way: else a writer may seem to matter only because it keeps
+            attention off them.
 
     Raises ``UnsupportedModelError`` for encoders and without a trained output head,
     ``GeometryError`` for a writer that does not come before every reader.
@@ -123,9 +126,9 @@ def edge_necessity(
     size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
     order = derangement(len(rows), seed)
     losses: list[Tensor] = []
-    for at in torch.arange(len(rows)).split(size):
-        run = clean_run(view, rows.tokens[at], [writer, *others], layers)
-        swapped = clean_run(view, rows.tokens[order[at]], [writer], layers)
+    for batch in torch.arange(len(rows)).split(size):
+        run = clean_run(view, rows.tokens[batch], [writer, *others], layers)
+        swapped = clean_run(view, rows.tokens[order[batch]], [writer], layers)
         edits = {
             CLEAN: [],
             REMOVE: edge_edits(run, writer, chosen, side, drop=start),
@@ -135,7 +138,7 @@ def edge_necessity(
             **{name: edge_edits(run, name, chosen, side, drop=start) for name in others},
         }
         by_token = torch.stack([_losses(view, run.tokens, edit) for edit in edits.values()])
-        losses.append(by_token.mul(is_counted[at]).sum(-1) / is_counted[at].sum(-1))
+        losses.append(by_token.mul(is_counted[batch]).sum(-1) / is_counted[batch].sum(-1))
     # remove, swap, keep and shrink are about the writer; clean is about none
     mean_shares = [_share(shares, name).nanmean() for name in (*[writer] * 4, *others)]
     return EdgeNecessity(
@@ -153,7 +156,7 @@ def edge_necessity(
 def _counted(
     counted: Bool[Tensor, "..."] | None, tokens: Int[Tensor, "batch position"]
 ) -> Bool[Tensor, "batch token"]:
-    """Which tokens after the first count."""
+    """Which tokens after the first count: nothing predicts the first."""
     mask = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
     fits = mask.dtype == torch.bool and mask.shape[-1] == tokens.shape[1]
     require(fits, "counted", expected="bool [batch position]", got=describe(mask))
@@ -171,15 +174,21 @@ def _losses(
 
 
 def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[Edit]:
-    """``(1 - a)`` of each head's scores or values, a its share."""
+    """``(1 - a)`` of each head's scores or values, a its share (0 where it is NaN)."""
     factors = dict(zip(heads, (1 - share.nan_to_num()).tolist(), strict=True))
 
     def edit(at: int, chosen: tuple[int, ...]) -> Edit:
-        factor = torch.tensor([factors[at, head] for head in chosen])
+        factor = torch.tensor([factors[at, head] for head in chosen])[:, None]
+
+        def values(_: LayerView, v: Tensor) -> Tensor:
+            return v * factor.to(v)
+
+        def scores(_: LayerView, total: Tensor) -> Tensor:
+            return total * factor.to(total)[..., None]
+
         if side == "value":
-            values = lambda _, v: v * factor.to(v)[:, None]  # noqa: E731
-            return Edit(at, chosen, lambda _, scores: scores, values=values)
-        return Edit(at, chosen, lambda _, scores: scores * factor.to(scores)[:, None, None])
+            return Edit(at, chosen, lambda _, total: total, values=values)
+        return Edit(at, chosen, scores)
 
     return [edit(at, chosen) for at, chosen in by_layer(heads).items()]
 
@@ -187,8 +196,9 @@ def _shrinking(share: Float[Tensor, " head"], heads: Heads, side: str) -> list[E
 def _shares(
     view: ModelView, tokens: Tensor, heads: Heads, side: str, drop: int
 ) -> dict[str, Float[Tensor, " head"]]:
-    """Covariance share of each writer in each of the heads, on one side; only of writers that come
-    before all of these heads."""
+    """Covariance share of each writer in each of the heads, on one side. Only writers that come
+    before all of these heads are listed: no other can be taken out of every head."""
+    # the sweep over writers, which projects none of them, has no value side
     if side == "value":
         table = composition(view, tokens, heads=heads, draws=1, drop=drop, progress=False)
         cs = table.cs[:, HEAD_SIDES.index(side)]
@@ -198,23 +208,30 @@ def _shares(
         cs = table.cs[[table.heads.index(head) for head in heads], HEAD_SIDES.index(side)]
     first = min(layer for layer, _ in heads)
     writers = zip(table.parts, table.wrote, cs.mT, strict=True)
-    return {part: x for part, at, x in writers if at < first and part not in ("bias", "alibi")}
+    # "bias" and "alibi" are parts of scores that no writer made
+    return {
+        part: part_shares
+        for part, layer, part_shares in writers
+        if layer < first and part not in ("bias", "alibi")
+    }
 
 
 def _share(shares: Mapping[str, Tensor], name: str) -> Float[Tensor, " head"]:
     """Share of one writer; that of the attention of a block ("attn0") is the sum over its heads."""
     prefix = name.replace("attn", "L") + "H"
-    return torch.stack([x for n, x in shares.items() if n == name or n.startswith(prefix)]).sum(0)
+    parts = [shares[part] for part in shares if part == name or part.startswith(prefix)]
+    return torch.stack(parts).sum(0)
 
 
 def _controls(
     controls: Sequence[str] | int, shares: Mapping[str, Tensor], writer: str
 ) -> tuple[str, ...]:
-    """Other writers: those named, or the ``controls`` of largest absolute share. The heads of a
-    block are parts of its attention, and no controls of it."""
+    """Other writers: those named, or as many of the largest absolute share as ``controls`` says.
+    The heads of a block are parts of its attention, and so no controls of it."""
     if not isinstance(controls, int):
         return tuple(controls)
     ranked = sorted(shares, key=lambda name: -abs(float(shares[name].nanmean())))
     own_heads = (f"L{writer.removeprefix('attn')}H",) if writer.startswith("attn") else ()
-    others = [n for n in ranked if n not in (writer, "constants") and not n.startswith(own_heads)]
+    excluded = (writer, "constants")
+    others = [name for name in ranked if name not in excluded and not name.startswith(own_heads)]
     return tuple(others[:controls])

@@ -1,15 +1,16 @@
-"""Take one writer out of what chosen heads read, or put another prompt's in its place: path
-patching of the edge from a writer to the query, key or value input of a head.
+"""Does a head need what one writer wrote, on its query, key or value side? Path patching of that
+edge: :func:`remove_edge` takes the writer out of what chosen heads read, :func:`swap_edge` puts its
+output of another prompt in its place.
 
 The writer's output and the reader's norm scale (QK-norm's too) are those of the clean run on the
 same tokens; everything after the reader is live. With w the clean output of the writer, h the
-running stream and A, s_clean and gain the centring, clean scale and gain of the norm,
+running stream, and A, s and gain the centring, clean scale and gain of the norm,
 
-    remove      k' = ((h - w) A / s_clean gain) W_K + constants       (query and value alike)
-    swap        k' = ((h - w + w') A / s_clean gain) W_K + constants,  w' of another prompt
+    remove      k' = ((h - w) A gain / s) W_K + constants          (queries and values likewise)
+    swap        k' = ((h - w + w') A gain / s) W_K + constants     w' of another prompt
 
-so that removing an edge takes exactly that writer's terms out of the scores, the terms that
-:func:`tl_geometry.composition` measures.
+Because s is frozen, removing an edge takes exactly that writer's terms out of the scores: the terms
+that :func:`tl_geometry.composition` measures.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ Names = str | Sequence[str]
 
 @dataclass(frozen=True, eq=False)
 class CleanReader:
-    """What one layer read in the clean run: the stream, frozen scales and constants of its sides,
-    and what each chosen writer had written."""
+    """What one layer read in the clean run: the stream ``h``; the scale and constant of queries,
+    keys and values (by ``"q"``, ``"k"``, ``"v"``); and what each chosen writer had written."""
 
     h: Float[Tensor, "batch position d_model"]
     scale: Mapping[str, Float[Tensor, "batch position head"]]
@@ -81,8 +82,9 @@ def clean_run(
     edited = sorted(set(layers))
     for layer in edited:
         earlier = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
+        options = tuple(dict.fromkeys(earlier))  # both grains have the embeddings and the MLPs
         for name in writers:
-            checks.choice(name, tuple(dict.fromkeys(earlier)), f"writer before block {layer}")
+            checks.choice(name, options, f"writer before block {layer}")
     readers: dict[int, CleanReader] = {}
 
     def take(layer: LayerView, written: Written) -> None:
@@ -108,14 +110,16 @@ def edge_edits(
     drop: int = 0,
     keep: bool = False,
 ) -> list[Edit]:
-    """One edit for each layer that has chosen heads: it takes ``writers`` (with ``keep`` all
-    others) out of their inputs from position ``drop`` on, and puts those of ``other`` in."""
+    """One edit for each layer that has chosen heads, from position ``drop`` on: it takes
+    ``writers`` out of their inputs (with ``keep`` all other writers instead), and adds what the
+    same writers wrote in the run ``other``."""
     names = _names(writers)
     letters = {checks.choice(side, HEAD_SIDES, "side")[0] for side in _names(sides)}
     edits: list[Edit] = []
     for at, chosen in by_layer(heads).items():
         clean = run.readers[at]
         written = clean.written(names)
+        # the clean stream is the sum of all writers
         change = written - clean.h if keep else -written
         if other is not None:
             change = change + other.readers[at].written(names)
@@ -133,12 +137,12 @@ def _edit(
 ) -> Edit:
     clean, chosen = run.readers[at], list(heads)
 
-    def side(layer: LayerView, which: str) -> Float[Tensor, "batch position head d_head"]:
+    def side(layer: LayerView, letter: str) -> Float[Tensor, "batch position head d_head"]:
         """Queries, keys or values of the heads, of the changed input where they are edited."""
-        if which not in letters:
-            return getattr(layer, which)[:, :, chosen]
-        mapped = getattr(layer, f"{which}_map")(layer.h + change.to(layer.h))
-        projected = mapped * clean.scale[which].unsqueeze(-1) + clean.constant[which]
+        if letter not in letters:
+            return getattr(layer, letter)[:, :, chosen]
+        mapped = getattr(layer, f"{letter}_map")(layer.h + change.to(layer.h))
+        projected = mapped * clean.scale[letter].unsqueeze(-1) + clean.constant[letter]
         return projected[:, :, chosen]
 
     def scores(layer: LayerView, total: Tensor) -> Tensor:
@@ -171,6 +175,8 @@ def _live(
     drop: int | None,
     others: Int[Tensor, "batch position"] | None = None,
 ) -> LiveEdit:
+    """Removes the edge, or with ``others`` swaps in what the writer writes in these prompts; the
+    clean runs are made when the edit is opened."""
     start, writers = first_edited(drop, rows), _names(writer)
 
     def edits(view: ModelView, chosen: Heads) -> list[Edit]:
@@ -203,13 +209,14 @@ def remove_edge(
     """Context manager: take a writer out of what ``heads`` read, on the ``"query"``, ``"key"`` or
     ``"value"`` side.
 
-    ``with remove_edge(model, tokens, "L0H3", "L1H0"): model(tokens)``. Writers are named as in
-    ``sweep_heads(..., parts="writers")`` (``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``), or
-    as in ``"blocks"`` (``"attn0"``); several are removed together. The inputs of the first ``drop``
-    positions stay whole, by default that of a BOS token: what is removed is the term whose share
-    :func:`tl_geometry.composition` gives, and the attention sink stays what it was. ``drop=0``
-    removes it everywhere. The passes inside must be over ``tokens``, whose clean run gives the
-    writer's output and the norm's scale.
+    ``with remove_edge(model, tokens, "L0H3", "L1H0"): model(tokens)``. The passes inside must be
+    over ``tokens``, whose clean run gives the writer's output and the norm's scale.
+
+    Writers are named as in ``sweep_heads(..., parts="writers")`` (``"embed"``, ``"L0H3"``,
+    ``"mlp0"``, ``"constants"``), or as in ``"blocks"`` (``"attn0"``); several are removed together.
+    The first ``drop`` positions keep their inputs, by default the BOS token alone, so that the
+    attention sink stays what it was and what is removed is the term whose share
+    :func:`tl_geometry.composition` gives. ``drop=0`` removes the writer everywhere.
 
     Raises ``GeometryError`` for a writer that does not come before every reader, and for other
     tokens inside; else as :func:`remove_term`.
@@ -236,18 +243,18 @@ def swap_edge(
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> LiveEdit:
-    """Context manager: what a writer wrote in other prompts in place of what it wrote in these, in
-    the inputs of ``heads`` alone.
+    """Context manager: replace what a writer wrote, in the inputs of ``heads`` alone, by what it
+    wrote in other prompts.
 
     ``other`` are as many prompts of the same length, by default the same prompts in another order.
-    See :func:`remove_edge`.
+    The rest is as in :func:`remove_edge`.
     """
     view = as_view(model)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
     if other is None:
-        n, instead = len(rows), "other=other_tokens"
-        require(n >= 2, "swap", expected="at least 2 prompts", got="one prompt", instead=instead)
-        others = rows.tokens[derangement(n, seed)]
+        enough, several, instead = len(rows) >= 2, "at least 2 prompts", "other=other_tokens"
+        require(enough, "swap", expected=several, got="one prompt", instead=instead)
+        others = rows.tokens[derangement(len(rows), seed)]
     else:
         others = token_rows(view, other, prepend_bos=prepend_bos).tokens
         shape = tuple(rows.tokens.shape)

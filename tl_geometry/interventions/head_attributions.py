@@ -1,10 +1,14 @@
-"""What do attributions say about knockouts of heads? The same replacement of a head's output,
-``z - z_new``, read three ways; :func:`tl_geometry.interventions.head_knockouts` sets them beside
-what the knockout does.
+"""What do attributions predict for a knockout of a head? :func:`head_attributions` gives three
+predictions for the same replacement of its mixed values, z by z_new;
+:func:`tl_geometry.interventions.head_knockouts` sets them beside what the knockout does.
 
-direct        through the final norm at its frozen scale, at the position of the logit alone
-value paths   through the frozen linear model of the pass (:mod:`tl_geometry.circuits.frozen`)
-all paths     the same, with what it does to later heads' queries and keys to first order
+Each is ``sum (z - z_new) . dT/dz`` with T a difference of two logits. They differ in the paths from
+the head to the logits that dT/dz counts:
+
+direct        straight to the final norm, at its frozen scale; at the position of the logits alone
+value paths   also through later heads and MLPs, with patterns, norms and MLP slopes frozen
+              (:mod:`tl_geometry.circuits.frozen`)
+all paths     also through the patterns of later heads, to first order
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ Outputs = Float[Tensor, "layer batch position head d_head"]
 
 
 class HeadAttributions(NamedTuple):
-    """Contributions of every head to a difference of two logits, less those of what replaces it."""
+    """Contributions of every head to a difference of two logits, minus those of what replaces its
+    mixed values."""
 
     direct: Float[Tensor, "layer head"]
     value_paths: Float[Tensor, "layer head"]
@@ -39,10 +44,10 @@ def head_attributions(
     position: int,
     ids: tuple[int, int],
 ) -> HeadAttributions:
-    """``sum_i (z_i - z_new_i) . dT/dz_i`` of every head for one prompt, T the logit of the first of
-    ``ids`` minus that of the second; ``removed`` is ``z - z_new``."""
+    """``sum_i (z_i - z_new_i) . dT/dz_i`` of every head over positions i of one prompt, with T the
+    logit of the first of ``ids`` minus that of the second; ``removed`` is ``z - z_new``."""
     frozen = FrozenPass.of(view, tokens)
-    readout = logit_readout(view, frozen, position, ids[0], ids[1], False)
+    readout = logit_readout(view, frozen, position, ids[0], ids[1], log_probability=False)
     entry = torch.zeros_like(frozen.last)
     entry[0, position] = readout.direction.to(entry)
     direct = torch.stack(
@@ -52,14 +57,16 @@ def head_attributions(
             for l, block in enumerate(frozen.blocks)
         ]
     )
-    along = (
-        _along(removed, frozen.adjoints(entry, follow_patterns=follow)) for follow in (False, True)
+    value_paths, all_paths = (
+        _through(removed, frozen.adjoints(entry, follow_patterns=follow))
+        for follow in (False, True)
     )
-    return HeadAttributions(direct.double().cpu(), *along)
+    return HeadAttributions(direct.double().cpu(), value_paths, all_paths)
 
 
-def _along(
+def _through(
     removed: Float[Tensor, "layer position head d_head"], adjoints: Adjoints
 ) -> Float[Tensor, "layer head"]:
+    """``sum_i removed_i . dT/dz_i`` of every head, in float64: a sum over all positions."""
     head_adjoints = torch.stack([of_layer[0] for of_layer in adjoints.heads]).double()
     return einsum(removed.double(), head_adjoints, "l i h e, l i h e -> l h").cpu()

@@ -1,5 +1,5 @@
-"""Helpers that every live edit of chosen heads shares: terms, planes, edges, surrogates, knockouts
-and paths."""
+"""Helpers of the modules that edit chosen heads in a live model (terms, planes, edges, surrogates,
+knockouts, paths): which heads are meant, in which layers, and which other prompt a prompt gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit
@@ -32,17 +32,18 @@ def edit_of_heads(
     *,
     layers: Iterable[int] | int | None = None,
 ) -> LiveEdit:
-    """A context manager, and list of hooks, that edits ``heads`` (all, or all of ``layers``).
+    """A context manager, and list of hooks, that edits ``heads`` (by default all, or all of
+    ``layers``).
 
-    Heads are checked at once; ``edits`` makes the edits from the model as it is when the context
-    is entered or the list of hooks is made.
+    Wrong heads are refused now. ``edits`` is called later, when the context is entered or the list
+    of hooks is made, because weights may have changed by then.
     """
     view = as_view(model)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
 
     def prepare() -> tuple[ModelView, list[Edit]]:
-        now = as_view(model)
-        return now, edits(now, chosen)
+        current = as_view(model)
+        return current, edits(current, chosen)
 
     return LiveEdit(prepare)
 
@@ -66,9 +67,17 @@ def heads_in_sets(
     [[False, True], [True, False]]
     """
     chosen = torch.zeros(len(sets), n_heads, dtype=torch.bool)
-    for row, of in enumerate(sets):
-        chosen[row, [head for at, head in of if at == layer]] = True
+    for row, heads in enumerate(sets):
+        chosen[row, [head for at, head in heads if at == layer]] = True
     return chosen
+
+
+def mixed_values(view: ModelView, layer: LayerView) -> Float[Tensor, "batch position head d_head"]:
+    """The mixed values ``z_i = sum_j pattern_ij v_j`` of a layer's heads, refused where it has
+    none."""
+    if layer.z is None:
+        fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
+    return layer.z
 
 
 def bias_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "head query key"] | None:
@@ -76,18 +85,19 @@ def bias_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "head query
     return None if layer.bias is None else layer.bias[list(heads)]
 
 
-def derangement(n: int, seed: int) -> Int[Tensor, " batch"]:
-    """A permutation without fixed point: a seeded order of the prompts, each replaced by the next
-    one in it.
+def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
+    """Which other prompt each prompt gets: a permutation without fixed point, where there are at
+    least two. The prompts are put in a random order, and each gets the one before it in that order
+    (the first gets the last).
 
     >>> order = derangement(5, 0)
     >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
     ([0, 1, 2, 3, 4], False)
     """
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    out = torch.empty_like(order)
-    out[order] = order.roll(1)
-    return out
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    other = torch.empty_like(order)
+    other[order] = order.roll(1)
+    return other
 
 
 def require_several(prompts: int, what: str) -> None:

@@ -1,11 +1,13 @@
-"""Does a head matter? Knockouts: the output of whole heads replaced in a live model.
+"""Does a head matter? :func:`remove_heads` replaces the output of whole heads in a live model
+(knockouts); :func:`tl_geometry.interventions.head_knockouts` does so head by head and measures.
 
-What a head writes towards a logit (its direct effect, :func:`tl_geometry.explain_logit`) is not
-what it does: on SmolLM2 some heads that write nothing matter because they change where later heads
-look, and some that write much are hardly missed. A knockout measures the effect with everything
-behind the head live. The mixed values ``z_i = sum_j pattern_ij v_j`` of the chosen heads become
-zero, their mean over reference prompts at the same position, or those of another prompt of the
-batch.
+The mixed values ``z_i = sum_j pattern_ij v_j`` of the chosen heads become zero, their mean over
+reference prompts at the same position, or those of another prompt of the batch. Everything behind
+the heads is live.
+
+So a knockout sees what the direct effect of a head (what it writes towards a logit,
+:func:`tl_geometry.explain_logit`) cannot: on SmolLM2 some heads that write nothing matter because
+they change where later heads look, and some that write much are hardly missed.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.head_edits import HeadsLike, by_layer, from_another_prompt
+from tl_geometry.interventions.head_edits import (
+    HeadsLike,
+    by_layer,
+    from_another_prompt,
+    mixed_values,
+)
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
@@ -28,6 +35,10 @@ from tl_geometry.models.live_edits import OutputEdit, StreamEdit, edit_of_output
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
+
+REPLACEMENTS = ("mean", "zero", "prompt")
+"""What may stand in place of a head's mixed values: their mean over reference prompts, zero, or
+those of another prompt."""
 
 
 def remove_heads(
@@ -60,12 +71,13 @@ def remove_heads(
     >>> edit.passes, bool((without == model(prompts)).all())
     (1, False)
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     view = as_view(model)
     chosen = by_layer(checks.heads(heads, view.n_layers, view.n_heads))
-    given, instead = reference is not None, 'reference=prompts, or by="zero" or by="prompt"'
+    fits = by != "mean" or reference is not None
+    instead = 'reference=prompts, or by="zero" or by="prompt"'
     what, expected = f'remove_heads(..., by="{by}")', "prompts to take the mean over"
-    require(given or by != "mean", what, expected=expected, got="none", instead=instead)
+    require(fits, what, expected=expected, got="none", instead=instead)
     rows = None if reference is None else token_rows(view, reference, prepend_bos=prepend_bos)
 
     def prepare() -> tuple[ModelView, list[StreamEdit]]:
@@ -86,13 +98,12 @@ def remove_heads(
 def mean_outputs(
     view: ModelView, tokens: Tensor, heads: dict[int, tuple[int, ...]]
 ) -> dict[int, Float[Tensor, "position head d_head"]]:
-    """Mean over prompts of the mixed values of some heads of each layer, by position."""
+    """Mean over prompts of the mixed values of some heads of each layer, by position (float64)."""
     sums: dict[int, Tensor] = {}
 
     def on_layer(layer: LayerView) -> None:
-        if layer.z is None:
-            fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
-        total = layer.z[:, :, list(heads[layer.layer])].double().sum(0)
+        z = mixed_values(view, layer)[:, :, list(heads[layer.layer])]
+        total = z.double().sum(0)
         sums[layer.layer] = sums.get(layer.layer, 0.0) + total
 
     for batch in tokens.split(default_batch(tokens.shape[1], view.device)):
@@ -103,6 +114,7 @@ def mean_outputs(
 def _mean(
     z: Float[Tensor, "batch query head d_head"], mean: Float[Tensor, "position head d_head"]
 ) -> Tensor:
+    """The reference's mean in every prompt; refused where prompts are longer than the reference."""
     length, seen = z.shape[1], len(mean)
     instead = "reference= prompts at least as long"
     expected = f"prompts of at most {seen} tokens, as in the reference"

@@ -20,10 +20,11 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.intervals import Interval, paired_interval, t_quantile
+from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.effects import excess_over, interval_columns
 from tl_geometry.interventions.head_attributions import head_attributions
 from tl_geometry.interventions.head_edits import (
     Heads,
@@ -31,8 +32,9 @@ from tl_geometry.interventions.head_edits import (
     by_layer,
     derangement,
     heads_in_sets,
+    mixed_values,
 )
-from tl_geometry.interventions.head_removal import mean_outputs
+from tl_geometry.interventions.head_removal import REPLACEMENTS, mean_outputs
 from tl_geometry.interventions.output_metrics import (
     OutputMetric,
     Targets,
@@ -56,17 +58,18 @@ ATTRIBUTIONS = ("direct", "value_paths", "all_paths")
 class HeadKnockouts(Result):
     """What knockouts of heads do to a metric of the output: one row for each head, or set of heads.
 
-    ``effects`` is the metric without the heads minus that of the clean run, for each prompt; the
-    table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the mean
-    effect of random sets of as many heads (``control_draws`` each draw's mean over prompts; all
-    rows of one size share the sets). ``excess`` is effect minus control; its interval covers chance
-    over prompts and the spread of one more random draw.
+    - ``effects``: the metric without the heads minus that of the clean run, for each prompt. The
+      table has its mean with Student's 95% interval (NaN below 10 prompts).
+    - ``control``: mean effect of random sets of as many heads; rows of one size share the sets.
+      ``control_draws`` are the means over prompts of each set.
+    - ``excess``: effect minus control. Its interval covers chance over prompts and the spread of
+      one more random set.
+    - ``direct``, ``value_paths``, ``all_paths``: what three attributions say that the heads
+      contribute. Where an attribution is all that a head does, ``effect = -attribution``.
+    - ``disagrees``: rows in which effect and direct contribution do not cancel. The 95% interval of
+      their sum lies farther from zero than half of the larger of the two.
 
-    ``direct``, ``value_paths`` and ``all_paths`` are what three attributions say that the heads
-    contribute. Where an attribution is all that a head does, ``effect = -attribution``.
-    ``disagrees`` marks rows in which effect and direct contribution do not cancel: the interval of
-    their sum is farther from zero than half of the larger of the two. With a soft cap on the output
-    logits effects are measured behind it and attributions before it.
+    With a soft cap on the output logits, effects are measured after it and attributions before it.
     """
 
     conditions: tuple[str, ...]
@@ -101,7 +104,7 @@ class HeadKnockouts(Result):
 
     @property
     def disagrees(self) -> Bool[Tensor, " condition"] | None:
-        """Rows in which the knockout is not what the direct contribution says."""
+        """Rows in which the effect of the knockout is not minus the direct contribution."""
         if self.direct is None:
             return None
         _, low, high, _ = paired_interval((self.effects + self.direct).mT)
@@ -117,25 +120,6 @@ class HeadKnockouts(Result):
             columns |= {} if values is None else {name: values.mean(1)}
         columns |= {} if self.disagrees is None else {"disagrees": self.disagrees}
         return {name: (values, ("condition",)) for name, values in columns.items()}
-
-
-def excess_over(
-    gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
-) -> Interval:
-    """Mean over prompts of effects less those of controls; its interval is over prompts, and over
-    what one more draw of the controls would give (``draws``: each draw's mean over prompts)."""
-    gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
-    one_more = torch.full_like(gap.value, torch.nan)
-    if count > 1:
-        quantile = float(t_quantile(torch.tensor(count - 1.0)))
-        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
-    reach = torch.hypot(gap.value - gap.low, one_more)
-    return Interval(gap.value, gap.value - reach, gap.value + reach, gap.error)
-
-
-def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
-    """The columns of an interval."""
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def head_knockouts(
@@ -185,13 +169,14 @@ def head_knockouts(
     >>> effects.conditions[:2], effects.effects.shape
     (('L0H0', 'L0H1'), torch.Size([16, 4]))
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     view = as_view(model)
     require_output(view, "head_knockouts")
     rows = token_rows(view, prompts, prepend_bos=prepend_bos)
     several = "at least 2 prompts"
     require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
-    chosen = head_sets(view, heads)
+    named_sets = head_sets(view, heads)
+    sets = list(named_sets.values())
     measured = output_metric(view, rows, metric, targets, position)
     got = f"the metric {measured.name}"
     has_paths = measured.name == "difference" and measured.ids is not None
@@ -200,38 +185,39 @@ def head_knockouts(
     require(has_paths or not attributions, what, expected=expected, got=got, instead=instead)
     means = reference_means(view, rows, by, reference, prepend_bos)
     every_head = checks.heads(None, view.n_layers, view.n_heads)
-    drawn = control_sets(list(chosen.values()), every_head, controls, seed)
+    drawn = control_sets(sets, every_head, controls, seed)
     order = derangement(len(rows), seed)
     runs = _Runs(view, measured, by, means, order, progress)
     fields: dict[str, Any] = {}
     if drawn:
-        by_size = {size: runs.effects(sets) for size, sets in drawn.items()}
-        by_row = torch.stack([by_size[len(row_heads)] for row_heads in chosen.values()])
+        by_size = {size: runs.effects(draws) for size, draws in drawn.items()}
+        # [row draw prompt]: rows of one size share their draws
+        by_row = torch.stack([by_size[len(row_heads)] for row_heads in sets])
         fields = {"control": by_row.mean(1), "control_draws": by_row.mean(2)}
     if attributions:
-        fields |= runs.attributions(list(chosen.values()))
+        fields |= runs.attributions(sets)
     return HeadKnockouts(
         provenance=view.provenance(rows, seed=seed),
-        conditions=tuple(chosen),
-        sets=tuple(tuple(row_heads) for row_heads in chosen.values()),
+        conditions=tuple(named_sets),
+        sets=tuple(tuple(row_heads) for row_heads in sets),
         metric=measured.name,
         by=by,
         clean=runs.clean,
-        effects=runs.effects(list(chosen.values())),
+        effects=runs.effects(sets),
         **fields,
     )
 
 
 def head_sets(view: ModelView, heads: Any) -> dict[str, Heads]:
-    """The heads of each row by its name."""
+    """The heads of each row by its name: each head alone, or the sets of a mapping."""
     if not isinstance(heads, Mapping):
         alone = checks.heads(heads, view.n_layers, view.n_heads)
         return {checks.head_name(head): [head] for head in alone}
     require(len(heads) > 0, "heads", expected="at least one set of heads", got="none")
-    chosen = {
-        str(name): checks.heads(of, view.n_layers, view.n_heads) for name, of in heads.items()
+    return {
+        str(name): checks.heads(row_heads, view.n_layers, view.n_heads)
+        for name, row_heads in heads.items()
     }
-    return {name: list(of) for name, of in chosen.items()}
 
 
 def reference_means(
@@ -255,8 +241,9 @@ def reference_means(
 def control_sets(
     chosen: Sequence[Heads], heads: Heads, controls: Any, seed: int
 ) -> dict[int, list[Heads]]:
-    """Random sets by their size, drawn from those of ``heads`` that no row has. There are none with
-    ``controls=0``, nor by default where every head has a row."""
+    """Random sets of heads, ``controls`` of each size that a row has, drawn from those of ``heads``
+    that no row has. There are none with ``controls=0``, nor by default where every head has a
+    row."""
     taken = {head for row in chosen for head in row}
     others = [head for head in heads if head not in taken]
     by_default = CONTROLS if others else 0
@@ -276,7 +263,8 @@ def control_sets(
 
 
 class _Runs:
-    """Runs knockouts, several in one pass, and measures them."""
+    """Runs knockouts, several in one pass, and measures them. ``means`` replace mixed values for
+    ``by="mean"``; ``order`` says which prompt each prompt gets for ``by="prompt"``."""
 
     def __init__(
         self,
@@ -295,9 +283,11 @@ class _Runs:
         together = metric.own is not None or by == "prompt"
         self.prompts = count if together else min(count, at_once)
         self.knockouts = max(1, at_once // self.prompts)
-        self.clean = torch.cat([self._run([[]], rows)[0] for rows in self._parts()]).cpu()
+        no_heads: list[Heads] = [[]]
+        self.clean = torch.cat([self._run(no_heads, rows)[0] for rows in self._parts()]).cpu()
 
     def _parts(self) -> list[slice]:
+        """The prompts of each pass."""
         count = len(self.metric.tokens)
         return [slice(at, at + self.prompts) for at in range(0, count, self.prompts)]
 
@@ -318,15 +308,15 @@ class _Runs:
         tokens = self.metric.tokens[rows].repeat(len(sets), 1)
         layers = by_layer([head for heads in sets for head in heads])
         edits = [self._edit(layer, sets) for layer in layers]
-        hooks, at = {}, self.metric.position
+        hooks, position = {}, self.metric.position
         point = self.view.unembed_hook
         # unembed the one position that is read, where the model has such a hook
-        if at is not None and point is not None:
-            hooks = {point: lambda h: h[:, [at]]}
+        if position is not None and point is not None:
+            hooks = {point: lambda h: h[:, [position]]}
         with edited_scores(self.view, edits):
             logits = self.view.logits(tokens, hooks)
-        if at is not None and point is None:
-            logits = logits[:, [at]]
+        if position is not None and point is None:
+            logits = logits[:, [position]]
         by_set = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
         return torch.stack([self.metric.of(set_logits, rows) for set_logits in by_set])
 
@@ -351,24 +341,22 @@ class _Runs:
 
     def _outputs(self) -> Float[Tensor, "layer batch position head d_head"]:
         """Mixed values of all heads in the clean run."""
-        parts: list[Tensor] = []
-        for rows in self._parts():
+
+        def of_prompts(tokens: Tensor) -> Float[Tensor, "layer batch position head d_head"]:
             z: list[Tensor] = []
 
-            def keep(layer: LayerView, z: list[Tensor] = z) -> None:
-                if layer.z is None:
-                    fail(self.view.name, expected="mixed values", got="none")
-                z.append(layer.z)
+            def on_layer(layer: LayerView) -> None:
+                z.append(mixed_values(self.view, layer))
 
-            layers = range(self.view.n_layers)
-            self.view.run_layers(self.metric.tokens[rows], layers, keep, verify=False)
-            parts.append(torch.stack(z))
-        return torch.cat(parts, 1)
+            self.view.run_layers(tokens, range(self.view.n_layers), on_layer, verify=False)
+            return torch.stack(z)
+
+        return torch.cat([of_prompts(self.metric.tokens[rows]) for rows in self._parts()], 1)
 
     def attributions(self, sets: Sequence[Heads]) -> dict[str, Float[Tensor, "condition context"]]:
-        """What attributions give to the same replacements."""
-        view, tokens, at = self.view, self.metric.tokens, self.metric.position
-        if self.metric.ids is None or at is None:
+        """What attributions give to the same replacements, summed over the heads of each set."""
+        view, tokens, position = self.view, self.metric.tokens, self.metric.position
+        if self.metric.ids is None or position is None:
             raise RuntimeError("attributions are of a difference of two logits")
         outputs = self._outputs()
         new = [self._replacement(z, layer) for layer, z in enumerate(outputs)]
@@ -377,9 +365,11 @@ class _Runs:
             right, wrong = self.metric.ids[row].tolist()
             prompt = tokens[row : row + 1]
             by_head = torch.stack(
-                head_attributions(view, prompt, removed[:, row], at, (right, wrong))
+                head_attributions(view, prompt, removed[:, row], position, (right, wrong))
             )
-            layers, heads = ([[head[i] for head in chosen] for chosen in sets] for i in (0, 1))
-            sums = [by_head[:, l, h].sum(1) for l, h in zip(layers, heads, strict=True)]
+            sums = [
+                by_head[:, [layer for layer, _ in heads], [head for _, head in heads]].sum(1)
+                for heads in sets
+            ]
             values.append(torch.stack(sums, 1))
         return dict(zip(ATTRIBUTIONS, torch.stack(values, -1), strict=True))

@@ -1,15 +1,17 @@
-"""Which part of W_QK takes its place in a rotary model, where it is another matrix at every offset
-D (query position minus key position)? For :mod:`tl_geometry.interventions.surrogates`.
+"""What are a head's scores when W_QK is replaced by a part of itself, in a rotary model? For
+:mod:`tl_geometry.interventions.surrogates`.
 
-With R_D the rotation by D positions, ``W_D = W_Q R_D W_K^T = sum_m cos(theta_m D) A_m + sin(theta_m
-D) B_m`` over rotary planes m. The best ``V L_D V^T + diag(delta_D)`` of W_D (joint least squares,
-:func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`) is linear in W_D, so that it is
-the same sum of one L and one diagonal for each plane. No d_model x d_model matrix is formed:
+In a rotary model W_QK is another matrix at every offset D of query minus key position:
+``W_D = W_Q R_D W_K^T``, with R_D the rotation by D positions. So is each part of it. The part
+``V L_D V^T + diag(delta_D)`` is the best of its form at that offset (joint least squares,
+:func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`).
 
-    x_i V L_D V^T x_j = q(P x_i) . k(P x_j) - sum_e delta_D[e] (P x_i)_e (P x_j)_e,    P = V V^T
+No d_model x d_model matrix is formed. With P = V V^T, delta_D solves
+``(I - P o P) delta_D = diag(W_D) - diag(P W_D P)``, and the low-rank part of the scores is
 
-where q and k are the model's own rotated projections, and delta_D solves
-``(I - P o P) delta_D = diag(W_D) - diag(P W_D P)``.
+    x_i V L_D V^T x_j = q(P x_i) . k(P x_j) - sum_e delta_D[e] (P x_i)_e (P x_j)_e
+
+where q and k are the model's own rotated projections.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from tl_geometry.weights import low_rank_diagonal
 NO_OFFSETS = ("thresholded",)
 """Parts without a meaning here: which entries survive a threshold differs from offset to offset."""
 ROWS = 64
-"""Coordinates of the stream that are projected at a time: bounds memory for large models."""
+"""Coordinates of the stream that are projected at a time. All d_model at once, each at every
+position, would take too much memory in a large model."""
 
 
 def product_of(
     seen: LayerView, h: Float[Tensor, "batch position d_model"], heads: Sequence[int]
 ) -> Float[Tensor, "batch head query key"]:
-    """``x W x^T`` of some heads for a part ``h`` of the stream, at the scales of the forward
-    pass."""
+    """``x W x^T`` of some heads, with x a part ``h`` of the stream after the norm, at the scales of
+    the forward pass."""
     chosen = list(heads)
     q, k = seen.project_q(h)[:, :, chosen], seen.project_k(h)[:, :, chosen]
     return seen.scale * einsum(q, k, "b i h e, b j h e -> b h i j")
@@ -44,12 +47,12 @@ def product_of(
 
 @dataclass(frozen=True, eq=False)
 class OffsetReplacement:
-    """What takes the place of ``x W_D x^T``: a part of W_D (see
-    :data:`tl_geometry.interventions.surrogates.PARTS`) for some heads.
+    """What takes the place of ``x W_D x^T`` in the scores of some heads: the same product with a
+    part of W_D (see :data:`tl_geometry.interventions.surrogates.PARTS`).
 
-    ``V [d_model rank]`` are the directions, those of position or random ones. The diagonals of all
-    offsets are found from the layer's weights in the first forward pass, and kept for prompts of
-    the same length.
+    ``V [d_model rank]`` are the directions, those of position or random ones. ``diagonals`` holds
+    the diagonals of all offsets, by the length of the prompts and the sign of the offset: they are
+    made from the layer's weights in the first pass of each length.
     """
 
     heads: tuple[int, ...]
@@ -65,21 +68,23 @@ class OffsetReplacement:
             return product_of(seen, seen.h, self.heads)
         x = remove_mean(seen.h, seen.norm.norm_type)
         V = self.V.to(x)
-        inside = x @ V @ V.mT
+        projected = x @ V @ V.mT
         if self.part == "low_rank":
-            return product_of(seen, inside, self.heads)
-        out = x.new_zeros(len(x), len(self.heads), x.shape[1], x.shape[1])
+            return product_of(seen, projected, self.heads)
+        diagonal_part = x.new_zeros(len(x), len(self.heads), x.shape[1], x.shape[1])
         if self.part == "none":
-            return out
-        low = None if self.part == "diagonal" else inside
+            return diagonal_part
+        low = None if self.part == "diagonal" else projected
         for offset in _offsets(seen):
-            _add_diagonal(out, x, low, self._delta(seen, offset < 0)[abs(offset)], offset)
-        scales = [
-            rearrange(s[:, :, list(self.heads)], "b i h -> b h i")
-            for s in (seen.q_scale, seen.k_scale)
-        ]
-        out = out * scales[0].unsqueeze(-1) * scales[1].unsqueeze(-2)
-        return out if low is None else out + product_of(seen, low, self.heads)
+            delta = self._delta(seen, offset < 0)[abs(offset)]
+            _add_diagonal(diagonal_part, x, low, delta, offset)
+        # product_of applies the norm's scales itself; here they are still missing
+        q_scale, k_scale = (
+            rearrange(scale[:, :, list(self.heads)], "b i h -> b h i")
+            for scale in (seen.q_scale, seen.k_scale)
+        )
+        diagonal_part = diagonal_part * q_scale.unsqueeze(-1) * k_scale.unsqueeze(-2)
+        return diagonal_part if low is None else diagonal_part + product_of(seen, low, self.heads)
 
     def _delta(self, seen: LayerView, ahead: bool) -> Float[Tensor, "position head d_model"]:
         """Diagonals of all offsets of one sign; ``ahead`` for keys that come after the query."""
@@ -97,11 +102,13 @@ def _offsets(seen: LayerView) -> list[int]:
 
 
 def _add_diagonal(out: Tensor, x: Tensor, low: Tensor | None, delta: Tensor, offset: int) -> None:
-    """Add ``sum_e delta_e (x_i x_j - low_i low_j)_e`` to the cells of one offset."""
-    n, query, key = x.shape[1] - abs(offset), max(offset, 0), max(-offset, 0)
-    pairs = x[:, query : query + n] * x[:, key : key + n]
+    """Add ``sum_e delta_e (x_i x_j - low_i low_j)_e`` to the cells of one offset, in place."""
+    cells = x.shape[1] - abs(offset)
+    queries = slice(max(offset, 0), max(offset, 0) + cells)
+    keys = slice(max(-offset, 0), max(-offset, 0) + cells)
+    pairs = x[:, queries] * x[:, keys]
     if low is not None:
-        pairs = pairs - low[:, query : query + n] * low[:, key : key + n]
+        pairs = pairs - low[:, queries] * low[:, keys]
     out.diagonal(-offset, dim1=-2, dim2=-1).add_(rearrange(pairs @ delta.mT, "b i h -> b h i"))
 
 
@@ -112,11 +119,11 @@ def offset_diagonals(
     *,
     ahead: bool = False,
 ) -> Float[Tensor, "position head d_model"]:
-    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ...; for ``V=None``
-    ``diag(W_D)`` itself.
+    """delta_D of the best ``V L_D V^T + diag(delta_D)`` at offsets D = 0, 1, ... (with ``ahead`` 0,
+    -1, ...: keys after the query); for ``V=None`` ``diag(W_D)`` itself.
 
-    At offset D the query stands at position D and the key at 0, or the other way round with
-    ``ahead``.
+    W_D depends on the offset alone, so that the query is put at position D and the key at 0 (with
+    ``ahead`` the other way round).
     """
     size, chosen = seen.h.shape[-1], list(heads)
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
@@ -136,8 +143,8 @@ def offset_diagonals(
 def _projected(
     seen: LayerView, rows: Tensor, heads: list[int], ahead: bool
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of some vectors, float64 ``[row position head d_head]``: one rotated by the
-    offset, the other at position 0."""
+    """Queries and keys of some vectors, float64 ``[row position head d_head]``: the one that moves
+    at every position, the other at position 0."""
     parts = rearrange(rows, "row d -> row 1 1 d").expand(-1, 1, seen.h.shape[1], -1)
     q, k = seen.q_map(parts)[:, 0, :, heads].double(), seen.k_map(parts)[:, 0, :, heads].double()
     return (q[:, :1].expand_as(q), k) if ahead else (q, k[:, :1].expand_as(k))

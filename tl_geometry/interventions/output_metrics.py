@@ -1,4 +1,5 @@
-"""One number of a model's output for each prompt: what :func:`head_knockouts` compares.
+"""One number of a model's output for each prompt, which :func:`head_knockouts` and
+:func:`head_paths` compare between runs.
 
 difference    logit of the right token minus that of the wrong one, at one position
 probability   probability of the right token, at one position
@@ -75,22 +76,22 @@ def output_metric(
     else:
         expected = f"one of {', '.join(METRICS)}, or a function of logits"
         require(callable(metric), "metric", expected=expected, got=repr(metric))
-    wanted = metric in METRICS[:2]
-    whole = "position=-1, as this metric looks at all positions"
-    require(wanted or position == -1, "position", expected=whole, got=repr(position))
-    expected = f"a pair (right, wrong) for each of {len(rows)} prompts" if wanted else "none"
+    needs_targets = metric in METRICS[:2]
+    default = "position=-1, as this metric looks at all positions"
+    require(needs_targets or position == -1, "position", expected=default, got=repr(position))
+    expected = f"a pair (right, wrong) for each of {len(rows)} prompts" if needs_targets else "none"
     given = None if targets is None else list(targets)
-    got = "none" if given is None else repr(given)[:80]
-    require((given is not None) == wanted, "targets", expected=expected, got=got)
+    got = "none" if given is None else repr(given)[:80]  # a message shows the first few
+    require((given is not None) == needs_targets, "targets", expected=expected, got=got)
     if given is None:
         name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
         return OutputMetric(name, rows.tokens, own=None if isinstance(metric, str) else metric)
-    texts = [[x] if isinstance(x, int | str) else list(x) for x in given]
+    targets_of = [[target] if isinstance(target, int | str) else list(target) for target in given]
     sizes = (2,) if metric == "difference" else (1, 2)
     expected = expected if metric == "difference" else f"a token for each of {len(rows)} prompts"
-    fits = len(texts) == len(rows) and all(len(pair) in sizes for pair in texts)
+    fits = len(targets_of) == len(rows) and all(len(pair) in sizes for pair in targets_of)
     require(fits, "targets", expected=expected, got=got)
     # a probability is that of the first token alone
-    read = 2 if metric == "difference" else 1
-    ids = torch.tensor([target_ids(view, pair[:read]) for pair in texts])
+    tokens_read = 2 if metric == "difference" else 1
+    ids = torch.tensor([target_ids(view, pair[:tokens_read]) for pair in targets_of])
     return OutputMetric(str(metric), rows.tokens, ids, at)

@@ -1,23 +1,25 @@
-"""Through which inputs does a head act? Path patching of the edges from heads (senders) to chosen
-inputs (receivers): queries of heads, keys and values of groups of heads, MLPs, the output.
-:func:`head_knockouts` says what a head does; :func:`head_paths` says which of its readers do it.
+"""Through which inputs does a head act? :func:`head_knockouts` says what a head does;
+:func:`head_paths` says which of its readers do it. It is path patching of the edges from heads
+(senders) to chosen inputs (receivers): queries of heads, keys and values of groups of heads, MLPs,
+the output.
 
 The mixed values z of a sender's heads are replaced by z', as in :func:`remove_heads`, and only the
 receivers see it. All other readers read the running stream x. A receiver reads instead
 
     frozen    ``x + write(z') - write(z)``: the direct edge from the sender alone
-    live      the stream of a run in which the sender is replaced and everything responds
+    live      the stream of another run, in which the sender is replaced and everything responds
 
-``write`` is what the sender's block adds with these values, through the norm behind attention where
+``write`` is what the sender's block adds with these values, after the norm behind attention where
 there is one. Everything behind a receiver is live, norms included. Where every reader of a sender
 is a receiver, both are the knockout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +37,19 @@ from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass, PathStream
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.interventions.effects import excess_over, interval_columns
 from tl_geometry.interventions.head_edits import (
     Heads,
     HeadsLike,
     by_layer,
     derangement,
     heads_in_sets,
+    mixed_values,
 )
+from tl_geometry.interventions.head_removal import REPLACEMENTS
 from tl_geometry.interventions.knockouts import (
     control_sets,
-    excess_over,
     head_sets,
-    interval_columns,
     reference_means,
 )
 from tl_geometry.interventions.output_metrics import (
@@ -66,7 +69,8 @@ ReceiversLike = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 BETWEEN = ("frozen", "live")
 """Whether what lies between senders and receivers keeps its clean output or responds."""
 READ_BYTES = 2**29
-"""Bytes that the inputs of all readers of a block may take in one pass."""
+"""Bytes that the inputs of all readers of a block may take in one pass: each reader has a copy of
+the stream, which :func:`output_batch` does not count."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,12 +78,13 @@ class HeadPaths(Result):
     """What edges from heads to some of their readers do to a metric of the output: one row for each
     sender (a head, or a set of heads) and receiver (an input, or a set of inputs).
 
-    ``effects`` is the metric with the edges patched minus that of the clean run, for each prompt;
-    the table has its mean with Student's 95% interval (NaN below 10 prompts). ``control`` is the
-    mean effect of random sets of as many heads on the same receivers (``control_draws`` each draw's
-    mean over prompts). ``excess`` is effect minus control; its interval covers chance over prompts
-    and the spread of one more random draw. ``sets`` are the heads of each sender, ``inputs`` the
-    readers of each receiver.
+    - ``effects``: the metric with the edges patched minus that of the clean run, for each prompt.
+      The table has its mean with Student's 95% interval (NaN below 10 prompts).
+    - ``control``: mean effect of random sets of as many heads on the same receivers;
+      ``control_draws`` are the means over prompts of each set.
+    - ``excess``: effect minus control. Its interval covers chance over prompts and the spread of
+      one more random set.
+    - ``sets``: the heads of each sender; ``inputs``: the readers of each receiver.
     """
 
     senders: tuple[str, ...]
@@ -168,7 +173,7 @@ def head_paths(
     >>> paths.effects.shape, paths.columns()[:3]
     (torch.Size([2, 3, 4]), ('sender', 'receiver', 'effect'))
     """
-    checks.choice(by, ("mean", "zero", "prompt"), "by")
+    checks.choice(by, REPLACEMENTS, "by")
     checks.choice(between, BETWEEN, "between")
     view = as_view(model)
     require_output(view, "head_paths")
@@ -199,6 +204,7 @@ def head_paths(
     if drawn:
         draw_effects = effects[len(chosen) :].unflatten(0, (len(drawn), -1))
         by_size = dict(zip(drawn, draw_effects, strict=True))
+        # [row draw receiver prompt]: rows of one size share their draws
         by_row = torch.stack([by_size[len(heads)] for heads in chosen.values()])
         fields = {
             "control": by_row.mean(1),
@@ -221,7 +227,7 @@ def head_paths(
 
 
 def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, ...]]:
-    """Numbers of the readers of each receiver by its name."""
+    """Numbers of the readers of each receiver, by the receiver's name."""
     number = {name: i for i, name in enumerate(layout.readers)}
 
     def numbers(names: Any) -> tuple[int, ...]:
@@ -233,7 +239,7 @@ def _receiver_sets(layout: EdgeLayout, receivers: Any) -> dict[str, tuple[int, .
         require(len(given) > 0, "receivers", expected="at least one input", got="none")
         unknown = [name for name in given if name not in number]
         if unknown:
-            # a head that shares its key: the names of its block show the group
+            # for a head that shares its key with others, the names of its block show the group
             block = str(unknown[0]).split("H")[0] + "H"
             near = [name for name in number if name.startswith(block)] or list(number)
             expected = f"inputs of this model: {listed(near, unknown[0])}"
@@ -307,7 +313,7 @@ class _Clean(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _PathRuns:
     """Runs patched paths, several in one pass, and measures them. A sender's new mixed values are
-    ``means``, or those of the prompts ``others``, or without both zero."""
+    ``means``, or those of the prompts ``others``, or zero where both are ``None``."""
 
     edges: EdgePass
     metric: OutputMetric
@@ -323,7 +329,7 @@ class _PathRuns:
         return slice(None) if at is None else slice(at, at + 1)
 
     def rows_at_once(self) -> int:
-        """Rows of one pass."""
+        """How many rows (a set of senders and a prompt) one pass takes."""
         view, layout, length = self.edges.view, self.edges.layout, self.metric.tokens.shape[1]
         fit = output_batch(view, length, all_positions=self.metric.position is None)
         inputs = layout.n_heads + 2 * max(layout.n_key_heads)
@@ -339,11 +345,11 @@ class _PathRuns:
         receiver."""
         count, at_once = len(self.metric.tokens), self.rows_at_once()
         # a user's function sees all prompts
-        size = count if self.metric.own is not None else min(count, at_once)
-        parts = [slice(at, at + size) for at in range(0, count, size)]
+        prompts = count if self.metric.own is not None else min(count, at_once)
+        parts = [slice(start, start + prompts) for start in range(0, count, prompts)]
         # senders of neighbouring layers share a pass, which begins at the first of them
         order = torch.tensor(sorted(range(len(sets)), key=lambda i: min(sets[i])))
-        chunks = order.split(max(1, at_once // size))
+        chunks = order.split(max(1, at_once // prompts))
         clean = torch.zeros(count, dtype=torch.float64)
         values = torch.zeros(len(sets), len(self.receives), count, dtype=torch.float64)
         total, name = len(parts) * len(chunks) * len(self.receives), self.edges.view.name
@@ -351,14 +357,11 @@ class _PathRuns:
             for rows in parts:
                 clean[rows] = self._clean_metric(rows).cpu()
                 run = self._clean_run(rows)
-                for column, chosen in self._cells(chunks):
-                    senders = [sets[i] for i in chosen.tolist()]
-                    values[chosen, column, rows] = self._patched(run, senders, column).cpu()
+                for column, chunk in product(range(len(self.receives)), chunks):
+                    senders = [sets[i] for i in chunk.tolist()]
+                    values[chunk, column, rows] = self._patched(run, senders, column).cpu()
                     bar.update(1)
         return clean, values - clean
-
-    def _cells(self, chunks: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return ((column, chunk) for column in range(len(self.receives)) for chunk in chunks)
 
     def _clean_metric(self, rows: slice) -> Float[Tensor, " batch"]:
         """The metric of the ordinary pass, which is compared with the model's own."""
@@ -371,6 +374,7 @@ class _PathRuns:
         return self.metric.of(logits, rows)
 
     def _clean_run(self, rows: slice) -> _Clean:
+        """What the clean run of some prompts gives, and what replaces it."""
         h, z = self._inputs(self.metric.tokens[rows])
         if self.others is not None:
             return _Clean(rows, h, z, self._inputs(self.others[rows])[1])
@@ -384,16 +388,15 @@ class _PathRuns:
         z: list[Tensor] = []
         view = self.edges.view
 
-        def keep(layer: LayerView) -> None:
-            if layer.z is None:
-                fail(f"layer {layer.layer} of {view.name}", expected="mixed values", got="none")
+        def on_layer(layer: LayerView) -> None:
             h.append(layer.h)
-            z.append(layer.z)
+            z.append(mixed_values(view, layer))
 
         def run() -> None:
-            h.clear()  # a run that cannot be in float32 is tried again
+            # float32 may fail part of the way: the run is then tried again in the model's precision
+            h.clear()
             z.clear()
-            view.run_layers(tokens, range(view.n_layers), keep, verify=False)
+            view.run_layers(tokens, range(view.n_layers), on_layer, verify=False)
 
         view.in_single(run)
         return h, z
@@ -410,13 +413,16 @@ class _PathRuns:
             first, outputs = run.h[start].repeat(len(sets), 1, 1), {}
             change = self._change(run, sets, list(layers))
         else:
+            # two runs in one batch: the first with senders replaced, whose stream receivers of the
+            # second read
             start, change = min(layers), None
             first = run.h[start].repeat(2 * len(sets), 1, 1)
             outputs = {layer: partial(self._first_half, run, sets, layer) for layer in layers}
         stream = PathStream(first, receives, change)
         logits = self.edges.run(stream, self.positions, start=start, outputs=outputs)
-        # live: the second half of the rows is the patched run
-        by_set = rearrange(logits, "(n c b) i v -> n c b i v", c=len(sets), b=len(run.h[0]))[-1]
+        # of one run (frozen) or two (live) the last is the patched one
+        by_run = rearrange(logits, "(run c b) i v -> run c b i v", c=len(sets), b=len(run.h[0]))
+        by_set = by_run[-1]
         return torch.stack([self.metric.of(set_logits, run.rows) for set_logits in by_set])
 
     def _first_block(self, receives: Bool[Tensor, "position row"]) -> int:
@@ -438,15 +444,15 @@ class _PathRuns:
     def _first_half(
         self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor
     ) -> Float[Tensor, "row position head d_head"]:
-        """The same for the first half of the rows, the run in which senders are replaced; the
-        second half, the patched run, stays."""
+        """:meth:`_replaced` in the first half of the rows, the run in which senders are replaced;
+        the second half, the patched run, stays."""
         first, second = z.chunk(2)
         return torch.cat([self._replaced(run, sets, layer, first), second])
 
     def _change(
         self, run: _Clean, sets: Sequence[Heads], layers: Sequence[int]
     ) -> Float[Tensor, "row position d_model"]:
-        """What replacing each set adds to the stream."""
+        """``write(z') - write(z)`` for each set: what replacing it adds to the stream."""
         change = torch.zeros_like(run.h[0].repeat(len(sets), 1, 1))
         for layer in layers:
             block, z = self.edges.blocks[layer], run.z[layer]

@@ -1,13 +1,14 @@
-"""Remove, keep or swap rotary planes of attention scores in a live model.
+"""Which rotary planes do the work of a head? Remove, keep or swap planes of its attention scores in
+a live model.
 
-With S the scores of a head and ``X = sum_{m in planes} X^(m)`` what the chosen planes carry of them
-(:mod:`tl_geometry.scores.planes`):
+With S the scores of a head and ``X = sum_{m in planes} X^(m)`` the part of them that the chosen
+planes carry (:mod:`tl_geometry.scores.planes`):
 
     remove      S - X
     keep        X (and ALiBi)
     swap        S - X + X', X' that of another prompt of the batch, at the same positions
 
-The control of removing or keeping planes is to do the same with as many others, drawn at random for
+The control of removing or keeping planes is the same edit of as many planes drawn at random for
 each head. Swapping shows how much of what these planes carry is specific to the prompt. No basis
 is needed: the planes are those of the running queries and keys.
 """
@@ -64,7 +65,7 @@ def chosen_planes(
         "planes",
         expected="planes that the heads have",
         got=f"none of {describe_planes(planes)} in layer {layer.layer}, whose wavelengths are "
-        f"{', '.join(f'{x:.3g}' for x in rotary.wavelength.tolist()[:8])}",
+        f"{', '.join(f'{wavelength:.3g}' for wavelength in rotary.wavelength.tolist()[:8])}",
         instead="others, or longer prompts",
     )
     if control is not None:
@@ -84,7 +85,8 @@ def random_planes(
     layer: int = 0,
     head: int = 0,
 ) -> Bool[Tensor, " plane"]:
-    """As many planes as are chosen, drawn from all that are rotated, never exactly the same ones.
+    """As many planes as are chosen, drawn from all that are rotated; never exactly the chosen ones,
+    which would be no control.
 
     >>> chosen = torch.tensor([True, True, False, False, False])
     >>> theta = torch.tensor([1.0, 0.1, 0.01, 0.001, 0.0])
@@ -92,11 +94,12 @@ def random_planes(
     >>> int(drawn.sum()), bool((drawn == chosen).all()), bool(drawn[-1])
     (2, False, False)
     """
-    rotated, count = (theta.abs() > 0).nonzero().flatten(), int(chosen.sum())
-    fits = count < len(rotated) and not bool((chosen & ~(theta.abs() > 0)).any())
+    is_rotated, count = theta.abs() > 0, int(chosen.sum())
+    rotated = is_rotated.nonzero().flatten()
+    fits = count < len(rotated) and not bool((chosen & ~is_rotated).any())
     expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
     require(fits, "planes", expected=expected, got=f"{count} planes")
-    # another seed for each layer and head, below 1009 of both
+    # another seed for each layer and head: 1009 is more than a model has of either
     generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
     while True:
         drawn = torch.zeros_like(chosen)
@@ -108,6 +111,7 @@ def random_planes(
 def _edit(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike, change: PlaneEdit, control: int | None
 ) -> LiveEdit:
+    # the edit reads the planes in every pass: a copy, so that the caller may change the list
     planes = tuple(planes) if isinstance(planes, list) else planes
 
     def layer_edit(at: int, heads: tuple[int, ...]) -> Edit:
@@ -131,13 +135,13 @@ def remove_planes(
     ``heads`` (all for ``None``), ``S - sum_{m in planes} X^(m)``.
 
     ``with remove_planes(model, "near", "L16H0"): model(tokens)``. ``planes`` are numbers, bands of
-    wavelengths (:class:`tl_geometry.scores.Band`, tokens), or ``"near"``, ``"middle"``, ``"far"``,
-    ``"pass"`` for the length of the running prompts. With ``control=seed`` as many planes are
-    removed, drawn at random for each head.
+    wavelengths in tokens (:class:`tl_geometry.scores.Band`), or names: ``"near"``, ``"middle"`` and
+    ``"far"`` for the length of the running prompts, ``"pass"`` for coordinates that are not
+    rotated. With ``control=seed`` as many planes, drawn at random for each head, are removed
+    instead.
 
-    Inside, the edit is one of scores like that of
-    :func:`tl_geometry.interventions.remove_term`, with the same refusals; ``GeometryError`` where
-    no head has the planes.
+    The edit and its refusals are like those of :func:`tl_geometry.interventions.remove_term`;
+    ``GeometryError`` also where no head has the planes.
     """
     return _edit(model, planes, heads, lambda total, part, bias: total - part, control)
 
@@ -145,8 +149,8 @@ def remove_planes(
 def keep_planes(
     model: ModelLike, planes: PlanesLike, heads: HeadsLike = None, *, control: int | None = None
 ) -> LiveEdit:
-    """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi); with
-    ``control=seed`` as many planes drawn at random."""
+    """Context manager: keep only some rotary planes of the scores of ``heads`` (and ALiBi), or with
+    ``control=seed`` as many planes drawn at random (see :func:`remove_planes`)."""
 
     def change(total: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
         return part if bias is None else part + bias

@@ -1,5 +1,9 @@
-"""Take the positional or the context subspace out of the residual stream of a live model, or keep
-only that subspace: ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``."""
+"""Does a model need the positional (or the context) subspace of its residual stream?
+:func:`project_stream` takes the subspace out of the stream h of a live model, or keeps it alone.
+
+    remove      h - V V^T (h - mean)
+    keep        mean + V V^T (h - mean)
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,15 @@ def subspace_of(
         what, expected = "subspace='ctx'", "a basis with context vectors"
         fail(what, expected=expected, got="one without", instead="decompose(..., keep_ctx=True)")
     _, S, V = linalg.svd(vectors[row])
-    nonzero = int((S / S[0].clamp(min=1e-300) > ROUNDING).sum())
+    # vectors that are all zero have rank 0, not 0 / 0
+    numerical_rank = int((S / S[0].clamp(min=1e-300) > ROUNDING).sum())
     what, instead = f"{subspace} at state {state}", "a longer window, more contexts"
-    require(nonzero > 0, what, expected="vectors that differ", got="zeros", instead=instead)
+    require(numerical_rank > 0, what, expected="vectors that differ", got="zeros", instead=instead)
     if rank is None:
         energy = S.square()
         rank = 1 + int((energy.cumsum(0) < ENERGY * energy.sum()).sum())
-    expected = f"1 to {nonzero}, the rank of {subspace} at state {state}"
-    require(1 <= rank <= nonzero, "rank", expected=expected, got=rank)
+    expected = f"1 to {numerical_rank}, the rank of {subspace} at state {state}"
+    require(1 <= rank <= numerical_rank, "rank", expected=expected, got=rank)
     return V[:, :rank]
 
 
@@ -59,13 +64,14 @@ def project_stream(
 ) -> LiveEdit:
     """Context manager: take a subspace out of the stream at a state, or with ``keep`` keep only it.
 
-    ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``: V are the leading directions of
-    ``pos`` or ``ctx`` at that state (see :func:`subspace_of`), ``mean`` is the basis's. State l is
-    what block l reads, so that the edit reaches everything after it; a hook that holds a state
-    (``"blocks.1.hook_resid_pre"``) is taken for its number. The model is as before on exit.
+    The stream h becomes ``h - V V^T (h - mean)``, or ``mean + V V^T (h - mean)``, with V the
+    leading directions of ``pos`` or ``ctx`` at that state (see :func:`subspace_of`) and ``mean``
+    that of the basis. State l is what block l reads, so that the edit reaches everything from there
+    on; a state may also be named by its hook (``"blocks.1.hook_resid_pre"``). The model is as
+    before on exit.
 
-    By :meth:`~tl_geometry.interventions.LiveEdit.hooks` it is one hook of a list, in its place
-    there: it projects what hooks before it leave, and hooks after it act on what it leaves.
+    :meth:`~tl_geometry.interventions.LiveEdit.hooks` gives it as one hook of a list: it projects
+    what hooks before it leave, and hooks after it act on what it leaves.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -101,8 +107,8 @@ def _projection(
     directions, mean = subspace_of(basis, at, subspace, rank), basis.mean[basis.index(at)]
 
     def hook(h: Tensor) -> Tensor:
-        V, m = directions.to(h.device), mean.to(h.device)
-        inside = ((h.double() - m) @ V) @ V.mT
-        return (m + inside if keep else h.double() - inside).to(h.dtype)
+        V, center = directions.to(h.device), mean.to(h.device)
+        inside = ((h.double() - center) @ V) @ V.mT
+        return (center + inside if keep else h.double() - inside).to(h.dtype)
 
     return StreamEdit(view.state_hooks[at], hook)

@@ -1,17 +1,14 @@
-"""Surrogates of W_QK: run a live model with a head's score matrix replaced by a structured part of
-it.
+"""Does the structure that a picture of W_QK shows carry the computation? :func:`surrogate` runs a
+live model with W_QK of some heads replaced by a part of it, and :func:`surrogate_effect` measures
+what each part does to loss and patterns. A random subspace of the same dimension is the control.
 
-Does the structure that a picture of W_QK shows carry the computation? For the chosen heads of a
-layer, whose scores are ``S = x W x^T + (bias terms)`` with x the normalised stream:
-
-1. the layer's view is built from the running forward pass (:mod:`tl_geometry.models.live_edits`);
-2. ``x W x^T`` is replaced by ``x W' x^T``; bias terms, ALiBi, mask, soft cap and sinks stay;
-3. the new pattern acts through ``attn.hook_z``, the one hook that every TransformerLens class
-   obeys.
+The scores of a head are ``S = x W x^T + (bias terms)``, with x the normalised stream and W its
+W_QK. In the running forward pass ``x W x^T`` becomes ``x W' x^T``, with W' the part; bias terms,
+ALiBi, mask, soft cap and sinks stay. How the new scores act in every TransformerLens class:
+:mod:`tl_geometry.models.live_edits`.
 
 In a rotary model W is another matrix at every offset D of query minus key, ``W_D = W_Q R_D W_K^T``,
-and so is its part (:mod:`tl_geometry.interventions.offsets`). A random subspace of the same
-dimension is the control.
+and so is its part (:mod:`tl_geometry.interventions.offsets`).
 """
 
 from __future__ import annotations
@@ -47,17 +44,24 @@ from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.vocabulary import factors_of
 
 PARTS = ("structured", "low_rank", "diagonal", "thresholded", "random", "none", "whole")
-"""What may take the place of W_QK: ``V L V^T + D``, the best ``V L V^T``, diag(W), diag(W) plus the
-rotated entries above the threshold, ``V L V^T + D`` in a random subspace of the same dimension,
-nothing, and W itself (a check: it changes nothing)."""
+"""What may take the place of W = W_QK, with V the leading positional directions:
+
+- ``structured``: the best ``V L V^T + diag(d)``
+- ``low_rank``: the best ``V L V^T``
+- ``diagonal``: diag(W)
+- ``thresholded``: diag(W) plus the entries above the threshold, rotated to positional directions
+- ``random``: as ``structured``, with V random directions
+- ``none``: zero
+- ``whole``: W itself (a check: it changes nothing)
+"""
 DIRECTIONS, RANK = 60, 20
 """Positional directions that a threshold is taken from, and the largest default dimension of the
 subspace: those of Song & Zhong 2023."""
 
 
 class Replacement(NamedTuple):
-    """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, the attention scale
-    inside; a part that is only diagonal has factors of width 0."""
+    """``W' = left right^T + diag(diagonal)`` for the chosen heads of a layer, times the attention
+    scale. A part that is only diagonal has factors of width 0."""
 
     heads: tuple[int, ...]
     left: Float[Tensor, "head d_model rank"]
@@ -68,17 +72,18 @@ class Replacement(NamedTuple):
         """``x W' x^T`` per head, in the running forward pass."""
         x, chosen = remove_mean(seen.h, seen.norm.norm_type), list(self.heads)
         q, k = (
-            einsum(x, s[:, :, chosen], "b i d, b i h -> b h i d")
-            for s in (seen.q_scale, seen.k_scale)
+            einsum(x, scale[:, :, chosen], "b i d, b i h -> b h i d")
+            for scale in (seen.q_scale, seen.k_scale)
         )
-        left, right, diagonal = (t.to(q) for t in (self.left, self.right, self.diagonal))
+        left, right, diagonal = (part.to(q) for part in (self.left, self.right, self.diagonal))
         return (q @ left) @ (k @ right).mT + (q * diagonal.unsqueeze(-2)) @ k.mT
 
 
 def part_of(
     factors: Factors, basis: Float[Tensor, "d_model column"], part: str, k: int, seed: int = 0
 ) -> tuple[Factors, Float[Tensor, "head d_model"]]:
-    """Left and right factors of a part of W_QK (see :data:`PARTS`), and its diagonal.
+    """Left and right factors of a part of W_QK (see :data:`PARTS`), and the diagonal that is added
+    to their product. The first ``k`` columns of ``basis`` are V.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(6, 2, generator=generator, dtype=torch.float64)).Q
@@ -159,21 +164,22 @@ def replacements(
             V = random_directions(V, centered, seed) if part == "random" else V
             new[layer] = OffsetReplacement(chosen, part, V)
             continue
-        left, right = (f[list(chosen)] for f in (factors[layer].left, factors[layer].right))
+        left, right = factors[layer].left[list(chosen)], factors[layer].right[list(chosen)]
         product, diagonal = part_of(Factors(left, right), directions, part, k, seed)
         new[layer] = Replacement(chosen, product.left, product.right, diagonal)
     return new
 
 
 def offset_parts(view: ModelView) -> tuple[str, ...]:
-    """The parts of :data:`PARTS`, ``"whole"`` left out, that a model's W_QK has: in a rotary model
+    """The parts of :data:`PARTS` that a model's W_QK has, but for ``"whole"``: in a rotary model
     those with a meaning at every offset.
 
     >>> import tl_geometry as tlg
     >>> offset_parts(tlg.view(tlg.zoo.embedded()))[:2]
     ('structured', 'low_rank')
     """
-    return tuple(p for p in PARTS[:-1] if view.position != "rotary" or p not in NO_OFFSETS)
+    rotary = view.position == "rotary"
+    return tuple(part for part in PARTS[:-1] if not (rotary and part in NO_OFFSETS))
 
 
 def replaced_scores(
@@ -202,8 +208,8 @@ def surrogate(
         part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary
             model every part is that of W_QK at the offset of each cell; ``"thresholded"`` has no
             meaning there.
-        rank: dimension of the subspace, by default the smaller of 20 and the rank of the positional
-            vectors at the layer's input.
+        rank: dimension of the subspace, 20 by default; at most 60, and at most the rank of the
+            positional vectors at the layer's input.
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
@@ -221,9 +227,9 @@ def surrogate(
 class SurrogateEffect(Result):
     """What replacing W_QK by each part does: next-token loss (nats) and patterns.
 
-    ``moved [part head]`` is the mean over prompts and queries (from the second on) of the total
-    variation between the model's pattern and the one that the part gives, at the layer's actual
-    input.
+    ``moved [part head]`` is how far patterns move: the total variation between the pattern of W_QK
+    and that of the part, both at the layer's input in the edited pass, averaged over prompts and
+    queries (from the second on).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -256,9 +262,10 @@ def surrogate_effect(
     """Change in next-token loss, and in the heads' patterns, when W_QK of the chosen heads is
     replaced by each part of it.
 
-    All chosen heads are replaced at once, by every part that the model's W_QK has (see
-    :func:`offset_parts`) or by ``parts``. The structure carries the computation where
+    All chosen heads are replaced at once, by each of ``parts`` (by default every part that the
+    model's W_QK has, see :func:`offset_parts`). The structure carries the computation where
     ``"structured"`` costs little and ``"random"``, a subspace of the same dimension, costs much.
+
     Raises ``UnsupportedModelError`` for models without a trained head and for bidirectional ones,
     whose next-token loss means nothing.
     """
@@ -274,7 +281,9 @@ def surrogate_effect(
     for part in parts:
         new = replacements(view, basis, pairs, part, rank=rank, seed=seed)
         distance = dict.fromkeys(pairs, 0.0)
-        edits = [_recorded(layer, one, distance, len(rows)) for layer, one in new.items()]
+        edits = [
+            _recorded(layer, replacement, distance, len(rows)) for layer, replacement in new.items()
+        ]
         with edited_scores(view, edits):
             losses.append(next_token_loss(view, rows.tokens))
         moved.append(torch.tensor([distance[pair] for pair in pairs]))
@@ -294,8 +303,8 @@ def _recorded(
     distance: dict[tuple[int, int], float],
     prompts: int,
 ) -> Edit:
-    """The edit of one layer, which adds to ``distance`` the part that a batch has in the mean total
-    variation of each head's pattern."""
+    """The edit of one layer. Each batch adds to ``distance`` its share of the mean over ``prompts``
+    of the total variation of each head's pattern."""
 
     def scores(seen: LayerView, before: Tensor) -> Tensor:
         after, heads = replaced_scores(seen, before, new), list(new.heads)

@@ -1,18 +1,21 @@
-"""Remove, keep or replace a measured term of attention scores in a live model.
+"""Does a head use a term of its scores that was measured? Remove, keep or replace the term in a
+live model (:func:`remove_term`, :func:`keep_term`, :func:`mean_term`);
+:mod:`~tl_geometry.interventions.causal` measures under the same edits.
 
 A term is named as in a split: ``"pos-cvec"`` (query part first), ``("pos", "cvec")``,
 ``"alibi-alibi"``, a group (``"position"``, ``"content"``, ``"mixed"``), or several of these. Terms
-are those of the running forward pass: an edit in an early layer changes what a later one takes
-away. With S the scores of a head and X the term:
+are those of the running forward pass: after an edit in an early layer, a later one has other terms.
+With S the scores of a head and X the term:
 
     remove      S - X
     keep        X + the terms with bias on either side
     mean        S - X + (mean of X over the batch at each cell)
     swap        S - X + X', X' the term of another prompt at the same positions
-    shrink      (1 - a) S, a the covariance share of X over the kept cells of the prompt: takes as
-                much covariance with S away as removing X does, but evenly
+    shrink      (1 - a) S, with a the covariance share of X in the prompt: it takes as much
+                covariance with S away as removing X does, but from all terms evenly
 
-Compare what is kept with the bias terms alone, ``keep_term(model, basis, (), heads)``.
+What a kept term adds shows in comparison with the bias terms alone,
+``keep_term(model, basis, (), heads)``.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ def terms_of(term: Term) -> tuple[str, ...]:
     (('cvec-cvec',), ('pos-pos', 'cvec-pos'))
     """
     all_names = term_names(PARTS, alibi=True)
+    # ("pos", "cvec") is one term, ("position", "content") are two groups
     is_pair = (
         isinstance(term, tuple)
         and len(term) == 2
@@ -75,7 +79,7 @@ def terms_of(term: Term) -> tuple[str, ...]:
     for item in items:
         name = "-".join(item) if isinstance(item, tuple) else item
         if name in GROUPS:
-            names += [n for n in all_names if group_of(n) == name]
+            names += [member for member in all_names if group_of(member) == name]
         else:
             names.append(checks.choice(name, [*all_names, *GROUPS], "term"))
     return tuple(dict.fromkeys(names))
@@ -96,13 +100,13 @@ class RunningScores:
         return self.terms([names] * len(self.heads))
 
     def terms(self, names: Sequence[Sequence[str]]) -> Float[Tensor, "batch head query key"]:
-        """The sum of the terms named for each head.
+        """The sum of the terms named for each head, and of ALiBi where it is named.
 
-        It is ``sum_ab w_ab q_a . k_b`` with w = 1 for a named term and 0 for others, as one
-        product: the weights are applied to the keys first. ALiBi is added where it is named.
+        It is ``sum_ab w_ab q_a . k_b`` with w = 1 for a named term and 0 for others. The weights
+        are applied to the keys, so that one matrix product gives the sum over a and b.
         """
-        table = [[float(name in chosen) for name in term_names(PARTS)] for chosen in names]
-        weight = torch.tensor(table).view(-1, len(PARTS), len(PARTS))
+        named = [[float(name in chosen) for name in term_names(PARTS)] for chosen in names]
+        weight = torch.tensor(named).view(-1, len(PARTS), len(PARTS))  # [head query_part key_part]
         q, k = self.parts
         keys = einsum(weight.to(k), k, "h a c, c b j h e -> b h j a e")
         queries = rearrange(q, "a b i h e -> b h i (a e)")
@@ -156,30 +160,33 @@ def averaging(names: Sequence[str]) -> Change:
 def swapping(names: Sequence[str], seed: int, note: Note | None = None) -> Change:
     """``S - X + X'``, X' the same term of another prompt of the batch at the same positions.
 
-    ``note`` receives the cosines of term and replacement, row-centred: near one (pos-pos without
-    rotation hardly differs between prompts) the swap changes nothing.
+    ``note`` receives the cosines of term and replacement. Near one the swap changes nothing
+    (pos-pos without rotation hardly differs between prompts). Rows are centred first, because the
+    softmax does not see a constant added to a row.
     """
 
     def change(run: RunningScores) -> Tensor:
         term = run.term(names)
         other = from_another_prompt(term, seed, "swap")
         if note is not None:
-            a, b = (row_center(x, run.layer.allowed.to(x.device)) for x in (term, other))
-            sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (a, b)]
-            note(_ratio((a * b).sum((-2, -1)), sizes[0] * sizes[1]))
+            allowed = run.layer.allowed.to(term.device)
+            here, there = row_center(term, allowed), row_center(other, allowed)
+            norms = [torch.linalg.vector_norm(cells, dim=(-2, -1)) for cells in (here, there)]
+            note(_ratio((here * there).sum((-2, -1)), norms[0] * norms[1]))
         return run.total - term + other
 
     return change
 
 
 def shrinking(names: Sequence[str], drop: int, note: Note | None = None) -> Change:
-    """``(1 - a) S``, a the covariance share ``sum X~ . S~ / sum S~^2`` of the term in each prompt
-    and head, over the keys and queries from ``drop`` on; ``note`` receives it."""
+    """``(1 - a) S``, with a the covariance share ``sum X~ . S~ / sum S~^2`` of the term in each
+    prompt and head (rows centred, keys and queries from ``drop`` on); ``note`` receives a."""
 
     def change(run: RunningScores) -> Tensor:
         allowed = run.layer.allowed.to(run.total.device)[drop:, drop:]
         term, score = (
-            row_center(x[..., drop:, drop:].double(), allowed) for x in (run.term(names), run.total)
+            row_center(cells[..., drop:, drop:].double(), allowed)
+            for cells in (run.term(names), run.total)
         )
         share = _ratio((term * score).sum((-2, -1)), score.square().sum((-2, -1)))
         if note is not None:
@@ -195,7 +202,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def edits_for(view: ModelView, basis: PositionContext, heads: Heads, change: Change) -> list[Edit]:
-    """One edit of scores for each layer that has chosen heads."""
+    """One edit of scores for each layer that has chosen heads. In every pass the BOS token of the
+    prompts must be as in the basis; prompts that begin with two are flagged."""
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
@@ -203,9 +211,9 @@ def edits_for(view: ModelView, basis: PositionContext, heads: Heads, change: Cha
     def check_tokens(tokens: PassTokens | None) -> str | None:
         if tokens is None or view.bos_id is None:
             return None
-        bos = tokens.are(torch.full(tokens.shape, view.bos_id))[:, :2]
-        basis.check_model(view, bool(bos[:, 0].all()))
-        twice = bos.shape[1] == 2 and bool(bos.all(-1).any())
+        is_bos = tokens.are(torch.full(tokens.shape, view.bos_id))[:, :2]
+        basis.check_model(view, bool(is_bos[:, 0].all()))
+        twice = is_bos.shape[1] == 2 and bool(is_bos.all(-1).any())
         return "prompts that begin with two BOS tokens" if twice else None
 
     return [
@@ -221,7 +229,8 @@ def _layer_edit(
     change: Change,
     check_tokens: Callable[[PassTokens | None], str | None],
 ) -> Edit:
-    """The edit of one layer; where rounding of the parts is large, it is flagged or refused."""
+    """The edit of one layer; where rounding of the parts is large, it is flagged or refused.
+    Rounding is judged on a sample of queries: all would cost too much in every pass."""
     basis.index(at)  # refuses a layer that the basis does not have
     flags: list[str] = []
 
@@ -236,8 +245,8 @@ def _layer_edit(
 
 
 def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]) -> ProjectedParts:
-    """Parts of the running forward pass for some heads, with gradients, from the weights as they
-    are now."""
+    """Parts of queries and keys of some heads in the running forward pass, from the weights as they
+    are now; gradients pass."""
     length = layer.h.shape[1]
     expected = f"at most {basis.length} positions, as the basis has seen"
     instead = "decompose(...) on windows of this length"
@@ -256,12 +265,13 @@ def remove_term(
     ``None``), ``S - X``.
 
     ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one
-    whose heads attend by S - X: X is the term of the stream as the user's hooks leave it (a
-    patched stream gives the patched term), hooks and caches at scores, pattern and z see the edited
-    ones, and gradients pass. ``with ... as edit`` gives an
-    :class:`~tl_geometry.models.live_edits.OpenEdit`, whose ``unedited`` names the points that
-    cannot show the edit. The model is as before on exit. The same for one pass, among other hooks:
-    ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
+    whose heads attend by S - X. X is the term of the stream as the user's hooks leave it: a patched
+    stream gives the patched term. Hooks and caches at scores, pattern and z see the edited ones,
+    and gradients pass. The model is as before on exit.
+
+    ``with ... as edit`` gives an :class:`~tl_geometry.models.live_edits.OpenEdit`, whose
+    ``unedited`` names the points that cannot show the edit. The same edit for one pass, among other
+    hooks: ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
     (:meth:`~tl_geometry.interventions.LiveEdit.hooks`).
 
     Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value
