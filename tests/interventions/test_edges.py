@@ -223,8 +223,9 @@ def test_necessity_is_paired_over_prompts() -> None:
     assert few.conditions == (*FIRST, "mlp0", "attn0")
     assert float(few.share[6].abs()) > float(few.share[1].abs())
     assert few.change("remove").low.isnan()
-    with pytest.raises(GeometryError, match="counted"):
-        edge_necessity(model, prompts, "L0H0", heads, counted=second[:5])
+    for wrong in (second[:5], second.expand(3, -1), second.expand(2, 12, -1)):
+        with pytest.raises(GeometryError, match=r"counted: expected bool \[12, 24\] or \[24\]"):
+            edge_necessity(model, prompts, "L0H0", heads, counted=wrong)
 
 
 def test_controls_of_a_block_are_none_of_its_heads() -> None:
@@ -233,6 +234,11 @@ def test_controls_of_a_block_are_none_of_its_heads() -> None:
     assert _controls(2, shares, "L1H0") == ("L0H1", "mlp0")
     assert _controls(1, shares, "attn1") == ("L0H1",)
     assert _controls(1, {"L1H10": torch.ones(1)}, "L1H1") == ("L1H10",)
+    with pytest.raises(GeometryError, match="controls: expected 0 or more, got -1"):
+        _controls(-1, shares, "L1H0")
+    for named in (["mlp0", "L1H0"], ["mlp0", "mlp0"], "L1H0"):
+        with pytest.raises(GeometryError, match="expected other writers than 'L1H0', each once"):
+            _controls(named, shares, "L1H0")
 
 
 @pytest.mark.parametrize("side", ["query", "key", "value"])

@@ -177,6 +177,11 @@ def test_refusals() -> None:
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("none", "thresholded"))
     with pytest.raises(GeometryError, match="part: expected one of 'structured'"):
         surrogate_effect(llama, tokens(), basis_of(llama), parts=("half",))
+    with pytest.raises(GeometryError, match=r"parts: expected some of structured.*got none"):
+        surrogate_effect(llama, tokens(), basis_of(llama), parts=())
+    for rank in (0, -1, 33):
+        with pytest.raises(GeometryError, match=f"rank: expected 1 to 32 directions, got {rank}"):
+            surrogate_effect(gpt2, tokens(), basis_of(gpt2), rank=rank)
     with pytest.raises(
         UnsupportedModelError, match="surrogate_effect: expected a causal language model"
     ):

@@ -158,8 +158,9 @@ def _counted(
 ) -> Bool[Tensor, "batch token"]:
     """Which tokens after the first count: nothing predicts the first."""
     mask = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
-    fits = mask.dtype == torch.bool and mask.shape[-1] == tokens.shape[1]
-    require(fits, "counted", expected="bool [batch position]", got=describe(mask))
+    fits = mask.dtype == torch.bool and mask.shape in (tokens.shape, tokens.shape[1:])
+    expected = f"bool {list(tokens.shape)} or {list(tokens.shape[1:])}"
+    require(fits, "counted", expected=expected, got=describe(mask))
     mask = mask.expand(tokens.shape)[:, 1:]
     require(bool(mask.any(1).all()), "counted", expected="tokens of every prompt", got="none")
     return mask
@@ -229,7 +230,12 @@ def _controls(
     """Other writers: those named, or as many of the largest absolute share as ``controls`` says.
     The heads of a block are parts of its attention, and so no controls of it."""
     if not isinstance(controls, int):
-        return tuple(controls)
+        named = (controls,) if isinstance(controls, str) else tuple(controls)
+        fits = writer not in named and len(set(named)) == len(named)
+        expected = f"other writers than {writer!r}, each once"
+        require(fits, "controls", expected=expected, got=named)
+        return named
+    require(controls >= 0, "controls", expected="0 or more", got=controls)
     ranked = sorted(shares, key=lambda name: -abs(float(shares[name].nanmean())))
     own_heads = (f"L{writer.removeprefix('attn')}H",) if writer.startswith("attn") else ()
     excluded = (writer, "constants")

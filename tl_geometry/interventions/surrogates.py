@@ -148,15 +148,16 @@ def replacements(
     require(fits, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     require_basis(basis)
     basis.check_model(view)
+    most = min(DIRECTIONS, view.d_model)
+    rank = min(RANK, most) if rank is None else rank
+    require(1 <= rank <= most, "rank", expected=f"1 to {most} directions", got=rank)
     layers = by_layer(heads)
     factors = {} if rotary else dict(factors_of(view, list(layers), "QK"))
     new: dict[int, Replacement | OffsetReplacement] = {}
     for layer, chosen in layers.items():
         pos, centered = basis.pos[basis.index(layer)], view.attention_norm(layer).norm_type == "LN"
-        directions, _, pos_rank = bilinear.leading_directions(
-            pos, min(DIRECTIONS, view.d_model), centered=centered
-        )
-        k = min(rank or RANK, pos_rank)
+        directions, _, pos_rank = bilinear.leading_directions(pos, most, centered=centered)
+        k = min(rank, pos_rank)
         expected, got = "positional vectors that differ", f"none at state {layer}"
         require(k > 0, "basis", expected=expected, got=got, instead="a longer window")
         if rotary:
@@ -208,8 +209,8 @@ def surrogate(
         part: one of :data:`PARTS`; ``"random"`` is the control for ``"structured"``. In a rotary
             model every part is that of W_QK at the offset of each cell; ``"thresholded"`` has no
             meaning there.
-        rank: dimension of the subspace, 20 by default; at most 60, and at most the rank of the
-            positional vectors at the layer's input.
+        rank: dimension of the subspace, 1 to 60 and 20 by default. Where the positional vectors at
+            the layer's input have a smaller rank, it is that rank.
 
     Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
     """
@@ -276,6 +277,7 @@ def surrogate_effect(
     wanted = offset_parts(view) if parts is None else parts
     wanted = [wanted] if isinstance(wanted, str) else wanted
     parts = tuple(choice(part, PARTS, "part") for part in wanted)
+    require(len(parts) > 0, "parts", expected=f"some of {', '.join(PARTS)}", got="none")
     losses: list[float] = []
     moved: list[Tensor] = []
     for part in parts:
