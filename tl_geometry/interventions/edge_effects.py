@@ -4,9 +4,10 @@
 remove      the writer taken out of some heads' inputs
 swap        what the writer wrote in another prompt, in its place
 keep        all other writers taken out: the edge alone
-shrink      the heads' scores (or values) times 1 - a, with a the writer's covariance share: as much
-            is taken as by removing it, but from all writers evenly
+shrink      (1 - a) of the heads' scores (or values), with a the writer's covariance share
 controls    other writers taken out in its place
+
+Shrinking takes as much as removing the writer does, but evenly from all writers.
 """
 
 from __future__ import annotations
