@@ -1,11 +1,11 @@
 """Does a model need an edge, from a writer to what some heads read, and is that edge enough?
 :func:`edge_necessity` compares the loss of each prompt in the clean run with that under edits.
 
-remove      the writer taken out of some heads' inputs
-swap        what the writer wrote in another prompt, in its place
-keep        all other writers taken out: the edge alone
-shrink      (1 - a) of the heads' scores (or values), with a the writer's covariance share
-controls    other writers taken out in its place
+- ``remove``: the writer taken out of some heads' inputs
+- ``swap``: what the writer wrote in another prompt, in its place
+- ``keep``: all other writers taken out: the edge alone
+- ``shrink``: (1 - a) of the heads' scores (or values), with a the writer's covariance share
+- controls: other writers taken out in its place
 
 Shrinking takes as much as removing the writer does, but evenly from all writers.
 """

@@ -5,10 +5,10 @@ predictions for the same replacement of its mixed values, z by z_new;
 Each is ``sum (z - z_new) . dT/dz`` with T a difference of two logits. They differ in the paths from
 the head to the logits that dT/dz counts:
 
-direct        straight to the final norm, at its frozen scale; at the position of the logits alone
-value paths   also through later heads and MLPs, with patterns, norms and MLP slopes frozen
-              (:mod:`tl_geometry.circuits.frozen`)
-all paths     also through the patterns of later heads, to first order
+- direct: straight to the final norm, at its frozen scale; at the position of the logits alone
+- value paths: also through later heads and MLPs, with patterns, norms and MLP slopes frozen
+  (:mod:`tl_geometry.circuits.frozen`)
+- all paths: also through the patterns of later heads, to first order
 """
 
 from __future__ import annotations

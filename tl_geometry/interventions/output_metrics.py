@@ -1,9 +1,9 @@
 """One number of a model's output for each prompt, which :func:`head_knockouts` and
 :func:`head_paths` compare between runs.
 
-difference    logit of the right token minus that of the wrong one, at one position
-probability   probability of the right token, at one position
-loss          mean next-token loss over the prompt (nats)
+- ``difference``: logit of the right token minus that of the wrong one, at one position
+- ``probability``: probability of the right token, at one position
+- ``loss``: mean next-token loss over the prompt (nats)
 """
 
 from __future__ import annotations
