@@ -105,7 +105,8 @@ def edge_necessity(
             attention off them.
 
     Raises ``UnsupportedModelError`` for encoders and without a trained output head,
-    ``GeometryError`` for a writer that does not come before every reader.
+    ``GeometryError`` for a writer that does not come before every reader, or that is among its
+    own controls.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -212,7 +212,8 @@ def surrogate(
         rank: dimension of the subspace, 1 to 60 and 20 by default. Where the positional vectors at
             the layer's input have a smaller rank, it is that rank.
 
-    Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have.
+    Raises ``UnsupportedModelError`` for a part that the model's W_QK does not have, and
+    ``GeometryError`` for a rank outside 1 to 60 (or d_model, if that is less).
     """
 
     def edits(view: ModelView, chosen: Heads) -> list[Edit]:
