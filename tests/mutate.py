@@ -13,23 +13,31 @@ one fails. A fault is
   ``tests/equivalent_faults.json``.
 
 Which test files run a line, and how long each takes, stands in a map that ``--map`` makes once (the
-whole suite under ``coverage``). ``--results`` is read first, so that a run goes on where it
-stopped.
+whole suite under ``coverage``; a file that fails without a fault is left out). ``--results`` is
+read first, so that a run goes on where it stopped.
+
+A test file takes seconds, and so does the import of torch and TransformerLens. So one process
+imports them, and each test file runs in a fork of it, which imports only the package and its tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -39,6 +47,12 @@ from tests.faults import Fault, faults
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "equivalent_faults.json"
 PACKAGE = "tl_geometry"
+IMPORTED_ONCE = (
+    *("torch", "transformer_lens", "pandas", "matplotlib.pyplot", "scipy.stats"),
+    *("hypothesis", "beartype"),
+)
+"""What most test files import and no fault changes."""
+SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 GOAL, WORST = 0.85, 0.75
 """Shares of the faults that are to be caught: of all, and in each package."""
 PATIENCE = 4
@@ -46,10 +60,21 @@ PATIENCE = 4
 
 
 class TestFile(NamedTuple):
-    """How long a test file takes, and which lines of the package it runs."""
+    """How long a test file takes, and which of its tests run a line of the package: their numbers
+    in ``tests`` by file and line. A line that runs while fixtures are made or modules imported
+    matters to all of them, and has no numbers."""
 
     seconds: float
-    lines: dict[str, list[int]]
+    tests: list[str]
+    lines: dict[str, dict[str, list[int]]]
+
+    def runs(self, fault: Fault) -> bool:
+        """Whether a test of the file runs the line."""
+        return str(fault.line) in self.lines.get(fault.path, {})
+
+    def reaching(self, fault: Fault) -> list[str]:
+        """The tests that run the line; none says: all of the file."""
+        return [self.tests[number] for number in self.lines[fault.path][str(fault.line)]]
 
 
 class Verdict(NamedTuple):
@@ -88,11 +113,9 @@ def draw(sample: int, seed: int, package: str | None = None) -> list[Fault]:
     """Faults of random lines, no line twice: a kind of fault is drawn first, then one of its kind,
     since a line with ten numbers is as likely to have a wrong comparison."""
     by_line: dict[tuple[str, int], list[Fault]] = defaultdict(list)
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        for fault in faults(name, path.read_text()):
-            if package in (None, fault.package):
-                by_line[name, fault.line].append(fault)
+    for fault in _all_faults():
+        if package in (None, fault.package):
+            by_line[fault.path, fault.line].append(fault)
     generator = random.Random(seed)
     lines = generator.sample(sorted(by_line), min(sample, len(by_line)))
     chosen = []
@@ -102,30 +125,43 @@ def draw(sample: int, seed: int, package: str | None = None) -> list[Fault]:
     return chosen
 
 
+@cache
+def _all_faults() -> list[Fault]:
+    """Every fault that can be planted in the package."""
+    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return [f for p in paths for f in faults(p.relative_to(ROOT).as_posix(), p.read_text())]
+
+
 def coverage_map(workers: int) -> dict[str, TestFile]:
     """Run each test file alone under ``coverage``: its seconds and the lines that it runs."""
     names = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py"))
     with ThreadPoolExecutor(workers) as pool:
-        return dict(zip(names, pool.map(_lines_of, names), strict=True))
+        entries = dict(zip(names, pool.map(_lines_of, names), strict=True))
+    return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _lines_of(name: str) -> TestFile:
+def _lines_of(name: str) -> TestFile | None:
+    """One entry of the map; None where the tests fail, and so can notice nothing."""
     from coverage import CoverageData  # only this command needs it
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "lines")
-        command = ["coverage", "run", f"--source={PACKAGE}", f"--data-file={data}", "-m"]
         started = time.monotonic()
-        _python([*command, "pytest", "-q", "-n", "0", name], ROOT, None)
+        failed = pytest_in(ROOT, [name], lines=data)
         seconds = time.monotonic() - started
         measured = CoverageData(str(data))
         measured.read()
-        paths = {
-            Path(path).relative_to(ROOT).as_posix(): path for path in measured.measured_files()
-        }
-        lines = {path: sorted(measured.lines(paths[path]) or []) for path in sorted(paths)}
-    sys.stdout.write(f"{name}: {seconds:.0f} s\n")
-    return TestFile(seconds, lines)
+        tests = sorted(measured.measured_contexts() - {""})
+        number = {name: position for position, name in enumerate(tests)}
+        lines = {}
+        for path in sorted(measured.measured_files()):
+            lines[Path(path).relative_to(ROOT).as_posix()] = {
+                str(line): [] if "" in names else sorted(number[test] for test in names)
+                for line, names in measured.contexts_by_lineno(path).items()
+            }
+    sys.stdout.write(f"{name}: {seconds:.0f} s{' FAILED' if failed else ''}\n")
+    sys.stdout.flush()
+    return None if failed else TestFile(seconds, tests, lines)
 
 
 def run(
@@ -172,8 +208,9 @@ def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) 
         for name in tests_of(fault, covered):
             left, patience = deadline - time.monotonic(), 60 + PATIENCE * covered[name].seconds
             try:
-                failed = _python(["pytest", "-q", "-x", "-n", "0", name], tree, min(left, patience))
-            except subprocess.TimeoutExpired:
+                tests = covered[name].reaching(fault) or [name]
+                failed = pytest_in(tree, tests, min(left, patience))
+            except TimeoutError:
                 if left < patience:
                     return "out of time", name
                 return "caught", f"{name} (hangs)"
@@ -186,7 +223,7 @@ def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) 
 
 def tests_of(fault: Fault, covered: dict[str, TestFile]) -> list[str]:
     """Test files that run the line: those of the fault's package first, then the quick ones."""
-    names = [name for name, test in covered.items() if fault.line in test.lines.get(fault.path, ())]
+    names = [name for name, test in covered.items() if test.runs(fault)]
     own = f"tests/{fault.package}/"
     return sorted(names, key=lambda name: (not name.startswith(own), covered[name].seconds))
 
@@ -202,18 +239,73 @@ def copy_of_tree(folder: Path) -> Path:
     return folder
 
 
-def _python(command: list[str], folder: Path, limit: float | None) -> int:
-    """Run a module in ``folder`` with the package that lies there; its exit status."""
-    settings = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **settings},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        timeout=limit,
-        check=False,
-    ).returncode
+def pytest_in(
+    tree: Path, tests: list[str], limit: float | None = None, lines: Path | None = None
+) -> int:
+    """The exit status of tests of a ``tree``, which run in a fork with the package that lies there.
+    ``lines`` is the file for the lines that each test runs.
+
+    Raises:
+        TimeoutError: they take more than ``limit`` seconds; all processes that they started are
+            ended.
+    """
+    os.environ.update(SETTINGS)  # of the process that is forked: read when torch is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED_ONCE))
+    process = context.Process(target=_run_tests, args=(tree, tests, lines))
+    process.start()
+    process.join(limit if limit is None else max(limit, 0))
+    if process.exitcode is None:
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # not yet the leader of its group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        raise TimeoutError(f"{tests} take more than {limit} seconds")
+    return process.exitcode
+
+
+def _run_tests(tree: Path, tests: list[str], lines: Path | None) -> None:
+    """Become a process that knows nothing but ``tree``, and run its tests."""
+    os.setsid()  # the leader of a group: what the tests start ends with it
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for module in list(sys.modules):  # this file was imported to find this function
+        if module.partition(".")[0] in ("tests", PACKAGE):
+            del sys.modules[module]
+    import pytest
+
+    # what was imported before the fork is not rewritten for assertions, and needs not be
+    quiet = "ignore::pytest.PytestAssertRewriteWarning"
+    command = ["-q", "-x", "-n", "0", "-W", quiet, *tests]
+    code = pytest.main(command) if lines is None else _pytest_with_lines(command, lines)
+    os._exit(int(code))  # without the end of threads that a fault may have left waiting
+
+
+def _pytest_with_lines(command: list[str], lines: Path) -> int:
+    """Run pytest; which test ran which line is written into the file ``lines``."""
+    import pytest
+    from coverage import Coverage  # only the map needs it
+
+    measured = Coverage(data_file=str(lines), source=[PACKAGE])
+
+    class LinesOfEachTest:
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+            measured.switch_context(item.nodeid)
+            yield
+            measured.switch_context("")
+
+    measured.start()
+    code = pytest.main(command, plugins=[LinesOfEachTest()])
+    measured.stop()
+    measured.save()
+    return code
 
 
 def identity(fault: Fault) -> tuple[str, str, str]:
@@ -248,21 +340,33 @@ def reached(verdicts: list[Verdict]) -> bool:
 
 
 def report(verdicts: list[Verdict]) -> str:
-    """The table by package, and the faults that no test noticed."""
+    """Tables in Markdown: outcomes by package, and the faults that no test noticed."""
     columns = ("caught", "survived", "out of time", "equivalent")
-    rows = [f"{'package':16}" + "".join(f"{name:>14}" for name in columns) + f"{'share':>8}"]
+    rows = [_row(["package", *columns, "caught share"]), "|---|" + "---:|" * (len(columns) + 1)]
     for name, (outcomes, share) in shares(verdicts).items():
-        numbers = "".join(f"{outcomes[column]:14}" for column in columns)
-        rows.append(f"{name:16}{numbers}{share:8.0%}")
-    missed = [_line(verdict) for verdict in verdicts if verdict.outcome in columns[1:3]]
-    return "\n".join([*rows, "", *missed]) + "\n"
+        rows.append(_row([name, *(str(outcomes[column]) for column in columns), f"{share:.0%}"]))
+    rows += ["", _row(["not noticed", "kind", "text", "fault"]), "|---|---|---|---|"]
+    for verdict in verdicts:
+        if verdict.outcome in columns[1:3]:
+            fault = verdict.fault
+            code = [f"`{_on_one_line(text)}`" for text in (fault.before, fault.after)]
+            rows.append(_row([f"{fault.path}:{fault.line}", fault.kind, *code]))
+    return "\n".join(rows) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _line(verdict: Verdict) -> str:
     fault = verdict.fault
-    before, after = (" ".join(text.split()) for text in (fault.before, fault.after))
+    before, after = _on_one_line(fault.before), _on_one_line(fault.after)
     place = f"{fault.path}:{fault.line}"
     return f"{verdict.outcome}: {place} {fault.kind}: {before} -> {after} {verdict.by}".rstrip()
+
+
+def _on_one_line(code: str) -> str:
+    return " ".join(code.split())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ def mean(values, start=1, *, biased=False):
 '''
 
 
+@pytest.fixture(autouse=True)
+def _small_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of these tests need no torch."""
+    monkeypatch.setattr(mutate, "IMPORTED_ONCE", ())
+
+
 def test_faults_of_a_function() -> None:
     planted = {(fault.line, fault.kind, fault.after) for fault in faults("p/a/b.py", SOURCE)}
     assert (2, "constant", "(2)") in planted
@@ -61,7 +67,7 @@ def _judged(tmp_path: Path, check: str) -> tuple[str, str]:
     (tmp_path / "half.py").write_text("def half(x):\n    return x / 2\n")
     (tmp_path / "test_half.py").write_text(f"from half import half\n\ndef test():\n    {check}\n")
     (fault,) = (f for f in faults("half.py", "def half(x):\n    return x / 2\n") if "/" in f.before)
-    covered = {"test_half.py": mutate.TestFile(1.0, {"half.py": [1, 2]})}
+    covered = {"test_half.py": mutate.TestFile(1.0, [], {"half.py": {"1": [], "2": []}})}
     outcome = mutate.judge(fault, covered, tmp_path, limit=100)
     assert (tmp_path / "half.py").read_text() == "def half(x):\n    return x / 2\n"
     return outcome
@@ -84,18 +90,18 @@ def _judged_in(tmp_path: Path, limit: float) -> str:
     (tmp_path / "one.py").write_text("ONE = 1\n")
     (tmp_path / "test_one.py").write_text("def test():\n    pass\n")
     (fault,) = faults("one.py", "ONE = 1\n")
-    covered = {"test_one.py": mutate.TestFile(1.0, {"one.py": [1]})}
+    covered = {"test_one.py": mutate.TestFile(1.0, [], {"one.py": {"1": []}})}
     return mutate.judge(fault, covered, tmp_path, limit)[0]
 
 
 def test_tests_of_the_package_come_first() -> None:
     fault = Fault("tl_geometry/scores/sums.py", 9, "constant", "1", "2", 0, 1)
-    lines = {fault.path: [9]}
+    lines = {fault.path: {"9": [1]}}
     covered = {
-        "tests/base/test_a.py": mutate.TestFile(1.0, lines),
-        "tests/scores/test_slow.py": mutate.TestFile(30.0, lines),
-        "tests/scores/test_quick.py": mutate.TestFile(2.0, lines),
-        "tests/scores/test_elsewhere.py": mutate.TestFile(1.0, {fault.path: [8]}),
+        "tests/base/test_a.py": mutate.TestFile(1.0, [], lines),
+        "tests/scores/test_slow.py": mutate.TestFile(30.0, [], lines),
+        "tests/scores/test_quick.py": mutate.TestFile(2.0, [], lines),
+        "tests/scores/test_elsewhere.py": mutate.TestFile(1.0, [], {fault.path: {"8": []}}),
     }
     quick_first = [
         "tests/scores/test_quick.py",
@@ -105,13 +111,47 @@ def test_tests_of_the_package_come_first() -> None:
     assert mutate.tests_of(fault, covered) == quick_first
 
 
+def test_the_map_knows_which_tests_run_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of one test, a line of a fixture (which may matter to all), and a file that fails."""
+    package, tests = tmp_path / mutate.PACKAGE, tmp_path / "tests"
+    for folder in (package, tests):
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (package / "a.py").write_text("def one():\n    return 1\n\ndef two():\n    return 2\n")
+    (tests / "test_a.py").write_text(
+        "import pytest\n"
+        f"from {mutate.PACKAGE} import a\n\n"
+        "@pytest.fixture\ndef made():\n    return a.two()\n\n"
+        "def test_one():\n    assert a.one() == 1\n\n"
+        "def test_two(made):\n    assert made == 2\n"
+    )
+    (tests / "test_fails.py").write_text("def test():\n    raise ValueError\n")
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    covered = mutate.coverage_map(workers=1)
+    assert set(covered) == {"tests/test_a.py"}
+    found = covered["tests/test_a.py"]
+    path = f"{mutate.PACKAGE}/a.py"
+    first, second = (Fault(path, line, "constant", "1", "2", 0, 1) for line in (2, 5))
+    assert found.runs(first)
+    assert found.reaching(first) == ["tests/test_a.py::test_one"]
+    assert found.runs(second)
+    assert found.reaching(second) == []
+    assert not found.runs(first._replace(line=3))
+
+
 def test_the_goal_counts_what_matters() -> None:
     """Equivalent faults are no faults; a package below the worst share is a failure."""
     one, two = (Fault(f"tl_geometry/{name}/x.py", 1, "k", "1", "2", 0, 1) for name in ("a", "b"))
     caught, missed = mutate.Verdict(one, "caught", "t"), mutate.Verdict(two, "survived", "")
     assert mutate.reached([caught] * 9 + [missed._replace(outcome="equivalent")])
     assert not mutate.reached([caught] * 9 + [missed])  # 90% in all, nothing in package b
-    assert "b" in mutate.report([caught, missed])
+    table, not_noticed = mutate.report([caught, missed._replace(outcome="survived")]).split("\n\n")
+    assert "| b | 0 | 1 | 0 | 0 | 0% |" in table
+    assert "| all | 1 | 1 | 0 | 0 | 50% |" in table
+    assert "tl_geometry/b/x.py:1" in not_noticed
+    assert "tl_geometry/a/x.py:1" not in not_noticed
 
 
 def test_equivalent_faults_have_a_reason() -> None:
