@@ -179,6 +179,8 @@ def run(
             trees.put(copy_of_tree(Path(folder, str(number))))
 
         def verdict(fault: Fault) -> Verdict:
+            if identity(fault) in judged:
+                return Verdict(fault, "equivalent", "")
             if fault in known:
                 return known[fault]
             tree = trees.get()
@@ -192,10 +194,7 @@ def run(
             sys.stdout.flush()
             return new
 
-        verdicts = list(pool.map(verdict, chosen))
-    return [
-        v._replace(outcome="equivalent") if identity(v.fault) in judged else v for v in verdicts
-    ]
+        return list(pool.map(verdict, chosen))
 
 
 def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) -> tuple[str, str]:
@@ -308,15 +307,16 @@ def _pytest_with_lines(command: list[str], lines: Path) -> int:
     return code
 
 
-def identity(fault: Fault) -> tuple[str, str, str]:
-    """A fault by its file and text, which hold when lines move."""
-    return fault.path, fault.before, fault.after
+def identity(fault: Fault) -> tuple[str, ...]:
+    """A fault by its file and texts, which hold when lines move."""
+    text = (ROOT / fault.path).read_text().splitlines()[fault.line - 1].strip()
+    return fault.path, text, fault.before, fault.after
 
 
-def equivalents() -> set[tuple[str, str, str]]:
+def equivalents() -> set[tuple[str, ...]]:
     """The faults that were judged by hand to make no difference."""
     entries = json.loads(EQUIVALENT.read_text())
-    return {(entry["path"], entry["before"], entry["after"]) for entry in entries}
+    return {tuple(entry[key] for key in ("path", "line", "before", "after")) for entry in entries}
 
 
 def shares(verdicts: list[Verdict]) -> dict[str, tuple[Counter[str], float]]:

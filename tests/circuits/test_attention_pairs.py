@@ -61,6 +61,9 @@ def test_gains_sum_to_the_divergence_from_uniform(drop: int) -> None:
     divergence = (p * (log_p - log_u)).sum() + (u * (log_u - log_p)).sum()
     assert float(pairs.gains.sum()) == pytest.approx(float(divergence), rel=1e-6)
     assert not bool(pairs.gains[..., :drop].any())
+    if drop == 0:
+        plain = attention_pairs(graph, split, graph.node(HEAD, AT))
+        assert torch.equal(plain.gains, pairs.gains)  # nothing is left out unless it is asked for
     other = attention_pairs(graph, split, graph.node(HEAD, AT), drop=drop + 1)
     assert abs(float(other.gains.sum()) - float(divergence)) > 1e-3
 

@@ -95,6 +95,31 @@ def test_with_a_basis_sources_are_position_and_content() -> None:
     assert torch.allclose(found.pair_scores, plain.pair_scores, atol=1e-4)
 
 
+def test_the_value_bias_belongs_to_no_source() -> None:
+    """It is written whatever the source is. In the last layer it moves only the scale of the final
+    norm, so that the values of all parts keep their ratios."""
+    model = tiny("bridge", "gpt2")
+    last = view(model).n_layers - 1
+    values = {}
+    attention = model.original_model.transformer.h[last].attn
+    before = attention.c_attn.bias.detach().clone()
+    for size in (0.0, 0.5):
+        with torch.no_grad():  # the last third of the bias is that of the values
+            attention.c_attn.bias[2 * len(before) // 3 :] = before[2 * len(before) // 3 :] + size
+        found = explained(model, top=30)
+        values[size] = {
+            pair: row
+            for pair, row in zip(found.pairs, found.pair_values, strict=True)
+            if pair[0] == last
+        }
+    both = values[0.0].keys() & values[0.5].keys()
+    assert len(both) >= 5
+    one, other = (torch.stack([values[size][pair] for pair in sorted(both)]) for size in (0.0, 0.5))
+    scale = float((one * other).sum() / one.square().sum())
+    assert abs(scale - 1) > 1e-3  # the bias is seen by the final norm
+    assert torch.allclose(other, scale * one, atol=1e-5 * float(one.abs().max()))
+
+
 def test_removing_a_writer_from_the_last_state_moves_the_logit_by_its_contribution() -> None:
     """With the final norm's scale frozen: an MLP's hook is scaled, the scale kept by hand."""
     model = tiny("bridge", "llama", dtype=torch.float64)

@@ -156,5 +156,6 @@ def test_the_goal_counts_what_matters() -> None:
 
 def test_equivalent_faults_have_a_reason() -> None:
     for entry in json.loads(mutate.EQUIVALENT.read_text()):
-        assert set(entry) == {"path", "before", "after", "reason"}
-        assert entry["before"] in (mutate.ROOT / entry["path"]).read_text()
+        assert set(entry) == {"path", "line", "before", "after", "reason"}
+        lines = (mutate.ROOT / entry["path"]).read_text().splitlines()
+        assert entry["line"] in [line.strip() for line in lines], entry

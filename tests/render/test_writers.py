@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 import tl_geometry as tlg
+from tl_geometry.base.html import token_text
+from tl_geometry.render.figure import drawable
 from tl_geometry.render.writers import composition_figure, logit_figure
 
 
@@ -26,7 +28,14 @@ def test_a_logit_shows_its_sources_and_why() -> None:
     windows = tlg.zoo.default_windows(model, 16, n=1)
     found = tlg.explain_logit(model, windows, 14, 5, top=4)
     view = logit_figure(found)
-    bars = view.figure.axes[1]
+    strip, bars = view.figure.axes
+    named = strip.get_xticks().astype(int).tolist()
+    largest = found.heads.sum((0, 1)).abs().argsort(descending=True).tolist()
+    assert set(named) <= set(range(15))
+    assert set(largest[:3]) <= set(named)
+    assert [text.get_text() for text in strip.get_xticklabels()] == [
+        drawable(token_text(found.str_tokens[i])) for i in named
+    ]
     assert len(bars.get_yticklabels()) == 4
     layer, head, source = found.pairs[0]
     assert bars.get_yticklabels()[0].get_text().startswith(f"L{layer}H{head} from {source} ")
