@@ -72,6 +72,10 @@ def test_the_file_has_what_the_front_ends_read(graph: LogitGraph, file: dict[str
         assert {link["source"], link["target"]} <= set(ids)
     (logit,) = (node for node in file["nodes"] if node["feature_type"] == "logit")
     assert logit["node_id"] == f"{int(logit['layer'])}_5_11"
+    assert [
+        node["token_prob"] for node in file["nodes"] if node is not logit and node["token_prob"]
+    ] == []
+    assert {(node["run_idx"], node["reverse_ctx_idx"]) for node in file["nodes"]} == {(0, 0)}
     layers = {int(n["layer"]) for n in file["nodes"] if n["layer"] != "E"}
     assert int(logit["layer"]) == max(layers) > 1
     token = next(

@@ -649,6 +649,9 @@ def test_separation_tables_have_a_row_per_state():
     pytest.importorskip("sklearn", reason="needs the ml extra")
     table = true_against_extrapolated(ensemble(), start=1, repeats=3)
     assert [r[0] for r in table.rows()] == ["1->2", "1->3", "1->4"]
+    frame = table.to_dataframe()
+    assert frame.comparison.tolist() == ["1->2", "1->3", "1->4"]
+    assert frame.accuracy.tolist() == table.accuracy[:, 0].tolist()
     other = trajectories(
         deep(),
         torch.full((40, 10), 5) + torch.arange(40)[:, None] % 3,
