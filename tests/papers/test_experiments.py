@@ -99,6 +99,7 @@ def test_lines_with_carry_follow_the_rules() -> None:
         assert all(5 <= len(x) <= 10 for x in (a, b, reverse))
         assert not any(x.startswith("0") for x in (a, b, reverse[::-1]))
         assert len(p.text) <= longest(10) == 33
+    assert {len(str(int(p.a) + int(p.b))) for p in made} == set(range(5, 11))
     pairs = Counter((len(p.a), len(p.b)) for p in made)
     assert set(pairs) == {(i, j) for i in range(5, 11) for j in range(5, 11)}
     # sums of eleven digits are drawn again with the same lengths: were the lengths drawn again,

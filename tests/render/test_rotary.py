@@ -55,6 +55,7 @@ def test_the_atlas_has_the_colour_of_the_largest_band() -> None:
         for b in bands.bands
         if bool((which == bands.bands.index(b)).any())
     )
+    assert " in 0" not in drawn.title
     legend = drawn.figure.axes[0].get_legend()
     assert legend is not None
     texts = [t.get_text() for t in legend.get_texts()]
