@@ -40,6 +40,7 @@ EMBEDDED = (
     "and is evidence for nothing; its untrained control (same initialisation, no training) stands "
     "beside it."
 )
+"""Caution at the head of a report on the embedded model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
