@@ -285,7 +285,7 @@ def head_names(heads: Sequence[tuple[int, int]]) -> str:
 
 def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     """Ticks for states or layers: the multiples of the smallest step (1, 2, 5, 10, ...) that leaves
-    about ``most`` of them.
+    at most ``most`` of them.
 
     >>> whole_ticks(range(31))
     [0, 5, 10, 15, 20, 25, 30]

@@ -208,7 +208,7 @@ def draw_map(
 
 
 def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:
-    """Write the numbers of heads below a map and those of layers beside it, about 17 at most, so
+    """Write the numbers of heads below a map and those of layers beside it, at most 17 of each, so
     that they do not overlap."""
     axis.set_xlabel("head")
     axis.set_xticks(whole_ticks(range(count), 17))

@@ -89,15 +89,15 @@ def split(
             ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
             sixteen; or names of groups and terms. Groups by default, terms if the parts are your
             own.
-        centered: subtract from each row of each panel its mean over the allowed keys, to which the
-            softmax is blind.
+        centered: subtract from each row of each panel its mean over the allowed keys, which does
+            not change the softmax.
         title: title of the page, by default with the names of the heads.
 
     One colour scale serves all panels and heads. It ends at the largest value, or at twice the 99th
-    percentile if that is less; values beyond it are marked. The pattern has its own scale from 0 to
-    1. Panels of more than 256 tokens show block maxima (of the absolute value, with its sign). A
-    page of up to four panels has at most 2 MB, any other 4 MB. To keep that, values get coarser
-    steps, and then blocks become larger.
+    percentile if that is less; values beyond it are marked. The pattern has a scale of its own,
+    from 0 to 1. Panels of more than 256 tokens show block maxima (of the absolute value, with its
+    sign). A page of up to four panels has at most 2 MB, any other 4 MB. To keep that, values get
+    coarser steps, and then blocks become larger.
 
     A number on the page is within half a quantisation step of the split. Values are float16 up to
     64 tokens, else int8 relative to the largest value of their panel. The caption gives the

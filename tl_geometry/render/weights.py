@@ -128,7 +128,7 @@ def _pictures(
         # a head without entries above the threshold is white
         return (x / x.amax((-2, -1), keepdim=True).clamp(min=1e-300)).sqrt().unsqueeze(-1)
 
-    # each colour takes away from white what it lacks; where both lie, they mix
+    # each factor tints white by its colour; cells with both show a mix
     blue, red = torch.tensor([0.0, 0.45, 0.70]), torch.tensor([0.84, 0.10, 0.11])
     return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
 

@@ -3,10 +3,10 @@ tables of the report. Sections call these functions, and the page opens with the
 
 Each function answers one question from one table:
 
-1. It takes the head, state or layer where the number is largest.
+1. It takes the head, state or layer where the number is largest, or furthest from its null.
 2. It asks whether the interval there excludes the null. The interval has Student's quantiles,
    because most intervals rest on few groups of contexts, and is widened by Bonferroni's rule,
-   because the largest of many was chosen.
+   because one of many was chosen.
 3. If it does not, the sentence says "no evidence that".
 
 The answer is ``None`` if the table does not hold what it needs (no interval, no such score).
@@ -454,8 +454,8 @@ def skipped(skips: SkipMap) -> Finding | None:
 
 
 def truncated(curve: TruncationCurve) -> Finding | None:
-    """Whether at most half of the directions carry the output. More than half would be no finding:
-    nearly all directions carry the output in any model."""
+    """Whether at most half of the directions carry the output. A larger number would be no finding:
+    nearly all directions suffice, however they are chosen."""
     small_grid_rows = [i for i, k in enumerate(curve.K) if 2 * k <= curve.K[-1]]
     chunks = curve.provenance.contexts
     if not (small_grid_rows and curve.claimed) or chunks is None:
