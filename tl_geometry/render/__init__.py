@@ -1,10 +1,10 @@
 """Views of results. Each function takes a result and returns an object that shows itself in Jupyter
 and saves itself as HTML, PNG, SVG or PDF.
 
-``split``, ``heads``, ``logit_page``, ``graph_page``, ``bands_page`` and ``bundle_3d`` are
-interactive pages (self-contained, offline, in a sandboxed frame), with an image for paper; the
-others are matplotlib figures, and take ``ax=`` where they consist of one axes.
-:mod:`tl_geometry.render.circuitsvis` draws attention heads as circuitsvis does.
+- ``split``, ``heads``, ``logit_page``, ``graph_page``, ``bands_page`` and ``bundle_3d`` are
+  interactive pages (self-contained, offline, in a sandboxed frame), each with an image for paper.
+- The others are matplotlib figures. Those of a single axes take ``ax=``.
+- :mod:`tl_geometry.render.circuitsvis` draws attention heads as circuitsvis does.
 """
 
 from __future__ import annotations

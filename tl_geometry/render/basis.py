@@ -1,6 +1,6 @@
-"""Figures of a basis (position and context vectors): how much variance each part holds, the curve
-that positions lie on, which vectors point the same way, tokens of large norm. The report, the
-gallery and notebooks draw them."""
+"""What do the positional and context vectors of a basis look like? Figures of how much variance
+each part holds, the curve that positions lie on, which vectors point the same way, and tokens of
+large norm. The report, the gallery and notebooks draw them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ WORDS = {"pos": "position", "ctx": "context", "resid": "residual"}
 
 
 def variance_shares(table: Anova, *, control: Anova | None = None, ax: Axes | None = None) -> View:
-    """Share of each state's variance that is position, context and residual; an untrained control
-    beside it.
+    """Share of each state's variance that is position, context and residual, beside that of an
+    untrained control.
 
-    The dashed line is the context share of spliced windows (no common context), where the table
-    holds one.
+    The dashed line, where the table has one, is the context share of spliced windows, which have no
+    common context.
 
     Args:
         table: from :meth:`~tl_geometry.PositionContext.anova`.
@@ -105,10 +105,11 @@ def spirals(
     *,
     control: PositionContext | None = None,
 ) -> View:
-    """The positional basis of at most five states, at even distances, on their first two principal
-    directions, shaded by position (Song & Zhong 2023, Fig. 1).
+    """The positional basis of at most five evenly spaced states, each on its first two principal
+    directions and coloured by position (Song & Zhong 2023, Fig. 1).
 
-    Axes are scaled per panel; the share of |pos|^2 that the two directions hold stands above it.
+    Axes are scaled per panel. Above each panel stands the share of |pos|^2 that the two directions
+    hold.
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
@@ -150,12 +151,13 @@ def spirals(
 
 
 def _draw_curve(axis: Axes, state: int, basis: PositionContext) -> Any:
-    """The positional vectors of one state on their two leading directions; returns the points."""
+    """Draw the positional vectors of one state on their two leading directions. Returns the points,
+    for a colour bar."""
     pos = basis.pos[basis.index(state)]
     directions = linalg.svd(pos)
     points = pos @ directions.V[:, :2]
     outliers = _fit_axes(axis, points)
-    # a stream of one dimension has one direction, which then stands on both axes
+    # first and last column: a stream of one dimension has one direction, which serves both axes
     drawn = draw_path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
     # a state without position has no energy
@@ -167,11 +169,12 @@ def _draw_curve(axis: Axes, state: int, basis: PositionContext) -> Any:
 
 
 def _fit_axes(axis: Axes, points: Tensor) -> int:
-    """Fit the axes to all but extreme points (beyond 6 interquartile ranges) and return how many
-    lie outside."""
+    """Fit the axes to all but extreme points (more than 6 interquartile ranges from the median) and
+    return how many lie outside."""
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype)
     low, middle, high = torch.quantile(points, quartiles, dim=0)
     reach = 6 * (high - low)
+    # where half of the points coincide the range is 0, and rounding must not make outliers
     inside = ((points - middle).abs() <= reach.clamp(min=1e-12)).all(1)
     shown = points[inside] if bool(inside.any()) else points
     for set_limits, values in ((axis.set_xlim, shown[:, 0]), (axis.set_ylim, shown[:, -1])):
@@ -183,12 +186,12 @@ def _fit_axes(axis: Axes, points: Tensor) -> int:
 
 
 def gram(basis: PositionContext, state: int, *, ax: Axes | None = None) -> View:
-    """Cosines between all positional vectors and (ordered by document) context vectors of one state
+    """Cosines between all positional and context vectors of one state, contexts ordered by document
     (Song & Zhong 2023, Fig. 2).
 
     Args:
-        basis: from :func:`tl_geometry.decompose`; at most 128 of its context vectors are shown, at
-            even distances, and without context vectors only positions.
+        basis: from :func:`tl_geometry.decompose`. At most 128 of its context vectors are shown,
+            evenly spaced; a basis without context vectors shows positions only.
         state: which state.
         ax: axes to draw into.
 
@@ -218,7 +221,7 @@ def gram(basis: PositionContext, state: int, *, ax: Axes | None = None) -> View:
     figure.colorbar(image, ax=axis, label="cosine", shrink=0.8)
     axis.set_xlabel("vector (one for each position, one for each context)")
     axis.set_ylabel("vector (in the same order)")
-    chance = rows.shape[1] ** -0.5
+    chance = rows.shape[1] ** -0.5  # standard deviation of the cosine of two random directions
     return View(
         figure,
         title=f"Which positions and contexts of state {state} point the same way?",
@@ -239,15 +242,15 @@ def token_norms(
     provenance: Provenance,
     ax: Axes | None = None,
 ) -> View:
-    """Norm of every token of some contexts by its position, the largest ones named.
+    """Norm of every token of some contexts over its position, with the largest ones named.
 
-    Where a few tokens stand far above the others, sums of squares describe mostly them.
+    Where a few tokens stand far above the others, sums of squares describe mostly these few.
 
     Args:
-        norms: of the tokens of some contexts.
+        norms: norms of the tokens of some contexts.
         window: the positions, half-open.
-        marked: position, norm and token of the largest, descending.
-        state: which state they are of, for the label.
+        marked: position, norm and token of the largest, in descending order of norm.
+        state: the state that the norms are of, for the label.
         title: what the figure shows.
         provenance: what the norms were computed from.
         ax: axes to draw into.
@@ -270,6 +273,7 @@ def token_norms(
     at, largest = [position for position, _, _ in marked], [norm for _, norm, _ in marked]
     axis.scatter(at, largest, s=12, color=VERMILION, zorder=3)
     axis.set_yscale("log")
+    # minor ticks have labels too: some where the axis spans up to 1.5 decades, all up to 0.5
     for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         side(LogFormatter(minor_thresholds=(1.5, 0.5)))
     _name_largest(axis, marked, 3 * float(norms.median()), sum(window) / 2)
@@ -291,15 +295,16 @@ def token_norms(
 def _name_largest(
     axis: Axes, marked: Sequence[tuple[int, float, str]], least: float, middle: float
 ) -> None:
-    """Write the names of at most eight marked tokens above ``least``, each on the side of its point
-    that faces the ``middle`` of the window."""
+    """Write the names of at most eight marked tokens with a norm above ``least``, each on the side
+    of its point that faces the ``middle`` of the window, where it stays inside the axes."""
+    # a token at one position is named once, at its largest norm, however many contexts hold it
     largest: dict[tuple[int, str], float] = {}
     for position, norm, token in marked:
         largest.setdefault((position, token), norm)
     tall = [(position, norm, token) for (position, token), norm in largest.items() if norm > least]
     above = float("inf")
     for position, norm, token in tall[:8]:
-        if norm > 0.8 * above:  # its name would lie on the one above
+        if norm > 0.8 * above:  # its name would overlap the last one written
             continue
         above = norm
         short = token if len(token) <= 16 else f"{token[:15]}…"

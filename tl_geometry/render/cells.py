@@ -1,5 +1,7 @@
-"""Put matrices of scores into few bytes, for the page of a split: block maxima, quantisation,
-packing of the allowed cells, deflate. A panel is the matrix of one head and one term."""
+"""How do matrices of scores fit into a page of few megabytes? By block maxima, quantisation,
+packing of the allowed cells, and deflate. A panel is the matrix of one head and one term. The page
+of a split (:mod:`tl_geometry.render.split_view`) calls these functions, and ``assets/split.js``
+unpacks."""
 
 from __future__ import annotations
 
@@ -14,23 +16,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 EXACT = 64
-"""Most tokens for which values are float16; for more they are int8."""
+"""Most cells across a panel that holds float16. Larger panels hold int8, half the bytes."""
 LEVELS = (127, 90, 63, 45, 31)
-"""Steps from zero to the largest value of a panel, in int8. The page takes the first that fits its
-size; each is about 0.7 of the one before."""
+"""Steps from zero to the largest value of an int8 panel, finest first. The page takes the first
+number that fits its size; each is about 0.7 of the one before."""
 
 
 def block_maxima(
     values: Float[Tensor, "head query key"], allowed: Bool[Tensor, "head query key"], block: int
 ) -> Float[Tensor, "head ..."]:
-    """The allowed value of largest size in each block of ``block x block`` cells, with its sign;
-    NaN if the block has an allowed NaN, or no allowed cell.
+    """The allowed value with the largest absolute value in each block of ``block x block`` cells,
+    with its sign. NaN if the block has an allowed NaN, or no allowed cell.
 
     >>> x = torch.tensor([[[1.0, 0.0, 9.0], [-3.0, 2.0, 9.0], [0.5, 0.0, -4.0]]])
     >>> block_maxima(x, torch.ones(1, 3, 3).tril().bool(), 2)
     tensor([[[-3.0000,     nan],
              [ 0.5000, -4.0000]]])
     """
+    # sizes decide: NaN wins as inf, and a cell that is not allowed loses as -1
     finite = torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf)
     sizes = _blocks(torch.where(allowed, finite, -1.0), block, -1.0)
     best = sizes.max(-1, keepdim=True)
@@ -39,20 +42,21 @@ def block_maxima(
 
 
 def _blocks(cells: Tensor, block: int, outside: float = 0.0) -> Tensor:
-    """The cells of each block in the last axis; cells beyond the edge are ``outside``."""
+    """The cells of each block in the last axis. Blocks at the edge are filled up with
+    ``outside``."""
     pad = (0, -cells.shape[-1] % block, 0, -cells.shape[-2] % block)
     padded = torch.nn.functional.pad(cells, pad, value=outside)
     return rearrange(padded, "... (q a) (k b) -> ... q k (a b)", a=block, b=block)
 
 
 def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Tensor, "head ..."]:
-    """Blocks with an allowed cell."""
+    """Which blocks have an allowed cell."""
     return _blocks(allowed, block).any(-1)
 
 
 class Payload(NamedTuple):
-    """Panels as the page reads them: ``half_step`` is the largest rounding error, in units of a
-    panel's largest value, ``exact`` says that values are float16."""
+    """Panels as the page reads them. ``half_step`` is the largest rounding error, in units of a
+    panel's largest value; ``exact`` says that values are float16."""
 
     fields: dict[str, Any]
     half_step: float
@@ -64,11 +68,13 @@ def pack(
     allowed: Bool[Tensor, "head query key"],
     levels: int,
 ) -> Payload:
-    """Quantise the allowed cells of each panel by its own largest absolute value and compress them.
+    """Quantise the allowed cells of each panel relative to its largest absolute value, and compress
+    them.
 
-    ``levels`` steps from zero to that value in int8, -128 for NaN; float16 of ``value / largest``
-    up to :data:`EXACT` tokens. Each distinct mask of allowed cells is stored once; panels hold the
-    cells that the mask of their head allows, row by row.
+    Panels of up to :data:`EXACT` cells across hold ``value / largest`` as float16. Larger ones are
+    int8, with ``levels`` steps from zero to the largest value and -128 for NaN. Each distinct mask
+    of allowed cells is stored once; a panel holds the cells that the mask of its head allows, row
+    by row.
     """
     panels = values.double().cpu()
     masks, which = torch.unique(allowed.cpu().flatten(1), dim=0, return_inverse=True)
@@ -94,10 +100,10 @@ def pack(
         "mask": which.tolist(),
         "cells": compressed(cells.tobytes()),
     }
-    # float16 has steps of 2**-11 between 0.5 and 1
+    # float16 has steps of 2**-11 between 0.5 and 1, where the largest values of a panel lie
     return Payload(fields, 2.0**-12 if exact else 0.5 / levels, exact)
 
 
 def compressed(raw: bytes) -> str:
-    """Bytes as base64 of their deflate (zlib) form, which browsers read by themselves."""
+    """Bytes as base64 of their zlib form, which browsers inflate without a library."""
     return base64.b64encode(zlib.compress(raw, 9)).decode()

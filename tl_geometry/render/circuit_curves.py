@@ -1,5 +1,5 @@
-"""How much of a behaviour does a circuit carry? The curve of pruned runs of growing size, beside
-random circuits."""
+"""How much of a behaviour does a circuit carry? The faithfulness of pruned runs over the size of
+the circuit, beside random circuits. The gallery and a notebook draw it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = (BLUE, VERMILION, GREEN, PINK)
-"""Colours of several rankings."""
+"""Colours of the curves, which also limit how many one figure compares."""
 
 
 def faithfulness_curve(
     results: Faithfulness | Mapping[str, Faithfulness], *, ax: Axes | None = None
 ) -> View:
     """Faithfulness f of pruned runs over the share of edges (or nodes) that are kept, with 95%
-    intervals over prompts, and that of random circuits of equal size.
+    intervals over prompts, beside that of random circuits of equal size.
 
     Args:
-        results: of :func:`tl_geometry.faithfulness` for ranked edges or nodes; several by name, to
-            compare rankings.
+        results: from :func:`tl_geometry.faithfulness` for ranked edges or nodes; several by name,
+            to compare rankings. The random circuits drawn are those of the first.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
@@ -51,6 +51,7 @@ def faithfulness_curve(
     expected = f"1 to {len(COLORS)} curves"
     require(0 < len(named) <= len(COLORS), "results", expected=expected, got=len(named))
     units = {result.unit for result in named.values()}
+    # complements belong to a chosen set of edges, which is one point and has no curve
     same = len(units) == 1 and not any(r.complements is not None for r in named.values())
     expected = "curves of edges, or of nodes"
     require(same, "results", expected=expected, got=", ".join(sorted(units)))

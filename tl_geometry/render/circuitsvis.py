@@ -1,12 +1,13 @@
-"""Attention heads as circuitsvis draws them, for notebooks that know these maps, but safe with any
-token text; and the page of a logit opened where an induction head copies.
+"""Two views of attention heads, for notebooks and the gallery: heat maps as circuitsvis draws them,
+safe with any token text (:func:`attention_heads`), and the page of a logit opened where an
+induction head copies (:func:`induction`).
 
-circuitsvis draws the maps; everything around them is made here, because its own pages run script
-that token text holds, drop tokens that look like tags, ask the network on every display, and delete
-what follows a figure (tried with 1.43.3). A figure is one page of its own, as all views are
-(:mod:`tl_geometry.render.page`); the script of circuitsvis is read from the installed package (it
-is not shipped here), stored deflated in the page and allowed to run by its hash. Colours run
-symmetrically from blue (negative) to red (positive), the same for all heads of a figure.
+circuitsvis draws the maps alone. Its own pages run scripts that token text holds, drop tokens that
+look like tags, use the network on every display, and delete what follows a figure (tried with
+1.43.3). So a figure here is one self-contained page, as all views are
+(:mod:`tl_geometry.render.page`). The script of circuitsvis is not shipped with this library: it is
+read from the installed package, stored deflated in the page, and allowed to run by its hash. One
+symmetric scale serves all heads of a figure, from blue (negative) to red (positive).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from tl_geometry.scores.split import ScoreSplit
 
 TITLE = "Attention heads"
 CELLS = 50_000
-"""Most cells over all heads: 12 heads of 64 tokens take a browser some 8 s."""
+"""Most cells of all heads together: 12 heads of 64 tokens take a browser some 8 s."""
 NAMED = 24
-"""Tokens up to which the image of a single head names them."""
+"""Most tokens that the image of a single head names on its axes."""
 
 
 def attention_heads(
@@ -51,18 +52,18 @@ def attention_heads(
     names: Sequence[str] | None = None,
 ) -> PageView:
     """Heat maps of several heads, one of them enlarged: hover to enlarge another, click to keep it
-    (circuitsvis ``attention_heads``). Keys after the query are hidden where all of them are 0 or
-    -inf.
+    (circuitsvis ``attention_heads``). Keys after the query are hidden if all of their values are 0
+    or -inf.
 
     Args:
         attention: any values per head, query and key, such as a term ``split.terms["pos",
             "cvec"][0]``; or a split, whose first prompt's patterns are shown.
-        tokens: their texts (a split knows them).
-        names: names of the heads (a split knows them).
+        tokens: texts of the tokens; a split brings its own.
+        names: names of the heads; a split brings its own.
 
-    The full colour is 1 for a pattern, else the largest absolute value; colours are shared by all
-    heads. Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds, and
-    for values that are not finite.
+    Full colour stands for 1 in a pattern, and for the largest absolute value of all heads
+    otherwise. Raises ``GeometryError`` over 50,000 cells, for which circuitsvis takes many seconds,
+    and for values that are not finite.
 
     >>> pattern = torch.eye(3).expand(2, 3, 3)
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
@@ -108,7 +109,7 @@ def attention_heads(
         title=TITLE,
         caption=caption,
         width=800,
-        # below the large map, six small ones in a row
+        # the large map with title and caption, then rows of six small maps
         height=720 + 98 * math.ceil(len(values) / 6),
         image=functools.partial(_image, visible, hidden, names, texts, top, caption),
         library=library(),
@@ -116,8 +117,8 @@ def attention_heads(
 
 
 def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
-    """Refuse texts that are not those of the queries and keys, and more cells than a browser
-    draws."""
+    """Refuse texts that do not match the queries and keys, and more cells than a browser draws in
+    reasonable time."""
     instead = "tokens=model.to_str_tokens(...)"
     expected = f"texts of the tokens, for {tuple(values.shape[1:])} queries and keys"
     matches, got = values.shape[1:] == (len(texts), len(texts)), f"{len(texts)} tokens"
@@ -135,7 +136,7 @@ def _image(
     top: float,
     caption: str,
 ) -> View:
-    """The heads as images, for paper and where no script runs."""
+    """The heads as a static figure, for paper and for places where no script runs."""
     single = len(values) == 1
     side = 4.4 if single else 2.3
     columns = min(4, len(values))
@@ -153,7 +154,8 @@ def _image(
 
 @functools.cache
 def library() -> str:
-    """The script of circuitsvis, from the installed package."""
+    """The script of circuitsvis, from the installed package. The statement added to it makes its
+    object a property of ``window``, where ``assets/circuitsvis.js`` finds it."""
     spec = importlib.util.find_spec("circuitsvis")
     folder = Path(spec.origin if spec and spec.origin else "circuitsvis").parent
     path = folder / "dist" / "cdn" / "iife.js"
@@ -165,12 +167,14 @@ def library() -> str:
 def induction(
     explanations: LogitExplanation | Sequence[LogitExplanation],
 ) -> PageView:
-    """:func:`tl_geometry.render.logit_page` opened where a head copies: at the position where it
-    wrote most towards the target from the tokens that followed an earlier copy of the token there
-    (dashed), which is what an induction head reads.
+    """:func:`tl_geometry.render.logit_page`, opened at the position where a head copies most.
+
+    An induction head reads the tokens that followed earlier copies of the current token (dashed on
+    the page). The page opens where one head wrote most towards the target from these tokens.
 
     Args:
-        explanations: of :func:`tl_geometry.explain_logit`, best one for every position of a prompt.
+        explanations: from :func:`tl_geometry.explain_logit`, best one for every position of a
+            prompt.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()

@@ -1,4 +1,6 @@
-"""The figure object that every static view returns, and the drawing settings they share."""
+"""What do all static figures share? The object that every static view returns, the settings and
+colours of the library, and small helpers that draw axes, legends and ticks. The modules of this
+package and the figures of :mod:`tl_geometry.papers` call them."""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
-"""Colour maps that colour-blind readers can read, in print too; the diverging one is red where it
-is positive."""
+"""Colour maps that colour-blind readers can read, in print too. The diverging map is red where a
+value is positive."""
 POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
-"""The two signs as single colours: those of the diverging map."""
+"""One colour for each sign, for lines and bars. Both are taken from the diverging map."""
 BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
 PINK, AMBER, GREY = "#cc79a7", "#e69f00", "#999999"
-"""Colours of lines and points, told apart by colour-blind readers (Okabe-Ito)."""
+"""Colours of lines and points that colour-blind readers can tell apart (Okabe-Ito)."""
 PARTS = {
     "pos": BLUE,
     "ctx": VERMILION,
@@ -39,7 +41,7 @@ PARTS = {
 }
 """One colour for each part in every figure."""
 WIDTH = 7.2
-"""Inches of a figure as wide as the text of a page."""
+"""Inches across a figure that fills a page of text: 720 pixels in :meth:`View.html`."""
 HEAVY = 150_000
 """Bytes of an SVG above which the HTML holds a PNG instead, which then weighs less."""
 LONGEST = 80
@@ -54,17 +56,18 @@ SETTINGS: dict[Any, Any] = {
     "figure.facecolor": "white",
     "legend.frameon": False,
 }
-"""matplotlib's settings for every figure; text stays text in SVG, and fonts are embedded in PDF."""
+"""matplotlib's settings for every figure. Text stays text in SVG ("none"), and PDF embeds its fonts
+as TrueType (42)."""
 
 
 @dataclass(eq=False, repr=False)
 class View:
-    """A drawn figure: shows itself in a notebook, ``save`` writes HTML, PNG, SVG or PDF by the
-    suffix, ``figure`` is matplotlib's own.
+    """A drawn figure. It shows itself in a notebook; ``save`` writes HTML, PNG, SVG or PDF by the
+    suffix; ``figure`` is the matplotlib figure.
 
-    The HTML is one self-contained image with its caption: no script, no network. ``title`` says the
-    finding or the question, ``caption`` how to read it, ``null`` what is drawn of chance (or why
-    there is no such thing), ``source`` what it was computed from.
+    The HTML is one self-contained image with its caption: no script, no network. ``title`` states
+    the finding or the question, ``caption`` says how to read the figure, ``null`` what chance gives
+    (or why no null is drawn), ``source`` what it was computed from.
     """
 
     figure: Figure
@@ -82,6 +85,7 @@ class View:
         # no date and a fixed salt of ids: the same figure gives the same bytes
         stamp: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form, {})
         with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": "tl_geometry"}):
+            # 150 dots an inch, shown at 100 pixels an inch: sharp on dense screens too
             self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
         return buffer.getvalue()
 
@@ -90,17 +94,18 @@ class View:
         form, data = "svg+xml", self.bytes("svg")
         if len(data) > HEAVY:
             form, data = "png", self.bytes("png")
-        # 100 pixels an inch; in a narrower window the image shrinks
+        # 100 pixels an inch; the image shrinks in a narrower window
         wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
         source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
         attributes = f'src="{source}" style="{wide};background:white"'
+        # the report's dark style inverts all images of figures but those of this class
         css_class = ' class="kept"' if self._sequential() else ""
         image = f'<img alt="{html.escape(self.title)}"{css_class} {attributes}>'
         return framed(image, self.title, self.caption, self.null, self.source)
 
     def _sequential(self) -> bool:
-        """Whether the figure has a sequential colour map, which would be misread inverted. Dark
-        pages invert all other figures."""
+        """Whether the figure has a sequential colour map, which a reader would misread if it were
+        inverted. Dark pages invert all other figures."""
         drawn = (d for a in self.figure.axes for d in (*a.images, *a.collections))
         return any(d.get_array() is not None and d.get_cmap().name == SEQUENTIAL for d in drawn)
 
@@ -128,16 +133,17 @@ class View:
 
 
 def framed(image: str, title: str, caption: str, null: str = "", source: str = "") -> str:
-    """An image (HTML) with its title and how to read it above, and its source folded below."""
+    """An image (HTML) under its title and caption, with its source folded below."""
     how = " ".join(filter(None, (caption, null)))
     head = f'<b>{html.escape(title)}</b><span class="how">{html.escape(how)}</span>'
+    # the space separates title and caption where no style sheet gives the title its own line
     top = f'<figcaption style="margin:0 0 .5em">{head.replace("</b>", "</b> ")}</figcaption>'
     body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
     return f'<figure style="margin-left:0;margin-right:0">{top}{body}{folded(source)}</figure>'
 
 
 def folded(source: str) -> str:
-    """What a figure was computed from, in one folded line.
+    """What a figure was computed from, as a line that a click unfolds.
 
     >>> folded("")
     ''
@@ -150,7 +156,7 @@ def folded(source: str) -> str:
 def canvas(
     columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (3.2, 2.6), **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A new figure with a grid of axes, outside pyplot's global state."""
+    """A new figure with a grid of axes, and the axes row by row; outside pyplot's global state."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -179,8 +185,8 @@ def panels(
     size: tuple[float, float],
     **options: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """A panel for each of ``count`` things, in rows of ``columns`` (one row by default); or the
-    user's axes for a single one, refused for several so that none is left out."""
+    """A panel for each of ``count`` things, in rows of ``columns`` (one row by default). The user's
+    axes take a single panel: several are refused, so that none is silently left out."""
     expected = f"one {what} when drawing into ax"
     require(ax is None or count == 1, "ax", expected=expected, got=f"{count} {what}s")
     if ax is not None:
@@ -193,7 +199,7 @@ def panels(
 
 
 def draw_matrix(axis: Axes, values: Tensor, low: float, high: float, **options: Any) -> Any:
-    """A matrix as an image, a square for each cell; the diverging map where ``low`` is negative."""
+    """A matrix as an image, one cell per value; the diverging map where ``low`` is negative."""
     scale = {"cmap": DIVERGING if low < 0 else SEQUENTIAL, "vmin": low, "vmax": high}
     return axis.imshow(values.numpy(), **{**scale, "interpolation": "nearest", **options})
 
@@ -202,6 +208,7 @@ def draw_path(axis: Any, points: Tensor, numbers: Sequence[int], size: float) ->
     """A path through points of two or three dimensions: a thin line, and points coloured by their
     numbers."""
     axis.plot(*points.T, color="#8888", lw=0.7, zorder=1)
+    # axes of three dimensions order by depth themselves, but would fade the colours of far points
     depth = {"depthshade": False} if points.shape[1] == 3 else {"zorder": 2}
     return axis.scatter(*points.T, c=numbers, cmap=SEQUENTIAL, s=size, **depth)
 
@@ -213,6 +220,7 @@ def draw_paths_3d(
     points = [draw_path(axis, path, states, size) for path in paths]
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
     axis.locator_params(nbins=4)
+    # any path can stand for the colour bar: all have the same states; the pad clears the z labels
     bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": whole_ticks(states)}
     axis.figure.colorbar(points[-1], ax=axis, **bar)
 
@@ -226,8 +234,8 @@ def legend_beside(axis: Axes, **options: Any) -> None:
 def legend_outside(
     figure: Figure, axes: Sequence[Axes], where: str = "upper left", *, ax: Axes | None = None
 ) -> None:
-    """One legend for all panels at an edge of the figure, where it covers none of them; or a legend
-    inside the user's axes ``ax``."""
+    """One legend for all panels at an edge of the figure, where it covers none of them. In the
+    user's axes ``ax`` the legend stands inside."""
     if ax is not None:
         ax.legend(fontsize=7, frameon=False)
         return
@@ -241,12 +249,12 @@ def legend_outside(
 
 
 def no_ticks(axis: Axes) -> None:
-    """Axes without numbers: directions whose units say nothing."""
+    """Remove the ticks of axes whose units mean nothing to a reader, such as directions."""
     axis.set(xticks=[], yticks=[])
 
 
 def whole_numbers(*sides: Any) -> None:
-    """Ticks at whole numbers alone on these axes (``axis.xaxis``, ``axis.yaxis``)."""
+    """Put ticks only at whole numbers of these axes (``axis.xaxis``, ``axis.yaxis``)."""
     from matplotlib.ticker import MaxNLocator
 
     for side in sides:
@@ -254,8 +262,8 @@ def whole_numbers(*sides: Any) -> None:
 
 
 def some(values: Sequence[int], most: int) -> list[int]:
-    """At most ``most`` of the values at even distances, the first and (of two or more) the last
-    among them.
+    """At most ``most`` of the values, evenly spaced. The first is always among them, and the last
+    where ``most`` is two or more.
 
     >>> some(range(31), 7), some(range(31), 1)
     ([0, 5, 10, 15, 20, 25, 30], [0])
@@ -276,7 +284,8 @@ def head_names(heads: Sequence[tuple[int, int]]) -> str:
 
 
 def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
-    """Ticks for states or layers: all of a few, every second, fifth or tenth of many.
+    """Ticks for states or layers: the multiples of the smallest step (1, 2, 5, 10, ...) that leaves
+    at most ``most`` of them.
 
     >>> whole_ticks(range(31))
     [0, 5, 10, 15, 20, 25, 30]
@@ -286,8 +295,8 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
 
 
 def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
-    """A colour bar in place of a legend of many values; returns the function from a value to its
-    colour."""
+    """Draw a colour bar in place of a legend of many values. Returns the function that gives the
+    colour of a value."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -300,8 +309,8 @@ def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any
 
 
 def drawable(text: str, longest: int = LONGEST) -> str:
-    r"""Text as a label can hold it: cut at ``longest`` characters, ``$`` escaped (it would begin a
-    formula), characters that the font lacks as ``\uXXXX``, beyond U+FFFF as ``\UXXXXXXXX``.
+    r"""Text that a label can hold: cut at ``longest`` characters, ``$`` escaped (it would begin a
+    formula), characters that its default font lacks as ``\uXXXX`` or ``\UXXXXXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))
     a\$b\U0001f9e0

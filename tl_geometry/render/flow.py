@@ -1,6 +1,6 @@
-"""Figures of how states move from layer to layer: the bundle of paths, how many directions the
-output needs, what a map by rotation and stretch leaves, whether that residual grows as noise does.
-The report, the gallery and a notebook draw them."""
+"""How do states move from layer to layer? Figures of the bundle of paths, of how many directions
+the output needs, of the residual of a map by rotation and stretch, and of whether this residual
+grows as noise does. The report, the gallery and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
 """Measures of the residual of a map, a panel each."""
 LAW_STYLES = dict(zip(LAWS, ("-", ":"), strict=True))
-"""Lines of the laws of noise: the asymptotic one solid, independent increments dotted."""
+"""Line styles of the laws of noise: the asymptotic law is solid, that of independent increments
+dotted."""
 MOST_PATHS = 100
-"""Trajectories that a bundle shows, chosen with a fixed seed; more hide each other."""
+"""Most trajectories that a bundle shows, chosen with a fixed seed; more would hide each other."""
 
 
 def coordinates(ensemble: Trajectories) -> tuple[Tensor, list[str]]:
-    """Paths ``[trajectory state 3]`` of at most :data:`MOST_PATHS` trajectories on the first three
-    singular directions of the last state, and the names of the axes."""
+    """Paths ``[trajectory state 3]`` of at most :data:`MOST_PATHS` trajectories, on the first three
+    singular directions of the last state; and the names of these axes."""
     rows = torch.arange(len(ensemble))
     if len(rows) > MOST_PATHS:
         generator = torch.Generator().manual_seed(0)
@@ -52,8 +53,8 @@ def coordinates(ensemble: Trajectories) -> tuple[Tensor, list[str]]:
 
 
 def bundle_figure(ensemble: Trajectories) -> View:
-    """Paths in three dimensions, coloured by state (Sarfati et al. 2025, Fig. 1): the image of
-    :func:`tl_geometry.render.bundle_3d`, which the report shows."""
+    """Paths in three dimensions, coloured by state (Sarfati et al. 2025, Fig. 1). The report shows
+    this figure; it is also the image of :func:`tl_geometry.render.bundle_3d`."""
     points, names = coordinates(ensemble)
     figure, axis = one_axes(None, (4.6, 4.2), subplot_kw={"projection": "3d"})
     draw_paths_3d(axis, points, ensemble.states, names, size=5.0)
@@ -68,8 +69,8 @@ def bundle_figure(ensemble: Trajectories) -> View:
 
 
 def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View:
-    """KL against the number of directions kept, with the distance of unrelated chunks (Sarfati et
-    al. 2025, Fig. 2c).
+    """KL divergence over the number of directions kept, beside the distance of unrelated chunks
+    (Sarfati et al. 2025, Fig. 2c).
 
     Args:
         curve: from :func:`tl_geometry.flow.truncation_kl`.
@@ -113,7 +114,8 @@ def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View
 
 
 def residual_figure(report: FlowReport) -> View:
-    """Maps over (t, t + tau) of what rotation and stretch leave (Sarfati et al. 2025, Fig. 4).
+    """What rotation and stretch from state t to state t + tau leave unexplained, as maps over both
+    states (Sarfati et al. 2025, Fig. 4).
 
     Args:
         report: from :func:`tl_geometry.flow.flow_report`.
@@ -127,6 +129,7 @@ def residual_figure(report: FlowReport) -> View:
     'What do rotation and stretch leave?'
     """
     figure, axes = canvas(len(RESIDUALS), size=(WIDTH / len(RESIDUALS), 2.0))
+    # half a state beyond both ends, so that cells are centred on whole states
     first, last = report.states[0] - 0.5, report.states[-1] + 0.5
     for axis, name in zip(axes, RESIDUALS, strict=True):
         table, extent = report.held_out[name], (first, last, first, last)
@@ -146,8 +149,8 @@ def residual_figure(report: FlowReport) -> View:
 
 
 def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
-    """Held-out relative error of one layer's step by each map: rotation and stretch beside the
-    identity, the best linear map, ...
+    """Held-out relative error of each map from one state to the next: rotation and stretch beside
+    its baselines (the identity, the best linear map, ...).
 
     Args:
         report: from :func:`tl_geometry.flow.flow_report`.
@@ -163,6 +166,7 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     """
     figure, axis = one_axes(ax)
     tables = {"rotation and stretch": report.held_out["relative_error"], **report.baselines}
+    # the first diagonal holds the maps from each state to the next
     steps = {name: table.diagonal(1) for name, table in tables.items()}
     for name, errors in steps.items():
         width = 2 if name == "rotation and stretch" else 1
@@ -171,7 +175,7 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     axis.set(ylabel="relative error (|error| / |state|)", ylim=(0, None))
     each = torch.cat([errors.nan_to_num() for errors in steps.values()])
     if float(each.max()) > 5 * float(each.median()) > 0:
-        axis.set_yscale("log")  # one jump would flatten all the rest
+        axis.set_yscale("log")  # on a linear axis one jump would flatten all the rest
     axis.axhline(1.0, color="k", ls="--", lw=0.8, label="null: zero in its place")
     legend_beside(axis)
     return View(
@@ -185,8 +189,8 @@ def baseline_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
 
 
 def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
-    """Mean log variance of residuals against t + tau, one line for each t, with the fitted laws
-    (Sarfati et al. 2025, Eq. 2).
+    """Mean log variance of the residual over t + tau, one colour for each t, with the fitted laws
+    of noise (Sarfati et al. 2025, Eq. 2).
 
     Args:
         report: from :func:`tl_geometry.flow.flow_report`.
@@ -203,7 +207,7 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     figure, axis = one_axes(ax)
     table = report.in_sample["log_variance"]
     laws = {law: style for law, style in LAW_STYLES.items() if law in report.laws}
-    for law, style in laws.items():
+    for law, style in laws.items():  # entries of the legend, which needs no colours
         axis.plot([], [], style, color="k", lw=1, label=f"{law} law")
     shade = shades(figure, axis, report.states[:-1], "t")
     states = torch.tensor(report.states, dtype=torch.float64)
@@ -211,7 +215,7 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
         ends, look = states[i + 1 :], {"color": shade(start)}
         axis.plot(ends, table[i, i + 1 :], "o", ms=3, **look)
         for law, style in laws.items():
-            if law == "increment" or i == 0:  # the other law depends on the end alone
+            if law == "increment" or i == 0:  # the asymptotic law depends on the end state alone
                 variance = report.law(law).variance(states[i].expand_as(ends), ends)
                 axis.plot(ends, variance.log(), style, lw=1, **look)
     axis.legend(fontsize=8, frameon=False)

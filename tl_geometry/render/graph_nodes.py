@@ -1,9 +1,9 @@
-"""What the page of a graph draws: the nodes and edges of one logit's graph, of an average over
-prompts, or of two graphs side by side, all in one form. :func:`tl_geometry.render.graph_page` and
-its image draw it.
+"""What does the page of a graph draw? This file brings the graph of one logit, an average over
+prompts, and a comparison of two graphs into one form, :class:`DrawnGraph`, which
+:mod:`tl_geometry.render.graph_view` draws as a page and as an image.
 
-Node 0 is the logit. A comparison is drawn as the mean of its two graphs (an edge that one of them
-does not have counts as 0 there), and each mark and line says by its style which graph has it.
+Node 0 is the logit. A comparison is drawn as the mean of its two graphs. An edge that one of them
+lacks counts as 0 there, and the style of each mark and line says which graph has it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, NOWHERE, LogitGr
 
 VALUE = EDGE_TYPES.index("value")
 LONGEST = 24
-"""Characters of a token: longer ones are cut."""
+"""Most characters of a token in the graph; longer ones are cut."""
 SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
 FIRST_ORDER = "Query and key edges are first order in the attention."
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DrawnGraph:
-    """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, with what a page needs.
+    """Nodes and edges as in :class:`~tl_geometry.circuits.LogitGraph`, and what a page adds.
 
-    ``reached`` is the share at which each node appears, ``written`` the sum of absolute values and
-    ``whole`` the words for what it sums. ``columns`` are token and place of each position. The
-    other texts are sentences of the page.
+    - ``lookups``: code that gives the number of each node in ``graph``.
+    - ``node_numbers``, ``edge_numbers``: what stands beside a node and an edge. An average has low,
+      high and the number of prompts (of ``prompts``); a comparison has both values, and a node's
+      mark as its third number.
+    - ``node_marks``, ``edge_marks``: 0 for none, else one more than the index of the line style in
+      ``dashes``.
+    - ``reached``: the share at which each node appears.
+    - ``written``: the sum of absolute values; ``whole`` says in words what is summed.
+    - ``columns``: token and place of each position.
 
-    ``node_numbers`` and ``edge_numbers`` stand beside a node and an edge: low, high and prompts for
-    an average (of ``prompts``), both values for a comparison, where a node's third number is its
-    mark. ``edge_marks`` and ``node_marks`` are 0, or one more than the index of the mark's line
-    style in ``dashes``. ``lookups`` is code that gives the number of each node in ``graph``.
+    The other texts are sentences of the page.
     """
 
     names: tuple[str, ...]
@@ -120,11 +123,12 @@ def _one(graph: LogitGraph) -> DrawnGraph:
 
 
 def _average(graph: AverageGraph) -> DrawnGraph:
+    # dotted: edges whose interval contains 0, where there is an interval
     uncertain = ~((graph.weights_low > 0) | (graph.weights_high < 0))
     uncertain &= ~graph.weights_low.isnan()
     columns = zip(graph.values_low, graph.values_high, graph.node_prompts, strict=True)
     interval = f" (95%: {graph.value_low:.2f} to {graph.value_high:.2f})"
-    few = graph.value_low != graph.value_low  # NaN: too few prompts for an interval
+    few = graph.value_low != graph.value_low  # true for NaN: too few prompts for an interval
     value = f"{graph.value:.4f}{'' if few else interval}".replace("-", "−")
     mean = f"{graph.value:.2f}".replace("-", "−")
     has_interval = (
@@ -154,7 +158,7 @@ def _average(graph: AverageGraph) -> DrawnGraph:
 
 def _comparison(graph: GraphComparison) -> DrawnGraph:
     has = ~graph.weights.isnan()
-    # 0 where both have it, 1 where only the first has, 2 where only the second has
+    # 0: both graphs have it; 1: only the first; 2: only the second
     only = lambda kept: torch.where(kept.all(1), 0, torch.where(kept[:, 0], 1, 2))  # noqa: E731
     node_marks, values = only(graph.kept), graph.values.mean(1)
     first, other = (f"{float(v):.2f}".replace("-", "−") for v in graph.values[_logit(graph)])
@@ -196,17 +200,21 @@ def _placed(
     rest: Float[Tensor, " node"] | None,
     **fields: Any,
 ) -> DrawnGraph:
-    """A graph over places (positions that prompts share), with the logit as its first node."""
+    """The form of a graph over places (positions that prompts share). ``rest`` is what the edges
+    into each node leave out, ``None`` for a comparison, which does not know it."""
     logit = _logit(graph)
+    # the page expects the logit as node 0; ``place`` leads from old numbers to new ones
     order = torch.tensor([logit, *(i for i in range(len(graph.names)) if i != logit)])
     place, is_value = order.argsort(), graph.edge_types == VALUE
     read = torch.zeros_like(values).index_add_(0, graph.targets[is_value], weights[is_value])
+    # the page needs what all edges into a node sum to, so that it can name what its list leaves out
     is_mlp = (graph.layers >= 0) & (graph.heads_of < 0)
     reads = (graph.heads_of >= 0) | (torch.arange(len(values)) == logit)
-    # MLPs that are leaves read nothing, and then none of them does
+    # MLPs read something in all graphs but those in which all of them are leaves
     reads |= is_mlp & bool(is_mlp[graph.targets[is_value]].any())
     totals = torch.full((len(values), len(EDGE_TYPES)), torch.nan, dtype=torch.float64)
     totals[:, VALUE] = torch.where(reads, values, 0.0) if rest is None else read + rest
+    # the logit writes nothing itself: it is left out of the shares, and appears at 0
     writers = torch.arange(len(values)) != logit
     shares = [_appears(sizes, sizes[writers]) for sizes in (values, moved)]
     reached = torch.minimum(*shares)
@@ -240,11 +248,12 @@ def _placed(
 
 
 def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
-    """The share at which each node appears: what larger writers carry already of all that is
-    written, or of all that is moved (the smaller of the two). The logit appears at 0."""
+    """The share at which each node appears on the page. It is the share of all that is written that
+    larger writers carry already; or the same of all that is moved, if that is smaller. The logit
+    appears at 0."""
     shares = []
     for name, sizes in (("values", graph.values), ("moved", graph.moved)):
-        # as trace_logit chooses nodes: the constants, which are always shown, do not count
+        # constants do not count, as where trace_logit chooses nodes: they are always shown
         components = [getattr(graph, f"{of}_{name}").flatten() for of in ("leaf", "head", "mlp")]
         shares.append(_appears(sizes, torch.cat(components)))
     reached = torch.minimum(*shares)
@@ -253,17 +262,17 @@ def reach(graph: LogitGraph) -> Float[Tensor, " node"]:
 
 
 def _appears(sizes: Float[Tensor, " node"], components: Float[Tensor, " row"]) -> Tensor:
-    """The sum of the components that are larger than each of some sizes, as a share of the sum of
-    all."""
+    """For each of some sizes, the sum of all larger components as a share of the sum of all."""
     ordered = components.double().abs().sort(descending=True).values
     before = ordered.cumsum(0) - ordered
-    # searchsorted takes ascending rows: both are negated
+    # searchsorted needs ascending order: both sides are negated
     place = torch.searchsorted(-ordered, -sizes.abs().contiguous()).clamp(max=len(ordered) - 1)
+    # where nothing is written at all, the shares are 0
     return before[place] / ordered.sum().clamp(min=1e-300)
 
 
 def _finding(graph: LogitGraph | AverageGraph, places: Sequence[object], logit: str) -> str:
-    """The head at a place that wrote most of the logit, in a sentence."""
+    """A sentence about the head that wrote most of the logit, for the title."""
     heads = (graph.heads_of >= 0).nonzero()[:, 0]
     if not len(heads):
         return f"What wrote {logit}"
@@ -273,6 +282,6 @@ def _finding(graph: LogitGraph | AverageGraph, places: Sequence[object], logit: 
 
 
 def shown_token(text: str) -> str:
-    """The text of a token, cut to what has room."""
+    """The text of a token as the graph shows it: visible, and cut at :data:`LONGEST`."""
     shown = html.token_text(text)
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"

@@ -1,15 +1,16 @@
 """The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
 attended as they did. Notebooks, the gallery and ``tl-geometry trace`` show it.
 
-1. A :class:`~tl_geometry.circuits.LogitGraph`, an average of several, or two side by side
-   (:mod:`tl_geometry.render.graph_nodes`): tokens along x, blocks from the embeddings below to the
-   logit above, a mark for each writer at its position, a line for each value edge.
-2. A node appears when the slider reaches its share: the share of all that is written (or of all
+1. :mod:`tl_geometry.render.graph_nodes` brings the input into one form: a
+   :class:`~tl_geometry.circuits.LogitGraph`, an average of several, or two side by side.
+2. The graph has tokens along x, and blocks from the embeddings at the bottom to the logit at the
+   top. Each writer has a mark at its position, each value edge a line.
+3. A node appears when the slider reaches its share: the share of all that is written (or of all
    that is moved) that larger nodes carry already. So the page begins with few nodes, those that
    ``trace_logit(..., keep=share)`` would keep.
-3. The chosen node is explained below: edges into it and out of it, and for a head the attention it
-   paid and the writers of its query and its keys. The last line of every list is what it leaves
-   out.
+4. The page explains the chosen node below the graph: edges into it and out of it, and for a head
+   the attention that it paid and the writers of its query and its keys. The last line of every
+   list is what the list leaves out.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from tl_geometry.render.graph_nodes import SUMS, DrawnGraph, drawn_graph
 from tl_geometry.render.page import PageView, rounded
 
 START, MOST, LISTED = 40, 400, 12
-"""How many nodes the page begins with and holds at most, and how many edges of each type into a
-node it holds. They limit a page to some hundred kilobytes, whatever the prompt and the model."""
+"""How many nodes the page shows first, how many it holds at most, and how many edges of each type
+into a node it holds. They limit a page to some hundred kilobytes for any prompt and model.
+``assets/graph.js`` lists the same number of edges."""
 SOURCES, LEAST_PAID = 6, 0.0005
-"""How many positions a head's attention is listed at, and the least that is listed: smaller shows
-as 0."""
+"""How many positions the attention of a head is listed for, and the least attention that is listed:
+smaller values would show as 0."""
 WIDTH, TALLEST = 1080, 1180
-"""Pixels of the page across, and down at most."""
+"""Width of the page in pixels, and its largest height."""
 
 
 def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
-    """A logit's graph to look at: tokens along x, blocks upwards, marks for what writes at each
-    position, lines for value edges, red for the logit and blue against it.
+    """The graph of a logit as an interactive page: tokens along x, blocks upwards, marks for what
+    writes at each position, lines for value edges, red for the logit and blue against it.
 
-    A disc is as large as what the node writes towards the logit, its ring as wide as what it does
-    by the attention that it moves. A slider says how much is shown. A click (or the arrow keys)
-    chooses a node: its edges, and for a head the attention that it paid and who wrote its query and
-    its keys. All lists sum to the node's number; lines of code give it, and the edges of a list,
-    from ``graph``.
+    The size of a disc is what the node writes towards the logit; the width of its ring is what it
+    does by the attention that it moves. A slider sets how much is shown. A click (or the arrow
+    keys) chooses a node and shows its edges, and for a head the attention that it paid and who
+    wrote its query and its keys. Each list sums to the number of the node. Lines of code give this
+    number, and the edges of a list, from ``graph``.
 
     Args:
-        graph: of :func:`tl_geometry.trace_logit`; or an average of
+        graph: from :func:`tl_geometry.trace_logit`; or an average from
             :func:`tl_geometry.circuits.average_graphs`, in which edges whose interval contains 0
-            are dotted; or two graphs side by side (:meth:`LogitGraph.compare`), in which
-            edges of one graph alone are dashed or dotted.
+            are dotted; or two graphs side by side (:meth:`LogitGraph.compare`), in which edges that
+            only one graph has are dashed or dotted.
 
-    The page holds the 400 largest nodes and of each the 12 largest edges of a type, and says what
-    it leaves out.
+    The page holds the 400 largest nodes, and for each the 12 largest edges of each type. It says
+    what it leaves out.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -65,7 +67,7 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
     """
     drawn = drawn_graph(graph)
-    # the logit is the first of them: it appears at 0
+    # stable, so that the logit, which appears at 0, stays the first node
     data = _payload(drawn, drawn.reached.argsort(stable=True)[:MOST])
     return PageView(
         "graph",
@@ -82,8 +84,8 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
 
 
 def row_of(graph: DrawnGraph) -> Int[Tensor, " node"]:
-    """The row of each node, from the embeddings (0) upwards: heads of block l stand on 2 l + 1, its
-    MLP above them, the logit on top."""
+    """The row of each node, from the embeddings (row 0) upwards: heads of block l stand on row
+    2 l + 1, its MLP on the row above, the logit on the top row."""
     rows = 2 * graph.layers + 1 + (graph.heads_of < 0)
     rows[graph.layers < 0] = 0
     rows[0] = 2 * graph.blocks + 1
@@ -93,22 +95,23 @@ def row_of(graph: DrawnGraph) -> Int[Tensor, " node"]:
 def _largest_edges(
     graph: DrawnGraph, held: Int[Tensor, " row"]
 ) -> tuple[Int[Tensor, " edge"], Int[Tensor, " node"]]:
-    """The :data:`LISTED` largest edges of each type into each held node, from held nodes; and the
-    place of each node among the held ones (-1: not held)."""
+    """The :data:`LISTED` largest edges of each type into each node that the page holds, from nodes
+    that it holds too; and the place of each node among those held (-1: not held)."""
     place = torch.full((len(graph.names),), -1)
     place[held] = torch.arange(len(held))
-    # largest first, then by target and type: the place of an edge in its group is its rank
+    # sorted by size, then (stable) by target and type: an edge's place in its group is its rank
     inside = ((place[graph.sources] >= 0) & (place[graph.targets] >= 0)).nonzero()[:, 0]
     inside = inside[graph.weights[inside].abs().argsort(descending=True, stable=True)]
+    # a number for each target and each of the three types
     into = 3 * graph.targets[inside] + graph.edge_types[inside]
     by_target = into.argsort(stable=True)
     inside, into = inside[by_target], into[by_target]
-    first = torch.searchsorted(into, into)
+    first = torch.searchsorted(into, into)  # where the group of each edge begins
     return inside[torch.arange(len(into)) - first < LISTED], place
 
 
 def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
-    """What the page draws of the nodes that it holds."""
+    """The data of the page: the nodes that it holds, their edges and attention."""
     edges, place = _largest_edges(graph, held)
     rows = row_of(graph).tolist()
     attention = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
@@ -137,6 +140,7 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
         }
         for i in held.tolist()
     ]
+    # the page needs the texts of only those positions that it names
     named = {n["position"] for n in nodes} | {j for n in nodes for j, _ in n["paid"]}
     ends = (place[graph.sources[edges]], place[graph.targets[edges]], graph.edge_types[edges])
     columns = [x.tolist() for x in (*ends, graph.weights[edges], graph.edge_marks[edges])]
@@ -161,7 +165,7 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
 
 
 def _shape(graph: DrawnGraph, node: int) -> str:
-    """What a node is, for its mark."""
+    """The type of a node, which decides its mark."""
     if node == 0:
         return "logit"
     if graph.layers[node] < 0:
@@ -182,14 +186,15 @@ def _caption(graph: DrawnGraph, data: dict[str, Any]) -> str:
 
 
 def _height(data: dict[str, Any]) -> int:
-    """Pixels that the page is likely to need; what is taller scrolls."""
+    """Pixels that the page is likely to need; a taller page scrolls."""
+    # as graph.js draws: 22 pixels for a row with a node, 3 for an empty one; 640 for all else
     rows = {n["row"] for n in data["nodes"][: data["start"]]}
     return min(TALLEST, 640 + 22 * len(rows) + 3 * (2 * data["blocks"] + 2 - len(rows)))
 
 
 def graph_figure(graph: DrawnGraph) -> View:
-    """The graph as the page begins, as a still image. The image of
-    :func:`tl_geometry.render.graph_page`."""
+    """The static image of :func:`tl_geometry.render.graph_page`: the graph as the page shows it
+    first."""
     rows = row_of(graph)
     shown = sorted(graph.reached.argsort(stable=True)[:START].tolist())
     lines = {r: y for y, r in enumerate(sorted({int(rows[i]) for i in shown}))}
@@ -197,7 +202,7 @@ def graph_figure(graph: DrawnGraph) -> View:
     cells: dict[tuple[int, int], list[int]] = {}
     for i in shown:
         cells.setdefault((int(graph.positions[i]), int(rows[i])), []).append(i)
-    # nodes that share a position and a row stand side by side
+    # nodes that share a position and a row stand side by side, evenly spaced across the column
     points = {
         i: (columns[position] + (k + 1) / (len(members) + 1) - 0.5, lines[row])
         for (position, row), members in cells.items()
@@ -206,7 +211,7 @@ def graph_figure(graph: DrawnGraph) -> View:
     figure, (axis,) = canvas(size=(max(6.0, 0.75 * len(columns)), 1.2 + 0.3 * len(lines)))
     largest = float(graph.values.abs().max().clamp(min=1e-300))
     edges, _ = _largest_edges(graph, torch.tensor(shown))
-    for e in edges[graph.edge_types[edges] == 0].tolist():
+    for e in edges[graph.edge_types[edges] == 0].tolist():  # value edges
         ends = [points[int(of[e])] for of in (graph.sources, graph.targets)]
         weight = float(graph.weights[e])
         x, y = zip(*ends, strict=True)
@@ -228,6 +233,7 @@ def graph_figure(graph: DrawnGraph) -> View:
     labels[NOWHERE] = CONSTANTS
     names = [drawable(labels[p]) for p in columns]
     axis.set_xticks(range(len(columns)), names, fontsize=7, rotation=45, ha="right")
+    # the inverse of row_of
     top = 2 * graph.blocks + 1
     label = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
     axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else label(r) for r in lines])

@@ -1,5 +1,6 @@
-"""A map of layers and heads for any column of a table with one row per head: the interactive page,
-its image, and the colours of such a map. The report and notebooks draw it."""
+"""How do heads differ in a number? A map of layers and heads for any column of a table with one row
+per head: the interactive page, its image, and the colour scale. The report and notebooks show the
+page; :mod:`tl_geometry.render.sweeps` draws several maps side by side."""
 
 from __future__ import annotations
 
@@ -22,26 +23,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIRST = ("cs_position", "lift")
-"""Columns to show first: the first of these that the table has."""
+"""The column shown first is the first of these that the table has."""
 NULL = "Nulls are numbers of their own: position destroyed, uniform attention, random subspaces."
 PARTS = {"cs_": "share of ", "gs_": "gain of ", "es_": "energy of "}
-"""Beginning of a column's name -> what it means."""
+"""Prefix of a column -> its meaning in words."""
 READ = 24
-"""Numbers of a head that a page shows at once; the others are folded."""
+"""How many numbers of a head the page shows unfolded: four rows of six."""
 NUMBERED = 160
-"""Cells of a map up to which each has its number written in it."""
+"""Most cells of a map that have their number written in them."""
 
 
 def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
-    """Map of layers and heads: choose the number it shows, click a head for its whole row.
+    """Map of layers and heads: choose the number that it shows, click a head for its whole row.
 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
             such as weight geometry.
-        value: column shown at first, by default the share of position. Covariance and gain shares
-            run from -1 to 1, energy shares and head types from 0 to 1, other columns to their
-            largest absolute value. NaN is hatched, heads that the table lacks are blank.
-        title: of the page.
+        value: column shown first, by default the share of position. The scale of covariance and
+            gain shares runs from -1 to 1, that of energy shares and head types from 0 to 1, that of
+            other columns to their largest absolute value. NaN is hatched; heads that the table
+            lacks are blank.
+        title: title of the page.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -54,13 +56,15 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     pairs, columns = numbers(sweep)
     chosen = _chosen(value, columns)
     readable = {name: str(sweep.readable(name)) for name in columns}
+    # columns of text: shown in the row of a head, but not on the map
     words = {
         name: [str(sweep.readable(row[i])) for row in sweep.rows()]
         for i, name in enumerate(sweep.columns())
         if name not in ("layer", "head", *columns)
     }
     layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
-    # pixels: wide enough for a click, and a map no wider than a page of text
+    # pixels, as heads.js draws: a cell is wide enough for a click, a map no wider than a page of
+    # text; rows are 22 high; the rest is room for the labels of layers and heads
     cell = min(46, max(14, 640 // count))
     width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
     caption = (
@@ -85,6 +89,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "read": READ,
         "value": readable[chosen],
     }
+    # 708 is the width of a page of text, 24 its padding; numbers stand in rows of six, 34 high
     return PageView(
         "heads",
         data,
@@ -103,6 +108,7 @@ def head_grid(sweep: Result, value: str | None = None) -> View:
     pairs, columns = numbers(sweep)
     name = _chosen(value, columns)
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
+    # inches: cells with a number in them are larger; above 16 heads the width stays that of a page
     tall = 0.34 if rows * count <= NUMBERED else 0.2
     wide = 0.5 * count + 1.8 if count <= 16 else 9
     figure, axis = one_axes(None, (wide, tall * rows + 1.2))
@@ -132,8 +138,7 @@ def in_words(column: str) -> str:
 
 
 def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
-    """The heads of a table with one row for each, and its columns of numbers (those with at least
-    one)."""
+    """The heads of a table with one row for each, and its numeric columns."""
     names = list(table.columns()) if isinstance(table, Result) else []
     if not {"layer", "head"} <= set(names):
         fail(
@@ -157,7 +162,8 @@ def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tenso
 
 def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
     """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for energy shares
-    and head types, else up to the largest |value|.
+    and head types, else up to the largest absolute value (from 0, or with both signs from its
+    negative).
 
     >>> values = torch.tensor([0.5, 2.0])
     >>> scale("kl_pos-pos", values), scale("cs_pos-pos", values), scale("induction", values)
@@ -182,8 +188,8 @@ def draw_map(
     low: float,
     high: float,
 ) -> None:
-    """A map on one axes: signed colours where ``low`` is negative, blank where there is no head or
-    no number."""
+    """Draw a map on one axes: signed colours where ``low`` is negative, blank where there is no
+    head or no number."""
     layers = sorted({l for l, _ in heads})
     grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
     for value, (layer, head) in zip(values.tolist(), heads, strict=True):
@@ -193,14 +199,17 @@ def draw_map(
     name_heads(axis, layers, grid.shape[1])
     for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= NUMBERED else ():
         value = float(grid[row, column])
+        # black on bright cells: the middle of the diverging map, the upper half of the other
         bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
+        # + 0.0 turns a negative zero into zero
         text = f"{round(value, 2) + 0.0:.2f}" if abs(value) < 10 else f"{value:.3g}"
         look = {"fontsize": 6.5, "color": "black" if bright else "white"}
         axis.text(column, row, text, ha="center", va="center", **look)
 
 
 def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:
-    """The numbers of heads below a map and of layers beside it, as many as there is room for."""
+    """Write the numbers of heads below a map and those of layers beside it, at most 17 of each, so
+    that they do not overlap."""
     axis.set_xlabel("head")
     axis.set_xticks(whole_ticks(range(count), 17))
     rows = whole_ticks(range(len(layers)), 17)

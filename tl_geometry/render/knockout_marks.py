@@ -1,6 +1,6 @@
-"""For which heads of a view is what they write also what they do? The marks that
-:func:`tl_geometry.render.logit_page` and its image carry where the direct contribution of a head
-and its knockout disagree, and a sentence about each head that was knocked out.
+"""Do heads do what they write? Marks for heads whose direct contribution and knockout disagree, and
+a sentence about each head that was knocked out. :func:`tl_geometry.render.logit_page` and its image
+show them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tl_geometry.interventions.knockouts import HeadKnockouts
 MARK = "≠"
 """Marks heads whose direct contribution and knockout disagree."""
 REPLACED = {"mean": "its mean over prompts", "zero": "zero", "prompt": "that of another prompt"}
-"""What stands in place of a head, by the ``by`` of its knockout."""
+"""``by`` of a knockout -> what replaces the output of the head, in words."""
 
 
 class KnockoutMarks(NamedTuple):
-    """A sentence for each head that was knocked out, the heads that disagree (largest effect
-    first), and how to read the marks."""
+    """A sentence for each head that was knocked out, the heads whose knockout disagrees with what
+    they write (largest effect first), and how to read the marks."""
 
     sentences: dict[tuple[int, int], str]
     disagreeing: tuple[tuple[int, int], ...]
@@ -30,10 +30,11 @@ class KnockoutMarks(NamedTuple):
 
 
 def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
-    """The marks of knockouts beside an explanation of a logit; none without knockouts."""
+    """The marks that knockouts put on an explanation of a logit; none without knockouts."""
     if knockouts is None:
         return KnockoutMarks({}, (), "")
     instead = "head_knockouts(model, prompts, targets=targets, attributions=True)"
+    # "without": knockouts, but made without attributions=True, and so without direct contributions
     got = "without" if isinstance(knockouts, HeadKnockouts) else type(knockouts).__name__
     disagrees = knockouts.disagrees if got == "without" else None
     if disagrees is None or knockouts.direct is None:

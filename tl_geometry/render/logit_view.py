@@ -1,13 +1,15 @@
-"""The page of a logit: what wrote it, over the text itself. Arcs run from the chosen token to the
-sources that heads read there; below follow, head by head, what it wrote towards the target and the
-terms of the score that made it look there. Notebooks and the gallery show it.
+"""The page of a logit: what wrote it, shown on the text itself. Arcs run from the chosen token to
+the sources that heads read there. Cards below give, for each head, what it wrote towards the target
+and which terms of the score made it look there. Notebooks and the gallery show the page.
 
-1. One or several :class:`~tl_geometry.circuits.logits.LogitExplanation` of one prompt, a position
-   each.
-2. Each head has a card with its (head, source) pairs; terms are summed to the groups of
-   ``render.split`` (of writers: by the writer of the key), and listed one by one.
+1. The input is one or several :class:`~tl_geometry.circuits.logits.LogitExplanation` of one prompt,
+   one for each position.
+2. Each head has a card with its (head, source) pairs. The terms of a score are summed to the groups
+   of ``render.split``, or by the writer of the key where the parts are writers, and also listed one
+   by one.
 3. The last card holds the rest, so that the page adds up to the model's logit.
-4. With knockouts, each head has what removing it costs, and a mark where it writes something else.
+4. With knockouts, each card says what removing the head costs, and has a mark where this disagrees
+   with what the head writes.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9
-"""Heads that have a card; writers (and heads without a card) that a list names at first, and when
-opened."""
+"""How many heads have a card; how many writers a short list names, and how many a long one (and how
+many heads without a card are listed unfolded)."""
 SAID = {
     "bias": "constants (bias)",
     "pos": "position (pos)",
@@ -38,9 +40,9 @@ SAID = {
     "ctx": "context (ctx)",
     "resid": "residual (resid)",
 }
-"""Parts of a source as the page names them."""
+"""Part of a source -> its name on the page."""
 WIDTH, TALLEST = 1080, 1100
-"""Pixels of the page across, and down at most."""
+"""Width of the page in pixels, and its largest height."""
 LARGEST = 2_000_000
 """Most bytes of the page."""
 
@@ -53,23 +55,24 @@ def logit_page(
     query: int | None = None,
     knockouts: HeadKnockouts | None = None,
 ) -> PageView:
-    """What wrote a logit, over the text: arcs run from the chosen token to the sources that heads
-    read there, as wide as what was written from them towards the target, red where it raised the
-    logit and blue where it lowered it.
+    """What wrote a logit, shown on the text. Arcs run from the chosen token to the sources that
+    heads read there. An arc is as wide as what was written from its source towards the target, red
+    where that raised the logit and blue where it lowered it.
 
-    Below, head by head: what it wrote from each source, the attention paid, the terms of the score
-    that made it look there (relative to the mean of the row; groups as in ``render.split``, for
-    writers by who wrote the key), and the parts of the source that were written. A click on a head
-    shows it alone, one on an underlined token its own logit. Every list sums to its number, the
-    page to the model's logit. A line of code gives what a head wrote from a source, from
-    ``explanation`` (or ``explanations[i]``).
+    A card for each head lists what it wrote from each source, the attention that it paid, the terms
+    of the score that made it look there (relative to the mean of the row), and the parts of the
+    source that were written. Terms are grouped as in ``render.split``, or by the writer of the key
+    where the parts are writers. A click on a head shows it alone; a click on an underlined token
+    shows the logit there. Every list sums to its number, and the page to the model's logit. A line
+    of code gives what a head wrote from a source, from ``explanation`` (or ``explanations[i]``).
 
     Args:
-        explanations: of :func:`tl_geometry.explain_logit`, one or several positions of one prompt.
-        query: the position shown at first, by default that of the first explanation.
-        knockouts: of :func:`tl_geometry.interventions.head_knockouts` with ``attributions=True``:
-            each head has what it writes in those prompts and what removing it costs; heads where
-            the two disagree are marked, those without a card listed.
+        explanations: from :func:`tl_geometry.explain_logit`, for one or several positions of one
+            prompt.
+        query: the position shown first, by default that of the first explanation.
+        knockouts: from :func:`tl_geometry.interventions.head_knockouts` with ``attributions=True``.
+            Each card then says what its head writes in those prompts and what removing it costs.
+            Heads where the two disagree are marked, and those without a card are listed.
 
     Raises ``GeometryError`` for explanations of several prompts or parts, or two of one position,
     for a ``query`` that is not explained, for knockouts of another model or without attributions,
@@ -142,13 +145,14 @@ def checked_explanations(
 
 
 def followers(found: LogitExplanation) -> list[int]:
-    """Positions just after earlier copies of the explained token: what an induction head reads."""
+    """Positions right after earlier copies of the explained token, which an induction head
+    reads."""
     texts, at = texts_of(found), found.position
     return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
 
 
 def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
-    """What the page shows of one explanation: the heads of the largest pairs."""
+    """The data of one explanation: cards for the heads of the largest pairs, and the rest."""
     at, texts = found.position, texts_of(found)
     heads = list(dict.fromkeys(pair[:2] for pair in found.pairs))[:HEADS]
     shown = [p for p, pair in enumerate(found.pairs) if pair[:2] in heads]
@@ -161,6 +165,7 @@ def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
         card = {"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs}
         cards.append(card | removed)
     unseen = [h for h in knockouts.disagreeing if h not in heads]
+    # what the cards list; whatever else heads wrote is one entry of the rest
     inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
     rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
     rest.insert(0, ("other heads and sources", rounded(float(found.heads.sum()) - inside)))
@@ -180,7 +185,8 @@ def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
 
 
 def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
-    """One (head, source): what was written, and the score behind it, as a short and a long list."""
+    """One (head, source): what was written, and the score behind it, each as a short and a long
+    list."""
     terms: dict[tuple[str, str], float] = dict(
         zip(term_pairs(found.parts), found.pair_terms[p].flatten().tolist(), strict=True)
     )
@@ -194,8 +200,10 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
             (name, rounded(sum(terms[t] for t in members))) for name, members in groups.items()
         ]
         score = [by_group, _listed(by_term, len(by_term), "")]
+        # such parts are few: both lists are the same
         value = [[(SAID.get(part, part), rounded(v)) for part, v in values]] * 2
     else:
+        # of writers, the short list has one sum for each writer of the key
         keys = [(b, sum(v for (_, k), v in terms.items() if k == b)) for b in found.parts]
         keys += [(ALIBI, terms[ALIBI, ALIBI])] if biased else []
         score = [_listed(keys, FEW, "writers"), _listed(by_term, MANY, "terms")]
@@ -212,17 +220,17 @@ def _pair(found: LogitExplanation, p: int) -> dict[str, Any]:
 
 
 def _details(found: LogitExplanation) -> list[str]:
-    """Names of the short and of the long lists."""
+    """Names of the short and of the long list, for the buttons that switch between them."""
     if groups_of(term_pairs(found.parts)):
         return ["groups", f"all {len(found.parts) ** 2} terms"]
     return ["writers of the key", "writers of query and key"]
 
 
 def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
-    """The largest ``most`` by size, and the sum of the others as the last."""
+    """The ``most`` bars of largest absolute value, and as the last the sum of the others."""
     order = sorted(bars, key=lambda bar: -abs(bar[1]))
     shown, others = order[:most], order[most:]
-    if len(others) == 1:  # its own name takes no more room than "1 smaller"
+    if len(others) == 1:  # a single one takes no more room under its own name
         shown, others = order, []
     listed = [(name, rounded(value)) for name, value in shown]
     if others:
@@ -240,13 +248,16 @@ def _caption(found: LogitExplanation) -> str:
 
 
 def _longest(queries: Sequence[dict[str, Any]], what: str) -> float:
-    """The largest bar of a list, over the page."""
+    """The largest absolute value in all lists of one kind (``"score"`` or ``"value"``): bars of
+    the page share one scale."""
     pairs = [pair for q in queries for h in q["heads"] for pair in h["pairs"]]
     return max((abs(v) for pair in pairs for bars in pair[what] for _, v in bars), default=1.0) or 1
 
 
 def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
-    """Pixels that the page is likely to need; what is taller scrolls."""
+    """Pixels that the page is likely to need; a taller page scrolls."""
+    # heights as logit.css sets them: 17 for a bar, 24 for a line of a pair, 36 for a disagreeing
+    # head, 53 for a line of text (the text scrolls above 420); the other numbers are frames, titles
     lines = text_lines(text, WIDTH - 40, padding=7)
     tall = [100 + 17 * len(query["rest"])]
     if query["unseen"]:
@@ -255,5 +266,6 @@ def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
         first = head["pairs"][0]
         bars = len(first["score"][0]) + len(first["value"][0])
         tall.append(126 + 24 * len(head["pairs"]) + 17 * bars)
+    # cards stand three in a row: the rows are about as tall as the tallest third of the cards
     rows = sorted(tall)[-math.ceil(len(tall) / 3) :]
     return min(TALLEST, 180 + min(53 * lines, 420) + sum(rows))

@@ -1,5 +1,6 @@
-"""Figures of the measures of position and context: every measure over the states beside its nulls,
-Fourier blocks, incoherence, learning curves. The report and notebooks draw them."""
+"""Do measures of position and context stand above their nulls? Figures of every measure over the
+states, of Fourier blocks, of incoherence, and of learning curves. The report, the gallery and a
+notebook draw them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ NULLS = {
     "flipped": PINK,
     "exchanged": VERMILION,
 }
-"""One colour for each null in every figure."""
+"""Colour of each null in every figure. Nulls of one colour never stand in one panel."""
 UNITS = {
     "rank": "directions",
     "stable_rank": "directions",
@@ -54,9 +55,9 @@ UNITS = {
     "intra": "|cos|",
     "inter": "|cos|",
 }
-"""Units of measures; the others are shares."""
+"""Units of measures; measures that are not listed are shares."""
 NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
-"""Labels of measures whose key says too little."""
+"""Titles of measures whose key is not clear by itself."""
 POSITIONAL = (
     "rank",
     "stable_rank",
@@ -67,14 +68,14 @@ POSITIONAL = (
     "roughness",
     "split_half",
 )
-"""Measures of a positional report that are drawn unless others are named."""
+"""Measures of a positional report that are drawn by default."""
 CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
-"""Measures of a contextual report that are drawn unless others are named."""
+"""Measures of a contextual report that are drawn by default."""
 
 
 def fourier(report: PositionalReport) -> View:
     """Leading block of the 2-D cosine transform of the cosines between positions, a panel for each
-    of at most five states at even distances (Song & Zhong 2023, Fig. 3 right).
+    of at most five evenly spaced states (Song & Zhong 2023, Fig. 3 right).
 
     Mass in the top left corner means that positions lie on a smooth curve.
 
@@ -90,7 +91,7 @@ def fourier(report: PositionalReport) -> View:
     """
     rows = some(range(len(report.states)), 5)
     count, block = report.fourier.shape[-1], report.fourier[rows]
-    # one scale for all panels, also where all coefficients are zero
+    # one scale for all panels; 1 where all coefficients are zero
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
     for axis, row, coefficients in zip(axes, rows, block, strict=True):
@@ -117,7 +118,7 @@ def fourier(report: PositionalReport) -> View:
 
 
 def _draw_measure(axis: Axes, report: StateMeasures, name: str) -> None:
-    """One measure over the states, with its errors and nulls."""
+    """Draw one measure over the states, with its errors and nulls."""
     error = report.errors.get(name)
     bars = None if error is None else error.nan_to_num()
     look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
@@ -134,13 +135,13 @@ def _draw_measure(axis: Axes, report: StateMeasures, name: str) -> None:
 def measure_curves(
     report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None
 ) -> View:
-    """Measures over the states, with jackknife errors (bars) and nulls (dashed); what lies on a
-    null is no finding.
+    """Measures over the states, with jackknife errors (bars) and nulls (dashed). A measure that
+    lies on a null is no finding.
 
     Args:
         report: from :func:`tl_geometry.positional_report` or
             :func:`tl_geometry.contextual_report`.
-        names: measures, a panel each; the usual ones of the report by default.
+        names: measures, one panel each; by default :data:`POSITIONAL` or :data:`CONTEXTUAL`.
         ax: axes to draw one measure into.
 
     >>> import torch
@@ -153,6 +154,7 @@ def measure_curves(
     usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
     chosen = [n for n in usual if n in report.values] if names is None else list(names)
     require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
+    # four panels fill two rows of two
     columns = 2 if len(chosen) == 4 else min(3, len(chosen))
     size = (WIDTH / columns, 2.0)
     figure, axes = panels(ax, len(chosen), "measure", columns=columns, size=size)
@@ -172,8 +174,8 @@ def measure_curves(
 
 
 def incoherence(report: ContextualReport) -> View:
-    """Mean and largest |cos| between positional and context vectors, beside random directions,
-    sign-flipped coordinates, and windows without a context.
+    """Mean and largest |cos| between positional and context vectors, beside three nulls: random
+    directions, coordinates with flipped signs, and windows without a context.
 
     Args:
         report: from :func:`tl_geometry.contextual_report`.
@@ -202,8 +204,8 @@ def incoherence(report: ContextualReport) -> View:
 
 
 def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
-    """A measure against the number of contexts, a line per state: what still moves at the right end
-    depends on the size of the corpus.
+    """A measure over the number of contexts, one line per state. A measure that still changes at
+    the right end depends on the size of the corpus.
 
     Args:
         report: from :func:`tl_geometry.positional_report` or

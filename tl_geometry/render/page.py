@@ -1,10 +1,10 @@
 """The object that every interactive view returns: one self-contained page in a sandboxed frame,
-with an image for where no script may run. The views of this package make it; notebooks and the
-report show it.
+and an image for places where no script may run. The views of this package make it; notebooks and
+the report show it.
 
-A page holds its own script and style, no address, and a content policy that lets exactly that
-script run and nothing be fetched. What comes from outside (tokens, names) is JSON in which ``<``,
-``>`` and ``&`` are escaped; the script writes it as text, never as markup.
+A page holds its own script and style, and no address of another file. Its content policy allows
+this script alone to run, and nothing to be fetched. What comes from outside (tokens, names) is JSON
+in which ``<``, ``>`` and ``&`` are escaped; the script writes it as text, never as markup.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ DARK = (
     'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
     'body[data-theme="dark"]{--tlg-dark:1px}'
 )
-"""How a frame, which cannot see the page around it, learns that this page is dark (JupyterLab, VS
-Code, Colab, furo): the frame becomes one pixel higher, and its script looks for that pixel."""
+"""Tells a frame that the page around it is dark. A sandboxed frame cannot see that page. So this
+style of the outer page (JupyterLab, VS Code, Colab, furo) makes the frame one pixel higher, and the
+script in the frame looks for that pixel."""
 
 
 @dataclass(eq=False, repr=False)
 class PageView:
-    """An interactive figure: shows itself in a notebook, ``save`` writes a page that opens offline,
-    or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as what holds it, ``width`` at
-    most.
+    """An interactive figure. It shows itself in a notebook; ``save`` writes a page that opens
+    offline, or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as its container, and
+    ``width`` pixels at most.
 
-    ``script`` names the file in ``assets/`` that draws ``data``; ``library`` is the text of a
-    script that this one may start."""
+    ``script`` names the file in ``assets/`` that draws ``data``. ``library`` is the text of another
+    script (plotly, circuitsvis) that the first may start."""
 
     script: str
     data: Mapping[str, Any]
@@ -62,7 +63,7 @@ class PageView:
     library: str = ""
 
     def payload(self) -> Mapping[str, Any]:
-        """What the script draws."""
+        """The data that the script draws."""
         return self.data
 
     @property
@@ -78,14 +79,15 @@ class PageView:
         return allowed_scripts(self.script, self.library)
 
     def html(self, png: str = "", *, lazy: bool = False) -> str:
-        """The page in a frame of its own and of fixed size, so that several live side by side.
+        """The page in a frame of its own and of fixed size, so that several work side by side.
 
-        ``png`` (base64) lies below the frame, and is seen where frames are forbidden: in notebooks
-        that are not trusted, on code hosts, in e-mail. A ``lazy`` frame is drawn when a reader
-        comes near it.
+        ``png`` (base64) lies behind the frame. A reader sees it where frames are forbidden: in
+        notebooks that are not trusted, on code hosts, in e-mail. A ``lazy`` frame is drawn when a
+        reader comes near it.
         """
         wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
         size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
+        # the script compares this height with that of its frame (see DARK)
         page = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
         title, page = html.escape(self.title), html.escape(page)
         place = "grid-area:1/1" if png else "display:block"
@@ -93,7 +95,7 @@ class PageView:
         attributes = f'sandbox="allow-scripts"{loading} style="{place};{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
-            # both in one cell of a grid: where there is no frame the image alone makes the height
+            # both in one cell of a grid: where there is no frame, the image alone sets the height
             fit = f"{place};width:100%;max-height:{self.height}px"
             fit += ";object-fit:contain;object-position:0 0"
             image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
@@ -103,9 +105,10 @@ class PageView:
         return f"<style>{DARK}</style>{around}{folded(self.source)}"
 
     def png(self) -> str:
-        """The image with its title as base64, for where frames are forbidden."""
+        """The image with its title as base64, for places where frames are forbidden."""
         view = self.image()
-        wide = int(12 * view.figure.get_size_inches()[0])  # characters of a line
+        # characters of a line: about 12 of the bold 10-point title fit an inch
+        wide = int(12 * view.figure.get_size_inches()[0])
         title = "\n".join(map(drawable, textwrap.wrap(view.title, wide)))
         view.figure.suptitle(title, x=0.01, ha="left", fontsize=10, weight="bold")
         return base64.b64encode(small_png(view, FALLBACK)).decode()
@@ -130,8 +133,8 @@ class PageView:
 
 
 def document(title: str, data: Mapping[str, Any], script: str, library: str = "") -> str:
-    """The page that runs ``assets/<script>.js`` on ``data``, dressed by ``<script>.css`` if there
-    is one; ``library`` is a script that it may start, which it holds deflated."""
+    """The page that runs ``assets/<script>.js`` on ``data``, styled by ``<script>.css`` if there is
+    one. ``library`` is a script that it may start; the page holds it deflated."""
     style = _asset("page.css")
     if (ASSETS / f"{script}.css").is_file():
         style += _asset(f"{script}.css")
@@ -140,6 +143,7 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
     if library:
         data = {**data, "library": _deflated(library)}
     text = json.dumps(_shown(data), allow_nan=False, separators=(",", ":"))
+    # no text of the data can then end the script element that holds it
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return (
@@ -153,7 +157,7 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
 
 
 def allowed_scripts(script: str, library: str = "") -> tuple[str, ...]:
-    """Hashes of the script of a page and of the library that it may start."""
+    """Hashes of the script of a page and of the library that it may start, for its policy."""
     return tuple(script_hash(text) for text in (_code(script), library) if text)
 
 
@@ -172,12 +176,13 @@ def _deflated(library: str) -> str:
 
 
 def script_hash(script: str) -> str:
-    """A script as a content policy names it."""
+    """The hash of a script, as a content policy writes it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 def _shown(value: Any) -> Any:
-    """Data with every text as :func:`tl_geometry.base.html.visible` shows it."""
+    """Data with every text as :func:`tl_geometry.base.html.visible` shows it. A list that begins
+    with a number is taken for a row of numbers and left as it is: rows are long."""
     if isinstance(value, str):
         return html.visible(value)
     if isinstance(value, Mapping):
@@ -188,8 +193,8 @@ def _shown(value: Any) -> Any:
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
-    """A number as a page holds it: rounded to ``digits`` significant digits, ``None`` where it is
-    not finite.
+    """A number as a page holds it: rounded to ``digits`` significant digits; ``None`` if it is not
+    finite, which JSON cannot write.
 
     >>> rounded(1 / 3), rounded(float("nan"))
     (0.33333, None)
@@ -208,18 +213,18 @@ def text_data(tokens: Sequence[str]) -> dict[str, Any]:
 
 
 def text_lines(text: Mapping[str, Any], width: int, padding: int) -> int:
-    """Lines that the tokens of :func:`text_data` take on a page ``width`` pixels wide, with
-    ``padding`` pixels beside each."""
+    """About how many lines the tokens of :func:`text_data` take on a page ``width`` pixels wide,
+    with ``padding`` pixels beside each."""
     lines, used = 1, 0.0
     for token, ends in zip(text["tokens"], text["breaks"], strict=True):
-        used += 7.3 * len(token) + padding  # the page's font is 7.3 pixels wide
+        used += 7.3 * len(token) + padding  # a character of 12-pixel monospaced text (page.css)
         if ends or used > width:
             lines, used = lines + 1, 0.0
     return lines
 
 
 def caption_height(caption: str) -> int:
-    """Pixels that a caption takes: lines of 18 pixels, with about 105 characters in each.
+    """Height of a caption in pixels: lines of 18 pixels, with about 105 characters in each.
 
     >>> caption_height("a" * 106)
     36
@@ -228,8 +233,8 @@ def caption_height(caption: str) -> int:
 
 
 def small_png(view: View, limit: int) -> bytes:
-    """The image of a figure in at most ``limit`` bytes: of 128 colours, and of fewer pixels where
-    that is not enough."""
+    """The image of a figure in at most ``limit`` bytes: with 128 colours where it would be larger,
+    and with fewer pixels where that is not enough."""
     raw = view.bytes("png")
     if len(raw) <= limit:
         return raw
@@ -245,6 +250,7 @@ def small_png(view: View, limit: int) -> bytes:
             128, method=Image.Quantize.FASTOCTREE
         )
         small.save(buffer, format="png")
+        # an image below 50 pixels is returned whatever it weighs: smaller ones show nothing
         if buffer.tell() <= limit or min(size) < 50:
             return buffer.getvalue()
         scale *= 0.85

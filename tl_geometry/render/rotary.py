@@ -1,5 +1,6 @@
-"""Views of rotary planes: which wavelengths carry a head's scores, and how it scores each offset of
-query and key. The report, the guide and a notebook draw them."""
+"""Which wavelengths carry the scores of a head in a rotary model, and how does the head score each
+offset of query and key? Views of rotary planes. The report, the gallery and a notebook draw
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BANDS = {"near": "#96304e", "middle": "#b3b536", "far": "#8573d6", PASS: "#6e6e6e"}
-"""One colour for each band in every figure: they differ in grey too, and none is that of a part."""
+"""Colour of each band in every figure. They differ in greyscale too, and differ from all parts."""
 GROUPS = {
     "position": PARTS["pos"],
     "content": PARTS["cvec"],
@@ -43,13 +44,13 @@ GROUPS = {
 }
 """Colours of groups of terms."""
 REACH = 32
-"""A profile shows offsets below this."""
+"""A profile shows the offsets smaller than this, in tokens."""
 NULL = "The planes of a head share all of its score: no null is drawn."
 
 
 def band_atlas(planes: PlaneTable, *, ax: Axes | None = None) -> View:
-    """Every head in the colour of the band of wavelengths with the largest share of the covariance
-    of its scores, the stronger the larger that share.
+    """Every head in the colour of one band of wavelengths: the band with the largest share of the
+    covariance of its scores. The larger the share, the stronger the colour.
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
@@ -73,7 +74,7 @@ def band_atlas(planes: PlaneTable, *, ax: Axes | None = None) -> View:
     rows = zip(planes.heads, top.clamp(0, 1).tolist(), which.tolist(), strict=True)
     for (layer, head), strength, band in rows:
         colour = torch.tensor(to_rgb(BANDS[bands.bands[band]]))
-        # a small share keeps enough colour to be told from white
+        # mixed with white by the share; 15% of colour at least, to be told from white
         grid[layers.index(layer), head] = 1 - (1 - colour) * (0.15 + 0.85 * strength)
     size = (0.3 * width + 2.6, max(2.6, 0.16 * len(layers) + 1.2))
     figure, axis = one_axes(ax, size)
@@ -95,8 +96,8 @@ def band_atlas(planes: PlaneTable, *, ax: Axes | None = None) -> View:
 
 
 def _carried(planes: PlaneTable) -> tuple[BandTable, Tensor, Tensor, str]:
-    """Bands, the largest share of each head and the band that has it, and how many heads each band
-    carries, for a title."""
+    """The shares of bands, the largest share of each head, the number of the band that has it, and
+    a title that says how many heads each band carries."""
     bands = planes.by_band()
     top, which = torch.nan_to_num(bands.total_cs).max(-1)
     each = [(band, int((which == i).sum())) for i, band in enumerate(bands.bands)]
@@ -109,16 +110,16 @@ def bands_page(
     planes: PlaneTable,
     profile: OffsetProfile | None = None,
 ) -> PageView:
-    """The atlas as an interactive page: choose a head, by a click or the arrow keys, and beside it
-    follow its planes (the share of each by its wavelength, position and content stacked) and, where
-    there is one, its mean score at each offset.
+    """:func:`band_atlas` as an interactive page. A click or the arrow keys choose a head. Beside
+    the map the page shows its planes (the share of each by its wavelength, position and content
+    stacked) and, if the head has a profile, its mean score at each offset.
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
         profile: from ``offset_profile(split)`` of some of these heads.
 
-    It opens at the first head of ``profile``, or at the one with the largest share of a band that
-    turns.
+    The page opens at the first head of ``profile``, or else at the head with the largest share of
+    a band that is rotated.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -145,13 +146,14 @@ def bands_page(
             name: {"bands": _rows(total), "planes": _stacked(planes, name)}
             for name, total in totals.items()
         },
-        # NaN marks planes that a head lacks, and is unequal to itself
+        # w == w leaves out NaN, which marks planes that a head lacks
         "waves": [[rounded(w, 4) for w in row if w == w] for row in planes.wavelength.tolist()],
         "marks": [NEAR, planes.length],
         "profile": None if profile is None else _profile(planes, profile),
         "share": "cs",
         "head": planes.heads.index(first),
     }
+    # height: 19 pixels for a row of the map (planes.css), at least 520 for the plots beside it
     return PageView(
         "planes",
         data,
@@ -169,7 +171,7 @@ def bands_page(
 
 
 def _strongest(planes: PlaneTable) -> tuple[int, int]:
-    """The head with the largest share of one band that turns, or of any."""
+    """The head with the largest share of one rotated band; of any band where nothing is rotated."""
     bands = planes.by_band()
     total = torch.nan_to_num(bands.total_cs)
     turns = torch.tensor([name != PASS for name in bands.bands])
@@ -178,15 +180,15 @@ def _strongest(planes: PlaneTable) -> tuple[int, int]:
 
 
 def _groups(planes: PlaneTable) -> dict[str, Bool[Tensor, " term"]]:
-    """The terms of each group; all together where terms have none."""
+    """Which terms belong to each group; all of them to ``"all terms"`` where they have no group."""
     names = [group_of(term) or "all terms" for term in planes.terms]
     groups = [group for group in GROUPS if group in names]
     return {group: torch.tensor([name == group for name in names]) for group in groups}
 
 
 def _stacked(planes: PlaneTable, share: str) -> list[list[list[int]]]:
-    """Shares of the planes of each head by group of terms, as whole parts of 10,000, which take a
-    third of the bytes in a table of many planes."""
+    """Shares of the planes of each head by group of terms, in units of 1/10,000. Whole numbers take
+    a third of the bytes in a table of many planes."""
     shares = torch.nan_to_num(planes.cs if share == "cs" else planes.gs).double()
     member = torch.stack(list(_groups(planes).values()), -1).to(shares)
     parts = (1e4 * shares @ member).round().int()
@@ -195,7 +197,7 @@ def _stacked(planes: PlaneTable, share: str) -> list[list[list[int]]]:
 
 
 def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
-    """The offset profile of the heads that have one."""
+    """The offset profiles for the page, by the number of the head."""
     shown = profile.offsets.abs() < REACH
     curves = [_rows(x[:, shown]) for x in (profile.mean, profile.low, profile.high)]
     at = {str(planes.heads.index(h)): list(c) for h, *c in zip(profile.heads, *curves, strict=True)}
@@ -213,8 +215,8 @@ def head_planes(
     *,
     heads: Sequence[Head] | Head | None = None,
 ) -> View:
-    """A row for each head: the share of each plane by its wavelength, position and content stacked,
-    and beside it the mean score at each offset with its interval.
+    """One row for each head: the share of each plane by its wavelength, position and content
+    stacked; and, with ``profile``, the mean score at each offset with its interval.
 
     Args:
         planes: from a split's or a sweep's shares, ``.planes()``.
@@ -231,7 +233,8 @@ def head_planes(
     'Which wavelengths carry L1H0'
     """
     available = planes.heads if profile is None else profile.heads
-    chosen = available if heads is None else checks.heads(heads, 10**6, 10**6)  # refused below
+    # any layer and head passes here; those that the tables lack are refused by name below
+    chosen = available if heads is None else checks.heads(heads, 10**6, 10**6)
     missing = [h for h in chosen if h not in planes.heads or h not in available]
     require(not missing, "heads", expected="heads of the table and the profile", got=missing)
     require(len(chosen) <= 12, "heads", expected="at most 12 to draw", got=len(chosen))
@@ -263,7 +266,7 @@ def head_planes(
 
 
 def _in_words(length: int) -> dict[str, str]:
-    """What each band is, in words."""
+    """Band -> its wavelengths in words, for windows of this length."""
     bands = default_bands(length)
     middle, far = bands["middle"], bands["far"]
     return {
@@ -275,15 +278,17 @@ def _in_words(length: int) -> dict[str, str]:
 
 
 def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int]) -> None:
-    """Bars of one head's planes, stacked by group of terms where terms have groups."""
+    """Draw bars of the planes of one head, stacked by group of terms where terms have groups."""
     waves = planes.wavelength[at]
     existing = ~waves.isnan()
     rotated = existing & ~waves.isinf()
     last = float(waves[rotated].max()) if bool(rotated.any()) else 1.0
-    # what is not rotated stands beyond the longest wavelength
+    # what is not rotated has no wavelength: it stands at 4 times the longest one
     centre = torch.where(waves.isinf(), 4 * last, waves)[existing].log10()
+    # bars leave a gap at the closest two wavelengths
     width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
     hatches = ["//" if w else "" for w in waves[existing].isinf().tolist()]
+    # positive shares are stacked upwards from 0, negative ones downwards
     up, down = (torch.zeros(len(centre), dtype=torch.float64) for _ in range(2))
     for name, member in _groups(planes).items():
         share = torch.nan_to_num(planes.cs[at][existing][:, member].sum(-1).double())
@@ -294,6 +299,7 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     for edge in (NEAR, planes.length):
         axis.axvline(math.log10(edge), color="0.7", lw=0.8)
     axis.axhline(0, color="0.3", lw=0.6)
+    # the axis holds logarithms, so ticks at powers of ten are written by hand
     low, high = math.floor(float(centre.min())), math.ceil(float(centre.max()))
     ticks = range(low, high + 1)
     axis.set_xticks(list(ticks), [f"$10^{{{t}}}$" for t in ticks])
@@ -302,7 +308,7 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
 
 
 def _draw_profile(axis: Axes, profile: OffsetProfile, at: int) -> None:
-    """The mean score of one head at each offset, with its interval."""
+    """Draw the mean score of one head at each offset, with its interval."""
     shown = profile.offsets.abs() < REACH
     x, mean = profile.offsets[shown].numpy(), profile.mean[at][shown].numpy()
     low, high = profile.low[at][shown].numpy(), profile.high[at][shown].numpy()

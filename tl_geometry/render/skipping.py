@@ -1,5 +1,5 @@
-"""A figure of skipped layers: what each skip costs, by the map that stands in for the blocks. The
-report, the gallery and a notebook draw it."""
+"""How many blocks can be skipped for how much loss? A figure of what each skip costs, for each map
+that replaces the blocks. The report, the gallery and a notebook draw it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW = 8
-"""States up to which each cell has its number written in it."""
+"""Most states for which each cell has its number written in it."""
 DEEP, MOST_LENGTHS = 9, 4
-"""A model of more states, of which at most so many lengths of skips were measured, is drawn as
-lines: its matrix would be nearly empty."""
+"""A model with more than ``DEEP`` states, measured for at most ``MOST_LENGTHS`` lengths of skips,
+is drawn as lines: its matrix would be nearly empty."""
 COST = "loss increase (nats)"
-"""What a skip costs."""
+"""Label of the cost of a skip."""
 
 
 def skip_figure(skips: SkipMap) -> View:
-    """How many layers can be skipped for how much loss: rows the first skipped block, columns the
-    block that goes on; one panel per map, at the last token of the chunks.
+    """How many blocks can be skipped for how much loss, at the last token of the chunks. Each map
+    has a panel: rows are the first skipped block, columns the block where the model goes on.
 
-    One colour scale for all panels, up to what forgetting the state costs (the map ``"mean"``),
-    where it was measured. Of deep models with few of their pairs measured, a line for each map
-    instead, one panel per number of blocks skipped.
+    All panels have one colour scale. It ends at the cost of forgetting the state (the map
+    ``"mean"``) where that was measured. A deep model of which few pairs were measured has a line
+    for each map instead, and one panel for each number of skipped blocks.
 
     Args:
         skips: from :func:`tl_geometry.skip_map`.
@@ -69,12 +69,14 @@ def skip_figure(skips: SkipMap) -> View:
 
 
 def _matrices(tables: Mapping[str, Tensor], numbered: Sequence[tuple[int, int]]) -> Figure:
-    """A panel for each map: the cost of every pair of states, written out for ``numbered``."""
+    """One panel for each map: the cost of every pair of states, written out for the pairs in
+    ``numbered``."""
     reference = tables.get("mean", torch.stack([*tables.values()]))
     high = float(reference.nan_to_num().max())
     figure, axes = canvas(len(tables), size=(WIDTH / max(len(tables), 3), 2.2), sharey=True)
     for axis, (map_type, table) in zip(axes, tables.items(), strict=True):
         last = len(table) - 1
+        # rows are the first skipped blocks, from 0; columns the blocks that go on, from 1
         draw_matrix(axis, table[:-1, 1:], 0.0, high, extent=(0.5, last + 0.5, last - 0.5, -0.5))
         axis.set_title(map_type, fontsize=9)
         axis.set_xlabel("goes on at block")
@@ -90,7 +92,7 @@ def _matrices(tables: Mapping[str, Tensor], numbered: Sequence[tuple[int, int]])
 
 
 def _lines(tables: Mapping[str, Tensor], lengths: Sequence[int]) -> Figure:
-    """A panel for each number of skipped blocks: the cost over the first skipped block."""
+    """One panel for each number of skipped blocks: the cost over the first skipped block."""
     figure, axes = canvas(len(lengths), size=(WIDTH / max(len(lengths), 2), 2.6), sharey=True)
     for axis, length in zip(axes, lengths, strict=True):
         for map_type, table in tables.items():
@@ -98,6 +100,7 @@ def _lines(tables: Mapping[str, Tensor], lengths: Sequence[int]) -> Figure:
             width = 2 if map_type == "flow" else 1
             axis.plot(range(len(costs)), costs, "o-", ms=2, lw=width, label=map_type)
         if "mean" in tables:
+            # a map that costs much more than forgetting may leave the panel
             axis.set_ylim(None, 1.2 * float(tables["mean"].diagonal(length).nan_to_num().max()))
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")

@@ -1,8 +1,8 @@
-"""Do tokens travel through the layers as a bundle? Their paths in three dimensions, turned with the
-mouse, drawn by plotly on a self-contained page. A notebook shows it.
+"""Do tokens travel through the layers as a bundle? A self-contained page on which plotly draws
+their paths in three dimensions; the mouse turns them. A notebook shows it.
 
-plotly's script is stored deflated in the page and is allowed to run by its hash, so that nothing is
-fetched. Needs the extra ``plotly``: ``pip install "tl-geometry[plotly]"``.
+The page fetches nothing: it holds plotly's script deflated, and allows it to run by its hash. It
+needs the extra ``plotly``: ``pip install "tl-geometry[plotly]"``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ SCALE = "Viridis"
 """Colours of states, dark first and bright last."""
 BUTTONS = ["zoom3d", "pan3d", "orbitRotation", "tableRotation", "resetCameraDefault3d"]
 CONFIG = {"displaylogo": False, "modeBarButtons": [BUTTONS]}
-"""plotly's tools, without those that would send the figure somewhere."""
+"""The tools that plotly shows: none that would send the figure to a server."""
 
 
 class SpaceView(PageView):
-    """A plotly figure with its page: ``figure`` is plotly's own, and what is changed in it is shown
-    and saved.
+    """A plotly figure with its page. ``figure`` is the plotly figure itself; changes to it are
+    shown and saved.
 
-    A notebook gets plotly's own kind of output (JupyterLab, Notebook 7 and VS Code turn it) and an
-    image; ``save`` writes a page that opens offline, or the image.
+    A notebook gets plotly's own type of output, which JupyterLab, Notebook 7 and VS Code display,
+    and an image. ``save`` writes a page that opens offline, or the image.
     """
 
     @property
@@ -51,7 +51,7 @@ class SpaceView(PageView):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(include, exclude)
-        del bundle["text/html"]  # 2 MB of script with every output
+        del bundle["text/html"]  # it would add 2 MB of script to every output
         return {"application/vnd.plotly.v1+json": self.payload()["figure"], **bundle}
 
 
@@ -100,14 +100,15 @@ def _plotly_script() -> str:
 def paths_figure(
     points: Float[Tensor, "trajectory state 3"], states: Sequence[int], names: Sequence[str]
 ) -> Figure:
-    """The plotly figure of paths: for each state the points and, behind them, the lines that lead
-    to them; a slider ends the paths at a state. ``names`` are those of the axes."""
+    """The plotly figure of paths, with two traces for each state: the lines that lead to its
+    points, and the points. A slider chooses the state at which paths end. ``names`` label the
+    axes."""
     import plotly.graph_objects as go
     from plotly.colors import sample_colorscale
 
     states, last = list(states), len(states) - 1
     colours = sample_colorscale(SCALE, [t / max(1, last) for t in range(len(states))])
-    gap = points.new_full((len(points), 1, 3), torch.nan)  # between the lines of two paths
+    gap = points.new_full((len(points), 1, 3), torch.nan)  # breaks the line between two paths
     traces = []
     for t, state in enumerate(states):
         steps = torch.cat((points[:, max(0, t - 1) : t + 1], gap), 1).flatten(0, 1)
@@ -118,8 +119,10 @@ def paths_figure(
         look = {"mode": "markers", "marker": marker, "hoverinfo": "text", "hovertext": hovers}
         traces.append(_trace(go, points[:, t], **look))
     titles = {f"{side}axis": {"title": {"text": name}} for side, name in zip("xyz", names)}
+    # a centre below the middle lifts the paths in the frame, away from the slider below
     camera = {"eye": {"x": 1.4, "y": 1.4, "z": 0.9}, "center": {"x": 0, "y": 0, "z": -0.12}}
     bar = {"title": {"text": "state"}, "thickness": 12, "len": 0.6, "tickvals": whole_ticks(states)}
+    # a single state still needs a scale of some length
     ends = {"cmin": states[0], "cmax": max(states[-1], states[0] + 1)}
     steps = []
     for t, state in enumerate(states):

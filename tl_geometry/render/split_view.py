@@ -1,10 +1,10 @@
-"""The page of a split: the signed terms of some heads' attention scores, their total and the
+"""The page of a split: the signed terms of the attention scores of some heads, their total and the
 pattern, as linked panels on one symmetric scale. README, the guide, notebooks and the report show
 it.
 
-1. Some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`; terms are taken one
-   by one, or summed to four groups.
-2. Panels of more than ``max_cells`` tokens become block maxima; values are quantised
+1. The input is some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`. Terms
+   are taken one by one, or summed to four groups.
+2. For more than :data:`CELLS` tokens a panel shows block maxima. Values are quantised
    (:mod:`tl_geometry.render.cells`), more coarsely where the page would be too large.
 3. The page (``assets/split.js``) draws them; matplotlib draws the image from the same numbers.
 """
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
 Term = tuple[str, str]
 NULL = "Terms are exact: they have no null."
 GROUPS = ("position", "position-content", "content-position", "content")
-"""Four sums of terms: no context part on either side (ALiBi among them), on the key side, on the
-query side, on both."""
+"""Four sums of terms, in this order: no context part on either side (ALiBi among them), on the key
+side only, on the query side only, on both sides."""
 CELLS = 256
-"""Most cells across a panel; for more tokens a cell is a block."""
+"""Most cells across a panel. For more tokens a cell is a block of tokens."""
 SIZES = (2_000_000, 4_000_000)
-"""Most bytes of a page of up to four panels, and of more."""
+"""Most bytes of a page with up to four panels, and of a page with more."""
 LEAST = 708
-"""Least width of the page in pixels; it still fits a page of text."""
+"""Smallest width of the page in pixels, which fits into a page of text."""
 ROWS, LABELLED = 12, 24
-"""Heads that the image shows, and labels on each of its axes."""
+"""Most heads that the image shows, and most token labels on each side of a panel."""
 BEYOND = ("#ffb000", "#00b4a0")
-"""Marks of what lies above and below the colour scale."""
+"""Colours of values above and below the colour scale, as in ``assets/page.js``."""
 
 
 def split(
@@ -74,33 +74,35 @@ def split(
     """The signed terms of one or several heads, their total and the pattern, as linked panels on
     one symmetric scale.
 
-    Move over a cell to read query token, key token, every panel, the total and the pattern there;
-    click a query, or a token of the text, to colour its sources in the text by any panel; choose
-    the head and the end of the colour scale above. The line of code gives the numbers of the cell
-    from ``split``; its button (or the key c) copies it, and a click on a cell keeps it.
+    - Move over a cell to read its query token, its key token, and every panel there.
+    - Click a query, or a token of the text, to colour its sources in the text by any panel.
+    - Choose the head, and the end of the colour scale, above the panels.
+    - A line of code gives the numbers of the cell from ``split``. Its button (or the key c) copies
+      it; a click on a cell keeps it.
 
     Args:
         split: from :func:`tl_geometry.split_scores`.
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
         context: which prompt.
-        tokens: texts of its tokens (a split knows those of its first prompt).
+        tokens: texts of its tokens; a split brings those of its first prompt.
         panels: ``"groups"``: ``position``, ``position-content`` (query part first),
             ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
             sixteen; or names of groups and terms. Groups by default, terms if the parts are your
             own.
-        centered: subtract the mean over the allowed keys from each row of each panel: what the
-            softmax sees.
-        title: of the page, by default the names of the heads.
+        centered: subtract from each row of each panel its mean over the allowed keys, which does
+            not change the softmax.
+        title: title of the page, by default with the names of the heads.
 
-    The full colour of all panels and heads stands at the largest value, or at twice the 99th
-    percentile if that is less; what lies beyond it is marked. The pattern has its own scale from 0
-    to 1. Panels of more than 256 tokens show block maxima (of the absolute value, with its sign).
-    Pages of up to four panels have at most 2 MB, others 4 MB: kept by coarser steps, then by larger
-    blocks.
+    One colour scale serves all panels and heads. It ends at the largest value, or at twice the 99th
+    percentile if that is less; values beyond it are marked. The pattern has a scale of its own,
+    from 0 to 1. Panels of more than 256 tokens show block maxima (of the absolute value, with its
+    sign). A page of up to four panels has at most 2 MB, any other 4 MB. To keep that, values get
+    coarser steps, and then blocks become larger.
 
-    What is read is within half a quantisation step of the split: float16 up to 64 tokens, else int8
-    of each panel's largest value. The caption has the step, the reconstruction error, and what is
-    beyond the scale or not a number (hatched).
+    A number on the page is within half a quantisation step of the split. Values are float16 up to
+    64 tokens, else int8 relative to the largest value of their panel. The caption gives the
+    rounding error, the reconstruction error, and how many cells are beyond the scale or not a
+    number (hatched).
 
     Raises ``GeometryError`` for heads, contexts and panels that the split does not have, and for
     more heads than the page has room for.
@@ -126,10 +128,11 @@ def split(
     name = title or f"Split of the scores of {head_names(shown.heads)}"
     for block in _blocks(len(texts)):
         grids = draw_panels(shown, chosen, block, centered)
+        # float16 panels have no steps to choose, so they are packed once
         for levels in cells.LEVELS if grids.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(grids.values, grids.allowed, levels)
             size = len(packed.fields["cells"])
-            if size > 1.6 * most:  # the coarsest steps save only a third
+            if size > 1.6 * most:  # the coarsest steps save only a third: larger blocks are needed
                 break
             if size <= most:
                 page = _page(shown, chosen, grids, packed, texts, centered, name, lookup)
@@ -140,7 +143,7 @@ def split(
 
 
 def _blocks(tokens: int) -> Iterator[int]:
-    """Block sizes to try, finest first."""
+    """Block sizes to try, the finest first; the others leave at least 8 blocks across."""
     block = -(-tokens // CELLS)
     yield block
     while tokens / (block := 2 * block) >= 8:
@@ -148,7 +151,7 @@ def _blocks(tokens: int) -> Iterator[int]:
 
 
 def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str, list[Term]]:
-    """Name of each panel and the terms that it sums."""
+    """The name of each panel, and the terms that it sums."""
     terms = {f"{a}-{b}": [(a, b)] for a, b in split.terms}
     groups = groups_of(list(split.terms))
     if panels is None:
@@ -167,7 +170,7 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
 
 
 def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
-    """The terms of each of the four groups that has one; none where the parts are one's own.
+    """The terms of each of the four groups that has any; no groups if the parts are the user's own.
 
     >>> groups_of([("pos", "pos"), ("pos", "cvec"), ("alibi", "alibi")])
     {'position': [('pos', 'pos'), ('alibi', 'alibi')], 'position-content': [('pos', 'cvec')]}
@@ -184,8 +187,8 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
 
 
 def panel_code(panels: dict[str, list[Term]], centered: bool) -> list[str]:
-    """Code that gives each panel, the total and the pattern ``[batch head query key]`` from a
-    split.
+    """Code that gives each panel, the total and the pattern from ``split``, all
+    ``[batch head query key]``.
 
     >>> panel_code({"pos-cvec": [("pos", "cvec")]}, False)
     ["split.terms['pos', 'cvec']", 'split.total()', 'split.pattern()']
@@ -203,7 +206,7 @@ def panel_code(panels: dict[str, list[Term]], centered: bool) -> list[str]:
 
 
 class PanelValues(NamedTuple):
-    """Values of the panels, then of total and pattern, by block of tokens."""
+    """Values of the panels, then of the total and the pattern, one for each block of tokens."""
 
     values: Float[Tensor, "head term query key"]
     allowed: Bool[Tensor, "head query key"]
@@ -214,11 +217,11 @@ def draw_panels(
     split: ScoreSplit, panels: dict[str, list[Term]], block: int = 1, centered: bool = False
 ) -> PanelValues:
     """The panels of the first context, then the total and the pattern, as block maxima, for all
-    heads of the split. A few rows at a time, so that memory grows with the prompt and not its
-    square."""
+    heads of the split. They are computed a few rows at a time, so that memory grows with the length
+    of the prompt and not with its square."""
     length, terms = split.q.shape[2], split.terms
     zero = torch.zeros(())
-    # whole blocks of rows
+    # rows of a step: whole blocks, at most ROW_CELLS cells where that is possible
     step = block * max(1, ROW_CELLS // (len(split.heads) * length * block))
 
     def reduced(queries: slice) -> tuple[Tensor, Tensor]:
@@ -237,7 +240,7 @@ def draw_panels(
 
 
 def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
-    """Some heads of one context, so that a term is computed for these alone."""
+    """The split of some heads and one context, so that terms are computed for these alone."""
     at = slice(context, context + 1)
     return dataclasses.replace(
         split,
@@ -278,7 +281,7 @@ def _page(
     caption = _caption(split, panels, grids, packed, len(texts), top, centered)
     rows, columns, places = _layout(split, panels)
     size = grids.values.shape[-1]
-    # pixels across a panel: the fewer there are, the larger they are
+    # pixels across a panel, larger where there are few; from 3 pixels on a cell is a whole number
     cell = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * size + 16) + 12)
@@ -299,6 +302,8 @@ def _page(
         **lookup,
     }
     across = max(width, LEAST)
+    # lines of readings (112 pixels and a gap of 6 each, page.css), lines of buttons, and pixels of
+    # the text, which scrolls above 180; 24 is the padding of the page
     readings = math.ceil(len(names) / max(1, (across - 24) // 118))
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / across)
     lines = min(180, 24 * text_lines(text, across, padding=3))
@@ -316,17 +321,18 @@ def _page(
 
 
 def _allowed(grids: PanelValues, values: Tensor) -> Tensor:
-    """The values of some panels where a key is allowed, as one vector."""
+    """The values of some panels at the allowed keys, as one vector."""
     return values[grids.allowed[:, None].expand_as(values)]
 
 
 def _limit(grids: PanelValues) -> tuple[float, float]:
-    """Value of the full colour, and the largest absolute value."""
+    """The value of full colour, and the largest absolute value, over all panels but the
+    pattern."""
     shown = _allowed(grids, grids.values[:, :-1])
     sizes = shown[torch.isfinite(shown)].abs()
     high = float(sizes.max()) if len(sizes) else 0.0
     percentile = max(1, math.ceil(0.99 * len(sizes)))
-    # a few large cells would make all others pale
+    # a few large cells would make all others pale; torch.quantile refuses so many values
     usual = 2 * float(sizes.kthvalue(percentile).values) if len(sizes) else 0.0
     return (min(high, usual) if usual > 0 else high) or 1.0, high or 1.0
 
@@ -334,10 +340,11 @@ def _limit(grids: PanelValues) -> tuple[float, float]:
 def _layout(
     split: ScoreSplit, panels: dict[str, list[Term]]
 ) -> tuple[int, int, list[tuple[int, int]]]:
-    """Rows and columns of the grid, and the place of each panel: query part down, key part across,
-    total and pattern at the right."""
+    """Rows and columns of the grid, and the row and column of each panel. Of a full set of terms,
+    rows are the query part and columns the key part; total and pattern stand at the right."""
     names, side = list(panels), len(split.parts)
     every_term = names == [f"{a}-{b}" for a, b in split.terms]
+    # other choices of panels: four in a square, else up to three in a row
     if not every_term:
         side = 2 if len(names) == 4 else min(3, len(names))
     places = [divmod(i, side) for i in range(len(names))]
@@ -357,6 +364,7 @@ def _caption(
     centered: bool,
 ) -> str:
     shown, scores = (_allowed(grids, v) for v in (grids.values, grids.values[:, :-1]))
+    # a little above the limit, so that rounding marks nothing; the page does the same
     beyond = int((scores.abs() > top * (1 + 1e-9)).sum())
     holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
@@ -392,8 +400,8 @@ def _image(
     title: str,
     caption: str,
 ) -> View:
-    """The panels of one head in their grid, or a row of panels for each head, from the numbers that
-    the page shows."""
+    """The static image, from the numbers that the page shows: the panels of one head in their grid,
+    or a row of panels for each of several heads."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
@@ -402,19 +410,21 @@ def _image(
     single = count == 1
     at = [places] if single else [[(row, i) for i in range(len(names))] for row in range(count)]
     rows, columns = (1 + max(place[i] for panels in at for place in panels) for i in (0, 1))
-    # gaps between panels; one head has room for the names of its tokens
+    # panels and gaps in cells of the sheet; larger gaps between rows of a single head
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
     score = ScalarMappable(Normalize(-top, top), signed)
     pattern = ScalarMappable(Normalize(0, 1), SEQUENTIAL)
+    # one image for all panels; what is not painted stays transparent
     sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)
     for row, panels in enumerate(at):
         for values, name, (r, c) in zip(grids.values[row], names, panels, strict=True):
             painted = _painted(values, grids.allowed[row], pattern if name == "pattern" else score)
             sheet[r * high : r * high + n, c * wide : c * wide + n] = painted
-    inch = 2.1 if single else 1.0
+    inch = 2.1 if single else 1.0  # of a panel
     across = 1.15 * inch * columns + 0.8
-    side = 0.9 * (across - 1.4) / (1.06 * columns)  # of a panel, beside labels and colour bars
+    # estimated inches of a panel beside labels and colour bars: sets the height and the font size
+    side = 0.9 * (across - 1.4) / (1.06 * columns)
     down = side * rows * high / n + (0.7 if single else 0.65)
     figure, axis = one_axes(None, (across, down))
     axis.set_anchor("N")
@@ -424,6 +434,7 @@ def _image(
         size = 8 if single else 6.5
         axis.text(c * wide, r * high - 0.5 - 0.02 * n, name, fontsize=size, va="bottom")
     if single:
+        # in points, 72 an inch: 0.8 of the distance between two labels
         size = min(7.0, 0.8 * 72 * side / max(1, min(len(texts), LABELLED)))
         _name_tokens(axis, places, texts if grids.block == 1 else [], high, wide, size)
     else:
@@ -435,6 +446,7 @@ def _image(
     axis.set_ylabel("query" if single else "head", fontsize=8)
     shown = _allowed(grids, grids.values[:, :-1])
     beyond = bool((shown.abs() > top * (1 + 1e-9)).any())
+    # colour bars of at most about 3 inches, however many rows there are
     bar = {"shrink": min(1.0, 3 / (inch * rows)), "fraction": 0.05, "pad": 0.02, "aspect": 25}
     figure.colorbar(pattern, ax=axis, label="pattern", **bar)
     figure.colorbar(score, ax=axis, label="score", extend="both" if beyond else "neither", **bar)
@@ -451,7 +463,8 @@ def _name_tokens(
     wide: int,
     size: float,
 ) -> None:
-    """Texts of the tokens at the left of each row of panels and below the last one."""
+    """Write the texts of tokens at the left of each row of panels and below the last row: all of a
+    few, every second, third, ... of more than :data:`LABELLED`."""
     every, last = max(1, -(-len(texts) // LABELLED)), max(r for r, _ in places)
     labels = [drawable(html.token_text(t)) for t in texts[::every]]
     ticks = range(0, every * len(labels), every)
@@ -463,7 +476,7 @@ def _name_tokens(
 
 
 def _painted(values: Tensor, allowed: Tensor, shade: Any) -> np.ndarray:
-    """Colours of a panel: grey where no key is allowed, chequered where there is no number."""
+    """Colours of a panel: grey where no key is allowed, a chequered pattern for NaN."""
     colours = shade.to_rgba(torch.nan_to_num(values).numpy(), bytes=True)
     q, k = np.indices(values.shape)
     hole = np.where((q + k)[..., None] % 2, (50, 50, 50, 255), (190, 190, 190, 255))

@@ -1,5 +1,5 @@
-"""Maps of all heads side by side: which attend by position, which by content, and which are
-previous-token or induction heads. The report and the gallery draw them."""
+"""Which heads attend by position, which by content, and which are previous-token or induction
+heads? Maps of all heads side by side. The report and the gallery draw them."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
 
 
 def _height(sweep: SweepTable) -> float:
-    """Inches in which the rows of a deep model stay apart."""
+    """Height of a figure in inches: 0.13 for a row, so that the layers of a deep model stay apart,
+    and room for titles and labels."""
     return max(2.6, 0.13 * len({layer for layer, _ in sweep.heads}) + 0.8)
 
 
 def head_types(sweep: SweepTable) -> View:
-    """Head-type scores on repeated random tokens for every head; uniform attention's score stands
-    in each title.
+    """Head-type scores of every head on repeated random tokens. The title of each panel has the
+    score of uniform attention.
 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads` over heads whose types were scored.

@@ -1,7 +1,8 @@
-"""A logit over the text of its prompt: every token in the colour of what it contributes.
+"""Which tokens of a prompt did a logit come from? The text of the prompt, with every token in the
+colour of what it contributes. The gallery, the guide and a notebook draw it.
 
-The table of :meth:`~tl_geometry.circuits.LogitGraph.tokens` is drawn as running text, so that the
-tokens that a logit came from are read in their context.
+The table of :meth:`~tl_geometry.circuits.LogitGraph.tokens` is drawn as running text, so that a
+reader sees each token in its context.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
 
 LINE = 76
-"""Characters of a line: what a monospaced font of nine points fits beside the colour bar."""
+"""Characters of a line: as many as fit beside the colour bar in nine points. Text is drawn in eight
+points, so that boxes are a little wider than their text."""
 NARROWEST = 20
-"""Characters that a line needs beside the colour bar."""
+"""Fewest characters of a line."""
 MARKED = 0.05
-"""Share of the largest value from which a token's value stands below it as a number: smaller ones
+"""Tokens whose value is above this share of the largest have it written below them. More numbers
 would overlap and say little."""
 DARK = 0.6
-"""Share of the colour scale from which a background is dark enough to need white text."""
+"""Share of the colour scale above which the background is so dark that text is white."""
 
 
 class PlacedToken(NamedTuple):
-    """A token of the text: where it begins (characters from the left, lines from the top)."""
+    """The text of a token and where it begins: characters from the left, lines from the top."""
 
     text: str
     x: int
@@ -34,8 +36,8 @@ class PlacedToken(NamedTuple):
 
 
 def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
-    r"""Tokens as running text in lines of ``width`` characters; a token that ends with a line break
-    ends its line.
+    r"""Place tokens as running text in lines of ``width`` characters. A token that ends with a line
+    break ends its line.
 
     >>> [(token.x, token.line) for token in lay_out(["ab", " cd\n", "e"], 4)]
     [(0, 0), (0, 1), (0, 2)]
@@ -54,11 +56,11 @@ def lay_out(tokens: Sequence[str], width: int = LINE) -> list[PlacedToken]:
 
 
 def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
-    """The text of a prompt, each token in the colour of what its embedding contributes to the
-    logit along value paths (red for, blue against), the larger values as numbers below.
+    """The text of a prompt. The colour of each token is what its embedding contributes to the logit
+    along value paths (red for it, blue against it). Larger values stand below as numbers.
 
     Args:
-        table: of ``trace_logit(...).tokens()``.
+        table: from ``trace_logit(...).tokens()``.
         width: characters of a line; 38 or fewer can be read on a phone.
 
     >>> import tl_geometry as tlg
@@ -76,7 +78,7 @@ def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
     require(width >= NARROWEST, "width", expected=enough, got=width)
     values = table.value[:-1].tolist()  # the last row is that of the constants
     placed = lay_out(table.tokens[:-1], width)
-    # a text without contributions still needs a scale
+    # a text without contributions still needs a colour scale
     limit = max(map(abs, values)) or 1.0
     lines = placed[-1].line + 1
     figure, (axis,) = canvas(size=(WIDTH * width / LINE, 0.9 + 0.42 * lines))

@@ -1,6 +1,7 @@
-"""Figures of weights and of what depends on them: diagonal and block of each head, coverage of its
-singular values, paths of tokens on the sphere, the cost of replacing W_QK or of editing the model.
-The report, the gallery and a notebook draw them."""
+"""What do the weights of heads read and write, and what does it cost to change them? Figures of the
+diagonal and the leading block of W_QK or W_OV, of the coverage of singular values, of paths of
+tokens on the sphere, and of the loss when W_QK is replaced or the model is edited. The report, the
+gallery and a notebook draw them."""
 
 from __future__ import annotations
 
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = 60
-"""Most entries of the diagonal, and directions of the basis, that a panel shows."""
+"""Most entries of the diagonal, and most directions of the basis, that a panel shows."""
 SURROGATE_CONTROLS = {
     "random": "a random subspace of the same rank",
     "none": "no W_QK at all",
     "whole": "W_QK itself, which changes nothing",
 }
-"""Part in the place of W_QK that is a control -> what it is."""
+"""Replacement of W_QK that is a control -> what it is, in words."""
 CONTROLS = ("random", "bias", "uniform")
-"""Words in the names of conditions that are controls."""
+"""A condition is drawn as a control if its name contains one of these."""
 
 
 def weight_blocks(
@@ -56,12 +57,12 @@ def weight_blocks(
     *,
     ax: Axes | None = None,
 ) -> View:
-    """Each head's diagonal (red) and rotated off-diagonal block above the threshold (blue), in
-    absolute value (Song & Zhong 2023, Fig. 5).
+    """Absolute values of the diagonal of each head (red), and of its off-diagonal block in the
+    directions of the basis above the threshold (blue) (Song & Zhong 2023, Fig. 5).
 
-    One panel per head; red cells show the first entries of diag(W) in the model's coordinates, blue
-    cells the first directions of the basis, each scaled to its head's largest value. The dashed
-    frame is the k x k block.
+    Each head has a panel. Red cells are the first entries of diag(W) in the model's coordinates,
+    blue cells entries in the first directions of the basis; both are scaled to their largest value
+    in the head. The dashed frame is the k x k block.
 
     Args:
         geometry: from :func:`tl_geometry.weight_geometry`.
@@ -82,6 +83,7 @@ def weight_blocks(
     chosen = checks.heads(heads, n_layers, n_heads, layer)
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
+    # inches: a panel takes a third of the width at most, so that a single one stays small
     panel = (WIDTH / max(columns, 3), 2.0)
     figure, axes = panels(ax, len(rows), "head", columns=columns, size=panel)
     size = min(SIZE, *geometry.block.shape[-2:])
@@ -116,8 +118,8 @@ def weight_blocks(
 def _pictures(
     geometry: WeightGeometry, rows: Sequence[int], size: int
 ) -> Float[Tensor, "head row column 3"]:
-    """Colour images: blue for the block and red for the diagonal on white; square roots, so that
-    small entries are seen too."""
+    """Colour images: the block in blue and the diagonal in red on white. Colours follow the square
+    root, which makes small entries visible too."""
     block = geometry.block[rows, :size, :size].abs()
     block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
@@ -126,13 +128,13 @@ def _pictures(
         # a head without entries above the threshold is white
         return (x / x.amax((-2, -1), keepdim=True).clamp(min=1e-300)).sqrt().unsqueeze(-1)
 
+    # each factor tints white by its colour; cells with both show a mix
     blue, red = torch.tensor([0.0, 0.45, 0.70]), torch.tensor([0.84, 0.10, 0.11])
     return (1 - scaled(block) * (1 - blue)) * (1 - scaled(diagonal) * (1 - red))
 
 
 def coverage_curves(readout: TokenReadout, *, ax: Axes | None = None) -> View:
-    """Cumulative share of the singular values of each head, one line per head and one colour per
-    layer.
+    """Cumulative share of the singular values of each head, one line per head, coloured by layer.
 
     Args:
         readout: from :func:`tl_geometry.token_readout`.
@@ -170,13 +172,13 @@ def sphere_paths(
     *,
     ax: Axes | None = None,
 ) -> View:
-    """Paths of tokens through the layers in three dimensions, colour by state, the last state
-    labelled by its token where there is room.
+    """Paths of tokens through the layers in three dimensions, coloured by state. The end of a path
+    has the text of its token where there is room.
 
     Args:
         paths: from :func:`tl_geometry.sphere.token_paths`.
         context: which prompt.
-        positions: some of its tokens, all by default.
+        positions: some of its positions, all by default.
         ax: axes to draw into, with ``projection="3d"``.
 
     >>> import tl_geometry as tlg
@@ -211,21 +213,23 @@ def sphere_paths(
 
 
 def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) -> int:
-    """Write names beside points, each at the first of four sides where it is over no other, as the
-    axes are turned now; return how many found room."""
+    """Write names beside points. Each takes the first of four corners where it covers no other
+    name, seen as the axes are turned now. Return how many found room."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
     from mpl_toolkits.mplot3d.proj3d import proj_transform
 
+    # a white outline, so that names are readable on lines
     halo = [withStroke(linewidth=2, foreground="white")]
     x, y, z = ends.double().numpy().T
     x, y, _ = proj_transform(x, y, z, axis.get_proj())
     pixels = axis.transData.transform(np.stack([x, y], 1))
-    wide, high = 5.2, 11.0  # of a character of 7 points, in pixels
+    wide, high = 5.2, 11.0  # pixels of a character of 7 points at matplotlib's 100 pixels an inch
     taken: list[Bbox] = []
     for (u, v), end, name in zip(pixels.tolist(), ends.tolist(), names, strict=True):
         width = wide * len(name)
         for across, up in product(("left", "right"), ("bottom", "top")):
+            # 3 pixels between a point and its name
             left = u + 3 if across == "left" else u - 3 - width
             box = Bbox.from_bounds(left, v if up == "bottom" else v - high, width, high)
             if not box.count_overlaps(taken):
@@ -237,7 +241,7 @@ def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) 
 
 
 def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
-    """Change in next-token loss when W_QK is replaced by each part of it; controls are grey.
+    """Change in next-token loss when W_QK is replaced by each of its parts. Controls are grey.
 
     Args:
         effect: from :func:`tl_geometry.interventions.surrogate_effect`.
@@ -274,11 +278,12 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
 
 
 def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = None) -> View:
-    """Change of a measure under each condition of an edit of the live model, with its 95% interval;
-    controls are grey.
+    """Change of a measure under each condition of an edit of the live model, with its 95% interval.
+    Controls are grey.
 
     Args:
-        effects: from :func:`tl_geometry.interventions.dominant_only` and others.
+        effects: from :func:`tl_geometry.interventions.dominant_only`, or any other
+            :class:`~tl_geometry.interventions.Effects`.
         measure: ``"loss"``, ``"induction_loss"`` or ``"kl"``.
         ax: axes to draw into.
 
@@ -291,9 +296,10 @@ def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = No
     'What is left of the model when heads keep only a part of their scores?'
     """
     figure, axis = one_axes(ax, (WIDTH, 0.32 * len(effects.conditions) + 0.9))
-    edits = effects.conditions[1:]
+    edits = effects.conditions[1:]  # the first condition is the clean run
     changes = [effects.change(name, measure) for name in edits]
     values = [float(change.value) for change in changes]
+    # no bar where there are too few prompts for an interval
     errors = [float((change.high - change.value).nan_to_num()) for change in changes]
     colours = [GREY if any(word in name for word in CONTROLS) else BLUE for name in edits]
     axis.barh(edits, values, xerr=errors, color=colours, capsize=2, height=0.7)

@@ -1,6 +1,6 @@
-"""Figures of who wrote what heads read: the strongest edges from writers to heads, and one logit
-with the sources and scores behind it. A notebook draws the first; the second is the image of the
-page of a logit."""
+"""Who wrote what heads read? A figure of the strongest edges from writers to heads, which the
+gallery and a notebook draw; and a figure of one logit with the sources and scores behind it, the
+image of :func:`tl_geometry.render.logit_page`."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from tl_geometry.render.knockout_marks import MARK, KnockoutMarks
 from tl_geometry.scores.terms import label
 
 PAIRS, LABELS = 12, 40
-"""Most (head, source) pairs, and names of tokens, that the image of a logit shows."""
+"""Most (head, source) pairs, and most names of tokens, in the image of a logit."""
 TOKEN = 16
-"""Characters of a token beside an axis: longer ones leave no room for the bars."""
+"""Most characters of a token beside an axis; longer ones leave no room for the bars."""
 COLOURS = {"query": BLUE, "key": VERMILION, "value": GREEN}
-"""One colour for each side that a writer is read on."""
+"""One colour for each side on which a head reads a writer."""
 TERMS = 2
-"""Terms of a score named beside its bar."""
+"""How many terms of a score stand beside its bar."""
 TOLD = 4
-"""Heads of which the image of a logit says what knockouts do."""
+"""For how many heads the image of a logit says what their knockouts do."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
 
 def composition_figure(composition: Composition, *, share: str = "cs", n: int = 30) -> View:
-    """The ``n`` strongest edges from writers to heads, layers from top to bottom; a line is as wide
-    as its share is large, dashed where the share is negative.
+    """The ``n`` strongest edges from writers to heads, with layers from top to bottom. The width of
+    a line is the size of its share; a line is dashed where the share is negative.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -60,6 +60,7 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
     edges = composition.edges(share=share, n=n)
     places = zip(composition.wrote, composition.writer_heads, strict=True)
     wrote = dict(zip(composition.parts, places, strict=True))
+    # block and head of every writer and reader; -1 stands for none
     wrote |= {f"L{layer}H{head}": (layer, head) for layer, head in composition.heads}
     width = 1 + max(head for _, head in wrote.values())
     embeddings = [name for name, (layer, head) in wrote.items() if layer < 0 and name != "bias"]
@@ -72,10 +73,10 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
         row = float(blocks.index(layer))
         if layer < 0:
             return float(embeddings.index(name)), row
-        # MLPs stand right of the heads, and lower: they read what the heads wrote
+        # MLPs stand to the right of the heads and lower, because they read what the heads wrote
         return (float(width), row + 0.35) if head < 0 else (float(head), row)
 
-    for writer, reader, side, value in reversed(edges):
+    for writer, reader, side, value in reversed(edges):  # the strongest edges are drawn on top
         (x0, y0), (x1, y1) = place(writer), place(reader)
         # edges of one pair on several sides lie beside each other
         shift = 0.08 * (HEAD_SIDES.index(side) - 1)
@@ -86,7 +87,7 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
         x, y = place(name)
         box = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": GREY}
         axis.text(x, y, drawable(name), ha="center", va="center", fontsize=7, bbox=box)
-    for side, colour in COLOURS.items():
+    for side, colour in COLOURS.items():  # entries of the legend
         axis.plot([], [], color=colour, label=f"read as {side}")
     legend_outside(figure, [axis], "upper center")
     axis.set_ylim(len(blocks) - 0.3, -0.6)
@@ -95,6 +96,7 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
     axis.set_xticks([*range(width), width], [*map(str, range(width)), "MLP"])
     axis.set(ylabel="block (those with an edge)", xlabel="head (of the writer or reader)")
     random = {"cs": composition.random_cs, "gs": composition.random_gs}[share]
+    # without the first part, the constants, which have no edges
     null = float(random[..., 1:].nan_to_num().mean())
     return View(
         figure,
@@ -108,23 +110,25 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
 
 
 def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None) -> View:
-    """One logit: what was written from each token of the text, and the largest (head, source) pairs
-    with the terms of the score that made the head look there, and marks where a head's knockout is
-    not what it writes. The image of :func:`tl_geometry.render.logit_page`."""
+    """One logit: what was written from each token of the text; the largest (head, source) pairs,
+    with the terms of the score that made the head look there; and marks where the knockout of a
+    head is not what it writes. It is the image of :func:`tl_geometry.render.logit_page`."""
     texts = [drawable(html.token_text(t), TOKEN) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
+    # inches: 0.19 for a bar, the rest for the strip of tokens and the labels
     height = 2.3 + 0.19 * len(pairs)
     heights = {"height_ratios": [1.2, 0.19 * len(pairs) + 0.2]}
     figure, (strip, bars) = canvas(1, 2, size=(8.4, height / 2), gridspec_kw=heights)
     by_token = found.heads.sum((0, 1))[: found.position + 1]
     strip.bar(range(len(by_token)), by_token.tolist(), color=_signs(by_token))
     largest = by_token.abs().argsort(descending=True, stable=True)[:LABELS]
-    named = sorted(largest.tolist())  # of a long text the tokens that matter
+    named = sorted(largest.tolist())  # a long text has the names of only its largest tokens
     strip.set_xticks(named, [texts[i] for i in named], fontsize=7, rotation=90)
     strip.axhline(0, color="0.6", linewidth=0.5)
     strip.set_ylabel("from each token\n(logits, all heads)", fontsize=7)
     written = torch.tensor([float(found.heads[pair]) for pair in pairs])
     bars.barh(range(len(pairs)), written.tolist(), color=_signs(written))
+    # texts stand right of the bars: x in shares of the width, y in rows
     place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for row, value in enumerate(written.tolist()):
         bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row)}"), **place)
@@ -157,12 +161,12 @@ def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None
 
 
 def _signs(values: Tensor) -> list[str]:
-    """Red for what raises, blue for what lowers."""
+    """Red for values that raise the logit, blue for those that lower it."""
     return [POSITIVE if value > 0 else NEGATIVE for value in values.tolist()]
 
 
 def _why(found: LogitExplanation, pair: int) -> str:
-    """Attention, score and its largest terms of one pair, in words."""
+    """The attention, the score and its largest terms of one pair, in words."""
     terms = ", ".join(
         f"{label(f'{query}-{key}', found.bias_label)} {_signed(value, 1)}"
         for query, key, value in found.terms(pair)[:TERMS]
@@ -176,12 +180,12 @@ def _signed(value: float, digits: int = 2) -> str:
 
 
 def texts_of(found: LogitExplanation) -> list[str]:
-    """Texts of the tokens, or their positions where they have none."""
+    """Texts of the tokens, or their positions if the explanation has no texts."""
     return [str(t) for t in found.str_tokens or range(found.heads.shape[-1])]
 
 
 def finding(found: LogitExplanation) -> str:
-    """The largest contribution of a head and its source, in a sentence."""
+    """A sentence about the largest contribution of a head and its source, for the title."""
     target = " minus ".join(f"“{html.token_text(t)}”" for t in found.target_tokens)
     logit = f"the logit {found.logit:.2f} of {target}".replace("-", "−")
     if not found.pairs:

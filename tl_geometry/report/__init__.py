@@ -1,5 +1,8 @@
-"""The whole analysis of a model on a corpus, to a folder: ``report.html``, CSV tables, safetensors
-results and ``run.json``. See :mod:`tl_geometry.report.analysis`."""
+"""The whole analysis of a model on a corpus, written to a folder: ``report.html``, CSV tables,
+safetensors results and ``run.json``. The command ``tl-geometry report`` makes it.
+
+Start with :mod:`tl_geometry.report.build`, which prepares an analysis, and
+:mod:`tl_geometry.report.analysis`, which makes its sections."""
 
 from __future__ import annotations
 

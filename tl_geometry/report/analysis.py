@@ -1,10 +1,10 @@
-"""Make the sections of a report and write each as soon as it is finished; called by
+"""Make the sections of a report, and write each as soon as it is finished. Called by
 :mod:`tl_geometry.report.build`.
 
-A section is a function ``section(draft, analysis)`` in a module of this package, named in
-:data:`~tl_geometry.report.contents.SECTIONS` in reading order, with a title in :data:`TITLES`. It
-adds paragraphs, figures, tables and findings to the :class:`~tl_geometry.report.section.Draft`;
-what it cannot compute becomes a card that says why."""
+A section is a function ``section(draft, analysis)`` in a module of this package. The module is
+named in :data:`~tl_geometry.report.contents.SECTIONS`, in reading order, and has a title in
+:data:`TITLES`. The function adds paragraphs, figures, tables and findings to the
+:class:`~tl_geometry.report.section.Draft`. What it cannot compute becomes a card that says why."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ EMBEDDED = (
     "and is evidence for nothing; its untrained control (same initialisation, no training) stands "
     "beside it."
 )
+"""Caution at the head of a report on the embedded model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """What sections are made from: the model, the tokens, the basis, and how much is to be
-    computed.
+    """What sections are made from: the model, the tokens, the basis, and how much to compute.
 
-    ``embedded`` says that this is the embedded model, which has an untrained control; ``smaller``
-    says what was reduced to keep the budget; ``planes`` asks for the table of every rotary plane;
-    ``bar`` shows which section is being made, and which part of it.
+    - ``embedded``: whether this is the embedded model, which has an untrained control.
+    - ``notes``: remarks about the texts; ``smaller``: what was reduced to keep the budget.
+    - ``planes``: whether to write the table of every rotary plane.
+    - ``bar``: shows which section is being made, and which part of it.
     """
 
     model: ModelLike
@@ -65,18 +66,18 @@ class Analysis:
     bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
 
     def pick(self, count: int) -> TokenWindows:
-        """At most ``count`` windows at even distances."""
+        """At most ``count`` of the windows, evenly spaced."""
         return at_even_distances(self.windows, count)
 
 
 def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
-    """At most ``count`` of the windows, from the first to the last."""
+    """At most ``count`` of the windows, evenly spaced from the first to the last."""
     last_row = len(windows) - 1
     return windows[torch.linspace(0, last_row, min(count, last_row + 1)).long()]
 
 
 def make(analysis: Analysis, name: str) -> Section:
-    """One section; what cannot be computed becomes a card that says why."""
+    """Make one section. What cannot be computed becomes a card that says why."""
     draft = Draft(TITLES[name], analysis.bar)
     with draft.part("this section"):
         importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
@@ -84,11 +85,11 @@ def make(analysis: Analysis, name: str) -> Section:
 
 
 def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
-    """Write the report into ``folder``, each section as it is finished, and return the summary that
-    is also written as ``run.json``.
+    """Write the report into ``folder``, each section as soon as it is finished, and return the
+    summary that is also written as ``run.json``.
 
-    Sections that the folder knows to be finished are not computed again. ``summary["failed"]``
-    names the sections with an unexpected error.
+    Sections that the folder holds already are not computed again. ``summary["failed"]`` names the
+    sections with an unexpected error.
     """
     view, basis = analysis.view, analysis.basis
     folder.describe(
@@ -99,7 +100,7 @@ def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
         caution=EMBEDDED if analysis.embedded else "",
     )
     for name in folder.names:
-        # a resumed folder holds the sections that are finished
+        # a resumed folder holds the sections that an earlier run finished
         if name not in folder.parts:
             section_start = time.monotonic()
             section = make(analysis, name)

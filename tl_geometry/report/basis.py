@@ -1,5 +1,5 @@
-"""Section: how much of each state is position, context, or residual; the positional curves; norms,
-and tokens that dwarf the others."""
+"""Section: how much of each state is position, context or residual, which curve positions lie on,
+and which tokens have very large norms. Called by :mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tl_geometry.report.section import Draft
 from tl_geometry.zoo.inputs import Inputs
 
 NULL_CONTEXTS = 256
-"""Most windows of the null and of the untrained control."""
+"""Most windows for the null and for the untrained control, which have bases of their own."""
 SMALL: dict[str, Any] = {"second_moments": False, "keep": 0, "progress": False}
-"""What the null and the control leave out: second moments, kept states, a progress bar."""
+"""Options of their decomposition: no second moments, no kept states, no progress bar."""
 
 
 def spliced(analysis: Analysis, count: int) -> PositionContext:
-    """The basis of windows spliced from random places of the same corpus: the null of the context
-    share."""
+    """The basis of windows spliced from random places of the same corpus, which is the null of the
+    context share."""
     windows = splice(analysis.pick(count), seed=analysis.seed)
     return decompose(analysis.view, windows, keep_ctx=False, seed=analysis.seed, **SMALL)
 
@@ -49,7 +49,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "and on both. The squared norms of the last three add up to the variance."
     )
     null, control = _beside(draft, analysis)
-    # the middle state is neither the embedding nor what the output reads
+    # an example for the text: the middle state is neither the embedding nor what the output reads
     middle = basis.states[len(basis.states) // 2]
     anova_cells = None
     with draft.part("the analysis of variance"):
@@ -74,7 +74,8 @@ def _variance(
     null: PositionContext | None,
     control: PositionContext | None,
 ) -> Cells:
-    """The shares of position, context and residual; returns their cells."""
+    """Add the shares of position, context and residual. Returns the cells of their table, for
+    sentences of other parts."""
     table = basis.anova(null=null)
     untrained_table = None if control is None else control.anova()
     row, cell = basis.index(middle), Cells("anova", table)
@@ -111,7 +112,7 @@ def _variance(
 def _beside(
     draft: Draft, analysis: Analysis
 ) -> tuple[PositionContext | None, PositionContext | None]:
-    """The bases of the null and of the untrained control, each ``None`` where there is none."""
+    """The bases of the null and of the untrained control; ``None`` for one that is not made."""
     length = analysis.windows.tokens.shape[1]
     max_windows = min(NULL_CONTEXTS, len(analysis.windows))
     min_windows, null, control = min(16, max_windows), None, None

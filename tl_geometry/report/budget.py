@@ -1,14 +1,14 @@
 """How much does each part of a report compute? The shape of the model and the word of ``--budget``
-decide, never the clock: one command gives the same numbers on every machine, however busy. The
-command's loop (:mod:`tl_geometry.report.build`) and the sections ask here.
+decide, never the clock. So one command gives the same numbers on every machine, however busy it is.
+:mod:`tl_geometry.report.build` and the sections ask here.
 
 A part takes as many windows as fit into its share of the budget. The price of a window is a number
-of forward passes over it, and that of a pass grows with the weights of the blocks::
+of forward passes over it. The price of a pass grows with the number of weights in the blocks::
 
     windows = share * seconds / (passes * tokens * WEIGHT * 12 * n_layers * d_model**2)
 
-All prices were measured once, with SmolLM2-135M on two cores. A run may take longer or less long:
-the budget is no deadline.
+All prices were measured once, with SmolLM2-135M on two cores. A run may take more or less time than
+its budget, which is no deadline.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ PARTS = {
     "truncated states": (0.032, 19.3),
     "skipped layers": (0.033, 8.6),
 }
-"""Part -> its share of the budget, and how many forward passes one of its windows costs. Each part
-has its share whichever sections are asked for, so that ``heads`` and ``report`` give the same
-numbers. The rest is for what has no size to choose: measures, weights, drawing. A rotary model has
-one W_QK at every offset, and pays for all of them."""
+"""Part -> its share of the budget, and how many forward passes one of its windows costs. A part has
+its share whichever sections are asked for, so that ``heads`` and ``report`` give the same numbers.
+The shares leave some of the budget to work that has no size to choose: measures, weights, drawing.
+Surrogates "at every offset" are those of a rotary model, which has a W_QK for each offset."""
 NARROW = 512
-"""Width below which threads cost more than they give: on two busy cores the first report (128 wide)
-took 234 s on two threads and 65 s on one."""
+"""Width of a model below which threads cost more time than they save: on two busy cores the report
+of a model 128 wide took 234 s on two threads and 65 s on one."""
 PATIENCE = 2.0
-"""The smallest useful size is still run where it costs at most this many times its share."""
+"""The smallest useful size is run even if it costs up to this many times the share of its part."""
 
 
 @contextmanager
 def threads_for(d_model: int) -> Iterator[None]:
-    """A context manager: one thread where the model is narrow, decided by its width alone. A number
-    that the user has set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays."""
-    # the setting is of the whole process: it is put back for the caller
+    """A context manager that uses one thread where the model is narrow. A number that the user has
+    set (``OMP_NUM_THREADS``, ``MKL_NUM_THREADS``) stays."""
+    # the setting holds for the whole process, so it is restored for the caller
     previous = torch.get_num_threads()
     user_set = any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
     if d_model < NARROW and not user_set:
@@ -62,7 +62,8 @@ def threads_for(d_model: int) -> Iterator[None]:
 
 
 class Budget:
-    """The sizes that a word of ``--budget`` allows for a model of this shape.
+    """The sizes that a word of ``--budget`` (quick, default or full) allows for a model of this
+    shape.
 
     >>> sizes = (Budget(word, n_layers=30, d_model=576) for word in ("quick", "default", "full"))
     >>> [budget.windows("trajectories", 50, most=384) for budget in sizes]
@@ -75,8 +76,8 @@ class Budget:
         self.token_seconds = WEIGHT * 12 * n_layers * d_model**2
 
     def windows(self, part: str, length: int, most: int, least: int = 1) -> int:
-        """How many windows of ``length`` tokens a part may take, ``least`` to ``most``; 0 where not
-        even ``least`` fit."""
+        """How many windows of ``length`` tokens a part may take: ``least`` to ``most``, or 0 if
+        ``least`` would cost more than :data:`PATIENCE` times the share of the part."""
         share, passes = PARTS[part]
         window_seconds = passes * length * self.token_seconds
         allowed = share * self.seconds

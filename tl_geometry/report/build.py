@@ -1,5 +1,6 @@
-"""From the options of ``tl-geometry report`` to an :class:`~tl_geometry.report.Analysis`: load the
-model, choose sizes, cut the texts, decompose, write. Called by the command line."""
+"""How does a request become a report? Load the model, choose sizes, cut the texts into windows,
+decompose, write the sections. The command line calls :func:`build` with the options of
+``tl-geometry report``."""
 
 from __future__ import annotations
 
@@ -25,29 +26,29 @@ from tl_geometry.report.folder import Folder
 from tl_geometry.zoo.inputs import LENGTH, Texts
 
 CONTEXTS = 1024
-"""Windows where the user does not say; intervals shrink only with the square root of their
-number."""
+"""Most windows where the user does not say. Intervals shrink only with the square root of their
+number, so that more would gain little."""
 ENOUGH, SHORTEST, LEAST = 256, 128, 32
 """Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit into the share of
-the budget that the decomposition has; LEAST of them are taken in any case, because intervals need
+the budget that the decomposition has. LEAST of them are taken in any case, because intervals need
 several windows in each of :data:`GROUPS` groups."""
 SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
-"""Bytes that position sums may take before windows are halved, and bytes of the contexts whose
-states are kept."""
+"""Bytes that position sums may take; above them windows are halved. Bytes that the states of kept
+contexts may take."""
 GROUPS = 8
-"""Groups of contexts, for errors."""
+"""Groups of contexts, for standard errors: the jackknife leaves out one at a time."""
 DECOMPOSITION = "position and context"
 """The part of the budget that chooses the windows."""
 PROGRESS = "{desc}{n_fmt}/{total_fmt} ({elapsed} so far){postfix}"
-"""One line of progress: the section, which of how many, the time so far, the part of the section.
-The time that is left is not known well enough to be shown."""
+"""The line of progress: the section, its number of how many, the time so far, the part of the
+section. The time left is not known well enough to be shown."""
 
 
 def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
-    """Everything that the numbers depend on except the tokens: a run can be resumed only where
-    these are the same."""
+    """Everything that the numbers depend on, except the tokens. A run can be resumed only where all
+    of this is the same."""
     options = dataclasses.asdict(request)
-    # fingerprint and digest stand for model and corpus; sections and planes change no number
+    # fingerprint and digest replace model and corpus; sections and planes change no number
     for name in ("corpus", "sections", "model", "planes"):
         del options[name]
     return options | {
@@ -61,11 +62,12 @@ def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
 def choose_sizes(
     request: Request, view: ModelView, texts: Texts, budget: Budget
 ) -> tuple[TokenWindows, tuple[str, ...]]:
-    """The windows that fit into the decomposition's share of the budget, and what was reduced for
-    it: the same for the same model, texts and budget."""
+    """The windows that fit into the decomposition's share of the budget, and in words what was
+    reduced for it. The same model, texts and budget always give the same windows."""
     usual_length = length = request.length or min(view.n_ctx, LENGTH)
     windows = request.windows(view, texts, length, most=CONTEXTS)
     while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
+        # float64 sums of each group at every state and position
         sum_bytes = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
         n_fitting = budget.windows(DECOMPOSITION, length, len(windows))
         if n_fitting >= min(ENOUGH, len(windows)) and sum_bytes <= SUMS:
@@ -85,16 +87,16 @@ def choose_sizes(
 
 
 def kept_samples(view: ModelView, length: int) -> int:
-    """Contexts whose states are kept whole: 32, or as many as take a quarter of a GiB, but at least
-    4."""
+    """How many contexts have their states kept whole: 32, or as many float32 ones as
+    :data:`SAMPLED` bytes hold, but at least 4."""
     return max(4, min(32, SAMPLED // (4 * len(view.state_hooks) * length * view.d_model)))
 
 
 def basis_of(
     view: ModelView, tokens: TokenWindows, folder: Folder, *, seed: int, resume: bool
 ) -> PositionContext:
-    """The basis of the windows: that of a stopped run of the same model, tokens and seed, or
-    computed now and saved."""
+    """The basis of the windows. It is loaded if a stopped run of the same model, tokens and seed
+    has saved it; else it is computed and saved now."""
     if resume and folder.files.unchanged(BASIS):
         try:
             basis = PositionContext.load(folder.out / BASIS)
@@ -103,7 +105,7 @@ def basis_of(
             if same_tokens and basis.provenance.seed in (None, seed):
                 return basis
         except GeometryError:
-            pass  # of another model or version: computed again
+            pass  # the file belongs to another model or version: compute the basis again
     basis = decompose(
         view,
         tokens,
@@ -126,18 +128,19 @@ def build(
     progress: bool = True,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run the analysis and write it; returns the summary of :func:`tl_geometry.report.write`.
+    """Run the analysis and write it. Returns the summary of :func:`tl_geometry.report.write`.
 
-    The basis and each section are on the disk as soon as they are finished; with ``resume`` what a
-    stopped run of the same request has finished is not computed again. Files that no run of
-    tl_geometry wrote are refused, or with ``force`` overwritten; a folder that another run is
-    writing to is refused.
+    The basis and each section are on the disk as soon as they are finished. With ``resume``, what a
+    stopped run of the same request has finished is not computed again. Files in the way that no run
+    of tl_geometry wrote are an error, unless ``force`` overwrites them. A folder that another run
+    is writing to is an error too.
     """
     out.mkdir(parents=True, exist_ok=True)
-    stages = 1 + len(request.names)  # decomposing is the first
+    stages = 1 + len(request.names)  # the first stage is the decomposition
     bar = tqdm(total=stages, bar_format=PROGRESS, disable=not progress)
     bar.set_description("loading the model")
     with lock(out / LOCK), bar:
+        # checked before the model is loaded, which may take long
         check_folder(out, "report", report_files(request.names), force=force)
         texts = request.texts()
         model = request.load()

@@ -1,5 +1,6 @@
-"""What a report consists of and what can be asked of it: sections, the files that they write,
-budgets, options. The command line checks its arguments here, so nothing heavy is imported."""
+"""What can a report be asked for, and what does it consist of? Its sections, the files that they
+write, its budgets and options. The command line checks its arguments here before anything else, so
+this file imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from tl_geometry.base.run_files import PAGE
 from tl_geometry.zoo.inputs import Inputs
 
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
-"""Sections of a report in reading order; each is a module of :mod:`tl_geometry.report` with a
-``section`` function."""
+"""Sections of a report in reading order. Each is a module of :mod:`tl_geometry.report` that has a
+function ``section``."""
 TABLES = {
     "overview": ("overview",),
     "basis": ("anova", "anova_untrained", "massive_tokens"),
@@ -23,11 +24,11 @@ TABLES = {
     "weights": ("weights_qk", "weights_ov", "readout_ov", "paths", "surrogates"),
     "flow": ("flow", "flow_nulls", "truncation", "skipped_layers"),
 }
-"""Section -> the tables that it may write, each to a CSV and a safetensors file."""
+"""Section -> the tables that it may write, each as a CSV and a safetensors file."""
 PARTS, BASIS = "sections", "basis.safetensors"
-"""Folder of the finished sections, and file of the basis."""
+"""Name of the folder of finished sections, and name of the file of the basis."""
 BUDGETS = {"quick": 120.0, "default": 540.0, "full": math.inf}
-"""Word of ``--budget`` -> seconds that a report may cost at the prices of
+"""Word of ``--budget`` -> seconds that a report may cost, at the prices of
 :mod:`tl_geometry.report.budget`."""
 
 

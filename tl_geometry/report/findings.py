@@ -1,11 +1,15 @@
-"""What a report found, in sentences: each has a number, its interval and its null, all from the
-report's tables. Sections call these functions; the page opens with their answers.
+"""What did a report find? Sentences, each with a number, its interval and its null, all from the
+tables of the report. Sections call these functions, and the page opens with their answers.
 
-Each function answers one question from one table. It takes the head, state or layer where the
-number is largest. Where the interval does not exclude the null, the sentence says "no evidence
-that". The interval is widened by Bonferroni's rule for the choice among so many, and has Student's
-quantiles, because most rest on few groups of contexts. The answer is ``None`` where the table does
-not hold what it needs (no interval, no such score).
+Each function answers one question from one table:
+
+1. It takes the head, state or layer where the number is largest, or furthest from its null.
+2. It asks whether the interval there excludes the null. The interval has Student's quantiles,
+   because most intervals rest on few groups of contexts, and is widened by Bonferroni's rule,
+   because one of many was chosen.
+3. If it does not, the sentence says "no evidence that".
+
+The answer is ``None`` if the table does not hold what it needs (no interval, no such score).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.weights.heads import WeightGeometry
 
 TYPES = {"induction": "the token that followed last time", "previous": "the token before"}
-"""Types of heads, and where they look on repeated random tokens."""
+"""Type of a head -> where it looks on repeated random tokens."""
 NULLS = {
     "shuffled": "positions in random order",
     "noise": "sampling noise alone",
@@ -41,14 +45,14 @@ NULLS = {
     "flipped": "coordinates with flipped signs",
     "exchanged": "windows whose positions were exchanged (no context)",
 }
-"""Nulls of the measures of a state, in words."""
+"""Null of the measures of a state -> its name in sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One sentence: ``value`` its number, ``said`` the sentence, ``beside`` the interval and the
-    null (numbers with the cells that they are read from, :mod:`tl_geometry.report.origin`),
-    ``figure`` the id of the figure that shows it; ``clear`` where the null is excluded."""
+    """One finding. ``said`` is the sentence, ``value`` its number, ``beside`` the interval and the
+    null, ``figure`` the id of the figure that shows it. ``clear`` says that the null is excluded.
+    Numbers name the cells that they are read from (:mod:`tl_geometry.report.origin`)."""
 
     value: str
     said: str
@@ -68,10 +72,14 @@ def excludes(
     spread: float = 0.0,
     draws: int = 0,
 ) -> bool:
-    """Whether the interval ``low`` to ``high`` (Student's, 95%, of ``samples`` samples or jackknife
-    groups) excludes a null. It is widened for the choice of the largest ``among`` so many and,
-    where the ``draws`` of the null have a ``spread``, by how far one more draw may lie from their
-    mean.
+    """Whether the interval of a value excludes a null.
+
+    ``low`` to ``high`` is Student's 95% interval of ``samples`` samples or jackknife groups. It is
+    widened twice:
+
+    - because the value was chosen as the largest ``among`` so many;
+    - if ``null`` is the mean of ``draws`` with standard deviation ``spread``, by how far one more
+      draw may lie from this mean.
 
     >>> bounds = 0.5, 0.3, 0.7, 0.2
     >>> excludes(*bounds, samples=8), excludes(*bounds, samples=8, among=100)
@@ -79,19 +87,22 @@ def excludes(
     >>> excludes(*bounds, samples=8, spread=0.1, draws=8)
     False
     """
-    # Bonferroni: each of the candidates gets its share of 5%
+    # Bonferroni's rule: each candidate gets its share of the 5%
     level = 1 - 0.05 / among
     freedom = torch.tensor(samples - 1.0)
     wider = float(t_quantile(freedom, level) / t_quantile(freedom))
+    # only the side of the interval that faces the null counts
     reach = wider * (value - low if null < value else high - value)
     if spread > 0:
+        # prediction interval of one more draw: sqrt(1 + 1/n) for the error of the mean of n draws
         one_more = float(t_quantile(torch.tensor(draws - 1.0), level)) * spread
         reach = math.hypot(reach, one_more * (1 + 1 / draws) ** 0.5)
     return bool(math.isfinite(low + high + null)) and abs(value - null) > reach
 
 
 def position_share(table: Anova, *, control: Anova | None = None) -> Finding | None:
-    """Whether position is in the residual stream; beside it the share of the untrained control."""
+    """Whether the residual stream depends on position; the share of the untrained control stands
+    beside it."""
     if "pos" not in table.intervals:
         return None
     shares, lows, highs = table.intervals["pos"].unbind(1)
@@ -123,7 +134,7 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
 
 
 def context_share(table: Anova) -> Finding | None:
-    """Whether a window has more context in common than spliced windows have."""
+    """Whether real windows have more context in common than spliced windows."""
     if "ctx_null" not in table.intervals:
         return None
     (shares, lows, _), null = table.intervals["ctx"].T, table.intervals["ctx_null"]
@@ -132,7 +143,8 @@ def context_share(table: Anova) -> Finding | None:
     row = _largest(shares - null[:, 0])
     value, low, state = float(shares[row]), float(lows[row]), table.states[row]
     spliced, lowest = float(null[row, 0]), float(null[row, 1])
-    reach = math.hypot(value - low, spliced - lowest)  # both are estimates
+    # the null is an estimate too: the half-widths of both intervals add in quadrature
+    reach = math.hypot(value - low, spliced - lowest)
     bounds = value, value - reach, value + reach, spliced
     beyond = excludes(*bounds, samples=table.blocks, among=len(table.states))
     clear = value > spliced and beyond
@@ -155,10 +167,10 @@ def context_share(table: Anova) -> Finding | None:
 
 
 def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding | None:
-    """Whether position drives a head (in a rotary model: position or content).
+    """Whether position drives a head; in a rotary model, whether position or content does.
 
-    The null of position is its share with position destroyed, that of content the share of the
-    next group.
+    The null of position is its share with position destroyed. The null of content is the largest
+    share of another group. ``groups`` is the number of jackknife groups.
     """
     shares = table.group_intervals
     names = [g for g in ("position", "content") if g in table.groups]
@@ -169,7 +181,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     estimates = torch.where(shares.low.isfinite(), shares.value, torch.nan)[:, columns]
     if not bool(estimates.isfinite().any()):
         return None
-    # where covariance and gain name different groups a head is no evidence: others are tried first
+    # prefer heads where covariance and gain rank the same group first: others are no evidence
     leading_groups = zip(table.by_group.by_cs, table.by_group.by_gs, strict=True)
     agrees = torch.tensor([[cs == gs == name for name in candidates] for cs, gs in leading_groups])
     agreeing = torch.where(agrees.to(estimates.device), estimates, torch.nan)
@@ -191,7 +203,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     else:
         return None
     clear = excludes(value, low, high, null, samples=groups, among=estimates.numel())
-    # a label needs the same group first by covariance and by gain
+    # as for a label, the group must be first by covariance and by gain
     clear &= bool(agrees[row, candidate_index])
     head, shown = head_name(table.heads[row]), cell(row, f"cs_{group}_corrected", percent=True)
     group_name = "relative position" if rotary and group == "position" else group
@@ -211,7 +223,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
 
 
 def head_type(table: SweepTable, name: str) -> Finding | None:
-    """Whether there is a head of this type."""
+    """Whether there is a head of this type (a key of :data:`TYPES`)."""
     if name not in table.types or name not in table.type_errors:
         return None
     row, among = _largest(table.types[name]), len(table.heads)
@@ -237,7 +249,7 @@ def head_type(table: SweepTable, name: str) -> Finding | None:
 
 
 def dominance(effect: Dominance) -> Finding | None:
-    """Whether dominant terms carry the model better than random ones."""
+    """Whether heads that keep only their dominant term lose less than with a random term."""
     if not bool(effect.change("dominant term").low.isfinite()):
         return None
     clear = bool(effect.saved().low > 0)
@@ -283,7 +295,7 @@ def smooth(report: PositionalReport) -> Finding | None:
 
 
 def incoherence(report: ContextualReport) -> Finding | None:
-    """Whether position and context are more, or less, aligned than chance."""
+    """Whether position and context are more or less aligned than by chance."""
     name = "incoherence_avg"
     furthest = _furthest(report, name, lambda values, nulls: (values - nulls).abs().amin(0))
     if furthest is None:
@@ -312,8 +324,8 @@ def _furthest(
     report: StateMeasures, name: str, gap: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[int, bool, dict[str, float]] | None:
     """The state where a measure is furthest from its nulls, by ``gap(values, nulls)``; whether it
-    is beyond all of them there and position is reliable; and the nulls there. ``None`` where the
-    table has no error or no null."""
+    excludes all of them there, with position reliable; and the means of the nulls there. ``None``
+    if the table has no error or no null."""
     means = {null: values for (measure, null), values in report.nulls.items() if measure == name}
     if name not in report.errors or not means:
         return None
@@ -326,8 +338,8 @@ def _furthest(
     spreads = {
         null: float(v[row]) for (measure, null), v in report.spreads.items() if measure == name
     }
-    # random directions have an exact mean and so no spread, yet one draw would differ from it;
-    # the spread of sampling noise is in the error already
+    # the mean of random directions is exact and has no spread, but one draw would differ from it,
+    # by the largest spread of the others; that of "noise" is in the error already
     spreads.setdefault("random", max(spreads.values(), default=0.0))
     beyond = all(
         excludes(
@@ -351,7 +363,8 @@ def _beside_nulls(
     *,
     percent: bool = False,
 ) -> str:
-    """The interval of a measure of a state, its nulls, and the reliability of position."""
+    """The interval of a measure in one state, its nulls, and the reliability of position, in
+    words."""
     interval = cell.interval(row, name, percent=percent, samples=report.blocks)
     chance = [f"{cell(row, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
     trust = _reliability_in_words(cell(row, "split_half"), float(report["split_half"][row]))
@@ -387,7 +400,7 @@ def lift(geometry: WeightGeometry) -> Finding | None:
 
 
 def _where_reliable(values: Tensor, reliability: Tensor) -> Tensor:
-    """Values where position is reliable, the others NaN; all of them where it is nowhere."""
+    """The values with NaN where position is not reliable; all values if it is reliable nowhere."""
     reliable = reliability >= LOW_RELIABILITY
     return torch.where(reliable, values, torch.nan) if bool(reliable.any()) else values
 
@@ -400,8 +413,10 @@ def _reliability_in_words(shown: str, reliability: float) -> str:
 
 def skipped(skips: SkipMap) -> Finding | None:
     """Whether a block can be replaced by a map."""
+    # as for all intervals, at least 10 samples
     if "mean" not in skips.map_types or skips.test < 10:
         return None
+    # single blocks alone: a is the first skipped block, and state b comes right after it
     costs = [
         (float(skips.table(map_type, "kl")[a, b]), map_type, a, b)
         for map_type in skips.map_types
@@ -439,19 +454,20 @@ def skipped(skips: SkipMap) -> Finding | None:
 
 
 def truncated(curve: TruncationCurve) -> Finding | None:
-    """Whether at most half of all directions carry the output: nearly all do, however drawn."""
+    """Whether at most half of the directions carry the output. A larger number would be no finding:
+    nearly all directions suffice, however they are chosen."""
     small_grid_rows = [i for i, k in enumerate(curve.K) if 2 * k <= curve.K[-1]]
     chunks = curve.provenance.contexts
     if not (small_grid_rows and curve.claimed) or chunks is None:
         return None
     needed = curve.needed()
-    # where half of the directions are not enough, that half shows by how much
+    # the K that is needed; if it is above half, or there is none, the largest K up to half
     row = min(small_grid_rows[-1], len(curve.K) if needed is None else curve.K.index(needed))
     value = float(curve.kl[row])
     bounds = around(value, float(curve.kl_se[row]), chunks)
     allowed = 0.1 * curve.baseline_mean
     clear = excludes(value, *bounds, allowed, samples=chunks, among=len(curve.K))
-    # a K that is needed lies below half, and stays below the limit from there on
+    # no finding if the K that is needed is above half
     clear &= needed == curve.K[row]
     cell = Cells("truncation", curve, rounded=True)
     K, shown = cell(row, "K"), cell(row, "kl")
@@ -469,4 +485,5 @@ def truncated(curve: TruncationCurve) -> Finding | None:
 
 
 def _largest(values: Tensor) -> int:
+    """The index of the largest finite value."""
     return int(torch.nan_to_num(values, nan=-torch.inf, posinf=-torch.inf).argmax())

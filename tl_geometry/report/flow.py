@@ -1,5 +1,6 @@
-"""Section: token trajectories as a stochastic flow: the bundle and its spectra, maps between states
-with baselines, noise laws, truncated states, skipped layers."""
+"""Section: do trajectories of tokens behave like a stochastic flow? The bundle of paths, maps
+between states with baselines, laws of noise, truncated states, skipped layers. Called by
+:mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 
 CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
-"""Tokens of a chunk; most chunks that are followed, and fewest; most chunks for the measures of the
-output."""
+"""Tokens of a chunk; most and fewest chunks whose tokens are followed; most chunks for truncated
+states and skipped layers."""
 NOISE = (
     "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by t; "
     "lines are two laws of noise fitted to them. Their rates stand in the table of the nulls."
 )
+"""How to read the figure of noise, in place of its own caption, which quotes fitted numbers."""
 SHALLOW = 12
-"""Blocks up to which every pair of states is tried; in deeper models, skips of 1, 2 and 4
-blocks."""
+"""Most blocks of a model in which every pair of states is tried. Deeper models have skips of 1, 2
+and 4 blocks."""
 MAP_TYPES = ("flow", "ridge", "identity", "mean")
-"""Maps that stand in for skipped blocks."""
+"""Maps that replace the skipped blocks."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -53,6 +55,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
     )
     if count < max_chunks:
         draft.say(f"{count} chunks in place of {max_chunks}, to keep the budget.")
+    # maps are fitted on one half of the chunks, and tried on the other
     if count // 2 < view.d_model:
         draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state. So "
@@ -71,7 +74,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
 
 
 def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Trajectories:
-    """The ensemble of paths, and its figures."""
+    """Follow the tokens, and draw their paths. Returns the ensemble."""
     ensemble = trajectories(analysis.model, chunks, progress=False, post_norm=analysis.view.causal)
     where = "the last" if ensemble.position == -1 else "the first"
     draft.say(
@@ -85,7 +88,7 @@ def _followed(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> Traject
 
 
 def _maps(draft: Draft, analysis: Analysis, ensemble: Trajectories) -> None:
-    """Maps between states with their baselines, and what they leave."""
+    """Maps between states beside their baselines, and what the maps leave."""
     report = flow_report(ensemble, seed=analysis.seed)
     draft.draw(views.baseline_figure(report), "maps")
     draft.draw(views.residual_figure(report), "residuals")
@@ -112,7 +115,7 @@ def _nulls(draft: Draft, analysis: Analysis, chunks: TokenWindows, ensemble: Tra
 
 
 def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
-    """What the output needs of the states, and which layers it needs."""
+    """Which directions of the states, and which layers, the output needs."""
     if not (analysis.view.causal and analysis.view.head_trained):
         what = "truncated states and skipped layers"
         draft.leave_out(what, "they take a decoder with a trained output head")
@@ -125,12 +128,13 @@ def _outputs(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 
 def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
-    """The output of states with few directions, which are those of the first half of the chunks."""
+    """The output of states that keep few directions. These are fitted on the first half of the
+    chunks; the second half is measured."""
     what, half = "truncated states", len(chunks) // 2
     count = draft.fit(analysis.budget, what, chunks.tokens.shape[1], len(chunks) - half, 8)
     if not count:
         return
-    # directions of chunks that are not measured: in-sample the KL would be 0 at full rank
+    # directions of other chunks than those measured, for which the KL would be 0 at full rank
     fitted = trajectories(analysis.model, chunks[slice(0, half)], progress=False)
     tested = chunks[slice(half, half + count)]
     curve = truncation_kl(analysis.model, tested, fitted, progress=False)
@@ -144,7 +148,7 @@ def _truncated(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
 
 
 def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
-    """What it costs to replace blocks by maps."""
+    """The cost of replacing blocks by maps."""
     view, max_chunks, length = analysis.view, len(chunks), chunks.tokens.shape[1]
     min_chunks = min(FEWEST, max_chunks)
     count = draft.fit(analysis.budget, "skipped layers", length, max_chunks, min_chunks)

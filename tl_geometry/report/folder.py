@@ -1,10 +1,13 @@
-"""The folder of a report, complete at every moment: sections, tables, the page, and the record from
-which a stopped run resumes. Used by :mod:`tl_geometry.report.build`.
+"""How does a report on the disk stay complete at every moment, and how does a stopped run resume?
+:class:`Folder` writes sections, tables, the page and the record ``run.json``.
+:mod:`tl_geometry.report.build` uses it.
 
-``run.json`` holds, besides command, versions and provenance, ``files`` with their hashes
-(:mod:`tl_geometry.base.run_files`) and a ``manifest``: for each finished section its title, tables,
-cards and the hash of the settings that it was made under. A section is taken over only where that
-hash is the same.
+Besides command, versions and provenance, ``run.json`` holds two entries:
+
+- ``files``: the files of the folder with their hashes (:mod:`tl_geometry.base.run_files`).
+- ``manifest``: for each finished section its title, tables, cards, and the hash of the settings
+  that it was made under. A later run takes a section over only if its own settings have the same
+  hash.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from tl_geometry.report.section import Card, Section
 
 
 def digest(settings: Mapping[str, Any]) -> str:
-    """16 hex digits of settings.
+    """A hash of settings, 16 hex digits.
 
     >>> digest({"a": 1}) == digest({"a": 1}), digest({"a": 1}) == digest({"a": 2})
     (True, False)
@@ -48,8 +51,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def write_csv(table: Result, path: Path) -> None:
-    """A table as CSV: empty where there is no number, lone surrogates written as escapes (a
-    DataFrame cannot hold them)."""
+    """Write a table as CSV. A cell without a number is empty. Lone surrogates are written as
+    escapes, because a DataFrame cannot hold them."""
     missing = lambda v: v is None or (isinstance(v, float) and math.isnan(v))  # noqa: E731
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as handle:
         writer = csv.writer(handle, lineterminator="\n")
@@ -58,10 +61,10 @@ def write_csv(table: Result, path: Path) -> None:
 
 
 class Folder:
-    """A report on the disk; with ``resume`` it begins with the sections that are there, if they
-    were made under the same settings. Files that no run of tl_geometry has written are neither
-    deleted nor (without ``force``) overwritten; ``kept`` names those of an earlier run that were
-    changed since."""
+    """A report on the disk. With ``resume`` it begins with the sections that are there, if they
+    were made under the same settings. Files that no run of tl_geometry has written are never
+    deleted, and overwritten only with ``force``. ``kept`` names the files of an earlier run that
+    were changed since."""
 
     def __init__(
         self,
@@ -94,12 +97,12 @@ class Folder:
         self.parts: dict[str, page.Part] = {}
         self.provenance = Provenance()
         self.lede = self.caution = ""
-        # a run stopped from here on leaves a record by which its files are known
+        # from here on a stopped run leaves a record, by which the next run knows its files
         self._record(finished=False)
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """Set the settings under which sections are made, and take over finished sections of the
-        same settings."""
+        """Set the settings under which sections are made, and take over the finished sections of an
+        earlier run with the same settings."""
         self.settings = digest(settings)
         for name, entry in self.known.items():
             reusable = entry.get("settings") == self.settings and not entry.get("failed")
@@ -110,7 +113,7 @@ class Folder:
     def describe(
         self, provenance: Provenance, *, notes: Sequence[str], lede: str = "", caution: str = ""
     ) -> None:
-        """Say what the sections are made from."""
+        """Record what the sections are made from, and write page and record."""
         self.provenance = provenance
         self.lede, self.caution = lede, caution
         self.summary |= {"provenance": dataclasses.asdict(provenance), "notes": list(notes)}
@@ -122,11 +125,12 @@ class Folder:
         for key, table in section.tables.items():
             names = [f"{key}.csv", f"{key}.safetensors"]
             foreign_files = [file for file in names if not self.files.free(file)]
-            if foreign_files:  # by another program while this ran; the page still holds the table
+            # another program wrote them while this ran; the page still holds the table
+            if foreign_files:
                 why = "files of these names are not of this run"
                 blocks.append(Card(status="left out", what=", ".join(foreign_files), why=why))
                 continue
-            # bound as a default: the loop goes on to another table
+            # table is bound as a default: a closure would see the last table of the loop
             self._write(names[0], lambda part, table=table: write_csv(table, part))
             self._write(names[1], table.save)
             written += names
@@ -148,7 +152,7 @@ class Folder:
         self.write()
 
     def save_basis(self, basis: Result) -> None:
-        """Write the basis; a checkpoint that led to it is not needed any more."""
+        """Write the basis, and delete the checkpoint that led to it."""
         self._write(BASIS, basis.save)
         (self.out / CHECKPOINT).unlink(missing_ok=True)
 
@@ -157,13 +161,13 @@ class Folder:
         return [name for name in self.names if name in self.parts]
 
     def write(self, finished: bool = False) -> None:
-        """Write page and record as they are now."""
+        """Write the page and the record with the sections that are finished now."""
         finished_names = self.finished()
         missing = [name for name in self.names if name not in finished_names]
         cited = [key for name in finished_names for key in self.parts[name].sources]
         text = page.document(
             f"Geometry of {self.model}",
-            # what was analysed, and what the numbers do not say, stand at the end
+            # the overview (what was analysed, what the numbers do not say) stands at the end
             [
                 self.parts[name]
                 for name in sorted(finished_names, key=lambda name: name == "overview")
@@ -196,8 +200,8 @@ class Folder:
         write_record(self.out, self.summary)
 
     def finish(self) -> dict[str, Any]:
-        """Write the record as finished; return it with the tables, for a caller that prints
-        them."""
+        """Write the record as finished. Return it together with the tables, for a caller that
+        prints them."""
         self.summary["seconds"] = round(time.monotonic() - self.started, 1)
         self.write(finished=True)
         tables: dict[str, Any] = {}

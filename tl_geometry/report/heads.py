@@ -1,5 +1,5 @@
-"""Section: what drives each head: shares of position, content and both; head types; and whether the
-dominant terms carry the model."""
+"""Section: what drives each head? Shares of position, content and both; head types; and whether the
+dominant terms carry the model. Called by :mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ COLUMNS = (
     *("previous", "induction", "duplicate", "cs_position_corrected", "cs_content_corrected"),
     *("cs_mixed_corrected", "cs_position_null", "p_position", "p_position_bh"),
 )
-"""Columns of the sweep that stand on the page; all are in its file."""
+"""Columns of the sweep that are shown on the page; its file holds all columns."""
 PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
-"""Most windows of the sweep; tokens that the example repeats; most windows and draws of a random
-term for the causal question, and fewest draws (fewer do not say what another draw would cost)."""
+"""Most windows of the sweep (PROMPTS); most tokens that the example repeats (PERIOD). Where heads
+keep only their dominant term: most windows (KEPT), draws of a random term (DRAWS), and fewest draws
+(fewer do not say what another draw would cost)."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
-    """The sweep over all heads, and the causal question."""
+    """The sweep over all heads, and whether the dominant terms carry the model."""
     draft.say(
         "Attention scores before the softmax are split exactly, with the norm scale of the actual "
         "forward pass frozen: score = sum over pairs of parts {bias, pos, cvec} of query and key. "
@@ -51,6 +52,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         return
     with draft.part("maps of shares and head types"):
         _maps(draft, table)
+    # jackknife groups of the sweep
     blocks = len(table.resampled.sizes[0]) if table.resampled else 0
     draft.find(findings.driver(table, groups=blocks, rotary=rotary))
     for name in findings.TYPES:
@@ -76,9 +78,9 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         draft.leave_out(what, why)
         return None
     max_windows = min(PROMPTS, len(analysis.windows))
-    # labels need an interval, whatever the budget
+    # labels need an interval, so FEWEST windows are taken whatever the budget
     count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
-    # a shortformer has no position in its stream, and so no null of position
+    # a shortformer has no position in its residual stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(
         analysis.model,
@@ -94,7 +96,7 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
 
 
 def _maps(draft: Draft, table: SweepTable) -> None:
-    """Maps of the shares, the strongest heads of each type, and every number of every head."""
+    """Add maps of the shares, the strongest heads of each type, and every number of every head."""
     cell, null, null_sentence = Cells("heads", table), table.details.get("cs_position_null"), ""
     if null is not None and bool(null.isfinite().any()):
         row = int(null.nan_to_num(-1.0).argmax())
@@ -122,9 +124,10 @@ def _maps(draft: Draft, table: SweepTable) -> None:
 
 
 def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
-    """Heads with their score, and with what their label on this corpus rests on."""
+    """A line for each head: its score of type ``name``, and what its label on this corpus rests
+    on."""
     cell, lines = Cells("heads", table), []
-    # intervals stand around the corrected shares: where there are any, those are quoted
+    # intervals belong to the corrected shares, so these are quoted where there are intervals
     suffix = "" if table.group_intervals is None else "_corrected"
     for i, pair in enumerate(top.heads):
         row, flag = table.heads.index(pair), top.by_group.flags[i]
@@ -143,7 +146,7 @@ def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
 
 
 def _evidence(table: SweepTable, row: int, group: str) -> str:
-    """The interval of a group's share and, for position, the null share, where there are any."""
+    """The interval of the share of a group, if there is one, and the null of position."""
     shares, cell = table.group_intervals, Cells("heads", table, rounded=True)
     evidence = []
     if shares is not None and bool(shares.low[row].isfinite().all()):
@@ -177,8 +180,8 @@ def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
 
 
 def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
-    """The split of the strongest previous-token and induction heads on a piece of the first window,
-    written twice; ``None`` where the piece is too short."""
+    """The split of the strongest previous-token and induction heads on a prompt that holds a piece
+    of the first window twice. ``None`` if the piece would be too short."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
     period = min(PERIOD, (analysis.basis.pos_seen.shape[1] - start) // 2, len(window) - start)
     types = [name for name in ("previous", "induction") if name in table.types]
@@ -186,7 +189,7 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
         return None
     piece = window[start : start + period]
     chosen = list(dict.fromkeys(table.top(name, 1).heads[0] for name in types))
-    # BOS stands once, in front: only the piece is repeated
+    # a BOS stands once, at the front: only the piece is repeated
     prompt = torch.cat([window[:start], piece, piece])
     return split_scores(analysis.model, prompt, analysis.basis, heads=chosen)
 
@@ -199,7 +202,7 @@ def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     from tl_geometry.interventions.causal import dominant_only
 
     max_windows = min(KEPT, len(analysis.windows))
-    # an interval, whatever the budget
+    # the change of loss needs an interval, so FEWEST windows are taken whatever the budget
     count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
     draws = DRAWS if count >= max_windows else FEWEST_DRAWS
     effect = dominant_only(

@@ -1,5 +1,5 @@
-"""Do a few massive tokens, whose norm dwarfs that of all others, dominate every sum of squares? The
-sentence, the picture and the table about it in the section on position and context."""
+"""Do a few massive tokens, with norms far above all others, dominate every sum of squares? A
+sentence, a figure and a table, which :mod:`tl_geometry.report.basis` adds to its section."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 
 LISTED = 12
-"""Tokens marked in the picture."""
+"""Most tokens that are marked in the figure."""
 
 
 def add(draft: Draft, analysis: Analysis, anova: Cells | None) -> None:
-    """The sentence, the picture of the state where the largest tokens hold most, and the table;
-    ``anova`` are the cells of the analysis of variance, where there is one."""
+    """Add the sentence, the figure of the state where the largest tokens hold most, and the table.
+    ``anova`` are the cells of the analysis of variance, ``None`` if there are none."""
     basis = analysis.basis
     table = basis.largest_tokens()
     row = int(torch.nan_to_num(table.top_share, nan=-1.0).argmax())
@@ -43,7 +43,7 @@ def add(draft: Draft, analysis: Analysis, anova: Cells | None) -> None:
 
 
 def largest(table: LargestTokens, row: int) -> list[tuple[int, float, str]]:
-    """Position, norm and text of the largest tokens of a state, descending."""
+    """Position, norm and text of the largest tokens of a state, the largest norm first."""
     texts = [f"token {token}" for token in table.token[row].tolist()]
     if table.str_tokens:
         texts = [html.token_text(text) for text in table.str_tokens[row]]
@@ -51,7 +51,7 @@ def largest(table: LargestTokens, row: int) -> list[tuple[int, float, str]]:
 
 
 def title(basis: PositionContext, table: LargestTokens, row: int, share: str) -> str:
-    """What the picture shows, in a sentence."""
+    """What the figure shows, in a sentence."""
     state = table.states[row]
     sinks = basis.sinks(state)
     if sinks.remark:
@@ -64,8 +64,8 @@ def title(basis: PositionContext, table: LargestTokens, row: int, share: str) ->
 
 
 def sentence(basis: PositionContext, table: LargestTokens, row: int, share: str) -> str:
-    """Which states are dominated by a few tokens, by which, and what follows."""
-    # a remark is there where a few tokens hold more than a quarter of the sum of squares
+    """Which states a few tokens dominate, which tokens these are, and what follows from it."""
+    # a state has a remark if a few tokens hold more than a quarter of its sum of squares
     states = [state for state in table.states if basis.sinks(state).remark]
     if not states:
         return f"{title(basis, table, row, share)}, more than of any other state."
@@ -73,7 +73,7 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int, share: str)
     first_row = [cells[0] for cells in table.rows()].index(table.states[row])
     places: dict[tuple[int, str], str] = {}
     for i, (position, norm, text) in enumerate(largest(table, row)):
-        # the table lists the largest tokens of every state, massive or not
+        # three medians: the table lists the largest tokens of every state, massive or not
         if norm > 3 * float(table.median[row]):
             short_text = text if len(text) <= 16 else f"{text[:15]}…"
             token_place = f"{short_text!r} at position {cell(first_row + i, 'position')}"

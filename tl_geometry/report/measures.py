@@ -1,4 +1,5 @@
-"""Section: the measures of position and of context, with their errors and nulls."""
+"""Section: do measures of position and of context stand above their nulls? Called by
+:mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 
 SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency", "smoothness", "fracture")
-"""Measures of position that are drawn."""
+"""Measures of position in the figure and the table of the page."""
 MEASURED = (
     "state",
     *SHAPE,
     *(f"{name}_{null}" for name in SHAPE for null in ("noise", "shuffled")),
 )
-"""Columns of the table of position that stand on the page."""
+"""Columns of the table of position that are shown on the page."""
 FEWEST = 8
-"""Fewest positions for measures of a positional basis."""
+"""Fewest positions for which a positional basis is measured."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:

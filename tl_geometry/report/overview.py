@@ -1,4 +1,5 @@
-"""Section: what was analysed, and what the numbers do not say."""
+"""Section: what was analysed, and what do the numbers not say? Called by
+:mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LIMITS = (
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
-    """Model, corpus, window and cautions."""
+    """Add the cautions, and a table of model, corpus and window."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
     (start, end), names = basis.window, analysis.windows.names
     used_positions = "all positions in the statistics"

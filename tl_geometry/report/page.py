@@ -1,8 +1,10 @@
-"""The page of a report or an experiment: one self-contained HTML document that opens with its
-findings, readable in light and dark, on paper and where no script runs.
+"""What does the page of a report look like as a whole? It is one self-contained HTML document that
+opens with its findings. It is readable in light and dark, on paper, and where no script runs.
+:mod:`tl_geometry.report.folder` and the experiments of :mod:`tl_geometry.papers` write it.
 
-The page's own script searches tables. Its content policy names the hash of every script that may
-run, its own and those of the figures in their sandboxed frames, and lets nothing be fetched.
+The script of the page searches tables. The content policy names the hash of every script that may
+run (that of the page, and those of figures in their sandboxed frames) and allows nothing to be
+fetched.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ LEDE = (
     "Each finding stands beside its interval or p-value and what chance would give; so does each "
     "number of a table, where its measure has them."
 )
+"""Sentence below the title, after the one that says what was analysed."""
 SHOWN, EACH = 5, 2
-"""Most findings at the head of a report, and most of one section while others have some left."""
+"""Most findings at the head of a report; most of one section while others have some left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A finished section, as the page and the file of a section hold it: its HTML (escaped), its
-    findings, the hashes of the scripts that its figures run, keys of the works to cite, and
-    columns and rows of its tables."""
+    """A finished section, as the page and the JSON file of a section hold it: its HTML (escaped),
+    its findings, the hashes of the scripts that its figures run, the keys of the works to cite, and
+    the columns and rows of its tables."""
 
     name: str
     title: str
@@ -56,8 +59,8 @@ def document(
     caution: str = "",
     note: str = "",
 ) -> str:
-    """The whole page from its sections and the works to cite; ``lede`` says what was analysed,
-    ``caution`` what it is no evidence for, ``note`` what is still to come."""
+    """The whole page, from its sections and the works to cite. ``lede`` says what was analysed,
+    ``caution`` what the report is no evidence for, ``note`` which sections are still to come."""
     script = asset("report.js")
     hashes = [script_hash(script), *(text_hash for part in parts for text_hash in part.scripts)]
     head, rest = chosen((part.name, finding) for part in parts for finding in part.findings)
@@ -78,11 +81,11 @@ def document(
 
 
 def chosen(findings: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
-    """The findings of a page's head and the others, from ``(section, finding)`` in reading order:
-    those that exclude their null first, at most :data:`EACH` of a section while others have
-    some left."""
+    """The findings for the head of a page, and the others, from ``(section, finding)`` in reading
+    order. Findings that exclude their null come first. A section has at most :data:`EACH` at the
+    head while other sections have some left."""
     ranked = sorted(findings, key=lambda item: not item[1].clear)
-    # first at most EACH of a section; what room is left goes to the next in rank
+    # first round: at most EACH of a section; second round: the remaining room goes by rank
     head: list[tuple[str, Finding]] = []
     for max_of_section in (EACH, SHOWN):
         for section, finding in ranked:

@@ -1,4 +1,5 @@
-"""Which frequencies carry the scores of a rotary model? A part of the section on heads."""
+"""Which frequencies carry the scores of a rotary model? :mod:`tl_geometry.report.heads` adds this
+part to its section."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep_table import SweepTable
 
 PROMPTS = 16
-"""Most windows of the offset profile."""
+"""Most windows for the offset profile."""
 
 
 def add(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
-    """Shares of bands of wavelengths (and with ``--planes`` of every plane), in a sentence and
-    tables."""
+    """Add the shares of bands of wavelengths in sentences, figures and tables. With ``--planes`` a
+    table has the shares of every plane too."""
     planes = table.planes()
     bands = planes.by_band()
     by_head = bands.by_head()
@@ -64,6 +65,6 @@ def _counts_in_words(bands: BandTable) -> str:
 def _shares(bands: HeadBands, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
-    # only partial rotation has coordinates that pass unturned
+    # "pass" is shown only for partial rotation, which leaves some coordinates unrotated
     listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
     return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)

@@ -1,5 +1,6 @@
-"""A section of a report: text, figures, tables, and cards that say what was refused, left out or
-failed. Modules of sections fill a :class:`Draft`."""
+"""What is a section of a report made of? Text, figures, tables, and cards that say what was
+refused, left out or failed. The modules of sections fill a :class:`Draft`, which gives a
+:class:`Section`."""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ from tl_geometry.report.templates import anchor, fill
 
 @dataclass(frozen=True, kw_only=True)
 class FigureBlock:
-    """A figure in its place in the text: its HTML, and the hashes of the scripts that it runs."""
+    """A figure at its place in the text: its HTML, and the hashes of the scripts that it runs."""
 
     key: str
     text: str
     scripts: tuple[str, ...] = ()
 
     def html(self) -> str:
-        """The fragment, with an id."""
+        """The HTML of the figure in an element with an id, to which findings link."""
         return f'<div id="{self.key}">{self.text}</div>'
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableBlock:
-    """A table in its place in the text; ``columns`` are those on the page, all by default."""
+    """A table at its place in the text. ``columns`` are those shown on the page, all by default."""
 
     name: str
     table: Result
@@ -53,8 +54,8 @@ class TableBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Stands where something is missing: what, why, and the traceback of an unexpected error.
-    ``status`` is ``"refused"``, ``"left out"`` or ``"failed"``."""
+    """Takes the place of something that is missing: what it is, why, and the traceback of an
+    unexpected error. ``status`` is ``"refused"``, ``"left out"`` or ``"failed"``."""
 
     status: str
     what: str
@@ -77,9 +78,9 @@ class Card:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Section:
-    """One part of the report, in reading order: paragraphs (plain text, escaped), figures, tables
-    (also written as CSV and safetensors) and cards, all but paragraphs with an ``html`` method; and
-    what it found."""
+    """One part of the report: its findings, and its ``blocks`` in reading order. A block is a
+    paragraph (plain text, escaped on the page), or a figure, table or card with a method ``html``.
+    Tables are also written as CSV and safetensors."""
 
     title: str
     blocks: Sequence[Any] = ()
@@ -119,8 +120,8 @@ class Section:
 
 
 class Draft:
-    """A section in the making. A :meth:`part` that goes wrong becomes a card, and the rest of the
-    section stays.
+    """A section that is being made. A :meth:`part` that goes wrong becomes a card, and the rest of
+    the section stays.
 
     >>> draft = Draft("Weights")
     >>> with draft.part("surrogates"):
@@ -137,8 +138,8 @@ class Draft:
 
     @contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """A piece of work that may be refused (the model or its input does not allow it) or fail
-        (an unexpected error); the bar of progress names it."""
+        """A context manager for a piece of work that may be refused (the model or its input does
+        not allow it) or fail (an unexpected error). The progress bar names it."""
         self.bar.set_postfix_str(what)
         try:
             yield
@@ -163,10 +164,12 @@ class Draft:
         how: str = "",
         null: str = "",
     ) -> None:
-        """Add a figure, drawn now: what goes wrong in drawing belongs to the part, and its memory
-        is free again. ``key`` names it for links; its ``title``, ``how`` it is read and its
-        ``null`` take the place of the figure's own where they are given, with numbers that name
-        their cells (:mod:`tl_geometry.report.origin`)."""
+        """Add a figure. It is drawn now, so that an error in drawing belongs to the current part,
+        and its memory becomes free.
+
+        ``key`` names the figure for links. ``title``, ``how`` (how to read it) and ``null`` replace
+        the texts of the figure if they are given; an interactive figure keeps its title. Their
+        numbers can name their cells (:mod:`tl_geometry.report.origin`)."""
         name = f"figure-{key or anchor(figure.title)}"
         figure.caption, figure.null = how or figure.caption, null or figure.null
         if isinstance(figure, PageView):
@@ -178,7 +181,8 @@ class Draft:
     def table(
         self, name: str, table: Result, about: str = "", columns: Sequence[str] | None = None
     ) -> None:
-        """Add a table, which is written to ``name.csv`` whole."""
+        """Add a table. All of its columns are written to ``name.csv``; ``columns`` are those on the
+        page."""
         chosen = None if columns is None else tuple(columns)
         self.blocks.append(TableBlock(name=name, table=table, about=about, columns=chosen))
 
@@ -188,12 +192,12 @@ class Draft:
             self.findings.append(finding)
 
     def leave_out(self, what: str, why: str) -> None:
-        """Say that something is not there, and why."""
+        """Add a card that says what is left out, and why."""
         self.blocks.append(Card(status="left out", what=what, why=why))
 
     def fit(self, budget: Budget, part: str, length: int, most: int, least: int = 1) -> int:
-        """How many windows of ``length`` tokens a part may take (:meth:`Budget.windows`); where not
-        even ``least`` fit, 0, and a card in place of the part."""
+        """How many windows of ``length`` tokens a part may take (:meth:`Budget.windows`). If not
+        even ``least`` fit, it is 0, and a card takes the place of the part."""
         count = budget.windows(part, length, most, least)
         if not count:
             why = f"even {least} windows are more than --budget {budget.word} allows"
@@ -206,8 +210,8 @@ class Draft:
 
 
 def _interactive_block(figure: PageView, name: str) -> FigureBlock:
-    """An interactive figure; where no script runs, and on paper, its image with title and
-    caption."""
+    """An interactive figure, with its image, title and caption for paper and for places where no
+    script runs."""
     png = figure.png()  # holds the title
     still = linked(html.escape(" ".join(filter(None, (figure.caption, figure.null)))))
     live = figure.html(png, lazy=True)

@@ -1,5 +1,6 @@
-"""Tables of a report as a reader sees them: three digits, units, intervals beside their number, a
-search where they are long."""
+"""How does a reader see the tables of a report? With three digits, units, intervals beside their
+number, and a search where they are long. :mod:`tl_geometry.report.section` and
+:mod:`tl_geometry.papers` use this file."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from tl_geometry.report.origin import by_error, number
 from tl_geometry.report.templates import anchor, fill
 
 SHORT, WIDE, LONGEST = 14, 12, 600
-"""Most rows of a table that is shown open; most columns of one that is not turned on its side; most
-rows on a page."""
+"""SHORT: most rows of a table that is shown unfolded. WIDE: a table with more columns than
+this, but not more rows, is turned on its side. LONGEST: most rows on a page; the file has all."""
 SEARCHED = 15
-"""Rows from which a table can be searched."""
+"""Fewest rows of a table that has a search."""
 NATS = (
     *("loss", "loss_change", "induction_loss", "induction_loss_change", "loss_increase"),
     *("change", "kl", "kl_reverse", "saved", "own_loss", "baseline_mean"),
 )
+"""Columns in nats."""
 UNITS = {
     **dict.fromkeys(NATS, "nats"),
     **dict.fromkeys(("step", "next_angle", "length", "net"), "radians"),
@@ -30,7 +32,7 @@ UNITS = {
     "share": "of the sum of squares",
     "top1": "share",
 }
-"""Units of columns; shares and cosines have none."""
+"""Column -> its unit; shares and cosines have none."""
 NAMES = {
     "pos": "position",
     "ctx": "context",
@@ -53,9 +55,9 @@ NAMES = {
     "top1": "same likeliest token",
     "top5": "likeliest five in common",
 }
-"""Headings of columns whose key says too little."""
+"""Column -> its heading, where its name is not clear by itself."""
 UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
-"""Units of columns that depend on the table."""
+"""Type of table and column -> unit, for columns whose unit depends on the table."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +74,7 @@ class Table(Result):
         return self.cells
 
     def column(self, name: str, **where: object) -> list[Any]:
-        """One column, of the rows whose other columns have the given values."""
+        """The values of one column, in the rows whose other columns have the given values."""
         expected = f"one of {', '.join(self.names)}"
         require(name in self.names, "column", expected=expected, got=repr(name))
         rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
@@ -80,8 +82,8 @@ class Table(Result):
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:
-    """Columns and rows, with bounds and standard errors written beside their number: ``x_low`` and
-    ``x_high``, or ``x_se``, stand in the cell of ``x``."""
+    """Columns and rows with bounds and standard errors beside their number: the cell of ``x`` also
+    holds ``x_low`` and ``x_high``, or ``x_se``, which have no columns of their own."""
     columns, ends = table.columns(), ("_low", "_high", "_se")
     column_index = {name: i for i, name in enumerate(columns)}
     bound_columns = [
@@ -95,7 +97,7 @@ def joined(table: Result) -> tuple[list[str], list[list[object]]]:
 
 def _joined(row: Sequence[object], name: str, place: Mapping[str, int]) -> object:
     """One cell with its bounds or its standard error."""
-    # the bounds of a loss are those of its change, and stand beside that
+    # loss_low and loss_high are the bounds of loss_change: they stand beside it, not beside loss
     bounded = name.removesuffix("_change")
     bounded = "" if f"{name}_change" in place else bounded
     low, high, error = (
@@ -115,7 +117,7 @@ def _float(value: object) -> float:
 
 
 def heading(table: Result, column: str) -> tuple[str, str]:
-    """What stands above a column, and its unit.
+    """The heading of a column, and its unit.
 
     >>> from tl_geometry.base.results import Provenance
     >>> heading(Result(provenance=Provenance()), "loss_change")
@@ -131,7 +133,7 @@ def heading(table: Result, column: str) -> tuple[str, str]:
 def upright(
     columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> tuple[list[str], list[list[object]]]:
-    """A table of many columns and few rows turned on its side, a measure per line.
+    """Turn a table of many columns and few rows on its side, one line for each column. Others stay.
 
     >>> upright(["state", *"abcdefghijklm"], [[0, *range(13)]])[1][0]
     ['a', 0]
@@ -146,14 +148,15 @@ def upright(
 def shown(
     name: str, table: Result, *, about: str = "", columns: Sequence[str] | None = None
 ) -> str:
-    """A table on the page, folded where it is long or wide, searchable where it is long;
-    ``columns`` are some of its columns, all by default."""
+    """The HTML of a table, folded if it is long or wide, with a search if it is long. ``columns``
+    are those to show, all by default."""
     names, rows = joined(table)
     chosen = [key for key in names if columns is None or key in columns]
     headings = [heading(table, key) for key in chosen]
     labels = [f"{text} ({unit})" if unit else text for text, unit in headings]
     cells = [[row[names.index(key)] for key in chosen] for row in rows[:LONGEST]]
     labels, cells = upright(labels, cells)
+    # columns of numbers are aligned to the right
     is_number = [
         all(not isinstance(value, str) or _numeric(value) for value in column)
         for column in zip(*cells)
@@ -173,5 +176,5 @@ def shown(
 
 
 def _numeric(value: object) -> bool:
-    """Whether a text is a number with its bounds or its error."""
+    """Whether a text is a number with its bounds or its error, as :func:`joined` writes it."""
     return str(value).lstrip("−")[:1].isdigit() and ("[" in str(value) or "±" in str(value))

@@ -1,6 +1,9 @@
-"""The HTML of a report: templates in ``assets``, filled by jinja2. Every value put into them is
-escaped, and control characters are made visible; ``|numbers`` also gives numbers the place of their
-cell (:mod:`tl_geometry.report.origin`), and ``|safe`` marks what is HTML already."""
+"""How does a report become HTML? By templates in ``assets``, which jinja2 fills. Pages, sections,
+cards and tables call :func:`fill`.
+
+Every value is escaped, and its control characters are made visible. In a template ``|numbers`` also
+gives numbers the place of their cell (:mod:`tl_geometry.report.origin`), and ``|safe`` marks what
+is HTML already."""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def asset(name: str) -> str:
 
 
 def anchor(text: str) -> str:
-    """A name as part of an element's id.
+    """A name in a form that can be part of an element's id.
 
     >>> anchor("dominant_only")
     'dominant-only'
@@ -34,7 +37,7 @@ def _environment() -> Environment:
         loader=PackageLoader("tl_geometry.report", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
-        # HTML that is escaped or trusted already is a subclass of str, and is left as it is
+        # jinja2 marks escaped or trusted HTML as a subclass of str: only plain str is changed
         finalize=lambda value: html.visible(value) if type(value) is str else value,
     )
     environment.filters |= {"anchor": anchor, "numbers": lambda text: linked(html.escape(text))}

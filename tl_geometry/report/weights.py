@@ -1,5 +1,6 @@
-"""Section: W_QK and W_OV in the geometry of the activations, what heads read and write in tokens,
-and token paths on the norm's sphere."""
+"""Section: what do W_QK and W_OV read and write? Their share in the positional directions, what
+heads read and write in tokens, paths of tokens on the sphere of the norm, and surrogates of W_QK in
+the live model. Called by :mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
-"""Most windows for the surrogates of W_QK, and tokens whose paths are followed."""
+"""Most windows for the surrogates of W_QK; most tokens whose paths are drawn."""
 COLUMNS = (
     *("layer", "head", "k", "rank", "concentration", "null", "lift", "noise_null"),
     *("noise_high", "excess", "p", "reliability", "r2_low_rank", "r2_diagonal", "null_r2"),
     "symmetric",
 )
-"""Columns of the tables of weights that stand on the page."""
+"""Columns of the tables of weights that are shown on the page."""
 DEEP = 12
-"""Layers above which only every third path is drawn, because they would hide each other."""
+"""Above this many layers only every third path is drawn, because more would hide each other."""
 SHORTEST = 16
-"""Tokens down to which windows are halved for the surrogates of a rotary model."""
+"""Windows are halved down to this many tokens for the surrogates of a rotary model."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
-    """Concentration of the weights in the positional directions with its null, surrogates of W_QK,
-    readouts, paths."""
+    """Add the concentration of the weights in the positional directions, readouts, paths, and
+    surrogates of W_QK."""
     basis, view = analysis.basis, analysis.view
     width, what = basis.window[1] - basis.window[0], "weights in the geometry of the basis"
     if width < FEWEST:
@@ -95,6 +96,7 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     full_length = length = analysis.windows.tokens.shape[1]
     max_windows = min(SURROGATES, len(analysis.windows))
     min_windows = min(max_windows, intervals.FEWEST)
+    # a rotary model has a W_QK at each offset: shorter windows have fewer, and cost less
     while (
         rotary and length > SHORTEST and not budget.windows(part, length, max_windows, min_windows)
     ):
@@ -102,7 +104,8 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     count = draft.fit(budget, part, length, max_windows, min_windows)
     if not count:
         return
-    windows = analysis.pick(count).tokens[:, :length]  # as for the other edits of the model
+    # windows at even distances, as for the other edits of the model
+    windows = analysis.pick(count).tokens[:, :length]
     effect = surrogate_effect(analysis.model, windows, analysis.basis)
     smaller = ", to keep the budget" if (count, length) != (max_windows, full_length) else ""
     draft.say(
