@@ -1,7 +1,8 @@
-"""The command line: each command parses, checks, calls one public function and saves.
+"""What does ``tl-geometry`` do? Each command here parses its options, checks them, calls one public
+function and saves the result. The docstring of a command is its help text.
 
-Arguments are checked before torch is imported, so that a typing error costs no more than starting
-Python.
+Arguments are checked before torch is imported, so that a typing error costs no more time than
+starting Python. This is why commands import what they call in their own bodies.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def analyse(
         raise typer.Exit(1)
 
 
+# the same function serves four commands, so the help of each is given here
 WHOLE = "The whole analysis of a model on a corpus, to a folder: report.html, tables, run.json."
 add("report", WHOLE)(takes(Request)(analyse))
 for command, section, about in (
@@ -127,12 +129,14 @@ def fit(
     from tl_geometry.decomposition.from_model import decompose
     from tl_geometry.decomposition.processes import launched
 
+    # the lock is taken before processes are joined, so the rank is read from the environment
     writes = os.environ.get("RANK", "0") == "0"  # torchrun numbers processes; the first one writes
     writing = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
     with writing, launched(inputs.device) as (group, device, first):
         model = inputs.load(device=device)
         tokens = inputs.tokens(model)
-        if first and not resume:  # a checkpoint that is here was given up by --force
+        # check_checkpoint let a checkpoint pass without --resume only because of --force
+        if first and not resume:
             checkpoint.unlink(missing_ok=True)
         basis = decompose(
             model,
@@ -214,6 +218,7 @@ def trace(
 ) -> None:
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
     where they looked. Writes a page, tables, and the JSON that Neuronpedia reads."""
+    # `words` is PROMPT, or MODEL and PROMPT
     expected, got = "a prompt, or a model and a prompt", f"{len(words)} texts"
     require(len(words) <= 2, "PROMPT", expected=expected, got=got, instead="quotation marks")
     require(words[-1], "PROMPT", expected="a text", got="none")
@@ -278,8 +283,10 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Published settings and numbers, with the measured ones beside them."""
+    # `model` is an option of this command, because the work is its argument
     choice(work, WORKS, "work")
     inputs = dataclasses.replace(inputs, model=model)
+    # texts are read here only to refuse unreadable ones before torch is imported
     inputs.check_corpus()
     read_texts(topics or [], inputs.encoding, "--topics")
     if topics and work != "song-zhong":
@@ -333,6 +340,7 @@ def experiment(
     choice(scale, SCALES, "--scale")
     for seed in seeds or ():
         check_seed(seed, "--seeds")
+    # read here only to refuse unreadable files before torch is imported
     read_texts(text or [], inputs.encoding, "--text")
     arguments.folder(out)
     run_files.check_folder(out, name, EXPERIMENT_FILES, force=force)

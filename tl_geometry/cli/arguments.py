@@ -1,5 +1,6 @@
-"""Check that a command can write where it is asked to, before anything heavy is imported; and tell
-an error of the file system from a bug."""
+"""Can a command write where it is asked to, and is an exception an error of the file system or a
+bug? Commands call :func:`folder` and :func:`file` before anything heavy is imported;
+:mod:`tl_geometry.cli.ending` calls :func:`file_trouble`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ PLACES = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR),
     *(errno.ENOTDIR, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG),
 }
-"""Errors of a file system, which a user can correct: they are told in one line. Other errors are
-bugs, and keep their traceback."""
+"""Errors of a file system, which a user can correct. They are told in one line. Other errors are
+bugs and keep their traceback."""
 LONGEST_NAME = 180
-"""Most bytes of a file name: file systems take 255, and a file has a longer name while it is being
-written."""
+"""Most bytes in the name of a file to write. File systems take 255, but a file has a longer name
+while it is being written."""
 
 
 def folder(path: Path) -> None:
@@ -51,6 +52,7 @@ def file(path: Path, *, suffix: str = "") -> None:
 
 
 def _check_length(path: Path) -> None:
+    # a folder's name may have 255 bytes; the last part gets the stricter limit (0 if path is empty)
     sizes = [len(part.encode(errors="surrogatepass")) for part in path.parts]
     fits = max(sizes, default=0) <= 255 and sum(sizes[-1:]) <= LONGEST_NAME
     expected = f"a name of at most {LONGEST_NAME} bytes"

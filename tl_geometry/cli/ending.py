@@ -1,5 +1,5 @@
-"""How a command ends: its exit code, and the line on standard error that says why. ``main`` of the
-command line runs every command through :func:`run`."""
+"""How does a command end? With an exit code, and with a line on standard error that says why.
+``main`` of the command line runs every command through :func:`run`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tl_geometry.base.printable import printable
 from tl_geometry.cli.arguments import file_trouble
 
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What typer raises for a command line that it cannot parse: click's exception, or typer's own copy
-of it, by version."""
+"""What typer raises for a command line that it cannot parse. By version it is click's exception or
+typer's own copy of it, so it is looked up by name among the base classes."""
 STOPPED = 130
-"""Exit code of a run that was interrupted from the keyboard, as shells give it: 128 and the number
-of the signal."""
+"""Exit code of a run that was interrupted from the keyboard, as shells give it: 128 plus the number
+of the signal (SIGINT, 2)."""
 _finished: list[tuple[Path, str]] = []
 """Where the running command keeps what it has finished, and how to resume: an option, or the same
-command."""
+command again. A list of one item or none, so that functions can change it."""
 _signal: list[int] = []
 """The signal that stopped this run, unless it was an interrupt from the keyboard."""
 
@@ -79,7 +79,7 @@ def run(app: Callable[..., Any]) -> None:
     except (KeyboardInterrupt, typer.Abort):
         code = STOPPED
     except BrokenPipeError:  # the reader of our output has gone
-        # what is still to be written goes nowhere, or the interpreter complains at its end
+        # send buffered output nowhere, or the interpreter reports another broken pipe when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except USAGE as error:

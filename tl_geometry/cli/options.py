@@ -1,9 +1,9 @@
-"""Options of the command line: those that several commands share, and those made from the fields of
-a record (:class:`~tl_geometry.zoo.inputs.Inputs`,
-:class:`~tl_geometry.report.contents.Request`).
+"""Where do the options of a command come from? Some are shared by several commands and are declared
+here. Others are made from the fields of a record (:class:`~tl_geometry.zoo.inputs.Inputs`,
+:class:`~tl_geometry.report.contents.Request`) by :func:`takes`.
 
-A record declares its options once: name, type and default of a field are those of the option, its
-annotation is the help.
+A record declares its options once. The name, type and default of a field are those of the option,
+and its annotation is the help.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ EXAMPLES = {
     "reproduce": "tl-geometry reproduce lines-of-thought --model gpt2 --corpus walden.txt",
     "experiment": "tl-geometry experiment addition --scale smoke --out addition",
 }
-"""One for each command, shown below its help."""
+"""An example for each command, shown below its help."""
 SPELLED = {"model_class": "--class", "bos": "--bos/--no-bos"}
 """Fields whose option has another name."""
 LISTS = {"corpus": list[Path] | None, "sections": str | None}
-"""Fields that are tuples, and what the command line gives for them: a list from a repeated option,
-or names separated by commas."""
+"""Fields that are tuples -> the type of their option: a list from a repeated option, or text with
+names separated by commas. :func:`_tuple` makes the tuple."""
 
 
 @functools.cache  # a third of the time of `tl-geometry --help`, if asked for each option
@@ -65,6 +65,7 @@ def parameter(record: type[Inputs], name: str) -> inspect.Parameter:
     default = record.__dataclass_fields__[name].default
     spelled = SPELLED.get(name, f"--{name}")
     shown: Any = typer.Option(spelled, help=about)
+    # the only field that is an argument
     if name == "model":
         shown = typer.Argument(help=about)
     return inspect.Parameter(
@@ -86,6 +87,7 @@ def takes(
         fields = [f.name for f in dataclasses.fields(record) if not names or f.name in names]
         chosen = [name for name in fields if name not in fixed]
         signature = inspect.signature(command, eval_str=True)
+        # all parameters but the record
         others = list(signature.parameters.values())[1:]
 
         def run(**given: Any) -> None:

@@ -1,7 +1,7 @@
-"""The folder that ``tl-geometry trace`` writes: the graph of a logit as a page, as tables, and in
-the form of other tools.
+"""What does ``tl-geometry trace`` write to its folder? The graph of a logit as a page, as tables,
+and in the form of other tools. The command calls :func:`save_graph`.
 
-Nothing heavy is imported here: the command checks the folder before it loads a model.
+Nothing heavy is imported at the top, because the command checks the folder before it loads a model.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tl_geometry.circuits.logit_graph import LogitGraph
 
 OWNER = "trace"
-"""Whose folder it is, in ``run.json``."""
+"""The name in ``run.json`` that marks a folder as one of this command."""
 PAGE, GRAPH, METADATA = "graph.html", "graph.json", "graph-metadata.json"
-"""The page; the graph as Neuronpedia and circuit-tracer's front end read it, with the list of
-graphs that this front end opens first."""
+"""The page; the graph as Neuronpedia and circuit-tracer's front end read it; and the list of graphs
+that circuit-tracer's front end opens first."""
 TOKENS, NODES, RESULT = "tokens.csv", "nodes.csv", "graph.safetensors"
 """The logit by input token, the nodes, and the whole result (``LogitGraph.load``)."""
 FILES = (PAGE, GRAPH, METADATA, TOKENS, NODES, RESULT)
@@ -38,7 +38,7 @@ def save_graph(
     from tl_geometry.report.folder import write_csv
 
     file = graph.to_json("neuronpedia")
-    # circuit-tracer's server takes a graph from the file that has its slug for a name
+    # circuit-tracer's server looks for a graph in the file named by its slug
     file["metadata"]["slug"] = Path(GRAPH).stem
     saves: dict[str, Callable[[Path], object]] = {
         PAGE: graph_page(graph).save,
@@ -61,6 +61,7 @@ def save_graph(
         "nodes": len(graph.names),
         "edges": len(graph.weights),
     }
+    # run.json is written again with every file, so that it lists the files of a stopped run
     write = lambda: run_files.write_record(out, {**record, "files": files.hashes})  # noqa: E731
     for name, save in saves.items():
         files.write(name, save, write)

@@ -1,5 +1,9 @@
-"""Published results run again: settings and tables of three works with our numbers beside them, and
-small models trained on other formats of data. No other analysis needs this package."""
+"""Do published results come out again? Settings and tables of three works with our numbers beside
+them (:func:`reproduce`), and small models trained on other formats of data (:func:`experiment`).
+
+The command line and notebooks call these functions. No other analysis needs this package, except
+that ``split_scores`` takes its published presets from here.
+"""
 
 from __future__ import annotations
 

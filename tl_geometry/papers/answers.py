@@ -1,5 +1,6 @@
 """How many additions does a model answer correctly, as a whole and digit by digit?
-:mod:`tl_geometry.papers.arithmetic` asks at each measured step."""
+:mod:`tl_geometry.papers.arithmetic` calls :func:`score` at each measured step, and :func:`guess`
+for what an answer scores without the operands."""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from tl_geometry.papers.formats import ALPHABET, Problem, encode
 
 
 class Score(NamedTuple):
-    """Share of problems answered without a mistake, and share of right digits."""
+    """Share of problems answered without a mistake, and share of right digits over all problems."""
 
     exact: float
     digits: float
 
 
 def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[str]:
-    """What the model writes after each prompt: as many characters as the sum has, each the
-    likeliest given those before it."""
+    """What the model writes after each prompt, greedily: as many characters as the sum has.
+
+    ``positions`` is the longest input that the model takes.
+    """
     device = next(model.parameters()).device
     starts = torch.tensor([len(line.prompt) for line in lines], device=device)
     answer_lengths = [len(line.answer) for line in lines]
@@ -33,9 +36,10 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
     row_indices = torch.arange(len(lines), device=device)
     with torch.inference_mode():
         for k in range(max(answer_lengths)):
-            # prompts differ in length: what stands behind a row's last character is not read by it
+            # Prompts differ in length. Attention is causal, so the zeros after a row's last
+            # character do not change what the model writes there.
             read_tokens = tokens[:, : min(positions, int(starts.max()) + k)]
-            # finished rows go on writing behind their sum; the answers are cut to its length below
+            # rows whose sum is complete keep writing; `return` cuts answers to their length
             last_read = (starts + k - 1).clamp(max=read_tokens.shape[1] - 1)
             tokens[row_indices, starts + k] = (
                 model(read_tokens).logits[row_indices, last_read].argmax(-1)
@@ -47,16 +51,17 @@ def answers(model: nn.Module, lines: Sequence[Problem], positions: int) -> list[
 
 
 def score(model: nn.Module, lines: Sequence[Problem], positions: int, *, batch: int = 256) -> Score:
-    """Greedy answers against the reversed sums: exact match over problems, and share of right
-    digits over all digits."""
+    """Greedy answers compared with the reversed sums, in batches of ``batch`` problems."""
     batches = [lines[start : start + batch] for start in range(0, len(lines), batch)]
     written = [answer for problems in batches for answer in answers(model, problems, positions)]
     return _score(lines, written)
 
 
 def guess(lines: Sequence[Problem]) -> Score:
-    """The score of answers that use the length of the sum alone: at each place the most frequent
-    digit there among sums of that length.
+    """The score of a guess that knows only how long each sum is. It is the baseline for
+    :func:`score`.
+
+    The guess at each place is the most frequent digit there among the sums of that length.
 
     >>> sums = ("1", "2", "3"), ("2", "1", "3"), ("1", "1", "2"), ("10", "10", "20")
     >>> guess([Problem(*parts) for parts in sums])
@@ -74,7 +79,7 @@ def guess(lines: Sequence[Problem]) -> Score:
 
 
 def _score(lines: Sequence[Problem], answers: Sequence[Sequence[str]]) -> Score:
-    """Right problems and digits; an answer has as many characters as its sum."""
+    """Shares of right problems and digits; an answer has as many characters as its sum."""
     right_digits = [
         [digit == guessed for digit, guessed in zip(line.answer, answer, strict=True)]
         for line, answer in zip(lines, answers, strict=True)

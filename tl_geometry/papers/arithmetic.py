@@ -1,18 +1,22 @@
 """Does a model that learns addition generalise to other lengths, and does the geometry of position
-say so? (Song & Zhong 2023, section 5.2, appendix E.) Run by
-:func:`tl_geometry.papers.experiment`.
+predict where it fails? (Song & Zhong 2023, section 5.2, appendix E.)
+:func:`tl_geometry.papers.experiment` runs it as ``addition``.
 
 1. A model learns lines ``a+b=`` and the reversed sum, with a loss on the sum only, for numbers of
    ``low`` to ``high`` digits.
-2. It answers sums of the trained lengths and of shorter ones, greedily; an answer counts where all
-   digits are right (exact match). The published evaluator always used the carry model and problems
-   of the trained lengths, and compared a tensor with a string.
+2. At each measured step it answers sums of the trained lengths and of shorter ones, greedily. An
+   answer is an exact match where all digits are right.
 3. At the same steps its positional basis and the pos-pos terms of its heads are measured, on lines
-   of one length at a time: only there does a position mean the same in every context.
+   of one length at a time. Only in such lines does a position have the same meaning in every
+   context.
 
-``+`` and ``=`` stand at fixed positions of such lines, so a basis breaks there by the tokens alone.
-``fracture_digits`` leaves out the steps from and to them; the measures of ``wpe``, the model's
-table of position vectors, depend on no token at all.
+The shipped evaluator of the paper cannot give the published accuracies: it always used the carry
+model and problems of the trained lengths, and compared a tensor with a string.
+
+``+`` and ``=`` stand at fixed positions of lines of one length. The basis jumps there because of
+the tokens, not because of position. ``fracture_digits`` leaves out the steps from and to these two
+positions. The measures of ``wpe``, the model's table of position vectors, depend on no token at
+all.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ from tl_geometry.zoo.trainer import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class AdditionSetup(Setup):
-    """Numbers of ``low`` to ``high`` digits, ``examples`` lines to train on, ``problems`` to be
-    tested on."""
+    """Numbers of ``low`` to ``high`` digits, ``examples`` lines to train on, and ``problems`` to
+    test on, in and out of the trained lengths each."""
 
     low: int
     high: int
@@ -68,22 +72,24 @@ class AdditionSetup(Setup):
 
 
 SETUPS = setups(AdditionSetup, "addition")
-"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
-ones."""
+"""Settings by scale, from ``setups.toml``. ``SETUPS["paper"].changed({"low": "4"})`` has the
+published settings but for one."""
 PUBLISHED = {"no-carry": (1.0, 0.0502), "carry": (0.72, 0.0)}
-"""Exact match in and out of the trained lengths as published: "100% and 72%" and "5.02% and 0.00%"
-(on 1,000 samples, of which 5.02% is no whole number)."""
+"""Exact match in and out of the trained lengths, from appendix E: "100% and 72%" in, "5.02% and
+0.00%" out. The last two are said to be from 1K samples, but 5.02% of 1,000 is not a whole
+number."""
 
 
 def asked_problems(setup: AdditionSetup, task: str) -> tuple[list[Problem], list[Problem]]:
-    """Problems of the trained lengths and of shorter ones, from seeds of their own."""
-    # seeds far from those of training runs
+    """Problems of the trained lengths and of shorter ones, the same at every step."""
+    # far from the seeds of training runs (0, 1, ...), which draw training lines the same way
     trained_lengths = problems(task, setup.problems, low=setup.low, high=setup.high, seed=90_001)
     return trained_lengths, problems(task, setup.problems, low=1, high=setup.low - 1, seed=90_002)
 
 
 def aligned_tokens(task: str, n: int, length: int, seed: int) -> Int[Tensor, "context position"]:
-    """Ids of ``n`` lines of one length without their newline: what the model sees."""
+    """Ids of ``n`` lines whose numbers have ``length`` digits, without the newline: what the model
+    reads."""
     lines = problems(task, n, low=length, high=length, seed=seed)
     return torch.tensor([encode(line.text)[:-1] for line in lines])
 
@@ -91,13 +97,15 @@ def aligned_tokens(task: str, n: int, length: int, seed: int) -> Int[Tensor, "co
 def digit_fracture(
     pos: Float[Tensor, "state position d_model"], length: int, start: int
 ) -> Float[Tensor, " state"]:
-    """Largest step over median step between neighbouring digits; steps from and to ``+`` and ``=``
-    are left out. NaN for numbers of one digit, which have no neighbours.
+    """Largest step over median step between neighbouring digits, a step being 1 minus the cosine.
+    Steps from and to ``+`` and ``=`` are left out. NaN for numbers of one digit, which have no
+    neighbours.
 
-    ``length`` is that of each number, ``start`` the position of the first row.
+    ``length`` is the number of digits of each operand, ``start`` the position of the first row.
     """
     step = 1 - positional.adjacent_cosine(pos)
     left_position = torch.arange(start, start + step.shape[1])
+    # + stands after the first operand, = after the second
     sign_positions = torch.tensor([length, 2 * length + 1])
     left_is_sign = torch.isin(left_position, sign_positions)
     right_is_sign = torch.isin(left_position + 1, sign_positions)
@@ -108,7 +116,7 @@ def digit_fracture(
 
 
 def table_measures(table: Float[Tensor, "position d_model"], frequencies: int) -> dict[str, float]:
-    """Measures of a table of position vectors, less its mean."""
+    """Measures of a table of position vectors after its mean is subtracted."""
     P = table.double() - table.double().mean(0)
     measures = {
         "fracture": positional.fracture_score(P).score,
@@ -124,15 +132,17 @@ def _geometry(
     """Measures of position on aligned lines: a row per length and state, and one per length and
     head."""
     bridge, state_rows, head_rows = bridge_of(model, task), [], []
+    # the longest untrained length, the shortest and the longest trained one
     for length in sorted({setup.low - 1, setup.low, setup.high} - {0}):
-        # one length at a time: only there does a position mean the same in every context
+        # one length at a time, so that a position has the same meaning in every context; a fixed
+        # seed, so that every step is measured on the same lines
         tokens = aligned_tokens(task, setup.contexts, length, seed=7)
         basis = basis_of(bridge, tokens, f"{task}, {length} digits")
         digits = digit_fracture(basis.pos, length, basis.window[0])
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
             state_rows.append({"length": length, **row, "fracture_digits": float(digits[i])})
         split = split_scores(bridge, tokens[:64], basis)
-        # the term depends on a context only through the norm of each stream
+        # a mean over contexts is fair: pos-pos depends on them only through the norm's scale
         fracture = positional.fracture_score(split.terms["pos", "pos"].double().mean(0)).score
         shares = split.shares()
         for i, (layer, head) in enumerate(split.heads):
@@ -146,12 +156,12 @@ def _geometry(
 def _measure(
     setup: AdditionSetup, model: nn.Module, task: str, positions: int
 ) -> list[dict[str, Any]]:
-    """Scores and geometry as rows; ``row_of`` says what a row is about, a ``"state"`` or a
-    ``"head"``."""
+    """Scores and geometry as rows. ``row_of`` says whether a row is about a ``"state"`` or a
+    ``"head"``; rows of states repeat the scores."""
     scores: dict[str, float] = {}
     for where, lines in zip(("in", "out"), asked_problems(setup, task), strict=True):
         scores[f"exact_{where}"], scores[f"digits_{where}"] = score(model, lines, positions)
-    # the table of positions depends on no token, so + and = cannot break it
+    # no token enters the table of positions, so + and = cannot break it
     wpe = model.get_parameter("transformer.wpe.weight").detach().cpu()
     scores |= table_measures(wpe, setup.frequencies)
     states, heads = _geometry(setup, model, task)
@@ -173,17 +183,18 @@ def addition(
     the geometry, over training.
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or changed settings
             (``SETUPS["cpu"].changed({"steps": "500"})``).
         tasks: ``"carry"``, ``"no-carry"`` or both.
-        seeds: a run for each task and seed (model, order of batches and examples).
-        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
-            step.
+        seeds: one run for each task and seed; the seed sets the first weights, the examples and
+            their order.
+        out: folder for the weights of each measured step, and for checkpoints from which a stopped
+            run resumes.
         device: where the models are trained.
         progress: show a bar.
 
-    Lengths out of range are 1 to ``low - 1`` digits: longer lines do not fit the table of
-    positions.
+    Lengths out of range are 1 to ``low - 1`` digits. Longer numbers are not tried, because their
+    lines do not fit the table of positions.
 
     >>> short = {"steps": "2", "examples": "50", "problems": "4", "contexts": "12"}
     >>> setup = SETUPS["smoke"].changed(short | {"low": "2", "high": "2", "layers": "1"})
@@ -221,7 +232,7 @@ def _train(
     lines = problems(task, setup.examples, low=setup.low, high=setup.high, seed=seed)
 
     def batch_at(step: int) -> Batch:
-        # more than the steps of any run, so that no two seeds share a batch
+        # the factor is larger than the steps of any run, so that no two seeds share a batch
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         rows = torch.randint(len(lines), (setup.batch,), generator=generator).tolist()
         return answer_batch([lines[i] for i in rows], positions)
@@ -236,7 +247,8 @@ def _train(
 def _figures(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any], source: str
 ) -> dict[str, Any]:
-    """Curves over training, and heads and cosines of the trained models."""
+    """Curves over training, and for each trained model its most positional head and the cosines of
+    its positions."""
     digits = f"{setup.low} to {setup.high} digits"
     in_and_out = (
         f"Numbers of {digits} are in, of 1 to {setup.low - 1} out; exact counts whole answers, "
@@ -255,10 +267,12 @@ def _figures(
     }
     for task, model in models.items():
         bridge = bridge_of(model, task)
+        # the lines that _geometry measures
         tokens = aligned_tokens(task, setup.contexts, setup.high, seed=7)
         basis = basis_of(bridge, tokens, task)
         split = split_scores(bridge, tokens[:1], basis)
         shares = split.shares()
+        # a uniform head has no shares (NaN)
         top_head = int(shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argmax())
         labels = [ALPHABET[i] for i in tokens[0].tolist()]
         head_view = split_view.split(
@@ -312,7 +326,8 @@ def _outcome(
 def findings(
     setup: AdditionSetup, steps: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]
 ) -> list[Claim]:
-    """Final accuracies beside the published ones, and what geometry says about the failure."""
+    """Final accuracies beside the published ones, and how geometry changes with the answers out of
+    the trained lengths."""
     claims: list[Claim] = []
     for task in dict.fromkeys(r["task"] for r in steps):
         final_rows = [r for r in steps if r["task"] == task and r["step"] == setup.steps]

@@ -1,9 +1,10 @@
-"""NanoGPT: the positional rank and relative norm of a character-level model, beside the published
-rows (Song & Zhong 2023, Tables 1 and 2). Run by :func:`tl_geometry.papers.experiment`.
+"""Does a character-level model have the published positional rank and relative norm? (Song & Zhong
+2023, Tables 1 and 2, rows "NanoGPT".) :func:`tl_geometry.papers.experiment` runs it as ``nanogpt``.
 
-The model is trained on a text that the user names (the published one is Shakespeare) and measured
-on its held-out tenth (Table 1) and on another text (Table 2: "robustness", where the published row
-repeats that of Table 1). Mean and population deviation are over the states.
+The model is trained on a text that the user names (Shakespeare in the paper). It is measured on the
+held-out tenth of that text (Table 1) and on another text (Table 2, "robustness"). The published
+NanoGPT row of Table 2 repeats that of Table 1. Mean and population standard deviation are over the
+states.
 """
 
 from __future__ import annotations
@@ -44,22 +45,23 @@ PUBLISHED_ROWS = {
     "own text": ("table_1", "NanoGPT Shakespeare"),
     "other text": ("table_2", "NanoGPT Wiki"),
 }
-"""Text that is measured -> its published table and row."""
+"""Text that is measured -> the published table and row it is compared with."""
 SUMMARY = {
     "rank": "rank",
     "relative_norm_reference": "relative_norm",
     "relative_norm": "relative_norm",
 }
-"""Measure -> the published one beside it; the relative norm of the published code is the reference
-form."""
+"""Measure -> the published measure it is compared with. The published code computes the reference
+form of the relative norm; the paper's own form is compared too."""
 
 SETUPS = setups(Setup, "nanogpt")
-"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
-ones."""
+"""Settings by scale, from ``setups.toml``. ``SETUPS["paper"].changed({"context": "256"})`` has the
+published settings but for one."""
 
 
 def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
-    """Places of a text's characters in an alphabet; characters that are not in it are left out.
+    """The index of each character of a text in an alphabet; characters that are not in it are left
+    out.
 
     >>> character_ids("abxba", "ab").tolist()
     [0, 1, 1, 0]
@@ -85,15 +87,16 @@ def nanogpt(
     published row.
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own.
-        texts: documents to train on, joined, the last tenth held out; ``None``: standard-library
-            modules.
-        name: what they are called on the page.
-        other: documents for the row of Table 2; ``None``: held-out standard-library modules.
-            Characters that the training text does not have are left out.
-        seeds: a run for each; figures show the first.
-        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
-            step.
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or changed settings
+            (``SETUPS["cpu"].changed({"steps": "500"})``).
+        texts: documents to train on, joined; the last tenth is held out. ``None``:
+            standard-library modules.
+        name: what the page calls them.
+        other: documents for the row of Table 2. Characters that the training text does not have
+            are left out. ``None``: held-out standard-library modules.
+        seeds: one run for each; figures show the first.
+        out: folder for the weights of each measured step, and for checkpoints from which a stopped
+            run resumes.
         device: where the models are trained.
         progress: show a bar.
 
@@ -143,7 +146,8 @@ def _train(
     training: dict[str, Any],
 ) -> Training:
     def batch_at(step: int) -> Batch:
-        batch_seed = seed * 10_000_019 + step  # each step of each seed draws other windows
+        # the factor is larger than the steps of any run, so that no two seeds share a batch
+        batch_seed = seed * 10_000_019 + step
         return shifted(text_windows(stream, setup.context + 1, setup.batch, batch_seed))
 
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
@@ -202,8 +206,8 @@ def _outcome(
 
 
 def _beside_published(rows: list[dict[str, Any]], measure: str) -> dict[str, Any]:
-    """Mean and standard deviation of a measure over the states (``rows``) at the end of a run,
-    beside those of the published table."""
+    """Mean and standard deviation of a measure over the states at the end of a run (``rows`` has
+    one row per state), beside those of the published table."""
     values = [r[measure] for r in rows]
     table, row = PUBLISHED_ROWS[rows[0]["measured"]]
     mean, sd = published_tables()[table][row][SUMMARY[measure]]

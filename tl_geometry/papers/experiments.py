@@ -1,11 +1,13 @@
 """How does the format of training text shape the geometry of position? Small transformers are
-trained, and measured beside what they learn (Song & Zhong 2023, section 5).
+trained on other formats and measured during training (Song & Zhong 2023, section 5).
+``tl-geometry experiment`` calls :func:`experiment`.
 
-``randomisation`` trains on text that is partly random, ``addition`` on sums, ``nanogpt`` on
-characters. Each trains from scratch (:mod:`tl_geometry.zoo.trainer`), measures during training, and
-gives an :class:`~tl_geometry.papers.Outcome` with its findings beside what was
-expected or published. Three scales: ``"smoke"`` (seconds, says nothing), ``"cpu"`` (minutes),
-``"paper"`` (published settings).
+- ``randomisation`` trains on text that is partly random, ``addition`` on sums, ``nanogpt`` on
+  characters.
+- Each trains from scratch (:mod:`tl_geometry.zoo.trainer`) and returns an
+  :class:`~tl_geometry.papers.Outcome`: its findings beside what was expected or published.
+- Scales are ``"smoke"`` (seconds; too short to mean anything), ``"cpu"`` (minutes) and ``"paper"``
+  (published settings).
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ def experiment(
     force: bool = False,
     command: Sequence[str] = (),
 ) -> Outcome:
-    """Run an experiment by its name, write it to ``out``, and return it: what the command line
-    calls.
+    """Run an experiment by its name, write it to ``out``, and return it. The command line calls
+    this.
 
-    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``;
-    ``texts`` are files to train on (addition makes its own lines). A folder is refused that holds
-    another experiment, a report, or files that no run of tl_geometry wrote (these are overwritten
-    with ``force``), or that another run is writing to."""
+    ``changes`` are settings that differ from those of the scale, such as ``"context=512"``.
+    ``texts`` are files to train on (addition makes its own lines). ``out`` is refused if it holds
+    another experiment, a report, or files that no run of tl_geometry wrote (``force`` overwrites
+    these files), or if another run is writing to it."""
     module = MODULES[choice(name, EXPERIMENTS, "experiment")]
     setup = module.SETUPS[choice(scale, SCALES, "--scale")].changed(_pairs(changes or ()))
     if texts and name == "addition":
@@ -68,7 +70,7 @@ def experiment(
     out.mkdir(parents=True, exist_ok=True)
     with lock(out / LOCK):
         if not check_folder(out, name, EXPERIMENT_FILES, force=force):
-            # the record by which a stopped run is known
+            # a folder without a record: write one now, so that a stopped run can be resumed here
             write_record(out, {"written_by": WRITER, "experiment": name, "finished": False})
         outcome: Outcome = getattr(module, name)(setup, **options)
         outcome.save(out, command=command, force=force)
@@ -76,6 +78,7 @@ def experiment(
 
 
 def _pairs(changes: Sequence[str]) -> dict[str, str]:
+    """``["context=512"]`` as ``{"context": "512"}``."""
     without_equals = [change for change in changes if "=" not in change]
     require(not without_equals, "--set", expected="NAME=VALUE", got=", ".join(without_equals))
     return {

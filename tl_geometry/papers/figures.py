@@ -1,5 +1,7 @@
-"""Figures of the experiments on training formats: grids over training and inference formats, curves
-over training, cosines of positions. The experiments draw them."""
+"""What do the experiments on training formats draw? Grids of bases over training and inference
+formats, curves over training, and cosines of positions. :mod:`~tl_geometry.papers.random_tokens`,
+:mod:`~tl_geometry.papers.arithmetic` and :mod:`~tl_geometry.papers.characters` call these
+functions."""
 
 from __future__ import annotations
 
@@ -48,10 +50,10 @@ def format_planes(bases: Bases, state: int, *, half: int, start: int = 0, source
 
     Args:
         bases: by training and inference format.
-        state: which state.
-        half: first position that is drawn as a cross.
+        state: the state that is drawn.
+        half: position where the random half begins; crosses mark positions from here on.
         start: position of the first row of a basis.
-        source: what it was computed from.
+        source: what the bases were computed from, for the foot of the figure.
 
     >>> import torch
     >>> formats = ("text", "noise")
@@ -81,11 +83,11 @@ def format_planes(bases: Bases, state: int, *, half: int, start: int = 0, source
 
 
 def _draw_plane(axis: Axes, pos: Float[Tensor, "position d_model"], half: int, start: int) -> Any:
-    """One basis on its two leading directions; returns the points."""
+    """Draw one basis on its two leading directions; return the points, for the colour bar."""
     points = positional.pca_view(pos, linalg.svd(pos).V, 2)
     positions = range(start, start + len(pos))
     axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
-    # one scale for both halves: a colour means one position in every panel
+    # one colour scale for both halves, so that a colour means the same position in every panel
     limits: dict[str, Any] = {"cmap": SEQUENTIAL, "vmin": start, "vmax": positions[-1]}
     for marker, half_rows in (("o", slice(0, half - start)), ("x", slice(half - start, None))):
         x, y = points[half_rows, 0], points[half_rows, 1]
@@ -101,15 +103,15 @@ def training_curves(
     caption: str,
     source: str = "",
 ) -> View:
-    """Measures against steps of training, a panel each: a line per seed, a colour per value of the
-    column ``by``.
+    """Measures against steps of training: a panel per measure, a line per seed, and a colour per
+    value of the column ``by``.
 
     Args:
         rows: measurements, each with ``"seed"``, ``"step"``, the column ``by`` and the measures.
         measures: names of the measures.
         by: the column that colours tell apart.
-        caption: what to know about the rows.
-        source: what they were measured on.
+        caption: what a reader must know about the rows.
+        source: what they were measured on, for the foot of the figure.
 
     >>> rows = [{"seed": 0, "step": s, "task": "sums", "rank": s} for s in (0, 10)]
     >>> training_curves(rows, ["rank"], by="task", caption="").title
@@ -138,7 +140,8 @@ def state_cosines(
 
     Args:
         basis: from :func:`tl_geometry.decompose`.
-        labels: names of all positions from 0 on, such as the tokens of one context.
+        labels: names of all positions from 0 on, such as the tokens of one context; positions
+            outside the window are left out.
         title: of the figure.
 
     >>> import torch

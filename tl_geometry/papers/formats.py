@@ -1,8 +1,9 @@
-"""Training data of the experiments of Song & Zhong 2023, section 5: partly random text, and
-additions written as strings.
+"""What are the small models trained on? The data of Song & Zhong 2023, section 5: partly random
+text, and additions written as strings. The three experiments draw their batches here.
 
-Everything here is text and integers: no model. A batch is inputs and targets ``[batch position]``,
-targets shifted by one, :data:`~tl_geometry.zoo.trainer.IGNORE` where there is none.
+Everything here is text and integers, without a model. A batch is inputs and targets
+``[batch position]``. Targets are shifted by one, and
+:data:`~tl_geometry.zoo.trainer.IGNORE` marks places without a target.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tl_geometry.zoo.trainer import IGNORE, Batch
 FORMATS = ("baseline", "partial", "full")
 """Corpus text; text whose second half is random tokens; random tokens only."""
 ALPHABET = "\n+0123456789="
-"""The 13 characters of an addition, sorted; the place of a character is its id."""
+"""The 13 characters of an addition, sorted; a character's index is its id."""
 TASKS = ("carry", "no-carry")
 """Additions of any digits, and additions in which no place carries."""
 
@@ -44,7 +45,7 @@ def randomise(
 
 
 def shifted(rows: Int[Tensor, "batch token"]) -> Batch:
-    """Inputs (all positions but the last), targets (all but the first); random tokens are targets
+    """Inputs (all tokens but the last) and targets (all but the first). Random tokens are targets
     too.
 
     >>> [x.tolist() for x in shifted(torch.tensor([[5, 6, 7]]))]
@@ -93,7 +94,8 @@ def carry_problem(source: random.Random, low: int, high: int) -> Problem:
     """An addition of any digits: lengths uniform on low..high, operands uniform on
     10^(length - 1)..10^length - 1, so that none begins with zero.
 
-    Operands, not lengths, are drawn again until the sum too has low to high digits.
+    If the sum does not have low to high digits, the operands are drawn again and the lengths stay,
+    as in the published code.
     """
     lengths = [source.randint(low, high) for _ in range(2)]
     while True:
@@ -103,12 +105,12 @@ def carry_problem(source: random.Random, low: int, high: int) -> Problem:
 
 
 def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
-    """An addition in which no place carries: the digits a_i of the shorter number are uniform on
-    0..9, those of the longer one below them uniform on 0..9 - a_i, its leading ones uniform on
-    0..9.
+    """An addition in which no place carries, built as in the published code.
 
-    The shorter length n1 is uniform on low..high, the longer one on n1..high; the operands change
-    places with probability one half. Leading zeros occur.
+    The shorter length n1 is uniform on low..high, the longer one uniform on n1..high. The digits
+    a_i of the shorter number are uniform on 0..9. In the longer number, the digit at the place of
+    a_i is uniform on 0..9 - a_i and the leading digits are uniform on 0..9. The operands are
+    swapped with probability one half. Leading zeros occur.
     """
     short_length = source.randint(low, high)
     long_length = source.randint(short_length, high)
@@ -118,7 +120,7 @@ def no_carry_problem(source: random.Random, low: int, high: int) -> Problem:
     texts = ["".join(map(str, digits)) for digits in (a, leading_digits + aligned_digits)]
     sums = [digit_a + digit_b for digit_a, digit_b in zip(a, aligned_digits, strict=True)]
     c = "".join(map(str, leading_digits + sums))
-    # either operand may be the longer one; the sum stays
+    # either operand may be the longer one
     if source.randint(0, 1):
         texts.reverse()
     return Problem(texts[0], texts[1], c)
@@ -129,8 +131,9 @@ def problems(task: str, n: int, *, low: int, high: int, seed: int = 0) -> list[P
     2023, section 5.2 and appendix E).
 
     ``task`` is ``"carry"`` or ``"no-carry"``: see :func:`carry_problem` and
-    :func:`no_carry_problem`. The paper says that examples with a carry "are removed"; its code
-    builds examples without one, another distribution. This is the code's.
+    :func:`no_carry_problem`. The paper says that examples with a carry "are removed". Its code
+    builds examples without a carry instead, which is another distribution. This function follows
+    the code.
 
     >>> p = problems("no-carry", 3, low=2, high=4, seed=1)
     >>> all(len(q.c) == max(len(q.a), len(q.b)) and int(q.a) + int(q.b) == int(q.c) for q in p)
@@ -155,11 +158,12 @@ def encode(text: str) -> list[int]:
 
 
 def answer_batch(lines: Sequence[Problem], positions: int) -> Batch:
-    """Inputs and targets of additions, padded on the right to ``positions``: targets are the sum's
-    digits and the newline, nothing else.
+    """Inputs and targets of additions, padded on the right to ``positions``. Only the digits of the
+    sum and the newline are targets.
 
-    The input drops the last character (the newline); the first target stands at ``=``. Padding is
-    the newline's id; causal attention never sees it.
+    The input drops the last character (the newline), and the first target stands at ``=``. Padding
+    has the newline's id, 0. It comes after every target of its row, so causal attention never reads
+    it.
 
     >>> inputs, targets = answer_batch([Problem("1", "2", "3")], 6)
     >>> inputs.tolist(), targets.tolist()

@@ -1,10 +1,11 @@
-"""Our numbers beside the published ones of Sarfati et al. 2025 (Lines of Thought,
-arXiv:2410.01545): :func:`~tl_geometry.papers.sarfati` measures them, :data:`PUBLISHED` holds
-theirs.
+"""Do the published numbers of Sarfati et al. 2025 (Lines of Thought, arXiv:2410.01545) come out
+again? ``tl-geometry reproduce lines-of-thought`` and notebooks call
+:func:`~tl_geometry.papers.sarfati`, which puts our numbers beside those in :data:`PUBLISHED`.
 
 The corpus of the paper is Walden (H. D. Thoreau; 647,409 bytes, about 3,000 chunks of 50 GPT-2
-tokens), which is not shipped: pass its text. GPT-2-medium's states were exported before the final
-norm, those of Llama and Mistral are Hugging Face hidden states, whose last one is after it.
+tokens). It is not shipped: pass its text. The published states of GPT-2-medium were exported before
+the final norm. Those of Llama and Mistral are Hugging Face hidden states, the last of which is
+taken after the final norm.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tl_geometry.report.tables import Table
 
 
 class Published(NamedTuple):
-    """A published number: ``low`` and ``high`` are equal unless a range is given; ``origin`` says
-    where it was read, ``tolerance`` how far beyond the range ours may lie and agree (the corpus is
-    cut at another place, and digits are few)."""
+    """A published number. ``low`` and ``high`` are equal unless a range is given; ``origin`` says
+    where the number was read. Our number agrees if it lies within ``tolerance`` of the range: our
+    chunks are not cut at the same places, and the numbers are printed with few digits."""
 
     quantity: str
     model: str
@@ -46,8 +47,11 @@ class Published(NamedTuple):
 V1, REPLY, NOTES = "arXiv version 1", "authors' reply to reviewers", "third-party notes"
 """Where published numbers were read."""
 SEPARABLE = 'says "separable at all layers", read here as 1.0; no number is printed'
+"""Remark on the accuracy of the perceptron."""
 PERCEPTRON_ROW = "perceptron accuracy against gibberish, lowest layer"
+"""The quantity that :func:`_perceptron` measures."""
 REVIEWER = "a reviewer reads 0.7"
+"""Remark on the KL at K = 256."""
 PUBLISHED: tuple[Published, ...] = (
     Published("alpha", "gpt2-medium", 0.64, 0.64, V1, 0.1),
     Published("lambda", "gpt2-medium", 0.18, 0.18, V1, 0.02),
@@ -63,12 +67,13 @@ PUBLISHED: tuple[Published, ...] = (
     Published("mean |kurtosis|", "gpt2-medium", 0.0, 0.3, NOTES, 0.1),
     Published("mean |kurtosis|, untrained", "gpt2-medium", 1.0, 1.5, NOTES, 0.2),
 )
-"""Numbers stated for the models of the paper. Mistral-7B and Llama-3.2 (1B, 3B) are only said to
-have an anomalous last layer."""
+"""Numbers stated for the models of the paper. For Mistral-7B and Llama-3.2 (1B, 3B) no numbers are
+stated; the paper only says that their last layer is anomalous."""
 
 
 class PublishedRun(NamedTuple):
-    """Settings of a published run; ``post_norm`` says that its states are taken after the norm."""
+    """Settings of a published run; ``post_norm`` says that its last state is taken after the final
+    norm."""
 
     layers: int
     d_model: int
@@ -84,12 +89,12 @@ SETTINGS = {
     "Llama-3.2-1B": PublishedRun(16, 2048, 1000, 50, post_norm=True),
     "Llama-3.2-3B": PublishedRun(28, 3072, 1000, 50, post_norm=True),
 }
-"""Published settings by model; chunks of the last three are those of Llama-2-7b, theirs is not
-stated."""
+"""Published settings by model. The paper does not state the number of chunks of the last three
+models; that of Llama-2-7b stands in for it."""
 LLAMA_OUTLIERS = (66, 223, 277, 330, 435, 538, 669)
-"""Chunks (from 1) of Walden that the paper removes for Llama-2-7b."""
+"""Chunks of Walden, counted from 1, that the paper removes for Llama-2-7b."""
 PERCEPTRON = (14_000, 10)
-"""Trajectories, and tokens of each, behind the published separability from gibberish."""
+"""Number of trajectories, and tokens in each, of the published separability from gibberish."""
 
 
 Row = tuple[str, float, str]
@@ -101,8 +106,8 @@ class LinesOfThought(Table):
     """Our numbers beside the published range of ``model`` (NaN where none is published), a row per
     quantity.
 
-    Verdicts: "agrees" (within the tolerance of the range), "differs", "not published", "not
-    measured".
+    Verdicts: "agrees" (within the tolerance of the range), "differs", "not published", and "not
+    measured" (our number is NaN).
     """
 
     names: tuple[str, ...] = (
@@ -145,14 +150,19 @@ def sarfati(
     """Our numbers for a model on a text, beside those published for ``published_as`` (default: the
     model's own name).
 
-    As published: greedy alignment, signs by the directions, all numbers in-sample except accuracies
-    and the last rows. The noise law is fitted with natural logarithms to residual log variances
-    over all pairs of layers. Truncation projects the last state before the final norm, whichever
-    side of it the other numbers take theirs from. The seven chunks that the paper removes for
-    Llama-2-7b are left out. The separability from gibberish is measured on 14,000 trajectories of
-    10 tokens as published; on fewer (a short text, or ``n``) its note says so. ``separate`` asks
-    for the rows of separability, which need scikit-learn. ``prepend_bos`` departs from the paper,
-    for models that know no text without BOS."""
+    As published:
+
+    - Bases of neighbouring layers are aligned greedily; signs make the matched directions agree.
+    - All numbers are in-sample, except accuracies.
+    - The noise law is fitted to residual log variances (natural logarithms) over all pairs of
+      layers.
+    - The seven chunks that the paper removes for Llama-2-7b are left out.
+    - Separability from gibberish is measured on 14,000 trajectories of 10 tokens. If there are
+      fewer (a short text, or ``n``), the note of its row says so.
+
+    Truncation always projects the last state before the final norm, even where the other numbers
+    take it after the norm. ``separate`` asks for the rows of separability, which need scikit-learn.
+    ``prepend_bos`` departs from the paper; it is for models that were trained with BOS only."""
     view = as_view(model)
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
@@ -164,7 +174,7 @@ def sarfati(
     post_norm = run is not None and run.post_norm
     before_norm = trajectories(view, chunks, post_norm=post_norm, progress=progress)
     published_states = before_norm.after_norm() if post_norm else before_norm
-    # truncation needs states before the norm: the model itself applies it to them
+    # truncation needs states before the norm, because the model applies the norm itself
     rows: list[Row] = [*_law(published_states), *_truncation(view, before_norm, K, progress)]
     with reinitialized(view, seed=seed) as untrained:
         untrained_maps = trajectories(untrained, chunks, progress=progress).residuals()
@@ -190,6 +200,7 @@ def _without_outliers(chunks: TokenWindows, name: str) -> tuple[TokenWindows, li
 
 
 def _law(paths: Trajectories) -> list[Row]:
+    """The noise law and the kurtosis of the residuals."""
     maps = paths.residuals()
     law, increment_law = (
         fit_noise_law(maps.log_variance, law=law, times=paths.times)
@@ -207,6 +218,7 @@ def _law(paths: Trajectories) -> list[Row]:
 def _truncation(
     view: ModelView, paths: Trajectories, K: tuple[int, ...], progress: bool
 ) -> list[Row]:
+    """How many directions the output needs; no rows without a trained next-token output."""
     if not (view.head_trained and view.causal) or paths.tokens is None:
         return []
     grid = tuple(k for k in K if k <= paths.aligned_bases(align="none").rank)
@@ -228,8 +240,9 @@ def _truncation(
 
 
 def _separability(paths: Trajectories, seed: int) -> list[Row]:
+    """How well a linear SVM tells true states from extrapolated ones, tau layers on."""
+    # the middle state: GPT-2-medium, whose published accuracies go to tau = 10, has 12 layers left
     start = paths.states[max(0, len(paths.states) // 2 - 1)]
-    # from the middle: GPT-2-medium, of which accuracies are published, has ten layers left
     table = true_against_extrapolated(paths, start=start, seed=seed)
     note = f"held out, from state {start}"
     return [
@@ -248,8 +261,8 @@ def _perceptron(
     seed: int,
     progress: bool,
 ) -> Row:
-    """The lowest accuracy over layers with which a perceptron tells text from gibberish, by the
-    published protocol as far as the text reaches."""
+    """The lowest accuracy over layers with which a perceptron tells text from gibberish. The
+    protocol is the published one, with fewer trajectories if the text is short."""
     published_chunks, length = PERCEPTRON
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
     chunks = chunks[: min(len(chunks), published_chunks, n or published_chunks)]

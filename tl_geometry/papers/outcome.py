@@ -1,5 +1,5 @@
-"""What an experiment returns and writes: tables, figures, findings beside what was expected; and
-the measures that the three experiments share."""
+"""What does an experiment return and write? An :class:`Outcome`: tables, figures, and findings
+beside what was expected. The measures that the three experiments share are here too."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MEASURES = (
     "fracture",
     "fracture_at",
 )
-"""Measures of a positional basis that every experiment records; ``split_half``, recorded
-beside them, says how much of them is sampling noise."""
+"""Measures of a positional basis that every experiment records. ``split_half`` is recorded beside
+them: well below one, it says that they are in part sampling noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What an experiment checks: a statement, what was expected, what was found, and whether the
-    statement holds (``None``: reported, not judged)."""
+    """What an experiment checks: a statement, what was expected of it, what was found, and whether
+    the expectation holds (``None``: reported, not judged)."""
 
     statement: str
     expected: str
@@ -55,8 +55,8 @@ class Claim:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outcome:
-    """Result of an experiment: ``findings`` compares with what was expected or published,
-    ``tables["curves"]`` has a row per measurement, ``figures`` are views by name."""
+    """Result of an experiment. ``findings`` compares it with what was expected or published,
+    ``tables["curves"]`` has a row per measurement, and ``figures`` are views by name."""
 
     name: str
     title: str
@@ -106,8 +106,8 @@ class Outcome:
     def save(self, out: Path, *, command: Sequence[str] = (), force: bool = False) -> Path:
         """Write ``report.html``, a safetensors file per table (and a CSV where it is a plain
         :class:`~tl_geometry.report.tables.Table`), a PNG per figure and ``run.json``; return
-        the page's path. Files in the way that an earlier run has not written are refused
-        (``force``: overwritten)."""
+        the page's path. Raises GeometryError rather than overwrite a file that no earlier run
+        wrote, unless ``force`` is set."""
         out.mkdir(parents=True, exist_ok=True)
         sections = self.sections()
         tables = [item for section in sections for item in section.tables.items()]
@@ -122,7 +122,7 @@ class Outcome:
         files[PAGE] = partial(Path.write_text, data=text, encoding="utf-8")
         record = check_folder(out, self.name, files, force=force)
         run_files = OwnFiles(out, record.get("files", {}), force=force)
-        # the record is written with every file, so that a stopped run has named its own
+        # run.json is written again with every file, so that it lists the files of a stopped run
         for name, save in files.items():
             run_files.write(name, save, partial(self._record, out, run_files, command))
         return out / PAGE
@@ -144,13 +144,14 @@ class Outcome:
 
 
 def bridge_of(model: nn.Module, name: str) -> Any:
-    """A copy of a model in training as a TransformerLens model."""
+    """A copy of a model in training, as a TransformerBridge."""
     # a copy, because a bridge puts hooks into the modules that it wraps
     return from_hf(copy.deepcopy(model), None, name=name, device=next(model.parameters()).device)
 
 
 def basis_of(bridge: Any, tokens: Int[Tensor, "context position"], corpus: str) -> PositionContext:
-    """Basis of a model on windows without BOS; the first position is left out of the statistics."""
+    """Basis of a model on windows without BOS. Position 0 is left out of the statistics, as
+    ``decompose`` does by default."""
     return decompose(
         bridge, TokenWindows(tokens=tokens, has_bos=False, corpus=corpus), progress=False
     )
@@ -160,7 +161,7 @@ def state_measures(basis: PositionContext, frequencies: int) -> list[dict[str, A
     """:data:`MEASURES`, the :func:`jump` and ``split_half`` of every state."""
     report = positional_report(basis, frequencies=frequencies, jackknife=False, nulls=False)
     size, place = jump(basis.pos)
-    # an absolute position, as fracture_at is one
+    # row of the window -> position in the context, which fracture_at is too
     jumps = {"jump": size, "jump_at": place + basis.window[0]}
     values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
     return [
@@ -174,9 +175,9 @@ def jump(
 ) -> tuple[Float[Tensor, " state"], Int[Tensor, " state"]]:
     """Largest step ``|pos_(t+1) - pos_t|`` over the median step, and the row t at which it starts.
 
-    The fracture score compares directions. A smooth curve about its mean passes near the origin,
-    often in the middle, and turns fast there without any break; the length of a step does not
-    depend on that.
+    It stands beside the fracture score, which compares directions. A smooth curve whose mean is
+    subtracted often passes near the origin in the middle. There its direction turns fast without
+    any break, but its steps are no longer than elsewhere.
 
     >>> from tl_geometry.measures.positional import fracture_score
     >>> line = torch.arange(-3.5, 4.0).double()[None, :, None] * torch.tensor([1.0, 0.0]).double()

@@ -1,5 +1,6 @@
 """Does geometry predict what a model will fail at? Rank correlations of measures with scores over
-the steps of a run, for :mod:`tl_geometry.papers.arithmetic`."""
+the steps of a run. :mod:`tl_geometry.papers.arithmetic` calls :func:`by_step` and
+:func:`prediction`."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ PREDICTORS = (
     "wpe_fracture",
     "wpe_roughness",
 )
-"""Measures of geometry that might say which lengths a model will fail at."""
+"""Measures of geometry that might predict the failure out of the trained lengths."""
 SCORE = "digits_out"
-"""What they are compared with: the share of right digits out of the trained lengths."""
+"""The score that they are compared with: the share of right digits out of the trained lengths."""
 STATE_MEASURES = ("fracture", "fracture_digits", "roughness", "low_frequency")
 """Measures of the positional basis that are averaged over states."""
 
@@ -29,14 +30,15 @@ STATE_MEASURES = ("fracture", "fracture_digits", "roughness", "low_frequency")
 def by_step(
     states: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], length: int
 ) -> list[dict[str, Any]]:
-    """One row per task, seed and step: scores, and the means over states above 0 (over heads) of
-    the measures at one length."""
+    """One row per task, seed and step: the scores, and the measures on lines of one length, as
+    means over states above 0 or over heads."""
     keys = ("task", "seed", "step")
     rows: list[dict[str, Any]] = []
     for key in dict.fromkeys(tuple(r[k] for k in keys) for r in states):
         place = dict(zip(keys, key, strict=True)) | {"length": length}
         state_rows = [r for r in states if place.items() <= r.items() and r["state"] > 0]
         head_rows = [r for r in heads if place.items() <= r.items()]
+        # every row of a step repeats its scores and the measures of wpe
         scores = {
             name: value
             for name, value in state_rows[0].items()
@@ -56,9 +58,10 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank correlation of each measure with :data:`SCORE` over the measured steps of each run, and
     of its change with the score's change.
 
-    In most runs both have a trend over the steps, which alone makes a correlation; that of the
-    changes is free of a common trend. The untrained model (step 0) is left out: it knows no sums of
-    any length.
+    ``levels`` correlates the values. In most runs both have a trend over the steps, which alone
+    makes a correlation. ``changes`` correlates the differences between measured steps, which a
+    common trend does not correlate. The untrained model (step 0) is left out, because it answers no
+    sums of any length.
     """
     table: list[dict[str, Any]] = []
     for run in dict.fromkeys((r["task"], r["seed"]) for r in rows):
@@ -69,7 +72,6 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             values = torch.tensor([r[name] for r in run_rows], dtype=torch.float64)
             row: dict[str, Any] = {"task": run[0], "seed": run[1], "measure": name, "score": SCORE}
             row |= {"points": len(run_rows), "levels": _rank_correlation(values, score)}
-            # changes from step to step share no trend, which levels do
             table.append(row | {"changes": _rank_correlation(values.diff(), score.diff())})
     return table
 

@@ -1,8 +1,9 @@
-"""The settings behind Tables 1 to 5 of Song & Zhong 2023, with a switch for each deviation of the
-published code from the paper. :func:`~tl_geometry.papers.song_zhong` runs them.
+"""With which settings were Tables 1 to 5 of Song & Zhong 2023 made?
+:func:`~tl_geometry.papers.song_zhong` runs them.
 
-These deviations change the published numbers. A switch is on where the published run had it
-(:func:`settings_for`); with every switch off (:meth:`Settings.exact`) the paper's formulas remain.
+The published code deviates from the paper, and each deviation changes the published numbers. Each
+has a switch here. :func:`settings_for` turns a switch on where the published run had the deviation.
+With every switch off (:meth:`Settings.exact`) the paper's formulas remain.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FAMILIES = {
     "llama-2-7b": "Llama-2",
     "llama-2-7b-hf": "Llama-2",
 }
-"""Last part of a model's name -> its name in the published tables."""
+"""Last part of a model's name, in lower case -> its name in the published tables."""
 SWITCHES = {
     "uint16": "token ids modulo 65,536",
     "causal": "causal mask",
@@ -39,29 +40,38 @@ SWITCHES = {
     "absolute_with_self": "similarities with self-pairs",
     "final_norm": "last state after the final norm",
 }
-"""Switches of :class:`Settings`, and what a result says where one is on."""
+"""Switches of :class:`Settings` -> the flag that a result carries where one is on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What was run. Sizes: ``contexts`` windows of ``length`` tokens, position 0 left out,
-    ``fresh`` further windows for the denominator of the relative norm, ``topic_windows`` windows of
-    ``topic_length`` tokens from each topic document, 13 ``states``. The
-    corpus gives its first ``train_share``; ``k`` and ``strategy`` are those of ScreeNOT, which
-    estimates the rank.
+    """What was run. The defaults are those of the published code.
+
+    Sizes:
+
+    - ``length``: tokens of a window; position 0 is left out of all measures.
+    - ``contexts``: windows of the basis.
+    - ``fresh``: further windows, for the denominator of the relative norm.
+    - ``states``: how many states are measured, at even distances.
+    - ``k``, ``strategy``: the upper bound on the rank, and how ScreeNOT (which estimates the rank)
+      fills in the spectrum of the noise.
+    - ``seed``: of the choice of windows.
+    - ``train_share``: windows are drawn from this first share of the corpus.
+    - ``topic_windows``, ``topic_length``: windows of each topic document, and tokens of such a
+      window.
 
     Switches, each a difference between the published code and the paper or the model:
 
-    - ``uint16``: token ids are stored in 16 bits, so that ids above 65,535 (BLOOM) wrap around:
+    - ``uint16``: token ids are stored in 16 bits, so ids above 65,535 wrap around. BLOOM read
       corrupted text.
     - ``causal``: BERT was run with a causal mask (``is_decoder=True``).
     - ``raw_denominator``: the relative norm divides by the raw states of the fresh windows, their
       mean included, where the paper divides by the centred states.
-    - ``overlap``: windows start anywhere, drawn with replacement, where the paper says that they do
-      not overlap.
+    - ``overlap``: windows start anywhere and are drawn with replacement. The paper says that they
+      do not overlap.
     - ``absolute_with_self``: cluster similarity counts the pair of each vector with itself.
-    - ``final_norm``: the last state is taken after the model's final norm (what Hugging Face's
-      ``hidden_states`` hold; BLOOM).
+    - ``final_norm``: the last state is taken after the model's final norm, as Hugging Face's
+      ``hidden_states`` have it (BLOOM).
     """
 
     length: int = 512
@@ -114,8 +124,8 @@ def wrap_uint16(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 
 def chosen_states(n_layers: int, count: int) -> tuple[int, ...]:
-    """``count`` of the states 0..n_layers at even distances, rounded down as the published code
-    does (all if there are fewer).
+    """``count`` of the states 0..n_layers at even distances, rounded down as in the published code;
+    all states if there are fewer.
 
     >>> chosen_states(32, 13)
     (0, 2, 5, 8, 10, 13, 16, 18, 21, 24, 26, 29, 32)
@@ -130,16 +140,16 @@ def draw(
 ) -> tuple[TokenWindows, TokenWindows]:
     """The windows of the basis and the fresh ones, from the training share of one array of ids.
 
-    With ``overlap`` both are drawn with replacement from anywhere (seeded); without it they are
-    cut, and the fresh windows are others than those of the basis. Raises GeometryError when the
-    text is too short.
+    With ``overlap`` both are drawn with replacement from anywhere (seeded). Without it the text is
+    cut into windows, and basis and fresh windows share none. Raises GeometryError when the text is
+    too short.
     """
     ids = wrap_uint16(ids) if settings.uint16 else ids
     train = ids[: int(settings.train_share * len(ids))]
     if settings.overlap:
         sizes = (settings.contexts, settings.fresh)
         window_sets = [
-            # a seed of its own, or the fresh windows would begin with those of the basis
+            # seed + i, or the fresh windows would be the first windows of the basis
             window_cutter.sample_starts(
                 train.tolist(), settings.length, n_windows, settings.seed + i
             )
@@ -156,6 +166,7 @@ def draw(
             instead="more text",
         )
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
+        # at most a quarter of a short text, so that the basis keeps most windows
         fresh = min(settings.fresh, max(1, len(rows) // 4))
         window_sets = [rows[order[fresh:][: settings.contexts]], rows[order[:fresh]]]
     basis_windows, fresh_windows = (
@@ -165,8 +176,8 @@ def draw(
 
 
 def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Tensor, " position"]:
-    """One array of ids, without BOS: texts joined by newlines and tokenised whole, as published, or
-    ids as they are."""
+    """One array of ids, without BOS. Texts are joined by newlines and tokenised as a whole, as
+    published; ids are taken as they are."""
     if isinstance(corpus, Tensor):
         ids_given = corpus.dim() == 1 and not corpus.is_floating_point()
         require(

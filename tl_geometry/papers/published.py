@@ -1,5 +1,5 @@
-"""Our numbers beside the published ones of Song & Zhong 2023, Tables 1 to 5. ``tl-geometry
-reproduce song-zhong`` and notebooks call :func:`song_zhong`."""
+"""Do Tables 1 to 5 of Song & Zhong 2023 come out again? ``tl-geometry reproduce song-zhong`` and
+notebooks call :func:`song_zhong`, which puts our numbers beside the published ones."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ for _row in ("Llama-2 OWT", "Llama-2 Wiki", "Llama-2 GitHub"):
     DOUBTS[_row, "intra"] = "all windows of a document were the same text"
 for _row in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki"):
     DOUBTS[_row, "inter"] = DOUBTS[_row, "intra"] = "the published notebook has other values"
-"""(row, measure) -> why the published cell is in doubt: the published sources contradict it, or it
-means nothing."""
+"""(row, measure) -> why the published cell is in doubt: other published sources contradict it, or
+the run makes it meaningless."""
 
 
 @functools.cache
@@ -81,8 +81,9 @@ def printed_rows() -> dict[str, Any]:
 
 
 def tolerance(measure: str, published: float, deviation: float | None = None) -> float:
-    """How near another sample of the corpus should come: rank 1, stable rank 0.1, relative norm
-    10%; else the published deviation."""
+    """How far the number of another sample of the corpus may lie from the published one: 1 for the
+    rank, 0.1 for the stable rank, 10% for the relative norm, else the published deviation over
+    states."""
     by_measure = {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}
     return by_measure.get(measure, deviation or 0.0)
 
@@ -91,9 +92,13 @@ def tolerance(measure: str, published: float, deviation: float | None = None) ->
 class Reproduction(Table):
     """Ours beside published, a row per cell: table, cell, ours, published, tolerance, verdict.
 
-    Verdicts: "agrees" or "differs" (by more than the tolerance), "another model" where the row
-    shown is not of this model, "doubtful: ..." where the published sources contradict the cell,
-    "not judged" for a deviation over states, "no published row"."""
+    Verdicts:
+
+    - "agrees", or "differs" by more than the tolerance;
+    - "another model": the published row is not of this model;
+    - "doubtful: ..." and why the published cell is in doubt;
+    - "not judged": a standard deviation over states;
+    - "no published row"."""
 
     names: tuple[str, ...] = ("table", "cell", "ours", "published", "tolerance", "verdict")
     row: str | None
@@ -128,9 +133,9 @@ def song_zhong(
             (:func:`~tl_geometry.papers.settings_for`), with the window shortened to what the model
             takes.
 
-    The cells need not agree to the digit even for the same model: the corpora are only named in the
-    paper, not fixed. Raises GeometryError when weights cannot be had, and for text that is too
-    short.
+    The cells need not agree to the digit even for the same model, because the paper names its
+    corpora but does not fix the text. Raises GeometryError when weights cannot be loaded, and for
+    text that is too short.
     """
     if corpus is None:
         corpus = list(zoo.corpus.held_out_documents().texts)
@@ -138,7 +143,7 @@ def song_zhong(
     require_row(row, "row")
     view = as_view(loaded(model))
     chosen = settings or settings_for(view)
-    # a model of shorter windows still gives numbers; a flag says that they are of other ones
+    # a model that takes only shorter windows still gives numbers; a flag below says so
     run_settings = dataclasses.replace(
         chosen,
         length=min(chosen.length, view.n_ctx),
@@ -166,8 +171,8 @@ def require_row(row: str | None, what: str) -> None:
 
 
 def loaded(model: ModelLike | str | Path | None) -> Any:
-    """A model by name or directory (as commands take it), the embedded one for ``None``, or the
-    model itself."""
+    """The model of a name or directory, the embedded one for ``None``; a model is returned as it
+    is."""
     if model is None:
         return zoo.embedded()
     return zoo.by_name(model) if isinstance(model, str | Path) else model
@@ -193,6 +198,7 @@ def _measure(
     singular_values = torch.linalg.svdvals(basis.pos)
     shape = (basis.pos.shape[1], basis.pos.shape[2])
     k = min(settings.k, ranks.usable_k(settings.k, min(shape)))
+    # published: raw second moments of the fresh windows; in the paper: centred ones of the basis
     denominator_basis = (
         decompose(view, fresh, second_moments=True, **common) if settings.raw_denominator else basis
     )
@@ -240,7 +246,7 @@ def _cells(
     summary = tables["notebook_similarity"].get(row_name, {}) | printed_rows().get(row_name, {})
     for measure in (m for m in SUMMARY if m in measured):
         values = measured[measure]
-        # the published deviation is that of a population
+        # the published standard deviation divides by the number of states
         mean, sd = float(values.mean()), float(values.std(correction=0))
         printed, deviation = summary.get(measure, (nan, nan))
         allowed, doubt = tolerance(measure, printed, deviation), DOUBTS.get((row_name, measure), "")
@@ -251,7 +257,7 @@ def _cells(
         cell_verdict = f"doubtful: {doubt}" if doubt else cell_verdict
         yield "table 1", f"{measure} sd", sd, deviation, nan, cell_verdict
     for measure, table in BY_STATE.items():
-        # a model with more states than the published one has no number for the last ones
+        # nan for states of this model beyond those of the published row
         published = [*map(float, tables[table].get(row_name, [])), *[nan] * len(states)]
         for state, value, printed in zip(
             states, measured[measure].tolist(), published, strict=False
@@ -264,7 +270,8 @@ def _cells(
 
 
 def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
-    """What our number says beside the published one (:class:`Reproduction`)."""
+    """The verdict on our number beside the published one (:class:`Reproduction`); ``same`` says
+    whether the published row is of this model."""
     if math.isnan(theirs):
         return "no published row"
     if not same:

@@ -1,18 +1,20 @@
 """Does training on random tokens destroy the geometry of position, and only where they are random?
-(Song & Zhong 2023, section 5.1.) Run by :func:`tl_geometry.papers.experiment`.
+(Song & Zhong 2023, section 5.1.) :func:`tl_geometry.papers.experiment` runs it as
+``randomisation``.
 
-1. Three models are trained on text, on text whose second half is random tokens, and on random
-   tokens.
-2. Each is measured on all three formats: a 3 x 3 grid of positional bases per state.
+1. Three models are trained: on text, on text whose second half is random tokens, and on random
+   tokens only.
+2. Each is measured on all three formats. This gives a 3 x 3 grid of positional bases per state.
 3. The break (the largest step between neighbours) is expected where the random half begins, and a
-   small share of low frequencies inside it.
+   small share of low frequencies inside that half.
 
 The target of the last text position is random already, so the model's task changes one position
 before the tokens do.
 
-Measures of one half are taken on that half alone: its own positions, less their mean, without the
-position before the middle. Otherwise the jump of the mean between the halves, which is common to
-all positions of the second, would make random positions look alike and therefore smooth.
+Measures of one half are taken on the positions of that half alone, after their own mean is
+subtracted, and without the position before the middle. Otherwise the jump of the mean between the
+halves, which all positions of the second half share, would make random positions look alike and
+therefore smooth.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ from tl_geometry.zoo.trainer import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class RandomisationSetup(Setup):
-    """``tokenizer`` is a name or directory for Hugging Face (``""``: the embedded model's);
-    ``characters`` of the text are read; ``shown`` are the states in the figures."""
+    """``tokenizer`` is a name or directory for Hugging Face (``""``: that of the embedded model),
+    ``characters`` how much of the text is read, ``shown`` the states in the figures (published: 1
+    and 5)."""
 
     tokenizer: str = ""
     characters: int = 10_000_000
@@ -59,15 +62,15 @@ class RandomisationSetup(Setup):
 
 
 SETUPS = setups(RandomisationSetup, "randomisation")
-"""Settings by scale; ``SETUPS["paper"].changed({"context": "512"})`` differs from the published
-ones."""
+"""Settings by scale, from ``setups.toml``. ``SETUPS["paper"].changed({"context": "512"})`` has the
+published settings but for one."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FormatBases(Result):
-    """Positional bases after training: ``pos["full", "baseline"] [state position d_model]`` is that
-    of a model trained on ``"full"``, measured on ``"baseline"``; the random half of ``"partial"``
-    begins at position ``half``."""
+    """Positional bases after training. ``pos["full", "baseline"] [state position d_model]`` is the
+    basis of a model trained on ``"full"`` and measured on ``"baseline"``. The random half of
+    ``"partial"`` begins at position ``half``."""
 
     pos: dict[tuple[str, str], Float[Tensor, "state position d_model"]]
     half: int
@@ -76,11 +79,12 @@ class FormatBases(Result):
 def token_stream(
     setup: RandomisationSetup, texts: Sequence[str] | None, name: str
 ) -> tuple[Int[Tensor, " token"], Int[Tensor, " position"], int, str]:
-    """Training ids, held-out ids, size of the vocabulary and a label. A user's text is cut 9 to
-    1."""
+    """Training ids, held-out ids, size of the vocabulary and a label. The last tenth of a user's
+    text is held out."""
     tokenizer = _tokenizer(setup.tokenizer)
 
     def ids(documents: Iterable[str]) -> Tensor:
+        # not verbose: no warning that a document is longer than the tokenizer's model reads
         encoded = (tokenizer(d, add_special_tokens=False, verbose=False) for d in documents)
         return torch.tensor([i for document in encoded for i in document["input_ids"]])
 
@@ -111,7 +115,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _first_texts(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The first texts, up to ``characters`` characters in all; the last one is cut."""
+    """The first texts, ``characters`` characters in all; the last text is cut."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)
@@ -139,7 +143,8 @@ def text_windows(
 def held_out_windows(
     stream: Int[Tensor, " token"], length: int, n: int, seed: int
 ) -> Int[Tensor, "context position"]:
-    """At most ``n`` of the windows of a token stream that do not overlap, in a seeded order."""
+    """At most ``n`` windows of a token stream that do not overlap, chosen and ordered by
+    ``seed``."""
     require(
         len(stream) >= 2 * length,
         "text",
@@ -167,7 +172,7 @@ def halves(
     """
     measures: dict[str, Tensor] = {}
     for name, half_rows in (("first", pos[:, : half - 1]), ("second", pos[:, half:])):
-        # the jump of the mean between the halves would make random rows look alike, so smooth
+        # with the jump of the mean in it, random rows would look alike and therefore smooth
         half_rows = half_rows - half_rows.mean(1, keepdim=True)
         measures[f"fracture_{name}"] = positional.fracture_score(half_rows).score
         measures[f"roughness_{name}"] = positional.roughness(half_rows)
@@ -180,6 +185,7 @@ def _bases(
 ) -> dict[str, PositionContext]:
     """Bases of one model on the three formats."""
     half, bridge = setup.context // 2, bridge_of(model, f"trained on {trained}")
+    # one seed: all models are measured on the same random tokens at every step
     rows = {format: randomise(windows, format, d_vocab, half=half, seed=1) for format in FORMATS}
     return {format: basis_of(bridge, tokens, format) for format, tokens in rows.items()}
 
@@ -211,19 +217,19 @@ def randomisation(
     and Figures 42 to 50).
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or settings of one's own
+        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or changed settings
             (``SETUPS["cpu"].changed({"steps": "500"})``).
-        texts: documents to train on, the last tenth held out for measuring; ``None``:
-            standard-library modules, others for measuring.
-        name: what they are called on the page.
-        seeds: a run for each; figures show the first.
-        out: folder for checkpoints, from which a stopped run goes on, and weights of each measured
-            step.
+        texts: documents to train on; the last tenth is held out for measuring. ``None``: modules of
+            the standard library and of torch, with held-out modules for measuring.
+        name: what the page calls them.
+        seeds: one run for each; figures show the first.
+        out: folder for the weights of each measured step, and for checkpoints from which a stopped
+            run resumes.
         device: where the models are trained.
         progress: show a bar.
 
-    The curves hold a row for each seed, training format, inference format, number of steps and
-    state.
+    ``tables["curves"]`` has a row for each seed, training format, inference format, number of steps
+    and state.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
     >>> outcome = randomisation(short, ["for i in range(3): print(i) " * 400], progress=False)
@@ -241,7 +247,7 @@ def randomisation(
         windows = held_out_windows(held_out, setup.context, setup.contexts, seed)
         for trained in FORMATS:
             training_run = _train(setup, stream, d_vocab, windows, trained, seed, training)
-            # the loss of a single batch is noisy
+            # a mean over batches, because the loss of a single batch is noisy
             last_losses = training_run.losses[-50:]
             loss = math.fsum(last_losses) / len(last_losses)
             rows += [
@@ -268,7 +274,7 @@ def _train(
     half = setup.context // 2
 
     def batch_at(step: int) -> Batch:
-        # each step of each run draws other windows
+        # the factor is larger than the steps of any run, so that no two runs share a batch
         batch_seed = (seed * 3 + FORMATS.index(trained)) * 10_000_019 + step
         text = text_windows(stream, setup.context + 1, setup.batch, batch_seed)
         return shifted(randomise(text, trained, d_vocab, half=half, seed=batch_seed))
@@ -326,12 +332,13 @@ def _outcome(
 
 
 MEASURES_OF_HALVES = {"fracture": 1, "jump": 1, "roughness_first": 2, "roughness_second": 2}
-"""Measures that tell a broken second half from text, and the digits that they are shown with."""
+"""Measures that tell a broken second half from text -> the decimals that they are shown with."""
 
 
 def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
-    """What the final table says about the two claims at the states that blocks read, for every
-    seed."""
+    """What the final table says, for every seed: does the basis break in the middle, and does the
+    share of low frequencies fall? Only states that a block reads count, so the last one is left
+    out."""
     seeds, half = sorted(set(final.column("seed"))), setup.context // 2
 
     def values(measure: str, trained: str, measured: str) -> list[list[float]]:
@@ -368,11 +375,11 @@ def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
 def _places(
     values: Callable[[str, str, str], list[list[float]]], measure: str, place_text: str, half: int
 ) -> Iterator[Claim]:
-    """Where the basis breaks: in the middle where half of the text was random, elsewhere where none
-    was."""
+    """Claims about where the basis breaks: in the middle after training on half-random text, and
+    elsewhere after training on text (the control)."""
 
     def places(trained: str, measured: str) -> list[list[float]]:
-        # steps are named by the position before them, claims by the first one after
+        # measures name a step by the position before it, claims by the position after it
         return [[v + 1 for v in row] for row in values(measure, trained, measured)]
 
     for measured in ("partial", "baseline"):
@@ -395,6 +402,7 @@ def _places(
 
 
 def _by_state(rows: list[list[float]], digits: int) -> str:
+    """Values by state, a group for each seed, as text."""
     return "; ".join(", ".join(f"{v:.{digits}f}" for v in row) for row in rows)
 
 

@@ -1,5 +1,5 @@
-"""Run a published work by its name, and put our numbers beside the published ones: what
-``tl-geometry reproduce`` calls."""
+"""Which published work is run, on which model and text? ``tl-geometry reproduce`` calls
+:func:`reproduce`, which checks its options, reads the files and calls the function of the work."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def reproduce(
     contexts: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Run the published settings of a work by its name, ``"song-zhong"``, ``"lines-of-thought"`` or
-    ``"traveling-words"`` (which reads weights alone): what the command line calls.
+    """Run the published settings of a work by its name: ``"song-zhong"``, ``"lines-of-thought"`` or
+    ``"traveling-words"`` (which reads weights alone). The command line calls this.
 
-    ``contexts`` is the number of windows (chunks) in place of the published one; ``topics`` are
-    documents (four in the paper) for similarities and incoherence in Song & Zhong's Table 1.
+    ``contexts`` replaces the published number of windows (chunks). ``topics`` are documents (four
+    in the paper) for similarities and incoherence in Song & Zhong's Table 1.
     """
     choice(work, WORKS, "work")
     texts = read_texts(corpus, encoding)[0] if corpus else None

@@ -1,5 +1,5 @@
-"""Settings of an experiment at a scale, and the model and the training that follow from them. The
-three experiments share it."""
+"""What are the settings of an experiment at a scale, and how is a model trained with them? The
+three experiments share :class:`Setup` and :func:`run_training`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ FILE = Path(__file__).with_name("setups.toml")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Model, training and measurement of an experiment; ``paper`` scale holds the published
-    settings.
+    """Model, training and measurement of an experiment. The ``paper`` scale has the published
+    settings (Song & Zhong 2023, appendix A.2, and their code); optimiser, dropout and ``bias`` have
+    them as defaults.
 
-    The model is a GPT-2 of Hugging Face without biases (held at zero) unless ``bias``, dropout
-    everywhere. Geometry is measured before training and ``measurements`` times during it
-    (:meth:`measure_at`), on ``contexts`` windows; ``frequencies`` is how many cosines count as low.
+    The model is a GPT-2 of Hugging Face with dropout on embeddings, attention and residual stream.
+    Its biases are held at zero unless ``bias``. Geometry is measured before training and
+    ``measurements`` times during it (:meth:`measure_at`), on ``contexts`` windows. ``frequencies``
+    is how many cosines count as low.
     """
 
     scale: str
@@ -57,13 +59,13 @@ class Setup:
             **{name: getattr(self, name) for name in names},
             clip=self.clip,
             seed=seed,
-            # at most 20 checkpoints, so that a stopped run loses at most 5%
+            # about 20 checkpoints, so that a stopped run loses at most about 5% of its steps
             checkpoint_every=max(1, self.steps // 20),
         )
 
     def measure_at(self) -> tuple[int, ...]:
-        """Steps after which geometry is measured: 0, then about evenly in the square root of the
-        step, so that more of them fall early.
+        """Steps after which geometry is measured: 0, then evenly in the square root of the step, so
+        that more of them fall early.
 
         >>> size = {"layers": 1, "heads": 1, "d_model": 8, "context": 8, "batch": 1}
         >>> Setup(scale="x", steps=100, warmup=1, measurements=4, **size).measure_at()
@@ -71,11 +73,11 @@ class Setup:
         """
         n_measurements = max(1, self.measurements)
         shares = [(i / n_measurements) ** 2 for i in range(n_measurements + 1)]
-        # in a short run several fall on one step, which is measured once
+        # in a short run several round to the same step, which is measured once
         return tuple(dict.fromkeys(round(self.steps * share) for share in shares))
 
     def model(self, d_vocab: int, seed: int) -> Any:
-        """The model (a ``GPT2LMHeadModel``) before training, under ``seed``."""
+        """The model (a ``GPT2LMHeadModel``) before training, with weights drawn under ``seed``."""
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         model = new_gpt2(
             seed,
@@ -95,8 +97,8 @@ class Setup:
         return model
 
     def changed(self: S, changes: Mapping[str, str]) -> S:
-        """The setup with some fields changed, given as text: ``{"context": "512"}``; ``2,3`` is a
-        pair of numbers."""
+        """The setup with some fields changed. Values are text, as on the command line:
+        ``{"context": "512"}``, or ``{"shown": "2,3"}`` for a pair of numbers."""
         names = {f.name for f in dataclasses.fields(self)} - {"scale"}
         unknown, expected = sorted(set(changes) - names), f"names among {', '.join(sorted(names))}"
         require(not unknown, "--set", expected=expected, got=", ".join(unknown))
@@ -119,14 +121,14 @@ def setups(cls: type[S], experiment: str) -> dict[str, S]:
 
 
 def chosen(scale: str | S, setups: Mapping[str, S]) -> S:
-    """The setup of a scale by its name; a setup is returned as it is."""
+    """The setup of a scale, by its name; a setup is returned as it is."""
     if isinstance(scale, type(setups["paper"])):
         return scale
     return setups[choice(str(scale), SCALES, "scale")]
 
 
 def _parsed(name: str, text: str, old: Any) -> Any:
-    """The text of a setting as a value of the type of ``old``."""
+    """The text of a setting as a value of the type of ``old``, the value that it replaces."""
     if isinstance(old, bool):
         require(text in ("true", "false"), f"--set {name}", expected="true or false", got=text)
         return text == "true"
@@ -159,12 +161,12 @@ def run_training(
     device: str = "cpu",
     progress: bool = True,
 ) -> Training:
-    """Train a new model, measuring on the way.
+    """Train a new model and measure it during training.
 
-    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only. In the
-    folder ``name`` of ``out`` lie the trainer's checkpoint, from which a run that was stopped goes
-    on (its measurements with it), and the weights at every measurement,
-    ``step-000100.safetensors``. A finished run is not trained again.
+    ``measure(step, model)`` gives the rows after so many steps, numbers and strings only. The
+    folder ``name`` of ``out`` holds the trainer's checkpoint and the weights at every measurement
+    (``step-000100.safetensors``). A stopped run resumes from the checkpoint, which holds its
+    measurements too. A finished run is not trained again.
     """
     model = setup.model(d_vocab, seed).to(device)
     folder = None if out is None else Path(out) / name
@@ -181,7 +183,7 @@ def run_training(
     if folder is not None:
         _claim(folder, setup)
     checkpoint = None if folder is None else folder / "training.safetensors"
-    # a run that goes on has measured its first steps already
+    # a run that resumes has the measurements of its first steps in the checkpoint
     if checkpoint is None or not checkpoint.exists():
         take(0)
     losses = train(
@@ -197,8 +199,9 @@ def run_training(
 
 
 def _claim(folder: Path, setup: Setup) -> None:
-    """Make the folder of a training run, or go on in one that an earlier run has made: its record
-    says so. Files of the same names that are not ours are refused."""
+    """Make the folder of a training run, or take one that an earlier run has made and marked with
+    its record. A folder without a record is refused if it holds files of the names that this run
+    writes."""
     names = (RECORD, "training.safetensors", "step-*.safetensors")
     in_the_way: list[str] = []
     if folder.exists() and not folder.is_dir():

@@ -1,6 +1,10 @@
-"""The published ways to split attention scores, which ``split_scores(..., preset="paper")`` and
-``preset="reference"`` reproduce: Song & Zhong 2023, Eq. 7 as printed, and as their code has it.
-Neither sums to the scores of a model with LayerNorm and biases."""
+"""How did Song & Zhong 2023 split attention scores? ``split_scores`` calls :func:`paper` for
+``preset="paper"`` (Eq. 7 as printed) and :func:`reference` for ``preset="reference"`` (as in their
+code).
+
+Neither sums to the scores of a model with LayerNorm and biases. They reproduce published figures;
+the default preset, ``"exact"``, is the one that sums.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ def paper(view: ModelView, layer: LayerView, parts: Mapping[str, Tensor]) -> tup
 def reference(
     view: ModelView, layer: LayerView, parts: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of ``pos`` and ``h - pos``, each through the whole LayerNorm and the biases
-    by itself."""
-    # QK-norm gives queries and keys scales of their own, beside that of the stream
+    """Queries and keys of ``pos`` and ``h - pos`` (the mean stays in the content part). Each passes
+    through the whole LayerNorm by itself, and each gets all biases."""
+    # with QK-norm, queries and keys have scales of their own, which this formula does not divide by
     shared_scales = [torch.equal(scale, layer.v_scale) for scale in (layer.q_scale, layer.k_scale)]
     expected, instead = "'exact' for models with QK-norm", "preset='exact'"
     require(all(shared_scales), "preset", expected=expected, got="'reference'", instead=instead)

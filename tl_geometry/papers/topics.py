@@ -1,5 +1,6 @@
-"""The topic protocol of Song & Zhong 2023: few documents, many overlapping windows of each, bases
-relative to the large corpus."""
+"""Which context vectors are compared by topic in Table 1 of Song & Zhong 2023? Their protocol takes
+few documents, many overlapping windows of each, and bases relative to the large corpus.
+:func:`~tl_geometry.papers.song_zhong` calls it for similarities and incoherence."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ def topic_windows(
     """``windows`` windows of ``length`` ids from each document, at starts
     ``linspace(0, len - length, windows)`` rounded down.
 
-    They overlap heavily (the published protocol), so windows of one document are nowhere near
-    independent, and similarities within a document are in part similarities of the same words. The
-    paper's Fig. 2 says 32 windows, its figure shows 64.
+    They overlap heavily, as published. So windows of one document are far from independent, and
+    similarities within a document are in part similarities of the same words. The text of the
+    paper's Fig. 2 says 32 windows per document; the figure shows 64.
 
     >>> topic_windows([torch.arange(10)], windows=3, length=4).tokens.tolist()
     [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
@@ -60,7 +61,7 @@ def topic_windows(
 
 class TopicBases(NamedTuple):
     """Positional vectors of positions 1..L-1 from the large corpus, context vectors of the topic
-    windows, and their documents."""
+    windows, and the document of each context as a number."""
 
     pos: Float[Tensor, "state position d_model"]
     ctx: Float[Tensor, "state context d_model"]
@@ -75,9 +76,10 @@ def topic_bases(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> TopicBases:
-    """Positional and context bases as published: mean and pos come from the large corpus at
-    positions 1 to L - 1 only; ``ctx_c`` is the mean of topic window c over these positions less
-    that mean (so the ctx of the topics need not sum to zero)."""
+    """Positional and context bases as published, for topic windows of L tokens. Mean and pos come
+    from the large corpus at positions 1 to L - 1 only. ``ctx_c`` is the mean of topic window c over
+    these positions, minus the mean of the large corpus, so the ctx of the topics need not sum to
+    zero."""
     require_basis(basis)
     length = topics.tokens.shape[1]
     require(
@@ -88,7 +90,7 @@ def topic_bases(
         instead="longer length=",
     )
     means = basis.mean[:, None] + basis.pos_seen[:, 1:length]
-    # over these positions alone, so that pos sums to zero over the shorter window
+    # the mean over these positions alone, so that pos sums to zero over the shorter window
     centre = means.mean(1)
     topic_basis = decompose(
         view,
@@ -101,7 +103,7 @@ def topic_bases(
         batch_size=batch_size,
         progress=progress,
     )
-    # keep_ctx was asked for, and topic_windows gives labels
+    # for the type checker: keep_ctx=True gives the first, topic_windows the second
     assert topic_basis.context_means is not None
     assert topics.labels is not None
     return TopicBases(

@@ -1,9 +1,10 @@
-"""The readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) for a model: what biases prefer,
-the tokens of the leading directions of heads, and the noun probe.
+"""What do the readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) show for a model? There
+are three: the tokens that biases prefer, the tokens of the leading directions of heads, and the
+noun probe. ``tl-geometry reproduce traveling-words`` and notebooks call :func:`molina`.
 
-The sources at hand print no table of values for them, so there is nothing to compare with: settings
-are the published ones, numbers are ours. The published examples are GPT-2's, and rows
-about them say so for any other model.
+The sources at hand print no table of values for them, so there is nothing to compare with. Settings
+are the published ones, and numbers are ours. The published examples are of GPT-2; for any other
+model every row says so.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from tl_geometry.weights.heads import token_readout
 from tl_geometry.weights.probes import bias_readout, noun_probe
 
 GPT2, LAYERS, HEADS, FEATURES, TOKENS = "gpt2", (0, 5, 11), 12, 20, 5
-"""The published model (12 blocks of 12 heads), blocks of the noun probe, singular directions per
-head and tokens of a readout."""
+"""The published model and settings: name, blocks of the noun probe, heads per block (of 12 blocks),
+singular directions per head, and tokens of a readout."""
 COLUMNS = {
     "bias": ("{bias} bias", "top", "bottom", "length"),
     "head QK": ("direction {feature}", "queries", "keys", "value"),
     "head OV": ("direction {feature}", "reads", "writes", "value"),
     "noun": ("{noun}", "keys", "values", "norm"),
 }
-"""Readout -> what a row is about, and the columns of its table for ``tokens``, ``others`` and
-``size``."""
+"""Readout -> what a row is about, and which columns of the readout's table become ``tokens``,
+``others`` and ``size``."""
 NEEDS = "needs GPT-2's weights: the published examples are its own"
+"""Verdict of every row of another model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TravelingWords(Table):
-    """What :func:`molina` returns: a row per readout, block, head and thing read; ``tokens`` at one
-    end, ``others`` at the other (or the values that a noun promotes). ``verdict`` says what the row
-    can be compared with."""
+    """What :func:`molina` returns: a row per readout, block, head, and bias, direction or noun that
+    is read (``of``). ``tokens`` are those at one end, ``others`` those at the other end (for a
+    noun: the tokens that its value promotes). ``verdict`` says what the row can be compared
+    with."""
 
     names: tuple[str, ...] = (
         *("readout", "layer", "head", "of", "tokens", "others", "size", "verdict"),
@@ -57,9 +60,9 @@ def molina(
     head's W_QK and W_OV, and the noun probe at the first, middle and last block.
 
     Published: 20 directions, k = 5, blocks 0, 5 and 11 of GPT-2 small, biases left out of the keys
-    of the probe. For another model than GPT-2 the verdict of every row says that the published
-    examples need its weights; for GPT-2 it says that no published value is at hand. A readout that
-    the model does not allow (QK-norm, a norm after attention) is a row that says why.
+    of the probe. For GPT-2 the verdict of every row says that no published value is at hand; for
+    another model, that the published examples need GPT-2's weights. A readout that the model does
+    not allow (QK-norm, a norm after attention) is one row that says why.
 
     >>> import tl_geometry as tlg
     >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)

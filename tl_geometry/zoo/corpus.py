@@ -1,10 +1,10 @@
-"""Text that every user already has: Python source of the standard library and of the installed
-torch package.
+"""Which text does every user already have? Python source of the standard library and of the
+installed torch package.
 
-The embedded model is trained on :func:`training_files` and analysed on :data:`HELD_OUT`, a fixed
-list of standard-library modules that training never reads. No text is shipped: each held-out module
-is named with the sha256 it had when the model was trained, and :func:`held_out_documents` says
-which are missing or have changed in this Python.
+The embedded model is trained on :func:`training_files`. :data:`HELD_OUT` is a fixed list of
+standard-library modules that training never reads; it is the default corpus of every command. No
+text is shipped. The list has the sha256 that each module had when the model was trained, so that
+:func:`held_out_documents` can say which modules are missing or have changed in this Python.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HELD_OUT: dict[str, str] = {
 """Module path inside the standard library -> sha256 of its bytes when the embedded model was
 trained (CPython 3.11)."""
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
-"""Folders of the standard library that are not trained on."""
+"""Folders of the standard library that are not trained on: installed packages and tests."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Load the embedded model, its tokenizer, card and untrained control, and windows of its held-out
-corpus; load any model by the name that a command takes."""
+"""How is the embedded model loaded? With its tokenizer, card, untrained control and windows of its
+held-out corpus. :func:`by_name` loads any model by the name that a command takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tl_geometry.zoo import corpus
 from tl_geometry.zoo.pretrained import minilm_directory, smollm2
 
 NAME = "tl-geometry-embedded"
+"""The embedded model's name in results."""
 
 
 def card() -> dict[str, Any]:
@@ -46,8 +47,8 @@ def tokenizer() -> Any:
 
 
 def hugging_face(*, trained: bool = True) -> Any:
-    """The embedded model as a ``transformers`` GPT2LMHeadModel; ``trained=False`` gives its
-    untrained control (the same seed).
+    """The embedded model as a ``transformers`` GPT2LMHeadModel. ``trained=False`` gives its
+    untrained control: the weights from which its training began.
 
     >>> hugging_face(trained=False).config.n_layer
     4
@@ -65,8 +66,8 @@ def hugging_face(*, trained: bool = True) -> Any:
 def by_name(
     name: str | Path, *, model_class: str = "bridge", processed: bool = False, **options: Any
 ) -> Any:
-    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name of
-    TransformerLens, or a directory.
+    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name that
+    TransformerLens knows, or a Hugging Face directory.
 
     ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.models.load`.
 
@@ -106,7 +107,7 @@ def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bo
 def default_windows(
     model: ModelLike, length: int, *, n: int | None = None, prepend_bos: bool = True, seed: int = 0
 ) -> TokenWindows:
-    """Windows of the held-out standard-library modules, labelled by module, for any model.
+    """Windows of the held-out standard-library modules for any model, labelled by module.
 
     Arguments are those of :func:`tl_geometry.windows`.
 

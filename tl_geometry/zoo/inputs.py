@@ -1,8 +1,8 @@
-"""From the options of a command to its model and tokens: check them, load the model, cut the texts
-into windows. ``fit``, ``check``, ``readout``, ``report`` and its single sections share them.
+"""How do the options of a command become its model and tokens? :class:`Inputs` checks them, loads
+the model and cuts the texts into windows. All commands share it.
 
-Nothing heavy is imported before something is loaded, so that a mistyped option costs no more than
-starting Python.
+Nothing heavy is imported before something is loaded, so that a mistyped option costs no more time
+than starting Python.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tl_geometry.models.model_view import ModelView
 
 LENGTH = 512
-"""Tokens of the longest window where the user does not say."""
+"""Tokens of a window if the user gives no length and the model takes as many."""
 
 
 class Texts(NamedTuple):
-    """The documents of a corpus; a name for each (``None``: its file and line); one label for the
-    corpus; remarks."""
+    """The documents of a corpus, a name for each (``None``: named by file and line), a label for
+    the whole corpus, and remarks."""
 
     documents: Documents
     names: tuple[str, ...] | None
@@ -42,7 +42,7 @@ class Texts(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """A model and the texts it runs on, as a command names them. Each field is an option of the
-    command line, and its annotation the help of that option."""
+    command line, and its annotation is the help of that option."""
 
     model: Annotated[
         str | None,
@@ -96,7 +96,7 @@ class Inputs:
         return any(path.suffix == ".npy" for path in self.corpus)
 
     def check_corpus(self, *, ids: bool = False) -> None:
-        """Read all text files once, so that an unreadable one is refused before any work; with
+        """Read all text files once, so that an unreadable one is refused before any work. With
         ``ids`` a single ``.npy`` file of token ids is allowed too."""
         if not (ids and self.token_file):
             lines = "files of JSON lines in --corpus"
@@ -104,6 +104,7 @@ class Inputs:
             if self.corpus:
                 text_files(self.corpus, self.encoding, field=self.field, binary=TOKENS)
             return
+        # options that say how text is read or cut mean nothing for ids: refused, not ignored
         ignored = " ".join(["--field"] * (self.field is not None) + ["--pack"] * self.pack)
         require(not ignored, ignored, expected="text files in --corpus", got="token ids")
         got = printable(", ".join(map(str, self.corpus)))
@@ -113,8 +114,8 @@ class Inputs:
         require(no_windows, "--length, --bos", expected=expected, got="some", instead="text files")
 
     def load(self, *, device: str | None = None, trained: bool = True) -> Any:
-        """The model, on another ``device`` where one is given; ``trained=False`` gives the
-        untrained control of the embedded model."""
+        """The model, on ``device`` if one is given, else on that of the options. ``trained=False``
+        gives the untrained control of the embedded model."""
         import torch
 
         from tl_geometry.zoo.embedded_model import by_name, embedded
@@ -146,8 +147,8 @@ class Inputs:
     def windows(
         self, view: ModelView, texts: Texts, length: int | None = None, *, most: int | None = None
     ) -> TokenWindows:
-        """Windows of the texts: ``contexts`` of them, or else at most ``most``; a seeded choice, in
-        the order of the corpus."""
+        """Windows of the texts: ``contexts`` of them, or at most ``most`` if the user gave no
+        number. The choice is seeded; windows keep the order of the corpus."""
         from tl_geometry.corpus.texts import windows
 
         size = length or self.length or min(view.n_ctx, LENGTH)
@@ -165,6 +166,7 @@ class Inputs:
             pack=self.pack,
             corpus=texts.label,
         )
+        # at_most returned what there is; fewer than --contexts asks for is refused by that name
         expected = f"at most {len(chosen)} windows of {size} tokens in this corpus"
         enough = self.contexts is None or self.contexts <= len(chosen)
         instead = "more --corpus"
@@ -172,8 +174,8 @@ class Inputs:
         return chosen
 
     def tokens(self, model: ModelLike) -> TokenWindows | np.ndarray:
-        """All tokens: windows of the texts, or the rows of a ``.npy`` file ``[context position]``,
-        memory-mapped."""
+        """All tokens: windows of the texts, or the rows of a ``.npy`` file
+        ``[context position]``, which is memory-mapped."""
         import numpy as np
 
         from tl_geometry.models.reader import as_view
@@ -198,7 +200,8 @@ def at_least(value: int | None, low: int, what: str) -> None:
 
 
 def _check_directory(name: str | None) -> None:
-    """Where the model is given as a path, make sure that there is a model."""
+    """Refuse a path that is not a Hugging Face directory. Names that do not look like a path pass:
+    TransformerLens may know them."""
     if name is None:
         return
     expected = "a name, a directory, or nothing for the embedded model"
@@ -215,7 +218,8 @@ def _check_directory(name: str | None) -> None:
 
 
 def check_device(device: str) -> None:
-    """Refuse what is no device, and a GPU that is absent (torch is imported only for a GPU)."""
+    """Refuse a text that names no device, and a GPU that is absent (torch is imported only for a
+    GPU)."""
     well_formed = re.fullmatch(r"cpu|mps|cuda(:\d+)?", device) is not None
     require(well_formed, "--device", expected="cpu, cuda, cuda:1 or mps", got=repr(device))
     if device == "cpu":

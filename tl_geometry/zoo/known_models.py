@@ -1,4 +1,5 @@
-"""Models whose circuit is known, to see what a measure finds: :func:`tl_geometry.zoo.known`."""
+"""Does a measure find the circuit of a model whose circuit is known? :func:`tl_geometry.zoo.known`
+gives such models and the truth about them; tests and the page of known circuits call it."""
 
 from __future__ import annotations
 
@@ -17,16 +18,21 @@ from tl_geometry.base.errors import check_seed, require
 NAMES = ("heads", "retrieval", "circuit", "idle", "induction", "sum")
 POSITIONS = ("learned", "rotary")
 CHANGED, CHANGED_SUMS = ("all", "last"), ("all", "key")
-"""Which tokens of a counterfactual may differ from its prompt: of repeated tokens, and of sums."""
+"""Which tokens of a counterfactual may differ from its prompt: for repeated tokens, for sums."""
 PERIOD = 7
-"""Tokens that :meth:`KnownModel.pairs` repeats. The trained circuits saw periods of 8 to 24
-(:data:`tl_geometry.zoo.trained.PERIODS`): this one is new to them."""
+"""Tokens that :meth:`KnownModel.pairs` repeats. Prompt and counterfactual need 14 distinct tokens
+together, and the planted models have 15 beside BOS. The trained circuits saw periods of 8 to 24
+(:data:`tl_geometry.zoo.trained.PERIODS`), so this one is new to them."""
 ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
-"""A trained head is named "offset" if more than half of its attention is at one offset of 1 to 7
-tokens, and "induction" if more than half is at one shift of 1 to 7 tokens after earlier copies of
-the current token; offset or shift must be the same with both periods. (A trained circuit need not
-use the token before: in the rotary ones a head reads four tokens back, and the induction head finds
-the answer three tokens after it.)"""
+"""How a trained head is named, on rows of each of two periods:
+
+- "offset" if more than half of its attention is at one offset of 1 to 7 tokens;
+- "induction" if more than half is at one shift of 1 to 7 tokens after earlier copies of the current
+  token.
+
+The offset or shift must be the same with both periods. Both periods exceed 14, so that no offset of
+1 to 7 is such a shift too. A trained circuit need not use offset 1: in the rotary ones a head reads
+four tokens back, and the induction head attends four tokens after the earlier copy."""
 
 
 class TokenPairs(NamedTuple):
@@ -41,16 +47,19 @@ class TokenPairs(NamedTuple):
 class KnownModel:
     """A model and what is true of it. Token 0 is BOS.
 
-    ``does`` says what each head does ("summand" and "key" attend to what the next sum is of).
-    ``labels`` is the group of terms, and ``terms`` the dominant term, that a correct measure finds
-    for a head (where it has one). ``offset`` is that of the planted heads that attend at an offset.
-    ``directions`` are those of what is planted in the stream, ``reads`` the rows of them that the
-    keys of a head read.
+    - ``does``: what each head does. In a trained sum, "summand" and "key" attend to the digit and
+      to the key that the next sum adds.
+    - ``labels``, ``terms``: the group of terms and the dominant term that a correct measure finds
+      for a head. Heads for which none is known are left out.
+    - ``offset``: of the planted heads that attend at an offset.
+    - ``directions``: of what is planted in the stream.
+    - ``reads``: the rows of ``directions`` that the keys of a head read.
+    - ``edges``: the edges that carry the difference between the prompts and counterfactuals of
+      :meth:`pairs`, by what was ``changed``, with the names of :func:`tl_geometry.edge_scores`.
+    - ``head_pairs``: (writer, reader, side) of heads that read what another head wrote.
+    - ``changed``: the kinds of counterfactuals that :meth:`pairs` can make.
 
-    ``edges`` are the edges that carry the difference between the prompts and counterfactuals of
-    :meth:`pairs`, by what was ``changed``, as :func:`tl_geometry.edge_scores` names them.
-    ``head_pairs`` are (writer, reader, side) of heads that read what another wrote. Both are empty
-    where they were not planted. ``changed`` are the counterfactuals that there are.
+    ``edges`` and ``head_pairs`` are empty where the circuit was not planted.
     """
 
     model: Any
@@ -67,18 +76,21 @@ class KnownModel:
     changed: tuple[str, ...] = CHANGED
 
     def random_tokens(self, n: int, *, seed: int = 0) -> Int[Tensor, "batch position"]:
-        """BOS, then independent tokens, all equally likely, to the model's full length."""
+        """BOS, then independent uniform tokens, to the model's full length."""
         generator = _checked(n, seed)
         rows = torch.randint(1, self.vocab, (n, self.length - 1), generator=generator)
         return torch.nn.functional.pad(rows, (1, 0))
 
     def pairs(self, n: int, *, changed: str = "all", seed: int = 0) -> TokenPairs:
-        """Prompts are BOS and distinct random tokens, repeated. Counterfactuals repeat other tokens
-        (``changed="all"``), or are the same prompts with another of their tokens in the last place
-        (``changed="last"``). Targets are the next tokens of prompt and of counterfactual.
+        """Prompts and counterfactuals; targets are the next tokens of both.
 
-        Prompts of ``"sum"`` lack their last sum, which is the target; the counterfactual has
-        another key and nothing else (``changed="key"``), or other digits and sums too."""
+        Prompts are BOS and distinct random tokens, repeated. Counterfactuals repeat other tokens
+        (``changed="all"``), or differ only in the last token, which is replaced by another token of
+        the prompt (``changed="last"``).
+
+        Prompts of ``"sum"`` end before their last sum, which is the target. Counterfactuals have
+        another key and nothing else (``changed="key"``), or other digits and sums too
+        (``changed="all"``)."""
         checks.choice(changed, self.changed, "changed")
         generator = _checked(n, seed)
         if self.changed == CHANGED_SUMS:
@@ -92,7 +104,7 @@ class KnownModel:
         if changed == "all":
             return TokenPairs(prompts, others, torch.stack([first[:, 0], second[:, 0]], 1))
         others = prompts.clone()
-        # the last token was first[6], which first[0] follows; first[2] is followed by first[3]
+        # the last token was first[6], which first[0] follows; now it is first[2], before first[3]
         others[:, -1] = first[:, 2]
         return TokenPairs(prompts, others, first[:, [0, 3]])
 
@@ -102,11 +114,12 @@ class KnownModel:
 
 
 def _sum_pairs(n: int, changed: str, generator: torch.Generator) -> TokenPairs:
-    """Rows of sums, and others of which all digits and the key, or the key alone, are others."""
+    """Rows of sums, and counterfactuals with another key alone (``changed="key"``), or with another
+    key and other digits (``"all"``)."""
     from tl_geometry.zoo import trained
 
     drawn = torch.randint(trained.DIGITS, (n, 1 + trained.SUMMED), generator=generator)
-    # two steps of 1 to 4 never add up to a multiple of ten, so that no target stays the same
+    # steps of 1 to 4 for key and digit add up to 2 to 8, never to 10, so that every sum changes
     step = torch.randint(1, trained.DIGITS // 2, drawn.shape, generator=generator)
     rows = trained.in_tokens(drawn[:, :1], drawn[:, 1:])
     step[:, 1:] *= changed == "all"
@@ -114,12 +127,13 @@ def _sum_pairs(n: int, changed: str, generator: torch.Generator) -> TokenPairs:
     others = trained.in_tokens(turned[:, :1], turned[:, 1:])
     targets = torch.stack([rows[:, -1], others[:, -1]], 1)
     if changed == "key":
+        # digits and earlier sums as in the prompt; only the target follows the other key
         others[:, 2:] = rows[:, 2:]
     return TokenPairs(rows[:, :-1], others[:, :-1], targets)
 
 
 def _checked(n: int, seed: int) -> torch.Generator:
-    """The generator of ``seed``, for ``n`` rows; both are checked."""
+    """Check the number of rows and the seed; return the generator of the seed."""
     count = checks.whole(n)
     fits = count is not None and count >= 1
     require(fits, "n", expected="a whole number of rows, at least 1", got=repr(n))
@@ -131,18 +145,25 @@ def _checked(n: int, seed: int) -> torch.Generator:
 def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel:
     """A model whose circuit is known, as a TransformerBridge, and the truth about it.
 
+    Planted by hand:
+
+    - ``"heads"``: one layer of heads that attend at one offset, by position, by token identity, by
+      a random table of tokens, by the key's token, or evenly. Two heads attend by position and
+      identity at once: in one both have equal energy, in the other covariance and gain disagree.
+    - ``"retrieval"``: heads that match both attributes of a token, or one.
+    - ``"circuit"``: an induction circuit of two layers among heads that do not matter.
+    - ``"idle"``: the same among heads that are connected by their weights but write nothing.
+
+    Trained:
+
+    - ``"induction"``: an induction circuit, whose heads are named by where they attend.
+    - ``"sum"``: one layer whose MLP adds a key to digits.
+
     Args:
-        name: ``"heads"``, one layer of heads planted by hand that attend at one offset, by
-            position, by token identity, by a random table of tokens, by the key's token, by both
-            offset and identity (of equal energy, or so that covariance and gain disagree), or
-            evenly; ``"retrieval"``, heads that match the two attributes of a token, or one;
-            ``"circuit"``, an induction circuit of two layers planted by hand among heads that do
-            not matter; ``"idle"``, the same among heads that are connected by their weights and
-            write nothing; ``"induction"``, a trained one, whose heads are named by where they
-            attend; ``"sum"``, one trained layer whose MLP adds a key to digits.
-        seed: what is random about it: order and strengths of heads, directions, gains and biases;
-            or the seed of the training (0, 1 or 2).
-        positions: ``"learned"`` (GPT-2) or ``"rotary"`` (Qwen2; the trained ones are Llama).
+        name: one of the models above.
+        seed: of all that is random in a planted model (order and strengths of heads, directions,
+            gains and biases), or of the training (0, 1 or 2).
+        positions: ``"learned"`` (GPT-2) or ``"rotary"`` (Qwen2 if planted, Llama if trained).
 
     Raises ``GeometryError`` for an unknown name, and for a seed whose training is not stored.
 
@@ -162,12 +183,13 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
 
 
 def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The model of ``known("heads")`` and the fields of its :class:`KnownModel`."""
     from tl_geometry.zoo import planted, planted_heads
 
     made = planted_heads.planted_heads(positions, seed)
     does = {(0, head): what for head, what in enumerate(made.does)}
     terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
-    # without BOS and its position, and without the last keys, which no query reads at an offset
+    # left out: BOS and its position, and the last positions, which no query reads at the offset
     tokens = tuple(range(1, planted.VOCAB))
     rows = {"identity": tokens, "table": tokens}
     if positions == "learned":
@@ -206,7 +228,7 @@ def _circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dic
     from tl_geometry.zoo import planted, planted_circuit
 
     made = planted_circuit.planted_circuit(positions, seed, idle=idle)
-    # what idle heads do not write the decoy does not find: it attends evenly
+    # the block that the decoy reads is empty where heads are idle: it attends evenly, so no label
     labelled = _LABELS.keys() - ({"decoy"} if idle else set())
     return made.model, {
         "vocab": planted.VOCAB,
@@ -220,7 +242,7 @@ def _circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dic
 
 _LABELS = {"previous": "position", "second": "position", "itself": "position"}
 _LABELS |= {"offset": "position", "induction": "content", "match": "content", "decoy": "content"}
-"""The label that a head of a circuit deserves for what it does."""
+"""What a head of a circuit does -> the label that it deserves."""
 
 
 def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
@@ -233,16 +255,19 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
         tokens, _ = trained.repeats(32, generator, (period, period))
         with torch.inference_mode():
             patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
-        # queries that have all the offsets, and queries of a second copy or later (BOS is before)
+        # mean over queries from position 7 on, which have all the offsets; and over queries of a
+        # second copy or later, which begin after BOS and one period
         by_offset, by_copy = (
             _attention_by_offset(patterns[..., first:, :].mean(1))
             for first in (max(SHIFTS), 1 + max(TRIED_PERIODS))
         )
         on_offset.append(torch.stack([by_offset[..., shift] for shift in SHIFTS]))
-        # the same token stood one period back, two, ...; what followed it is that much nearer
+        # copies of the current token are at offsets of one period, two, ...; `shift` tokens after
+        # a copy the offset is less by `shift`
         copies = [by_copy[..., period - shift :: period].sum(-1) for shift in SHIFTS]
         on_repeat.append(torch.stack(copies))
-    # the least over periods, so that neither is an accident of one; then the best shift
+    # the least over periods, because one period alone may show either by accident; then the best
+    # offset or shift
     scores = {
         name: torch.stack(attention).amin(0).amax(0)
         for name, attention in (("offset", on_offset), ("induction", on_repeat))
@@ -266,11 +291,13 @@ def _sum(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
 
     task, hf = trained.TASKS["sum"], trained.hugging_face("sum", positions, seed)
     tokens, _ = trained.sums(64, torch.Generator().manual_seed(0))
-    # queries that predict a sum: the last digit, and all sums but the last
+    # positions that predict a sum: the last digit, and all sums but the last
     queries = slice(1 + trained.SUMMED, -1)
     with torch.inference_mode():
         (pattern,) = hf(tokens, output_attentions=True).attentions
     attention = pattern[:, :, queries].mean(0)
+    # y_i is predicted one position before it and x_i is SUMMED positions before y_i, so query
+    # n of the slice attends to key n + 2: BOS and the key token stand before the digits
     summand = attention.diagonal(offset=2, dim1=-2, dim2=-1).mean(-1)
     key = attention[..., 1].mean(-1)
     does = {}
@@ -290,10 +317,11 @@ def _sum(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
 def _attention_by_offset(
     pattern: Float[Tensor, "layer head query key"],
 ) -> Float[Tensor, "layer head offset"]:
-    """Attention by offset i - j, mean over the queries, which stand at the last of the keys'
-    positions."""
+    """Attention by offset i - j, as a mean over queries. The queries are the last positions of the
+    keys."""
     queries, keys = pattern.shape[-2:]
-    # zeros before the first key stand for offsets that a query does not have
+    # zeros before the first key fill the offsets that a query does not have; each row is then cut
+    # to end at its own position and reversed, so that its index is the offset
     padded = torch.nn.functional.pad(pattern, (keys, 0))
     first = keys - queries
     rows = [padded[..., i, first + i + 1 : first + i + 1 + keys].flip(-1) for i in range(queries)]

@@ -1,11 +1,12 @@
 """Which weights give a head a known reason to attend? Parts of models whose heads are planted by
-hand, without training; :mod:`~tl_geometry.zoo.planted_heads` and
-:mod:`~tl_geometry.zoo.planted_circuit` use them.
+hand, without training; :mod:`~tl_geometry.zoo.planted_heads`,
+:mod:`~tl_geometry.zoo.planted_circuit` and :mod:`~tl_geometry.zoo.planted_retrieval` use them.
 
-The stream has orthonormal directions ``E [column d_model]``, drawn at random and orthogonal to the
-vector of ones, so that the centring of a LayerNorm changes nothing. Tokens and positions are sums
-of a few of them. With n the squared norm of the stream a norm gives ``g sqrt(d_model / n) x + b``,
-with random gains g and biases b, and a head that is to read ``x E^T A`` has the weights
+The stream has orthonormal directions ``E [column d_model]``. They are drawn at random and
+orthogonal to the vector of ones, so that the centring of a LayerNorm changes nothing. Tokens and
+positions are sums of a few of them. If the squared norm of a state x is n, a norm with random gains
+g and biases b gives ``g sqrt(d_model / n) x + b``. A head that is to read ``x E^T A`` undoes this
+with the weights
 
     W = diag(1 / g) E^T A sqrt(n / d_model),    constant = -b W
 
@@ -26,18 +27,20 @@ from torch import Tensor
 VOCAB, LENGTH = 16, 24
 """Token ids (0 is BOS) and positions of every planted model."""
 D_ROTARY, THETA = 64, 1e8
-"""Width of a rotary head and base of its frequencies, ``THETA ** (-2 f / D_ROTARY)`` in plane f: so
-large that at least VOCAB planes are slow."""
+"""Width of a rotary head, and base of its frequencies ``THETA ** (-2 f / D_ROTARY)`` in plane f.
+Both are so large that at least VOCAB planes are slow."""
 SLOW = 12
-"""First plane that turns by less than 0.03 radians within LENGTH positions: from here on position
-hardly acts, and content is read."""
+"""First plane that turns by less than 0.03 radians within LENGTH positions. From this plane on,
+rotation hardly changes a score, so these planes carry content."""
 
 
 @dataclass(eq=False)
 class HeadWeights:
-    """What one head reads and writes in the planted directions (columns): ``query``, ``key`` and
-    ``value`` ``[column d_head]``, constants of query and key ``[d_head]``, and ``out``
-    ``[d_head column]``."""
+    """What one head reads and writes in the planted directions (columns).
+
+    ``query``, ``key`` and ``value`` are ``[column d_head]``, the constants ``query_bias`` and
+    ``key_bias`` are ``[d_head]``, and ``out`` is ``[d_head column]``.
+    """
 
     query: Tensor
     key: Tensor
@@ -49,7 +52,7 @@ class HeadWeights:
     @staticmethod
     def zeros(columns: int, d_head: int) -> HeadWeights:
         """A head that attends evenly and writes nothing."""
-        # fresh tensors each: they are filled in place
+        # a fresh tensor for each field, because fields are filled in place
         read = lambda: torch.zeros(columns, d_head)  # noqa: E731
         bias = lambda: torch.zeros(d_head)  # noqa: E731
         return HeadWeights(read(), read(), read(), read().T.clone(), bias(), bias())
@@ -78,6 +81,7 @@ def empty_model(
     import transformers
 
     d_model = heads * d_head
+    # eps is tiny, so that a norm divides by the norm of the stream alone, as `plant` assumes
     if positions == "learned":
         settings: dict[str, Any] = {"n_embd": d_model, "n_layer": layers, "n_head": heads}
         settings |= {"n_inner": 1, "n_positions": length, "layer_norm_epsilon": 1e-12}
@@ -109,14 +113,16 @@ def plant(
     generator: torch.Generator,
 ) -> None:
     """Write heads into a layer of :func:`empty_model`. They undo the random gains (and biases) of
-    the norm before them; ``squared_norm`` is that of the layer's input."""
+    the norm before them. ``squared_norm`` is that of the states that enter the layer."""
     d_model = basis.shape[1]
     learned = hasattr(model, "transformer")
     block = model.transformer.h[layer] if learned else model.model.layers[layer]
     norm = block.ln_1 if learned else block.input_layernorm
+    # random, because with gains 1 and biases 0 a measure that forgets them would still be right
     norm.weight.copy_(1 + 0.3 * torch.rand(d_model, generator=generator))
     if learned:
         norm.bias.copy_(0.3 * torch.randn(d_model, generator=generator))
+    # `read` makes W and the constant of the formula at the top of this file
     scale = math.sqrt(squared_norm / d_model)
 
     def read(side: str) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,31 @@
 """Which edges make induction, by construction? The two-layer models of ``zoo.known("circuit")`` and
 ``zoo.known("idle")``, with heads that look alike and do not matter.
 
-The stream has blocks of one-hot directions: the token, the token before, a first and a second
-scratch block, and in the learned model the position. The output reads the token block alone. Heads
-of layer 0 attend at an offset. Heads of layer 1 attend where the token of the query matches a block
-of the key, which their line names:
+The stream has blocks of one-hot directions: the token, the token before ("before"), a first and a
+second scratch block, and in the learned model the position. The output reads the token block alone.
 
-    layer 0   previous    at offset 1     copies the token to "before"
-              second      at offset 2     copies the token to the first scratch block
-              itself      at offset 0     copies the token to the first scratch block
-              even        evenly          copies the token to the second scratch block
-    layer 1   induction   "before"        copies the token to the token block: the output reads it
-              decoy       first scratch   copies the token to the second scratch block
-              match       token           copies "before" to the second scratch block
-              even        evenly          copies the second scratch block to itself
+Heads of layer 0 attend at an offset:
 
-On tokens that repeat, the induction head and what it reads make the next token, and nothing else
+- ``previous``: at offset 1; it copies the token to "before".
+- ``second``: at offset 2; it copies the token to the first scratch block.
+- ``itself``: at offset 0; it copies the token to the first scratch block.
+- ``even``: evenly; it copies the token to the second scratch block.
+
+Heads of layer 1 attend where the token of the query matches a block of the key:
+
+- ``induction``: matches "before"; it copies the token to the token block, which the output reads.
+- ``decoy``: matches the first scratch block; it copies the token to the second scratch block.
+- ``match``: matches the token; it copies "before" to the second scratch block.
+- ``even``: attends evenly; it copies the second scratch block to itself.
+
+On tokens that repeat, the induction head and what it reads produce the next token, and nothing else
 does. Small random entries are added to every matrix, so that no other edge is exactly zero.
 
-In ``zoo.known("idle")`` weights alone mislead: all heads of layer 0 but ``previous`` read a block
-that nothing has written yet (the second scratch block). They attend and are connected as before,
-``itself`` to "before", yet what they write is next to nothing. ``previous`` copies the token to the
-second scratch block too, so that for each of its readers less of its weights matters than of an
-idle head's.
+In ``zoo.known("idle")`` weights alone mislead. All heads of layer 0 but ``previous`` read the
+second scratch block, which nothing has written yet. They attend and are connected as before (but
+``itself`` writes to "before"), yet what they write is almost nothing. ``previous`` copies the token
+to the second scratch block too, so that a head of layer 1 reads a smaller part of its output
+weights than of an idle head's.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ from tl_geometry.zoo.planted_heads import constants
 
 FIRST = ("previous", "second", "itself", "even")
 SECOND = ("induction", "decoy", "match", "even")
+"""Heads of layer 0 and of layer 1."""
 OFFSETS = {"previous": 1, "second": 2, "itself": 0}
+"""Offset at which a head of layer 0 attends."""
 TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
 """Blocks of directions; SCRATCH and UNREAD are the first and the second scratch block."""
 READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKEN, BEFORE)}
@@ -56,21 +61,28 @@ READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKE
 WRITES = {"previous": (BEFORE,), "second": (SCRATCH,), "itself": (SCRATCH,), "even": (UNREAD,)}
 """Blocks that the heads of layer 0 copy to."""
 IDLE = WRITES | {"previous": (BEFORE, UNREAD), "itself": (BEFORE,)}
-"""The same where all but ``previous`` are idle."""
+"""Blocks that they copy to in ``zoo.known("idle")``."""
 STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
-"""Score of a match, size of the predicted token, and norm of the random entries of a matrix over
-that of its planted ones."""
+"""Score of a match, size of the predicted token, and norm of the random entries of a matrix
+relative to that of its planted ones. Where there is no match, scores are near 0, so a match takes
+almost all attention. The current token has size 1 in the token block, so the predicted one
+wins."""
 SHARP = range(4)
 """Fast rotary planes, which tell one offset from the next."""
 SQUARED_NORMS = {"learned": (2.0, 5.0), "rotary": (1.0, 4.0)}
-"""Squared norm of the input of each layer: tokens, positions and what layer 0 copies (with idle
-heads one less)."""
+"""Squared norm of the input of each layer: 1 for the token and 1 for a learned position; before
+layer 1 also 3 for what ``previous``, ``second`` and ``itself`` copy. With idle heads ``previous``
+alone writes, to two blocks, which makes 2."""
 
 
 class Planted(NamedTuple):
-    """The Hugging Face model, what its heads do, the edges that make the next token differ where
-    ``"all"`` tokens or only the ``"last"`` differ, and the pairs of heads (writer, reader, side) of
-    which one reads what the other wrote."""
+    """The Hugging Face model, and the truth about it.
+
+    - ``does``: what each head does.
+    - ``edges``: the edges that make the next token differ if ``"all"`` tokens of the prompt differ,
+      or only the ``"last"`` one.
+    - ``pairs``: (writer, reader, side) of heads that read what another head wrote.
+    """
 
     model: Any
     does: dict[tuple[int, int], str]
@@ -79,8 +91,8 @@ class Planted(NamedTuple):
 
 
 def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted:
-    """The model with the heads of each layer in random order; with ``idle`` all heads of layer 0
-    but one read nothing.
+    """The model with the heads of each layer in random order. With ``idle`` all heads of layer 0
+    but ``previous`` read an empty block.
 
     >>> sorted(planted_circuit("learned", 0).edges["last"])
     ['L1H0->output', 'embed->L1H0<q>']
@@ -95,6 +107,7 @@ def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted
     for layer, (names, norm) in enumerate(zip(orders, SQUARED_NORMS[positions], strict=True)):
         make = second_head if layer else partial(first_head, idle=idle)
         heads = [noisy(make(name, columns, d_head), g) for name in names]
+        # one less before layer 1 with idle heads: see SQUARED_NORMS
         plant(model, layer, heads, basis, norm - (layer and idle), g)
     places = basis[4 * VOCAB :] if learned else None
     embed(model, basis[:VOCAB], places, basis[:VOCAB])
@@ -115,14 +128,16 @@ def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted
 
 
 def block(number: int) -> slice:
-    """Columns of a block of directions."""
+    """Columns of a block of directions; PLACE is the last one and has LENGTH columns."""
     return slice(number * VOCAB, (number + 1) * VOCAB if number < PLACE else None)
 
 
 def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeights:
-    """A head of layer 0: it attends at an offset, or evenly, and copies the token, or (``idle``)
-    what the empty scratch block holds."""
+    """A head of layer 0. It attends at an offset or evenly, and copies the token, or with ``idle``
+    the empty second scratch block."""
+    # size: of query and of key, whose product over sqrt(d_head) is the strength
     head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
+    # only the learned model has columns of positions; key j answers query j + offset
     if name in OFFSETS and columns > 4 * VOCAB:
         offset = OFFSETS[name]
         head.query[block(PLACE)] = size * torch.eye(LENGTH)
@@ -137,8 +152,8 @@ def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeigh
 
 
 def second_head(name: str, columns: int, d_head: int) -> HeadWeights:
-    """A head of layer 1: it matches the query's token with a block of the key, or attends
-    evenly."""
+    """A head of layer 1. It matches the query's token with a block of the key, or attends evenly.
+    A rotary head matches in slow planes."""
     head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
     start = 0 if columns > 4 * VOCAB else SLOW
     at = slice(start, start + VOCAB)

@@ -1,21 +1,21 @@
 """Which heads attend by offset, by position, by token identity, by both, or evenly, by
 construction? The one-layer model of ``zoo.known("heads")``.
 
-Scores of the planted heads before the softmax, and the label that each deserves, with strength a,
-token t and position i of the query, t' and j of the key, and random numbers r:
+The list gives the score of each planted head before the softmax, and the label that it deserves.
+The strength is a, the query has token t and position i, and the key has t' and j. Random numbers
+are r, the offset is o, and w_f is the frequency of rotary plane f.
 
-    offset      a [i - j = o]            position      (rotary: a mean_f cos((i - j - o) w_f))
-    position    a r_j                    position      (rotary: the same kernel with o = 0)
-    identity    a [t = t']               content
-    table       a r_t . r'_t'            content
-    token       a r_t'                   mixed         (bias-cvec)
-    relation    a r_i r_t'               mixed         (pos-cvec; learned positions only)
-    query       a r_t                    uniform       (constant in each row; rotary only)
-    both        offset + identity of equal energy      (no clear label)
-    disputed    a [t = t'] + b r_j                     (no clear label: position has more of the
-                                                        variance, content puts attention where it
-                                                        goes; rotary: b cos((i - j - pi/2) w_0))
-    uniform     0                        uniform
+- ``offset``: ``a [i - j = o]``; position. Rotary: ``a mean_f cos((i - j - o) w_f)``.
+- ``position``: ``a r_j``; position. Rotary: the kernel of ``offset`` with o = 0, on other planes.
+- ``identity``: ``a [t = t']``; content.
+- ``table``: ``a r_t . r'_t'``; content.
+- ``token``: ``a r_t'``; mixed (bias-cvec).
+- ``relation``: ``a r_i r_t'``; mixed (pos-cvec). Learned positions only.
+- ``query``: ``a r_t``; uniform, because it is constant in each row. Rotary only.
+- ``both``: offset and identity of equal energy; no clear label.
+- ``disputed``: ``a [t = t'] + b r_j``; no clear label. Position has more of the variance, but
+  attention goes where content puts it. Rotary: ``b cos((i - j - pi/2) w_0)`` for the second term.
+- ``uniform``: 0; uniform.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tl_geometry.zoo.planted import (
 
 _SHARED = ("offset", "position", "identity", "table", "token", "both", "disputed", "uniform")
 LEARNED, ROTARY = (*_SHARED, "relation"), (*_SHARED, "query")
-"""What the heads do, before they are shuffled."""
+"""What the heads do, before they are shuffled: the names in the list above."""
 LABELS = {
     "offset": "position",
     "position": "position",
@@ -56,7 +56,7 @@ LABELS = {
     "query": "uniform",
     "uniform": "uniform",
 }
-"""The label that each deserves."""
+"""What a head does -> the label that it deserves."""
 TERMS = {
     "learned": {"offset": "pos-pos", "position": "bias-pos", "relation": "pos-cvec"},
     "rotary": {"offset": "bias-bias", "position": "bias-bias"},
@@ -67,13 +67,13 @@ CONTENT_TERMS = {"identity": "cvec-cvec", "table": "cvec-cvec", "token": "bias-c
 RANK = 4
 """Rank of the random table of tokens."""
 FAST, RECENT = range(8), range(4, 8)
-"""Rotary planes of the offset head and of the head that prefers recent keys."""
+"""Rotary planes of the offset head, and of the ``position`` head, which prefers recent keys."""
 OVER, OVER_WAVE = 0.45, 0.85
-"""Size of the positional term of the disputed head over that of the match, learned and rotary.
-With it position has about two thirds of the variance; attention goes to the matches, of which each
-query has one at least, its own token."""
+"""Size of the positional term of the disputed head relative to that of the match, learned and
+rotary. With these sizes position has about two thirds of the variance. Attention goes to the
+matches; each query has at least one, its own token."""
 COPIED = 0.5
-"""Size of the token that a head copies; that of the current token is 1."""
+"""Size of the token that a head copies; the current token has size 1."""
 
 
 class Planted(NamedTuple):
@@ -115,12 +115,13 @@ def planted_heads(positions: str, seed: int) -> Planted:
 
 
 def learned_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
-    """A head on one-hot tokens (columns 0 to VOCAB - 1) and positions (the rest): column and
-    coordinate of the head have the same number."""
+    """A head that reads one-hot tokens (columns 0 to VOCAB - 1) and positions (the other columns).
+    Each column has its own coordinate of the head, with the same number."""
     columns = VOCAB + LENGTH
     head = HeadWeights.zeros(columns, columns)
     tokens, places = slice(0, VOCAB), slice(VOCAB, None)
-    # of query and of key: their product over sqrt(d_head) is the strength (d_head = columns)
+    # the size of query and of key; their product over sqrt(d_head) is the strength, and d_head is
+    # the number of columns
     size = math.sqrt(strength * math.sqrt(columns))
     if name in ("offset", "both"):
         head.query[places, places] = size * torch.eye(LENGTH)
@@ -138,24 +139,25 @@ def learned_head(name: str, offset: int, strength: float, g: torch.Generator) ->
     if name in ("token", "relation"):
         head.key[tokens, 0] = 0.5 * size * signs(VOCAB, g)
     if name in ("position", "disputed"):
-        # a coordinate that no match of tokens has
+        # the coordinate of the first position, which no match of tokens uses
         head.query_bias[VOCAB] = size
         head.key[places, VOCAB] = (OVER if name == "disputed" else 0.5) * size * signs(LENGTH, g)
     return head
 
 
 def rotary_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
-    """A head on one-hot tokens: position in constants on fast planes, content on slow ones."""
+    """A head that reads one-hot tokens. Constants on fast planes attend by position, and tokens are
+    read on slow planes."""
     head = HeadWeights.zeros(VOCAB, D_ROTARY)
     slow = slice(SLOW, SLOW + VOCAB)
-    # of query and of key: their product over sqrt(d_head) is the strength
+    # the size of query and of key; their product over sqrt(d_head) is the strength
     size = math.sqrt(strength * math.sqrt(D_ROTARY))
     if name in ("offset", "both"):
         head.query_bias, head.key_bias = constants(FAST, offset, size)
     if name == "position":
         head.query_bias, head.key_bias = constants(RECENT, 0, size)
     if name == "disputed":
-        # a quarter turn from the query's own token, of which the wave so says nothing
+        # a quarter turn, so that the wave is zero at the query's own token: cos(pi / 2)
         head.query_bias, head.key_bias = constants(range(1), math.pi / 2, OVER_WAVE * size)
     if name in ("identity", "both", "disputed"):
         match = size * math.sqrt(balance(cosines(FAST, offset)) if name == "both" else 1.0)
@@ -177,8 +179,8 @@ def signs(n: int, g: torch.Generator) -> Float[Tensor, " row"]:
 
 
 def fill_table(head: HeadWeights, rows: slice, at: slice, size: float, g: torch.Generator) -> None:
-    """Query and key of a random table of tokens, each with mean zero over all tokens but BOS, so
-    that the scores are content alone."""
+    """Fill query and key with a random table of tokens. Each has mean zero over all tokens but BOS,
+    so that the scores are content alone."""
     for side in (head.query, head.key):
         table = torch.randn(VOCAB, RANK, generator=g)
         table[0] = 0
@@ -192,6 +194,7 @@ def constants(
     """Constant query and key with the score ``size^2 mean_f cos((i - j - offset) w_f)`` before the
     division by ``sqrt(d_head)``."""
     turn = offset * frequencies()
+    # plane f has coordinates f and f + D_ROTARY / 2; the key is ahead by the offset's angle
     parts = torch.zeros(D_ROTARY // 2)
     parts[planes.start : planes.stop] = size / math.sqrt(len(planes))
     query = torch.cat([parts, torch.zeros_like(parts)])
@@ -211,13 +214,13 @@ def cosines(planes: range, offset: int) -> Float[Tensor, "query key"]:
 
 
 def balance(kernel: Float[Tensor, "query key"]) -> float:
-    """The size of a token match whose row-centred energy over uniform tokens is that of a kernel of
-    offsets (BOS apart)."""
+    """The size of a token match that has the row-centred energy of a kernel of offsets, if tokens
+    are uniform. BOS is left out."""
     inside = kernel[1:, 1:]
     energy = float(row_center(inside, causal_mask(LENGTH - 1)).square().sum())
     keys = torch.arange(1, LENGTH).double()
-    # a query matches itself, and each of the m others with probability p: the sum of squares of a
-    # row is E[s (1 - s / n)] with s = 1 + Binomial(m, p)
+    # a query matches itself, and each of the m other keys with probability p. With s matches among
+    # n keys, the centred row has the sum of squares s (1 - s / n), and s is 1 + Binomial(m, p)
     p, m = 1 / (VOCAB - 1), keys - 1
     mean, second = 1 + m * p, (1 + m * p) ** 2 + m * p * (1 - p)
     return math.sqrt(energy / float((mean - second / keys).sum()))

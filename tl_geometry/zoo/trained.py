@@ -1,14 +1,14 @@
 """How are the trained circuits of ``zoo.known`` made, and where are they stored? ``python -m
 tl_geometry.zoo.trained --out DIR`` trains them, each in less than a minute on one core.
+:mod:`~tl_geometry.zoo.known_models` loads the stored weights.
 
-``"induction"``: two layers of attention without MLPs. Rows are BOS and random tokens repeated; each
-row draws its period. Only tokens of a second copy or later are predicted, so that nothing but
-induction lowers the loss.
-
-``"sum"``: one layer with an MLP. Rows are BOS, a key k, digits ``x_1 ... x_7`` and their sums with
-the key, ``y_i = (x_i + k) mod 10``, which alone are predicted. Attention has to bring digit and key
-together, and as no sum of a function of x and one of k is largest at ``(x + k) mod 10`` for all of
-them, the MLP has to add.
+- ``"induction"``: two layers of attention without MLPs. Rows are BOS and random tokens repeated;
+  each row draws its period. Only tokens of a second copy or later are predicted, so that nothing
+  but induction lowers the loss.
+- ``"sum"``: one layer with an MLP. Rows are BOS, a key k, digits ``x_1 ... x_7`` and their sums
+  with the key, ``y_i = (x_i + k) mod 10``. Only the sums are predicted. Attention has to bring
+  digit and key together. The MLP has to add them: a function of x plus a function of k cannot be
+  largest at ``(x + k) mod 10`` for all x and k.
 
 Weights are stored in half precision (0.1 MB a model at most).
 """
@@ -37,19 +37,20 @@ SEEDS = (0, 1, 2)
 PERIODS = (8, 24)
 """Least and largest period of a row of repeated tokens."""
 SYMBOLS = 64
-"""Tokens of the rows that are repeated, BOS among them."""
+"""Size of the vocabulary of repeated tokens, BOS included."""
 COPIES_LENGTH = 49
-"""Tokens of such a row: BOS and two periods at least."""
+"""Tokens of a row of repeated tokens: BOS and two copies of the largest period."""
 DIGITS, SUMMED = 10, 7
-"""Digits (tokens 1 to 10; their keys are 11 to 20), and how many of them are summed."""
+"""How many digits there are (tokens 1 to 10; keys are tokens 11 to 20), and how many digits a row
+sums."""
 
 Rows = tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]
 """Tokens, and which of them are predicted."""
 
 
 def repeats(n: int, generator: torch.Generator, periods: tuple[int, int] = PERIODS) -> Rows:
-    """BOS and random tokens repeated, with a period drawn for each row from ``periods`` (both ends
-    included); tokens of a second copy or later are predicted."""
+    """BOS and random tokens repeated. Each row draws its period from ``periods``, both ends
+    included. Tokens of a second copy or later are predicted."""
     period = torch.randint(periods[0], periods[1] + 1, (n, 1), generator=generator)
     rows = torch.randint(1, SYMBOLS, (n, COPIES_LENGTH - 1), generator=generator)
     at = torch.arange(COPIES_LENGTH - 1)[None]
@@ -58,7 +59,7 @@ def repeats(n: int, generator: torch.Generator, periods: tuple[int, int] = PERIO
 
 
 def sums(n: int, generator: torch.Generator) -> Rows:
-    """BOS, a key, digits, and the digits with the key added modulo 10, which are predicted.
+    """BOS, a key, digits, and the sums of digit and key modulo 10. The sums are predicted.
 
     >>> sums(1, torch.Generator().manual_seed(0))[0][0, :9].tolist()
     [0, 15, 10, 4, 1, 4, 10, 8, 4]
@@ -78,7 +79,7 @@ def in_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a circuit was trained on, and its sizes; without MLPs where ``d_mlp`` is 0."""
+    """What a circuit was trained on, and its sizes. With ``d_mlp`` 0 it has no MLPs."""
 
     rows: Callable[[int, torch.Generator], Rows]
     vocab: int
@@ -91,7 +92,8 @@ class Task:
     heads: int = 4
 
     def batch_at(self, seed: int, step: int) -> Batch:
-        """Rows of one step, and as targets the tokens that are predicted."""
+        """Inputs and targets of one step: only predicted tokens are targets."""
+        # the factor is larger than the steps of any run, so that no two seeds share a batch
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         tokens, counted = self.rows(self.batch, generator)
         return tokens[:, :-1], torch.where(counted, tokens, IGNORE)[:, 1:]
@@ -126,8 +128,8 @@ TASKS = {
 
 
 def new_model(name: str, positions: str, seed: int) -> Any:
-    """The model before training: GPT-2 (``"learned"``) or Llama (``"rotary"``). Without MLPs means
-    MLPs of one unit that are zero and stay so.
+    """The model before training: GPT-2 (``"learned"``) or Llama (``"rotary"``). A task without MLPs
+    has MLPs of one unit that are zero and frozen.
 
     >>> new_model("induction", "rotary", 0).config.num_hidden_layers
     2
@@ -165,7 +167,7 @@ def new_model(name: str, positions: str, seed: int) -> Any:
 
 
 def path(name: str, positions: str, seed: int, folder: Path | None = None) -> Path:
-    """Where the weights are stored."""
+    """Where the weights of a model are stored, by default inside the package."""
     folder = Path(__file__).parent / "assets" / "known" if folder is None else folder
     return folder / f"{name}_{positions}_{seed}.safetensors"
 
@@ -183,7 +185,7 @@ def hugging_face(name: str, positions: str, seed: int) -> Any:
     require(seed in SEEDS, "seed", expected=f"one of {SEEDS}, which are stored", got=seed)
     model = new_model(name, positions, seed)
     found = model.load_state_dict(load_file(path(name, positions, seed)), strict=False)
-    # only MLPs that are zero are not stored
+    # a file lacks only frozen parameters, the MLPs that are zero
     lost = [weight for weight in found.missing_keys if TASKS[name].d_mlp or ".mlp." not in weight]
     require(not lost, "stored weights", expected="all that were trained", got=f"none of {lost}")
     model.config._attn_implementation = "eager"

@@ -1,9 +1,10 @@
-"""Train a GPT-2: AdamW, warm-up and cosine, gradient clipping, checkpoints that resume exactly. The
-embedded model and the experiments of :mod:`tl_geometry.papers` are trained with it.
+"""How is a small model trained so that a stopped run resumes exactly? AdamW, warm-up and cosine,
+gradient clipping, checkpoints. The embedded model, the trained circuits of the zoo and the
+experiments of :mod:`tl_geometry.papers` are trained with :func:`train`.
 
-A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator,
-so that an interrupted run that resumes from a checkpoint gives the same weights as one that was
-never interrupted.
+A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator.
+So a stopped run that resumes from a checkpoint ends with the same weights as one that was never
+stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.files import read_file, write_atomically
 
 IGNORE = -100
-"""Target id that takes no part in the loss."""
+"""Target id that takes no part in the loss; the value that torch's cross-entropy ignores."""
 
 Batch = tuple[Int[Tensor, "batch position"], Int[Tensor, "batch position"]]
 """Inputs and targets."""
@@ -34,7 +35,8 @@ Batch = tuple[Int[Tensor, "batch position"], Int[Tensor, "batch position"]]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Hyperparameters of :func:`train`; decay applies to matrices only (two or more axes)."""
+    """Hyperparameters of :func:`train`. Weight decay applies only to parameters with two or more
+    axes."""
 
     steps: int
     learning_rate: float
@@ -47,7 +49,8 @@ class TrainSettings:
     checkpoint_every: int = 500
 
     def rate(self, step: int) -> float:
-        """Learning rate of ``step``: linear warm-up, then half a cosine down to the final rate."""
+        """Learning rate of ``step``: a linear warm-up, then half a cosine down to the final
+        rate."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -56,8 +59,8 @@ class TrainSettings:
 
 
 def new_gpt2(seed: int, **settings: Any) -> Any:
-    """A ``GPT2LMHeadModel`` before training, under ``seed``, in evaluation mode; token 0 begins and
-    ends a text.
+    """A ``GPT2LMHeadModel`` before training, in evaluation mode, with weights drawn under ``seed``.
+    Token 0 is BOS and EOS.
 
     >>> new_gpt2(0, vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=2).config.n_embd
     8
@@ -72,8 +75,11 @@ def new_gpt2(seed: int, **settings: Any) -> Any:
 def sequence_loss(
     logits: Float[Tensor, "batch position vocab"], targets: Int[Tensor, "batch position"]
 ) -> Float[Tensor, ""]:
-    """Mean over sequences of the mean cross-entropy (nats) over each sequence's targets that are
-    not :data:`IGNORE`.
+    """Cross-entropy in nats: the mean over each sequence's targets that are not :data:`IGNORE`,
+    then the mean over sequences.
+
+    So each sequence counts alike, as in the published code for additions, however many targets it
+    has.
 
     >>> targets = torch.tensor([[0, 1, IGNORE]])
     >>> round(float(sequence_loss(torch.zeros(1, 3, 4), targets).exp()), 4)
@@ -81,6 +87,7 @@ def sequence_loss(
     """
     scores = logits.transpose(1, 2).float()
     losses = F.cross_entropy(scores, targets, ignore_index=IGNORE, reduction="none")
+    # at least 1, so that a sequence without targets gives 0 and not NaN
     counts = (targets != IGNORE).sum(1).clamp(min=1)
     return (losses.sum(1) / counts).mean()
 
@@ -119,6 +126,7 @@ def _load(
     """Put the state of a checkpoint into model and optimizer; return its losses and records. A
     checkpoint of other settings or another model is refused."""
     header, tensors = read_file(path, SCHEMA)
+    # through JSON, as the header went: tuples are lists there
     current = json.loads(json.dumps(dataclasses.asdict(settings)))
     differs = [k for k in current if header["settings"].get(k) != current[k]]
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
@@ -153,12 +161,14 @@ def train(
     """Train a Hugging Face causal language model in place, on its device, and return the loss (nats
     per token) of every step.
 
-    ``batch_at(step)`` returns inputs and targets ``[batch position]`` (targets already shifted,
-    :data:`IGNORE` where there is none). With ``checkpoint`` the state is written there every
-    ``settings.checkpoint_every`` steps, and a run that finds the file continues from it (one of
-    other settings or another model is refused). ``on_step(step, model)`` is called after each step,
-    in evaluation mode; what it appends to ``records`` (JSON values) is kept in the checkpoint and
-    put back on resuming.
+    ``batch_at(step)`` returns inputs and targets ``[batch position]``. Targets are already shifted,
+    and :data:`IGNORE` marks places without a target.
+
+    With ``checkpoint`` the state is written there every ``settings.checkpoint_every`` steps. A run
+    that finds the file continues from it; a file of other settings or another model is refused.
+
+    ``on_step(step, model)`` is called after each step, in evaluation mode. What it appends to
+    ``records`` (JSON values) is stored in the checkpoint and restored when a run resumes.
 
     >>> from tl_geometry import zoo
     >>> ids = torch.arange(16).view(2, 8)
@@ -183,7 +193,8 @@ def train(
             group["lr"] = settings.rate(step)
         tokens, targets = (x.to(device) for x in batch_at(step))
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(settings.seed * 1_000_003 + step)  # runs share no seed
+            # for dropout; the factor is larger than the steps of any run: runs share no seed
+            torch.manual_seed(settings.seed * 1_000_003 + step)
             loss = sequence_loss(model(tokens).logits, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
