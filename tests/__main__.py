@@ -28,7 +28,8 @@ ONCE = (
     "report/test_origin.py",
     # the project and its benchmarks
     *("project/test_benchmarks.py", "project/test_calibration.py", "project/test_contributing.py"),
-    *("project/test_docs.py", "project/test_docstrings.py", "project/test_import_direction.py"),
+    *("project/test_dataclasses.py", "project/test_docs.py", "project/test_docstrings.py"),
+    "project/test_import_direction.py",
     *("project/test_known.py", "project/test_model_is_hidden.py", "project/test_mutate.py"),
     *("project/test_second_run.py", "project/test_shape_checks.py", "project/test_site_links.py"),
     *("project/test_skips.py", "project/test_types.py", "project/test_versions.py"),
