@@ -10,9 +10,9 @@ one fails. A fault is
 - survived: all of them passed;
 - out of time: they did not come to an end within ``--limit`` seconds;
 - equivalent: nobody could see a difference; judged by hand, with its reason, in
-  ``tests/equivalent_faults.json``.
+  ``tests/equivalent_faults.json``, and not planted.
 
-Which test files run a line, and how long each takes, stands in a map that ``--map`` makes once (the
+Which tests run a line, and how long each file takes, stands in a map that ``--map`` makes once (the
 whole suite under ``coverage``; a file that fails without a fault is left out). ``--results`` is
 read first, so that a run goes on where it stopped.
 
@@ -53,6 +53,7 @@ IMPORTED_ONCE = (
 )
 """What most test files import and no fault changes."""
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+"""The environment of the tests: no network, and one thread for each of several processes."""
 GOAL, WORST = 0.85, 0.75
 """Shares of the faults that are to be caught: of all, and in each package."""
 PATIENCE = 4

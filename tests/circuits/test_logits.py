@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
+from tests.tiny import ARCHITECTURES, hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.circuits.logits import LogitExplanation, explain_logit
-from tl_geometry.models import view
+from tl_geometry.models import from_hf, view
 from tl_geometry.scores.split import split_scores
 
 PROMPT = tokens(batch=1, length=14, seed=7)
@@ -98,7 +98,8 @@ def test_with_a_basis_sources_are_position_and_content() -> None:
 def test_the_value_bias_belongs_to_no_source() -> None:
     """It is written whatever the source is. In the last layer it moves only the scale of the final
     norm, so that the values of all parts keep their ratios."""
-    model = tiny("bridge", "gpt2")
+    # a model of its own, because its bias is changed
+    model = from_hf(hf_model("gpt2"), None, model_class="bridge", name="changed")
     last = view(model).n_layers - 1
     values = {}
     attention = model.original_model.transformer.h[last].attn

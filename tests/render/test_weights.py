@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from torch import Tensor
 
 import tl_geometry as tlg
 from tests.tiny import tiny, tokens
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.interventions.causal import dominant_only, necessity_sufficiency
 from tl_geometry.interventions.surrogates import surrogate_effect
 from tl_geometry.render import weights as draw
+from tl_geometry.render.figure import BLUE, GREY, View
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
@@ -87,3 +90,36 @@ def test_maps_curves_paths_and_bars(model: Any, basis: Any, tmp_path: Any) -> No
     none = dataclasses.replace(e, parts=("structured", "whole"))
     assert "W_QK itself" in draw.surrogate_bars(none).null
     assert "random" not in draw.surrogate_bars(none).null
+
+
+def colours_of_bars(view: View) -> dict[str, str]:
+    axis = view.figure.axes[0]
+    names = [text.get_text() for text in axis.get_yticklabels()]
+    colours: Any = [bar.get_facecolor() for bar in axis.patches]
+    return dict(zip(names, map(to_hex, colours), strict=True))
+
+
+def test_bars_of_effects_ask_their_own_question_and_name_their_controls(
+    model: Any, basis: Any
+) -> None:
+    prompts, options = tokens(4, 16, seed=5), {"draws": 2, "progress": False}
+    needed = necessity_sufficiency(model, prompts, basis, ["L0H1", "L1H2"], "pos-cvec", **options)
+    view = draw.effect_bars(needed)
+    assert view.title == "Does L0H1, L1H2 need pos-cvec?"
+    colours = colours_of_bars(view)
+    assert list(colours) == list(needed.conditions[1:])
+    assert {name for name, colour in colours.items() if colour == BLUE.lower()} == {
+        "keep",
+        "remove",
+    }
+    # by their names "swap" and "remove pos-pos" are no controls, and "remove bias-pos" is one
+    assert {colours[name] for name in ("swap", "shrink", "remove pos-pos", "remove bias-pos")} == {
+        to_hex(GREY)
+    }
+    assert "another prompt" in view.null
+    assert "uniform" not in view.null
+    view = draw.effect_bars(dominant_only(model, prompts, basis, **options))
+    colours = colours_of_bars(view)
+    blue = {name for name, colour in colours.items() if colour == BLUE.lower()}
+    assert blue == {"dominant term", "dominant group"}
+    assert "uniform" in view.null

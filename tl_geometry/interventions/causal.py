@@ -80,6 +80,11 @@ class NecessitySufficiency(Effects):
     shrunk: float
 
     @property
+    def controls(self) -> tuple[str, ...]:
+        """The conditions that are controls, and the constants alone."""
+        return tuple(c for c in self.conditions if c not in ("clean", "keep", "remove"))
+
+    @property
     def necessity(self) -> dict[str, float]:
         """By how much removing the term raises the loss and the induction loss (nats)."""
         clean, removed = self.of("clean"), self.of("remove")
@@ -113,6 +118,12 @@ class Dominance(Effects):
     """
 
     drawn: Float[Tensor, " row"]
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """The conditions that are controls, and the constants alone."""
+        kept = ("clean", "dominant term", "dominant group")
+        return tuple(c for c in self.conditions if c not in kept)
 
     def saved(self) -> Interval:
         """How much less loss the dominant terms have than random ones (nats per token), with a 95%

@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
-from tl_geometry.interventions.effects import Effects
+from tl_geometry.interventions.causal import Dominance, NecessitySufficiency
 from tl_geometry.interventions.surrogates import SurrogateEffect
 from tl_geometry.render.figure import (
     BLUE,
@@ -47,8 +47,6 @@ SURROGATE_CONTROLS = {
     "whole": "W_QK itself, which changes nothing",
 }
 """Replacement of W_QK that is a control -> what it is, in words."""
-CONTROLS = ("random", "bias", "uniform")
-"""A condition is drawn as a control if its name contains one of these."""
 
 
 def weight_blocks(
@@ -277,13 +275,15 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     )
 
 
-def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = None) -> View:
+def effect_bars(
+    effects: NecessitySufficiency | Dominance, measure: str = "loss", *, ax: Axes | None = None
+) -> View:
     """Change of a measure under each condition of an edit of the live model, with its 95% interval.
     Controls are grey.
 
     Args:
-        effects: from :func:`tl_geometry.interventions.dominant_only`, or any other
-            :class:`~tl_geometry.interventions.Effects`.
+        effects: from :func:`tl_geometry.interventions.necessity_sufficiency` or
+            :func:`tl_geometry.interventions.dominant_only`.
         measure: ``"loss"``, ``"induction_loss"`` or ``"kl"``.
         ax: axes to draw into.
 
@@ -301,17 +301,24 @@ def effect_bars(effects: Effects, measure: str = "loss", *, ax: Axes | None = No
     values = [float(change.value) for change in changes]
     # no bar where there are too few prompts for an interval
     errors = [float((change.high - change.value).nan_to_num()) for change in changes]
-    colours = [GREY if any(word in name for word in CONTROLS) else BLUE for name in edits]
+    colours = [GREY if name in effects.controls else BLUE for name in edits]
     axis.barh(edits, values, xerr=errors, color=colours, capsize=2, height=0.7)
     axis.invert_yaxis()
     axis.axvline(0, color="k", lw=0.6)
     axis.set(xlabel=f"change in {measure.replace('_', ' ')} (nats per token)")
-    axis.set(ylabel="what heads keep")
+    if isinstance(effects, NecessitySufficiency):
+        axis.set(ylabel="what is done to the scores")
+        title = f"Does {head_names(effects.heads)} need {', '.join(effects.term)}?"
+        controls = "only constants, the term of another prompt, smaller scores, other terms removed"
+    else:
+        axis.set(ylabel="what heads keep")
+        title = "What is left of the model when heads keep only a part of their scores?"
+        controls = "a random term, only constants, uniform attention"
     return View(
         figure,
-        title="What is left of the model when heads keep only a part of their scores?",
+        title=title,
         caption=f"Each bar is an edit of the live model, with its 95% interval over "
         f"{effects.losses.shape[1]} prompts (none below 10).",
-        null="Grey bars are controls: a random term, only constants, uniform attention.",
+        null=f"Grey bars are controls: {controls}.",
         source=effects.provenance.line(),
     )
