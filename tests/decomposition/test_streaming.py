@@ -247,7 +247,11 @@ for _ in sys.stdin:
     if not child:
         print(os.getpid(), flush=True)
         view = toy(lambda contexts, state: time.sleep(0.015))
-        tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
+        try:
+            tlg.decompose(view, ids(240), checkpoint=path, **OPTIONS).save(out)
+        except tlg.GeometryError as error:
+            print(error, file=sys.stderr)
+            os._exit(3)
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
 """
@@ -288,7 +292,10 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
                 with suppress(ProcessLookupError):  # it has finished
                     os.kill(child, kill)
                 status = int(parent.stdout.readline())
-                assert status == 0 or os.WTERMSIG(status) == kill
+                # an interrupt in the middle of torch's own code ends as another error (exit 1);
+                # the library's own (3: a checkpoint that it refuses) is a failure
+                interrupted = kill == signal.SIGINT and os.waitstatus_to_exitcode(status) == 1
+                assert status == 0 or os.WTERMSIG(status) == kill or interrupted
                 ends.append(status)
             if path.exists():
                 done.append(checkpoints.read(path)[1].contexts)  # whole at every moment
