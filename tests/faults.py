@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,11 +69,7 @@ class Fault(NamedTuple):
 
 def faults(path: str, source: str) -> list[Fault]:
     """All faults of a file that can be planted, in the order of its lines."""
-    lines = source.encode().splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
-    found = []
+    starts, found = starts_of_lines(source.encode()), []
     for node in _nodes_of_code(ast.parse(source)):
         start = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
         end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
@@ -83,6 +80,12 @@ def faults(path: str, source: str) -> list[Fault]:
                 after = f"({after})"  # the node may stand inside an expression that binds tighter
             found.append(Fault(path, node.lineno, kind, before, after, start, end))  # type: ignore[attr-defined]
     return sorted(found, key=lambda fault: (fault.line, fault.start, fault.kind, fault.after))
+
+
+def starts_of_lines(source: bytes) -> list[int]:
+    """The number of the first byte of each line."""
+    lengths = [len(line) for line in source.splitlines(keepends=True)]
+    return list(itertools.accumulate(lengths, initial=0))
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

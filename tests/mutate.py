@@ -1,28 +1,29 @@
 """Do the tests notice a fault? ``python -m tests.mutate --sample 300 --seed N`` plants faults at
-random, one at a time, and runs the tests that reach the faulty line.
+random, one at a time, and runs the tests that evaluate the faulty code.
 
 A line of the package is drawn first, of all lines in which :mod:`tests.faults` can plant one, then
-one of its faults. The fault is planted in a copy of the working tree. Test files that run the line
-follow one another, those of the same package first and the quick ones before the slow ones, until
-one fails. A fault is
+one of its faults. The fault is planted in a copy of the working tree, and its tests run until one
+fails. A fault is
 
-- caught: a test failed, or a test file took far longer than without the fault;
+- caught: a test failed, or the tests took far longer than without the fault;
 - survived: all of them passed;
 - out of time: they did not come to an end within ``--limit`` seconds;
 - equivalent: nobody could see a difference; judged by hand, with its reason, in
   ``tests/equivalent_faults.json``, and not planted.
 
-Which tests run a line, and how long each file takes, stands in a map that ``--map`` makes once (the
-whole suite under ``coverage``; a file that fails without a fault is left out). ``--results`` is
-read first, so that a run goes on where it stopped.
+Which tests evaluate which of the drawn faults, and how long each takes, is found first: the whole
+suite runs once with probes (:mod:`tests.probes`), and the answer is kept in ``--map``. A file that
+fails without a fault is left out. ``--results`` is read first, so that a run goes on where it
+stopped.
 
 A test file takes seconds, and so does the import of torch and TransformerLens. So one process
-imports them, and each test file runs in a fork of it, which imports only the package and its tests.
+imports them, and tests run in forks of it, which import only the package and its tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import json
 import multiprocessing
@@ -33,15 +34,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
+
+from tests import probes
 from tests.faults import Fault, faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +58,14 @@ IMPORTED_ONCE = (
 """What most test files import and no fault changes."""
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 """The environment of the tests: no network, and one thread for each of several processes."""
+ONLY_PROCESSES = tuple(
+    f"tests/project/test_{name}.py"
+    for name in (
+        *("benchmarks", "bad_inputs", "notebooks", "packaging", "site_links", "types", "skips"),
+        "mutate",
+    )
+)
+"""Tests that evaluate nothing themselves, but start slow processes."""
 GOAL, WORST = 0.85, 0.75
 """Shares of the faults that are to be caught: of all, and in each package."""
 PATIENCE = 4
@@ -61,25 +73,23 @@ PATIENCE = 4
 
 
 class TestFile(NamedTuple):
-    """How long a test file takes, and which of its tests run a line of the package: their numbers
-    in ``tests`` by file and line. A line that runs while fixtures are made or modules imported
-    matters to all of them, and has no numbers."""
+    """How long the tests of a file take, and which of them evaluate which fault: ``reached`` has
+    names of tests by the number of a fault. None is all tests of the file, for what runs while
+    fixtures are made or modules imported."""
 
-    seconds: float
-    tests: list[str]
-    lines: dict[str, dict[str, list[int]]]
+    seconds: dict[str, float]
+    reached: dict[str, list[str] | None]
 
-    def runs(self, fault: Fault) -> bool:
-        """Whether a test of the file runs the line."""
-        return str(fault.line) in self.lines.get(fault.path, {})
-
-    def reaching(self, fault: Fault) -> list[str]:
-        """The tests that run the line; none says: all of the file."""
-        return [self.tests[number] for number in self.lines[fault.path][str(fault.line)]]
+    def reaching(self, number: int, name: str) -> tuple[list[str], float]:
+        """What pytest is to run for a fault, in a file of this ``name``, and how long it takes."""
+        tests = self.reached[str(number)]
+        if tests is None:
+            return [name], sum(self.seconds.values())
+        return tests, sum(self.seconds[test] for test in tests)
 
 
 class Verdict(NamedTuple):
-    """What became of a fault, and the test file that failed."""
+    """What became of a fault, and the test that failed."""
 
     fault: Fault
     outcome: str
@@ -89,21 +99,19 @@ class Verdict(NamedTuple):
 def main() -> int:
     """Make the map or plant the faults; 1 where fewer are caught than the goal says."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
-    parser.add_argument("--map", action="store_true", help="run the suite under coverage first")
     parser.add_argument("--sample", type=int, default=300, help="how many faults")
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--package", help="only in this package, such as render")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--coverage", type=Path, default=Path("mutation-coverage.json"))
+    parser.add_argument("--map", type=Path, help="which tests evaluate which fault; made if absent")
     parser.add_argument("--results", type=Path, help="lines of JSON, read first and added to")
     arguments = parser.parse_args()
-    if arguments.map or not arguments.coverage.is_file():
-        arguments.coverage.write_text(json.dumps(coverage_map(arguments.workers)))
-    covered = {
-        name: TestFile(*entry) for name, entry in json.loads(arguments.coverage.read_text()).items()
-    }
     chosen = draw(arguments.sample, arguments.seed, arguments.package)
+    place = arguments.map or Path(f"mutation-map-{arguments.seed}.json")
+    if not place.is_file():
+        place.write_text(json.dumps(map_of(chosen, arguments.workers)))
+    covered = {name: TestFile(*entry) for name, entry in json.loads(place.read_text()).items()}
     results = arguments.results or Path(f"mutation-seed-{arguments.seed}.jsonl")
     verdicts = run(chosen, covered, results, arguments.limit, arguments.workers)
     sys.stdout.write(report(verdicts))
@@ -133,36 +141,28 @@ def _all_faults() -> list[Fault]:
     return [f for p in paths for f in faults(p.relative_to(ROOT).as_posix(), p.read_text())]
 
 
-def coverage_map(workers: int) -> dict[str, TestFile]:
-    """Run each test file alone under ``coverage``: its seconds and the lines that it runs."""
-    names = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py"))
-    with ThreadPoolExecutor(workers) as pool:
-        entries = dict(zip(names, pool.map(_lines_of, names), strict=True))
+def map_of(chosen: list[Fault], workers: int) -> dict[str, TestFile]:
+    """Run each test file alone with probes at the ``chosen`` faults, which count from 0."""
+    names = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py")}
+    names = sorted(names.difference(ONLY_PROCESSES))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        tree = copy_of_tree(Path(folder))
+        by_file: dict[str, dict[int, Fault]] = defaultdict(dict)
+        for number, fault in enumerate(chosen):
+            by_file[fault.path][number] = fault
+        for path, places in by_file.items():
+            (tree / path).write_bytes(probes.probed((tree / path).read_bytes(), places))
+        (tree / "sitecustomize.py").write_text(probes.ELSEWHERE)
+        entries = dict(zip(names, pool.map(partial(_tests_of_file, tree), names), strict=True))
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def _lines_of(name: str) -> TestFile | None:
+def _tests_of_file(tree: Path, name: str) -> TestFile | None:
     """One entry of the map; None where the tests fail, and so can notice nothing."""
-    from coverage import CoverageData  # only this command needs it
-
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder, "lines")
-        started = time.monotonic()
-        failed = pytest_in(ROOT, [name], lines=data)
-        seconds = time.monotonic() - started
-        measured = CoverageData(str(data))
-        measured.read()
-        tests = sorted(measured.measured_contexts() - {""})
-        number = {name: position for position, name in enumerate(tests)}
-        lines = {}
-        for path in sorted(measured.measured_files()):
-            lines[Path(path).relative_to(ROOT).as_posix()] = {
-                str(line): [] if "" in names else sorted(number[test] for test in names)
-                for line, names in measured.contexts_by_lineno(path).items()
-            }
-    sys.stdout.write(f"{name}: {seconds:.0f} s{' FAILED' if failed else ''}\n")
+    ran = pytest_in(tree, [name])
+    sys.stdout.write(f"{name}: {sum(ran.seconds.values()):.0f} s {ran.failed or ''}\n")
     sys.stdout.flush()
-    return None if failed else TestFile(seconds, tests, lines)
+    return None if ran.code else TestFile(ran.seconds, ran.reached)
 
 
 def run(
@@ -179,14 +179,14 @@ def run(
         for number in range(workers):
             trees.put(copy_of_tree(Path(folder, str(number))))
 
-        def verdict(fault: Fault) -> Verdict:
+        def verdict(number: int, fault: Fault) -> Verdict:
             if identity(fault) in judged:
                 return Verdict(fault, "equivalent", "")
             if fault in known:
                 return known[fault]
             tree = trees.get()
             try:
-                new = Verdict(fault, *judge(fault, covered, tree, limit))
+                new = Verdict(fault, *judge(fault, number, covered, tree, limit))
             finally:
                 trees.put(tree)
             with results.open("a") as file:
@@ -195,37 +195,40 @@ def run(
             sys.stdout.flush()
             return new
 
-        return list(pool.map(verdict, chosen))
+        return list(pool.map(verdict, range(len(chosen)), chosen))
 
 
-def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) -> tuple[str, str]:
-    """Plant a fault in a copy of the working tree and run tests until one fails."""
-    place = tree / fault.path
+def judge(
+    fault: Fault, number: int, covered: dict[str, TestFile], tree: Path, limit: float
+) -> tuple[str, str]:
+    """Plant a fault in a copy of the working tree and run tests until one fails: the outcome, and
+    the test."""
+    tests, seconds = tests_of(fault, number, covered)
+    if not tests:
+        return "survived", ""
+    place, patience = tree / fault.path, 60 + PATIENCE * seconds
     clean = place.read_bytes()
     place.write_bytes(fault.planted(clean))
-    deadline = time.monotonic() + limit
     try:
-        for name in tests_of(fault, covered):
-            left, patience = deadline - time.monotonic(), 60 + PATIENCE * covered[name].seconds
-            try:
-                tests = covered[name].reaching(fault) or [name]
-                failed = pytest_in(tree, tests, min(left, patience))
-            except TimeoutError:
-                if left < patience:
-                    return "out of time", name
-                return "caught", f"{name} (hangs)"
-            if failed:
-                return "caught", name
+        ran = pytest_in(tree, tests, min(limit, patience))
+    except TimeoutError:
+        return ("caught", "hangs") if patience <= limit else ("out of time", "")
     finally:
         place.write_bytes(clean)
-    return "survived", ""
+    return ("caught", ran.failed) if ran.code else ("survived", "")
 
 
-def tests_of(fault: Fault, covered: dict[str, TestFile]) -> list[str]:
-    """Test files that run the line: those of the fault's package first, then the quick ones."""
-    names = [name for name, test in covered.items() if test.runs(fault)]
-    own = f"tests/{fault.package}/"
-    return sorted(names, key=lambda name: (not name.startswith(own), covered[name].seconds))
+def tests_of(fault: Fault, number: int, covered: dict[str, TestFile]) -> tuple[list[str], float]:
+    """Tests that evaluate a fault, and how long they take together. The quick ones come first,
+    file by file; those of the fault's package look most closely, so they may take four times as
+    long as others to come before them."""
+    own, found = f"tests/{fault.package}/", []
+    for name, file in covered.items():
+        if str(number) in file.reached:
+            tests, seconds = file.reaching(number, name)
+            found.append((seconds / 4 if name.startswith(own) else seconds, tests, seconds))
+    found.sort(key=lambda entry: entry[0])
+    return [test for _, tests, _ in found for test in tests], sum(entry[2] for entry in found)
 
 
 def copy_of_tree(folder: Path) -> Path:
@@ -239,11 +242,18 @@ def copy_of_tree(folder: Path) -> Path:
     return folder
 
 
-def pytest_in(
-    tree: Path, tests: list[str], limit: float | None = None, lines: Path | None = None
-) -> int:
-    """The exit status of tests of a ``tree``, which run in a fork with the package that lies there.
-    ``lines`` is the file for the lines that each test runs.
+class Ran(NamedTuple):
+    """What a process that ran tests has to say: its exit status, the first test or file that
+    failed, and what the map needs."""
+
+    code: int
+    failed: str
+    seconds: dict[str, float]
+    reached: dict[str, list[str] | None]
+
+
+def pytest_in(tree: Path, tests: list[str], limit: float | None = None) -> Ran:
+    """Run tests of a ``tree`` in a fork with the package that lies there.
 
     Raises:
         TimeoutError: they take more than ``limit`` seconds; all processes that they started are
@@ -252,21 +262,27 @@ def pytest_in(
     os.environ.update(SETTINGS)  # of the process that is forked: read when torch is imported
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED_ONCE))
-    process = context.Process(target=_run_tests, args=(tree, tests, lines))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_tests, args=(tree, tests, sender))
     process.start()
-    process.join(limit if limit is None else max(limit, 0))
-    if process.exitcode is None:
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise TimeoutError(f"{tests} take more than {limit} seconds")
+        ran = Ran(*receiver.recv())
+    except EOFError:  # the process has ended without a word
+        ran = Ran(-1, "the process", {}, {})
+    finally:
         assert process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # not yet the leader of its group
+        with contextlib.suppress(ProcessLookupError):  # not yet the leader of its group, or gone
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
-        raise TimeoutError(f"{tests} take more than {limit} seconds")
-    return process.exitcode
+    return ran
 
 
-def _run_tests(tree: Path, tests: list[str], lines: Path | None) -> None:
-    """Become a process that knows nothing but ``tree``, and run its tests."""
+def _run_tests(tree: Path, tests: list[str], sender: Connection) -> None:
+    """Become a process that knows nothing but ``tree``, run its tests and send what they did."""
     os.setsid()  # the leader of a group: what the tests start ends with it
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -278,34 +294,52 @@ def _run_tests(tree: Path, tests: list[str], lines: Path | None) -> None:
     for module in list(sys.modules):  # this file was imported to find this function
         if module.partition(".")[0] in ("tests", PACKAGE):
             del sys.modules[module]
-    import pytest
-
     # what was imported before the fork is not rewritten for assertions, and needs not be
     quiet = "ignore::pytest.PytestAssertRewriteWarning"
-    command = ["-q", "-x", "-n", "0", "-W", quiet, *tests]
-    code = pytest.main(command) if lines is None else _pytest_with_lines(command, lines)
+    watch = _Watch()
+    setattr(builtins, probes.NAME, watch.hits.add)
+    code = pytest.main(["-q", "-x", "-n", "0", "-W", quiet, *tests], plugins=[watch])
+    # plain values, since the class belongs to a module that is gone
+    sender.send((int(code), watch.failed, watch.seconds, watch.reached | watch.of_all()))
     os._exit(int(code))  # without the end of threads that a fault may have left waiting
 
 
-def _pytest_with_lines(command: list[str], lines: Path) -> int:
-    """Run pytest; which test ran which line is written into the file ``lines``."""
-    import pytest
-    from coverage import Coverage  # only the map needs it
+class _Watch:
+    """Notes during a run of pytest which test fails, how long each takes, and what it reaches."""
 
-    measured = Coverage(data_file=str(lines), source=[PACKAGE])
+    def __init__(self) -> None:
+        self.hits: set[int] = set()
+        self.failed = ""
+        self.outside: set[int] = set()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.reached: dict[str, list[str] | None] = defaultdict(list)
 
-    class LinesOfEachTest:
-        @pytest.hookimpl(wrapper=True)
-        def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-            measured.switch_context(item.nodeid)
-            yield
-            measured.switch_context("")
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add the seconds of one phase (setup, call, teardown) of a test."""
+        self.seconds[report.nodeid] += report.duration
+        self.failed = self.failed or (report.nodeid if report.failed else "")
 
-    measured.start()
-    code = pytest.main(command, plugins=[LinesOfEachTest()])
-    measured.stop()
-    measured.save()
-    return code
+    def pytest_collectreport(self, report: Any) -> None:
+        """Files that cannot be imported fail too."""
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        """What is reached between calls belongs to no single test."""
+        self._leave_outside()
+        yield
+        for number in self.hits:
+            self.reached[str(number)].append(item.nodeid)
+        self.hits.clear()
+
+    def of_all(self) -> dict[str, None]:
+        """What is reached in imports and fixtures, for all tests of the file."""
+        self._leave_outside()
+        return {str(number): None for number in self.outside}
+
+    def _leave_outside(self) -> None:
+        self.outside |= self.hits
+        self.hits.clear()
 
 
 def identity(fault: Fault) -> tuple[str, ...]:

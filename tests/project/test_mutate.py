@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import mutate
+from tests import mutate, probes
 from tests.faults import Fault, faults
 
 SOURCE = '''
@@ -67,14 +69,14 @@ def _judged(tmp_path: Path, check: str) -> tuple[str, str]:
     (tmp_path / "half.py").write_text("def half(x):\n    return x / 2\n")
     (tmp_path / "test_half.py").write_text(f"from half import half\n\ndef test():\n    {check}\n")
     (fault,) = (f for f in faults("half.py", "def half(x):\n    return x / 2\n") if "/" in f.before)
-    covered = {"test_half.py": mutate.TestFile(1.0, [], {"half.py": {"1": [], "2": []}})}
-    outcome = mutate.judge(fault, covered, tmp_path, limit=100)
+    covered = {"test_half.py": mutate.TestFile({"test_half.py::test": 1.0}, {"0": None})}
+    outcome = mutate.judge(fault, 0, covered, tmp_path, limit=100)
     assert (tmp_path / "half.py").read_text() == "def half(x):\n    return x / 2\n"
     return outcome
 
 
 def test_a_test_that_looks_catches(tmp_path: Path) -> None:
-    assert _judged(tmp_path, "assert half(6) == 3") == ("caught", "test_half.py")
+    assert _judged(tmp_path, "assert half(6) == 3") == ("caught", "test_half.py::test")
 
 
 def test_a_test_that_does_not_look_lets_it_pass(tmp_path: Path) -> None:
@@ -90,55 +92,82 @@ def _judged_in(tmp_path: Path, limit: float) -> str:
     (tmp_path / "one.py").write_text("ONE = 1\n")
     (tmp_path / "test_one.py").write_text("def test():\n    pass\n")
     (fault,) = faults("one.py", "ONE = 1\n")
-    covered = {"test_one.py": mutate.TestFile(1.0, [], {"one.py": {"1": []}})}
-    return mutate.judge(fault, covered, tmp_path, limit)[0]
+    covered = {"test_one.py": mutate.TestFile({"test_one.py::test": 1.0}, {"0": None})}
+    return mutate.judge(fault, 0, covered, tmp_path, limit)[0]
 
 
-def test_tests_of_the_package_come_first() -> None:
+def test_quick_tests_of_the_package_come_first() -> None:
     fault = Fault("tl_geometry/scores/sums.py", 9, "constant", "1", "2", 0, 1)
-    lines = {fault.path: {"9": [1]}}
     covered = {
-        "tests/base/test_a.py": mutate.TestFile(1.0, [], lines),
-        "tests/scores/test_slow.py": mutate.TestFile(30.0, [], lines),
-        "tests/scores/test_quick.py": mutate.TestFile(2.0, [], lines),
-        "tests/scores/test_elsewhere.py": mutate.TestFile(1.0, [], {fault.path: {"8": []}}),
+        "tests/base/test_a.py": mutate.TestFile({"a": 4.0}, {"0": ["a"]}),
+        "tests/scores/test_slow.py": mutate.TestFile({"b": 30.0, "c": 60.0}, {"0": None}),
+        "tests/scores/test_quick.py": mutate.TestFile({"d": 12.0, "e": 900.0}, {"0": ["d"]}),
+        "tests/scores/test_elsewhere.py": mutate.TestFile({"f": 1.0}, {"1": ["f"]}),
     }
-    quick_first = [
-        "tests/scores/test_quick.py",
-        "tests/scores/test_slow.py",
-        "tests/base/test_a.py",
-    ]
-    assert mutate.tests_of(fault, covered) == quick_first
+    tests, seconds = mutate.tests_of(fault, 0, covered)
+    assert tests == ["d", "a", "tests/scores/test_slow.py"]
+    assert seconds == 12 + 4 + 30 + 60
 
 
-def test_the_map_knows_which_tests_run_a_line(
+def test_the_map_knows_which_tests_evaluate_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line of one test, a line of a fixture (which may matter to all), and a file that fails."""
+    """Code of one test, of a fixture (which may matter to all), of no test, and a file that
+    fails."""
     package, tests = tmp_path / mutate.PACKAGE, tmp_path / "tests"
     for folder in (package, tests):
         folder.mkdir()
         (folder / "__init__.py").touch()
-    (package / "a.py").write_text("def one():\n    return 1\n\ndef two():\n    return 2\n")
+    names = ("one", "two", "never")
+    source = "\n".join(f"def {name}():\n    return {n}\n" for n, name in enumerate(names))
+    (package / "a.py").write_text(source)
     (tests / "test_a.py").write_text(
         "import pytest\n"
         f"from {mutate.PACKAGE} import a\n\n"
         "@pytest.fixture\ndef made():\n    return a.two()\n\n"
-        "def test_one():\n    assert a.one() == 1\n\n"
-        "def test_two(made):\n    assert made == 2\n"
+        "def test_one():\n    assert a.one() == 0\n\n"
+        "def test_two(made):\n    assert made == 1\n"
     )
     (tests / "test_fails.py").write_text("def test():\n    raise ValueError\n")
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
-    covered = mutate.coverage_map(workers=1)
+    copied = tmp_path.parent / f"{tmp_path.name}-copy"
+    monkeypatch.setattr(mutate, "copy_of_tree", lambda folder: shutil.copytree(tmp_path, copied))
+    covered = mutate.map_of(faults(f"{mutate.PACKAGE}/a.py", source), workers=1)
     assert set(covered) == {"tests/test_a.py"}
     found = covered["tests/test_a.py"]
-    path = f"{mutate.PACKAGE}/a.py"
-    first, second = (Fault(path, line, "constant", "1", "2", 0, 1) for line in (2, 5))
-    assert found.runs(first)
-    assert found.reaching(first) == ["tests/test_a.py::test_one"]
-    assert found.runs(second)
-    assert found.reaching(second) == []
-    assert not found.runs(first._replace(line=3))
+    assert found.reached == {"0": ["tests/test_a.py::test_one"], "1": None}
+    assert set(found.seconds) == {"tests/test_a.py::test_one", "tests/test_a.py::test_two"}
+
+
+PROBED = """
+def kind(value, least=2):
+    'Which?'
+    match value:
+        case 1:
+            return one(value, (lambda x, y=5: x + y))
+    total = 7
+    total += value[
+        3
+    ]
+    return sum(x for x in value if x > least), total
+"""
+
+
+def test_probes_change_nothing_and_tell_what_is_evaluated() -> None:
+    """A default counts where the function is called, a pattern where its subject is compared."""
+    planted = faults("a.py", PROBED)
+    probed = probes.probed(PROBED.encode(), dict(enumerate(planted)))
+    assert probed.count(b"\n") == PROBED.count("\n")
+    found = set[int]()
+    clean: dict[str, Any] = {}
+    watched: dict[str, Any] = {probes.NAME: found.add}
+    exec(PROBED, clean)
+    exec(probed, watched)
+    assert not found
+    assert clean["kind"]([8, 1, 4, 1]) == watched["kind"]([8, 1, 4, 1]) == (12, 8)
+    texts = {planted[number].before for number in found}
+    assert {"2", "1", "7", "3", "x > least"} <= texts
+    assert not {"5", "x + y"} & texts
 
 
 def test_the_goal_counts_what_matters() -> None:
