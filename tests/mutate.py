@@ -61,11 +61,10 @@ SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 ONLY_PROCESSES = tuple(
     f"tests/project/test_{name}.py"
     for name in (
-        *("benchmarks", "bad_inputs", "notebooks", "packaging", "site_links", "types", "skips"),
-        "mutate",
+        *("benchmarks", "notebooks", "packaging", "site_links", "types", "skips", "mutate"),
     )
 )
-"""Tests that evaluate nothing themselves, but start slow processes."""
+"""Slow tests of what is around the library, which look at none of its numbers."""
 GOAL, WORST = 0.85, 0.75
 """Shares of the faults that are to be caught: of all, and in each package."""
 PATIENCE = 4
@@ -296,23 +295,25 @@ def _run_tests(tree: Path, tests: list[str], sender: Connection) -> None:
             del sys.modules[module]
     # what was imported before the fork is not rewritten for assertions, and needs not be
     quiet = "ignore::pytest.PytestAssertRewriteWarning"
-    watch = _Watch()
-    setattr(builtins, probes.NAME, watch.hits.add)
+    watch = _Watch(tree / f"notes-{os.getpid()}")
+    os.environ[probes.NOTES] = str(watch.notes)
     code = pytest.main(["-q", "-x", "-n", "0", "-W", quiet, *tests], plugins=[watch])
     # plain values, since the class belongs to a module that is gone
-    sender.send((int(code), watch.failed, watch.seconds, watch.reached | watch.of_all()))
+    sender.send((int(code), watch.failed, watch.seconds, watch.reached()))
     os._exit(int(code))  # without the end of threads that a fault may have left waiting
 
 
 class _Watch:
     """Notes during a run of pytest which test fails, how long each takes, and what it reaches."""
 
-    def __init__(self) -> None:
-        self.hits: set[int] = set()
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+        self.hits = set[int]()
+        setattr(builtins, probes.NAME, self.hits.add)
         self.failed = ""
-        self.outside: set[int] = set()
+        self.outside = set[int]()
         self.seconds: dict[str, float] = defaultdict(float)
-        self.reached: dict[str, list[str] | None] = defaultdict(list)
+        self.of_test: dict[str, list[str]] = defaultdict(list)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add the seconds of one phase (setup, call, teardown) of a test."""
@@ -328,18 +329,25 @@ class _Watch:
         """What is reached between calls belongs to no single test."""
         self._leave_outside()
         yield
-        for number in self.hits:
-            self.reached[str(number)].append(item.nodeid)
-        self.hits.clear()
+        for number in self._hits():
+            self.of_test[str(number)].append(item.nodeid)
 
-    def of_all(self) -> dict[str, None]:
-        """What is reached in imports and fixtures, for all tests of the file."""
+    def reached(self) -> dict[str, list[str] | None]:
+        """Which tests evaluate which fault; what imports and fixtures reach is for all tests."""
         self._leave_outside()
-        return {str(number): None for number in self.outside}
+        return {**self.of_test, **{str(number): None for number in self.outside}}
 
     def _leave_outside(self) -> None:
-        self.outside |= self.hits
-        self.hits.clear()
+        self.outside |= self._hits()
+
+    def _hits(self) -> set[int]:
+        """What was reached since this was called last, here and in other processes."""
+        found, self.hits = self.hits, set()
+        setattr(builtins, probes.NAME, self.hits.add)
+        for place in self.notes.glob("*"):
+            found |= set(map(int, place.read_text().split()))
+            place.unlink()
+        return found
 
 
 def identity(fault: Fault) -> tuple[str, ...]:

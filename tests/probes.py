@@ -16,8 +16,20 @@ from tests.faults import Fault, starts_of_lines
 
 NAME = "reached"
 """The built-in function that probed code calls."""
-ELSEWHERE = f"import builtins\n\nbuiltins.{NAME} = lambda number: None\n"
-"""``sitecustomize.py`` of a probed tree: other processes that a test starts note nothing."""
+NOTES = "PROBE_NOTES"
+"""The environment variable with the folder for what other processes reach."""
+ELSEWHERE = f"""
+import atexit, builtins, os
+found = set()
+builtins.{NAME} = found.add
+def note():
+    folder = os.environ["{NOTES}"]
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, str(os.getpid())), "w") as file:
+        file.write(" ".join(map(str, found)))
+atexit.register(note)
+"""
+"""``sitecustomize.py`` of a probed tree, which each process that a test starts runs first."""
 Span = tuple[int, int]
 """The first byte of a piece of code, and the first one behind it."""
 

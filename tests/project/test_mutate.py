@@ -112,13 +112,13 @@ def test_quick_tests_of_the_package_come_first() -> None:
 def test_the_map_knows_which_tests_evaluate_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code of one test, of a fixture (which may matter to all), of no test, and a file that
-    fails."""
+    """Code of one test, of a fixture (which may matter to all), of a process that a test starts,
+    of no test, and a file that fails."""
     package, tests = tmp_path / mutate.PACKAGE, tmp_path / "tests"
     for folder in (package, tests):
         folder.mkdir()
         (folder / "__init__.py").touch()
-    names = ("one", "two", "never")
+    names = ("one", "two", "three", "never")
     source = "\n".join(f"def {name}():\n    return {n}\n" for n, name in enumerate(names))
     (package / "a.py").write_text(source)
     (tests / "test_a.py").write_text(
@@ -126,7 +126,11 @@ def test_the_map_knows_which_tests_evaluate_a_fault(
         f"from {mutate.PACKAGE} import a\n\n"
         "@pytest.fixture\ndef made():\n    return a.two()\n\n"
         "def test_one():\n    assert a.one() == 0\n\n"
-        "def test_two(made):\n    assert made == 1\n"
+        "def test_two(made):\n    assert made == 1\n\n"
+        "def test_elsewhere():\n"
+        "    import subprocess, sys\n"
+        f"    code = 'from {mutate.PACKAGE} import a; a.three()'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
     )
     (tests / "test_fails.py").write_text("def test():\n    raise ValueError\n")
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
@@ -135,8 +139,9 @@ def test_the_map_knows_which_tests_evaluate_a_fault(
     covered = mutate.map_of(faults(f"{mutate.PACKAGE}/a.py", source), workers=1)
     assert set(covered) == {"tests/test_a.py"}
     found = covered["tests/test_a.py"]
-    assert found.reached == {"0": ["tests/test_a.py::test_one"], "1": None}
-    assert set(found.seconds) == {"tests/test_a.py::test_one", "tests/test_a.py::test_two"}
+    one, two, elsewhere = (f"tests/test_a.py::test_{name}" for name in ("one", "two", "elsewhere"))
+    assert found.reached == {"0": [one], "1": None, "2": [elsewhere]}
+    assert set(found.seconds) == {one, two, elsewhere}
 
 
 PROBED = """
