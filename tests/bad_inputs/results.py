@@ -187,6 +187,11 @@ SPLITS = [
         "a share above 0",
     ),
     Call(
+        "a graph through MLPs of no kind",
+        lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, mlp="relu"),
+        "frozen",
+    ),
+    Call(
         "a graph of two readings",
         lambda w: tlg.trace_logit(w.model, w.ids[:1], 5, against=6, log_probability=True),
         "one of them",

@@ -90,6 +90,22 @@ def test_another_context_is_another_context() -> None:
     assert float(table.other_cs[0, 1, head]) != pytest.approx(float(table.cs[0, 1, head]))
 
 
+@pytest.mark.parametrize("grain", ["writers", "blocks"])
+def test_the_cosine_of_two_contexts_is_that_of_what_was_written_in_them(grain: str) -> None:
+    model, writes = tiny("bridge", "qwen3", dtype=torch.float64), []
+    run_written(
+        as_view(model), PROMPTS, [1], lambda layer, written: writes.append(written.stacked(grain))
+    )
+    own = writes[0][:, :, 1:]
+    products = torch.einsum("pbid,pbid->p", own, own.roll(1, 1))
+    expected = products / own.square().sum((1, 2, 3))
+    table = found(model, parts=grain, drop=1, draws=1)
+    there = ~table.cosine.isnan()
+    assert int(there.sum()) >= 3
+    assert torch.allclose(table.cosine[1:][there[1:]], expected.to(table.cosine)[there[1:]])
+    assert float(table.cosine[there].min()) < 0.9
+
+
 def test_a_random_direction_has_no_share_but_the_spread_of_chance() -> None:
     model = tiny("bridge", "llama")
     table = found(model, layers=1, draws=8)

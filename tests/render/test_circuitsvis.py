@@ -56,6 +56,17 @@ def test_red_is_positive_and_blue_negative_as_in_every_view() -> None:
     assert [drawn(end)[0] > drawn(end)[2] for end in (0.0, 1.0)] == [False, True]
 
 
+def test_the_colour_bar_takes_its_room_from_all_heads() -> None:
+    image = figures()["heads"].image
+    assert image is not None
+    figure = image().figure
+    figure.draw_without_rendering()
+    *heads, _ = figure.axes
+    sizes = torch.tensor([[*axis.get_position().size] for axis in heads])
+    assert len(heads) > 1
+    assert float((sizes - sizes[0]).abs().max()) < 1e-6
+
+
 class Markup(HTMLParser):
     """Tags and attribute names of a page, in order."""
 

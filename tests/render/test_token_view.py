@@ -13,7 +13,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render import token_attribution
-from tl_geometry.render.token_view import lay_out
+from tl_geometry.render.token_view import BAR, lay_out
 
 TOKENS = (" When", " Mary", "\n", "</script>$x$", "\u202eevil", *(f" w{i}" for i in range(40)))
 
@@ -62,13 +62,26 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
     assert "</script>" not in token_attribution(given).save(tmp_path / "x.html").read_text()
 
 
+@pytest.mark.parametrize("width", [20, 38, 76])
+def test_text_is_no_wider_than_its_box(width: int) -> None:
+    figure = token_attribution(table(), width=width).figure
+    figure.draw_without_rendering()
+    axis = figure.axes[0]
+    words = [text for text in axis.texts if text.get_fontsize() == 8 and text.get_text().isascii()]
+    per_character = axis.get_window_extent().width / width
+    assert len(words) >= 40
+    for word in words:
+        assert word.get_window_extent().width <= per_character * len(word.get_text()), word
+
+
 def test_nothing_contributed_is_drawn() -> None:
     assert token_attribution(table(0.0)).caption.endswith("sum to 0.")
 
 
 def test_lines_are_as_wide_as_asked_for() -> None:
     wide, narrow = (token_attribution(table(), width=width).figure for width in (76, 38))
-    assert narrow.get_size_inches()[0] == pytest.approx(wide.get_size_inches()[0] / 2)
+    text, half = (figure.get_size_inches()[0] - BAR for figure in (wide, narrow))
+    assert half == pytest.approx(text / 2)
     for figure, width in ((wide, 76), (narrow, 38)):
         patches: Any = figure.axes[0].patches
         ends = [patch.get_x() + patch.get_width() for patch in patches]

@@ -69,6 +69,14 @@ def test_planted_scores_depend_on_what_they_say_and_on_nothing_else(positions: s
 
 
 @BOTH
+@pytest.mark.parametrize("name", ["heads", "retrieval", "circuit"])
+def test_the_final_norm_of_planted_models_scales_nothing(name: str, positions: str) -> None:
+    norm = view(zoo.known(name, seed=1, positions=positions).model).final_norm()
+    assert norm is not None
+    assert torch.equal(norm.gain, torch.ones_like(norm.gain))
+
+
+@BOTH
 def test_planted_heads_attend_where_they_should(positions: str) -> None:
     for seed in (0, 4):
         truth = zoo.known("heads", seed=seed, positions=positions)

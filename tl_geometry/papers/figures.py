@@ -6,7 +6,7 @@ functions."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Float
@@ -119,7 +119,8 @@ def training_curves(
     """
     columns = min(4, len(measures))
     figure, axes = panels(None, len(measures), "measure", columns=columns, size=(2.7, 2.3))
-    colours = dict(zip(dict.fromkeys(row[by] for row in rows), COLOURS, strict=False))
+    groups = dict.fromkeys(row[by] for row in rows)
+    colours = dict(zip(groups, cycle(COLOURS), strict=False))  # cycles never end
     lines = list(dict.fromkeys((row[by], row["seed"]) for row in rows))
     for axis, measure in zip(axes, measures, strict=True):
         for group, seed in lines:

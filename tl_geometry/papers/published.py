@@ -156,6 +156,9 @@ def song_zhong(
     flags = [*run_settings.remarks(), *([] if row is None else [f"published row {row}"])]
     if run_settings.length < chosen.length:
         flags.append(f"windows of {run_settings.length} tokens, not {chosen.length}")
+    if run_settings.topic_length < chosen.topic_length:
+        shorter = f"{run_settings.topic_length} tokens, not {chosen.topic_length}"
+        flags.append(f"windows of topics of {shorter}")
     return Reproduction(
         provenance=dataclasses.replace(provenance.flagged(*flags), preset="reference"),
         cells=tuple(_cells(measured, chosen_states(view.n_layers, run_settings.states), row, view)),

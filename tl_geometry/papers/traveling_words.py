@@ -22,9 +22,9 @@ from tl_geometry.report.tables import Table
 from tl_geometry.weights.heads import token_readout
 from tl_geometry.weights.probes import bias_readout, noun_probe
 
-GPT2, LAYERS, HEADS, FEATURES, TOKENS = "gpt2", (0, 5, 11), 12, 20, 5
+GPT2, LAYERS, HEADS, TOKENS = "gpt2", (0, 5, 11), 12, 5
 """The published model and settings: name, blocks of the noun probe, heads per block (of 12 blocks),
-singular directions per head, and tokens of a readout."""
+and tokens of a readout."""
 COLUMNS = {
     "bias": ("{bias} bias", "top", "bottom", "length"),
     "head QK": ("direction {feature}", "queries", "keys", "value"),

@@ -126,7 +126,7 @@ def spirals(
     chosen = some(basis.states, 5)
     bases = [b for b in (basis, control) if b is not None]
     ylabels = ["u2"] if control is None else ["trained: u2", "untrained control: u2"]
-    figure, axes = canvas(len(chosen), len(bases), size=(WIDTH / min(len(chosen), 5), 1.6))
+    figure, axes = canvas(len(chosen), len(bases), size=(WIDTH / len(chosen), 1.6))
     for row, (current, ylabel) in enumerate(zip(bases, ylabels, strict=True)):
         row_axes = axes[row * len(chosen) : (row + 1) * len(chosen)]
         curves = [_draw_curve(*each, current) for each in zip(row_axes, chosen, strict=True)]

@@ -75,6 +75,7 @@ def faithfulness_curve(
         title=f"How much of the behaviour do the highest-ranked {unit} carry?",
         caption="f is 1 where the pruned run has the metric of the whole model, and 0 where it has "
         "that of the counterfactual. Bands are 95% intervals over prompts (from 10 prompts on).",
-        null="Grey: random circuits of equal size, their mean and range.",
+        null=f"Grey: random circuits of the same sizes (those of {next(iter(named))}), their mean "
+        "and range.",
         source=first.provenance.line(),
     )

@@ -157,6 +157,7 @@ def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tenso
         for name, values in columns.items()
         if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     }
+    require(len(numeric) > 0, "table", expected="a column of numbers", got=got)
     return [(int(str(layer)), int(str(head))) for layer, head in pairs], numeric
 
 

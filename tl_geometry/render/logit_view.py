@@ -258,7 +258,7 @@ def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     """Pixels that the page is likely to need; a taller page scrolls."""
     # heights as logit.css sets them: 17 for a bar, 24 for a line of a pair, 36 for a disagreeing
     # head, 53 for a line of text (the text scrolls above 420); the other numbers are frames, titles
-    lines = text_lines(text, WIDTH - 40, padding=7)
+    lines = text_lines(text, WIDTH - 40, padding=7, font=14)  # logit.css
     tall = [100 + 17 * len(query["rest"])]
     if query["unseen"]:
         tall.append(60 + 36 * min(MANY, len(query["unseen"])))

@@ -181,15 +181,14 @@ def script_hash(script: str) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Data with every text as :func:`tl_geometry.base.html.visible` shows it. A list that begins
-    with a number is taken for a row of numbers and left as it is: rows are long."""
+    """Data with every text as :func:`tl_geometry.base.html.visible` shows it."""
     if isinstance(value, str):
         return html.visible(value)
     if isinstance(value, Mapping):
         return {_shown(k): _shown(v) for k, v in value.items()}
-    if isinstance(value, list | tuple) and value and not isinstance(value[0], int | float):
+    if isinstance(value, list | tuple) and not all(isinstance(v, int | float) for v in value):
         return [_shown(v) for v in value]
-    return value  # a number, or a row of numbers
+    return value  # a number, or a row of numbers, which is long and holds no text
 
 
 def rounded(value: float, digits: int = 5) -> float | None:
@@ -212,12 +211,12 @@ def text_data(tokens: Sequence[str]) -> dict[str, Any]:
     return {"tokens": [html.token_text(token) for token in tokens], "breaks": breaks}
 
 
-def text_lines(text: Mapping[str, Any], width: int, padding: int) -> int:
+def text_lines(text: Mapping[str, Any], width: int, padding: int, font: int) -> int:
     """About how many lines the tokens of :func:`text_data` take on a page ``width`` pixels wide,
-    with ``padding`` pixels beside each."""
+    with ``padding`` pixels beside each, in a monospaced ``font`` of that many pixels."""
     lines, used = 1, 0.0
     for token, ends in zip(text["tokens"], text["breaks"], strict=True):
-        used += 7.3 * len(token) + padding  # a character of 12-pixel monospaced text (page.css)
+        used += 0.6 * font * len(token) + padding  # a character is 0.6 times as wide as tall
         if ends or used > width:
             lines, used = lines + 1, 0.0
     return lines

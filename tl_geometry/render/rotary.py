@@ -251,10 +251,10 @@ def head_planes(
     )
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        caption += (
-            f" The curve is the mean of {profile.term} at each offset, with its "
-            f"{profile.level:.0%} interval over prompts."
-        )
+        caption += f" The curve is the mean of {profile.term} at each offset"
+        # a few prompts have no interval
+        has_interval = bool(profile.low.isfinite().any())
+        caption += f", with its {profile.level:.0%} interval over prompts." if has_interval else "."
     legend_outside(figure, axes[:columns], "upper center")
     return View(
         figure,
@@ -285,8 +285,9 @@ def _draw_shares(axis: Axes, planes: PlaneTable, at: int, head: tuple[int, int])
     last = float(waves[rotated].max()) if bool(rotated.any()) else 1.0
     # what is not rotated has no wavelength: it stands at 4 times the longest one
     centre = torch.where(waves.isinf(), 4 * last, waves)[existing].log10()
-    # bars leave a gap at the closest two wavelengths
-    width = 0.7 * float(centre.diff().abs().min()) if len(centre) > 1 else 0.5
+    # bars leave a gap at the closest two wavelengths; planes that share one share a place
+    apart = centre.unique().diff()
+    width = 0.7 * float(apart.min()) if len(apart) else 0.5
     hatches = ["//" if w else "" for w in waves[existing].isinf().tolist()]
     # positive shares are stacked upwards from 0, negative ones downwards
     up, down = (torch.zeros(len(centre), dtype=torch.float64) for _ in range(2))

@@ -306,7 +306,7 @@ def _page(
     # the text, which scrolls above 180; 24 is the padding of the page
     readings = math.ceil(len(names) / max(1, (across - 24) // 118))
     buttons = math.ceil((150 + sum(8 * len(n) + 38 for n in names)) / across)
-    lines = min(180, 24 * text_lines(text, across, padding=3))
+    lines = min(180, 24 * text_lines(text, across, padding=3, font=12))
     return PageView(
         "split",
         data,

@@ -18,6 +18,8 @@ from tl_geometry.render.figure import DIVERGING, WIDTH, View, canvas, drawable
 LINE = 76
 """Characters of a line: as many as fit beside the colour bar in nine points. Text is drawn in eight
 points, so that boxes are a little wider than their text."""
+BAR = 1.0
+"""Inches that the colour bar takes, whatever the width of the text."""
 NARROWEST = 20
 """Fewest characters of a line."""
 MARKED = 0.05
@@ -81,7 +83,8 @@ def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
     # a text without contributions still needs a colour scale
     limit = max(map(abs, values)) or 1.0
     lines = placed[-1].line + 1
-    figure, (axis,) = canvas(size=(WIDTH * width / LINE, 0.9 + 0.42 * lines))
+    across = BAR + (WIDTH - BAR) * width / LINE
+    figure, (axis,) = canvas(size=(across, 0.9 + 0.42 * lines))
     scale = ScalarMappable(Normalize(-limit, limit), DIVERGING)
     font = {"family": "monospace", "va": "center", "clip_on": False}
     for value, token in zip(values, placed, strict=True):

@@ -118,9 +118,11 @@ def position_share(table: Anova, *, control: Anova | None = None) -> Finding | N
         share = Cells("anova_untrained", control, rounded=True)
         control_row = control.states.index(state)
         untrained = f"; {share(control_row, column, percent=True)} in the untrained control"
+    every = bool((table.pos_reliability >= LOW_RELIABILITY).all())
+    others = "any other" if every else "any other that has a reliable position"
     return Finding(
         value=shown,
-        said=f"Position makes up {shown} of the variance of state {state}, more than of any other."
+        said=f"Position makes up {shown} of the variance of state {state}, more than of {others}."
         if clear
         else "No evidence that the residual stream depends on position alone: it makes up at most "
         f"{shown} of the variance of a state (state {state}).",
@@ -428,7 +430,10 @@ def skipped(skips: SkipMap) -> Finding | None:
         return None
     value, map_type, a, b = min(costs)
     null = float(skips.table("mean", "kl")[a, b])
-    bounds = around(value, float(skips.table(map_type, "kl_se")[a, b]), skips.test)
+    # the state that is forgotten is measured on the same chunks, and with an error too; as if the
+    # two errors were independent, since chunks that move both alike would only make it smaller
+    errors = [float(skips.table(name, "kl_se")[a, b]) for name in (map_type, "mean")]
+    bounds = around(value, math.hypot(*errors), skips.test)
     beyond = excludes(value, *bounds, null, samples=skips.test, among=len(costs))
     clear = value < null and beyond
     keys = [tuple(cells[:3]) for cells in skips.rows()]
