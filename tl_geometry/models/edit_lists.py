@@ -143,8 +143,8 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
     """An edit of a live model: a context manager, and a list of hooks.
 
     ``with edit: model(tokens)`` edits every pass inside; ``model.run_with_hooks(tokens,
-    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. ``prepare`` gives the
-    model and the edits of its scores or stream when they are wanted; nothing happens before.
+    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. ``prepare`` makes
+    the view and the edits when the block opens or hooks() is called; nothing runs before.
     ``passes`` counts the passes that were edited, both ways; a block without any raises on exit.
     """
 

@@ -1,6 +1,6 @@
 """How does a model of any TransformerLens class run once with hooks? Each hook must fire, each is
-removed, and nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run`
-calls :class:`Runner`, and so does every pass of the library.
+removed, and nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run`,
+layers and probes call :class:`Runner`.
 
 TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
 canonical name. Here each hook is closed over the name that was asked for and removed by its own

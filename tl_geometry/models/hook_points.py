@@ -244,9 +244,10 @@ POSITIONS = "pos_embed.hook_in"
 
 
 class HookedArguments(PassArguments):
-    """The same read by hooks alone, which see activations and not the arguments of forward():
-    tokens by their ids or embeddings, and position ids where the model embeds them. Masks and keys
-    of earlier passes show in the scores, patterns and mixed values that they make."""
+    """:class:`PassArguments` read by hooks alone, which see activations, not the arguments of
+    forward(): tokens by their ids or embeddings, and position ids where the model embeds them.
+    Masks and keys of earlier passes show in the scores, patterns and mixed values that they
+    make."""
 
     def hooks(self) -> list[tuple[str, Hook]]:
         """Readers of what a pass shows before its first block."""
@@ -308,5 +309,6 @@ def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> 
         modules = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
         has_user_hook = any(not module.startswith(library) for module in modules)
         if name.startswith(prefix) and id(point) not in excepted and has_user_hook:
-            hooked[id(point)] = name  # of several names of a point the last, its alias
+            # a point has several names: the last one, TransformerLens's alias, stays
+            hooked[id(point)] = name
     return list(hooked.values())

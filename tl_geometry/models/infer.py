@@ -122,8 +122,8 @@ class SpecInference:
         return replace(best, norm_after=self.norm_after(best))
 
     def norm_after(self, spec: AttentionSpec) -> bool:
-        """Whether heads write through a norm: its module, or a decoder with norms of which none
-        stands before attention."""
+        """Whether heads write through a norm: the block has a module for it, or the model is a
+        decoder with norms, none of which stands before attention."""
         model = self.parameters.model
         only_after = spec.norm.norm_type is None and model.cfg.normalization_type is not None
         return (self.causal and only_after) or hasattr(model.blocks[self.layer], "ln1_post")

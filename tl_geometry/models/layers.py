@@ -163,9 +163,9 @@ class Layers:
     def view(
         self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
     ) -> LayerView:
-        """The layer as this forward pass went through it, verified (of its scores ``queries`` of
-        each context, all by default). Without ``verify`` pattern, scores and z may be missing, and
-        gradients pass through the activations and weights.
+        """The layer as this forward pass went through it, verified (scores at ``queries`` queries
+        of each context, all by default). Without ``verify`` pattern, scores and z may be missing,
+        and gradients pass through the activations and weights.
 
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
@@ -192,9 +192,9 @@ class Layers:
     def sampled(
         self, layer: int, activations: Mapping[str, Tensor], row: int, queries: int | None = None
     ) -> tuple[LayerView, LayerView]:
-        """The layer in one context of a batch, verified (of its scores ``queries``), and in all of
-        them, unverified, with the form of its mask: all that must be known of a batch is read at
-        once."""
+        """Two views of a layer: of the context ``row`` alone, verified (scores at ``queries``
+        queries), and of the whole batch, unverified, with the form of its mask. Errors and form are
+        read from the device together."""
         context = of_contexts(activations, slice(row, row + 1))
         one, found = self._build(layer, context, True, queries=queries)
         every, _ = self._build(layer, activations, False)
@@ -268,8 +268,8 @@ class Layers:
     def _judged(
         self, view: LayerView, found: Measured, numbers: Mapping[str, float] | None = None
     ) -> LayerView:
-        """The view, where something was measured with its report (of ``numbers``, where they were
-        read already), or a refusal."""
+        """The view with a report of what was measured, or a refusal; unchanged where nothing was.
+        ``numbers`` are the measured values, if they were read from the device already."""
         if not found:
             return view
         report = report_of(view, floats(found) if numbers is None else numbers)

@@ -126,7 +126,7 @@ class MLPModule:
         precision is run with its weights in float32, as the input is."""
         with without_hooks(self.module), with_single_weights(self.module):
             output = self.module(x)
-        # some give what their router chose, too
+        # some modules return the choice of their router too
         return output[0] if isinstance(output, tuple) else output
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
