@@ -4,8 +4,9 @@ every view of a model computes it, and results carry it.
 1. Every parameter and persistent buffer gets a checksum, a 64-bit multilinear hash, sum of w_i x_i
    mod 2^64 with odd w_i, computed on the tensor's device in rows of :data:`ROW` words, and the row
    sums again until one number is left. Words are XOR-folded first, so that two flipped sign bits do
-   not cancel. Odd weights are invertible modulo 2^64: a change of one element always shows, any
-   other change is missed with probability about 2^-32.
+   not cancel. Odd weights are invertible modulo 2^64: a change of one word always shows, unless
+   all its 64 bits flip (which folding hides); any other change is missed with probability about
+   2^-32.
 2. The checksums of all tensors are read from their device at once and hashed with names, dtypes,
    shapes, and the configuration.
 

@@ -383,8 +383,8 @@ class LiveLayer:
         return None if out is None else out.reshape(value.shape)
 
     def _revalued(self, layer: LayerView, v: Tensor, z: Tensor, obeyed: bool) -> Tensor:
-        """z with edited values mixed in, under the pattern that the model attends by; ``obeyed``
-        says that the class took an edited pattern."""
+        """Mixed values of edited values, under the pattern that the model attends by; ``obeyed``
+        says that the class obeyed the edit at an earlier point."""
         assert self.edit.values is not None
         left = self.running.left.get(self.pattern)
         if obeyed and left is not None:
