@@ -320,8 +320,7 @@ R = TypeVar("R", bound=Result)
 
 
 def _brief(value: Any) -> str:
-    """A field in one line: shape, dtype and NaN of a tensor, the keys of a mapping, else its
-    text."""
+    """A field in one line: shape, dtype and NaN of a tensor, keys of a mapping, else its text."""
     if isinstance(value, Tensor):
         nans = int(torch.isnan(value).sum()) if value.is_floating_point() else 0
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (

@@ -60,8 +60,8 @@ class QKNorm:
 class AttentionSpec:
     """What one attention layer does to its input, whatever the tokens.
 
-    Products of queries and keys are multiplied by ``scale``; a ``softcap`` c makes scores ``c
-    tanh(score / c)``; ``sinks [head]`` are one more logit for each head. ``rotation`` is one of
+    Products of queries and keys are multiplied by ``scale``. A ``softcap`` c turns scores into
+    ``c tanh(score / c)``. ``sinks [head]`` are one more logit for each head. ``rotation`` is one of
     :data:`ROTATIONS`. The score bias is ``slopes`` times a form of :func:`alibi` (``bias_form``),
     or ``"measured"``. ``has_scores`` says that ``hook_attn_scores`` holds scores, not the pattern.
     ``window`` is the width of a sliding window by the model's settings.
@@ -112,8 +112,10 @@ class AttentionSpec:
         return self.slopes[:, None, None] * alibi(self.bias_form, length).to(self.slopes)
 
     def linear(self, parts: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Projection of additive parts ``[*part position d_model] -> [*part position head
-        d_head]``: everything that is linear, without the frozen scales."""
+        """Projection of additive parts: all that is linear, without the frozen scales.
+
+        ``[*part position d_model] -> [*part position head d_head]``.
+        """
         return self.head_map(self.projected(parts, which), which, turn)
 
     def projected(self, parts: Tensor, which: str) -> Tensor:
@@ -129,8 +131,8 @@ class AttentionSpec:
 
     def constant(self, which: str) -> Float[Tensor, "... head d_head"]:
         """The part of query, key or value that does not depend on the stream (from the biases of
-        norm and projection), before QK-norm and rotation: ``[head d_head]``, or ``[position head
-        d_head]`` with ``added``."""
+        norm and projection), before QK-norm and rotation: ``[head d_head]``, with ``added``
+        ``[position head d_head]``."""
         source = self.norm.bias
         if self.added is not None and which != "v":
             source = source + self.added
@@ -147,8 +149,8 @@ class AttentionSpec:
         )
 
     def head_map(self, x: Tensor, which: str, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys ``x
-        [... position head d_head]``; values as they are."""
+        """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys
+        ``x [... position head d_head]``; values as they are."""
         if which == "v":
             return x
         if self.qk_norm is not None:

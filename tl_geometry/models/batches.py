@@ -30,9 +30,9 @@ every batch after the first."""
 
 
 def another_row(last: int, rows: int, draws: torch.Generator) -> int:
-    """The row of the next batch of ``rows`` contexts that is verified: a random one, but not
-    ``last``, the row that was verified before: a hook may leave some rows alone. Callers begin
-    with ``last=0``, so that row 0 of the first batch is not taken, unless it is alone.
+    """The row of the next batch of ``rows`` contexts that is verified: a random one other than
+    ``last``, the row verified before, because a hook may leave some rows alone. Callers begin with
+    ``last=0``: row 0 of the first batch is not taken unless it is alone.
 
     >>> another_row(0, 2, torch.Generator().manual_seed(0)), another_row(7, 1, torch.Generator())
     (1, 0)

@@ -196,8 +196,8 @@ class SpecInference:
         self, spec: AttentionSpec, content: Tensor, pattern: Tensor, allowed: Tensor
     ) -> Iterator[AttentionSpec]:
         """Candidates for the scale: those that the module holds, the usual one, 1, and the least
-        squares fit to the log pattern (which a soft cap or ALiBi would bend). ``content [batch head
-        query key]`` holds the products of queries and keys, unscaled."""
+        squares fit to the log pattern (which a soft cap or ALiBi would bend). ``content`` holds the
+        unscaled products of queries and keys, ``[batch head query key]``."""
         source = inner(self.attn)
         multiply = [part(source, name) for name in ("scaling", "inv_norm_factor", "softmax_scale")]
         divide = [part(self.attn, "attn_scale"), part(source, "scale_attn"), part(source, "scale")]

@@ -444,8 +444,7 @@ class LiveLayer:
 
     @torch.no_grad()
     def _size(self, layer: LayerView) -> float:
-        """The largest that a score of the edited heads can be (by Cauchy and Schwarz), at least
-        1."""
+        """The largest that a score of the edited heads can be (Cauchy-Schwarz), at least 1."""
         size = layer.scale * (
             layer.q[:, :, self.heads].norm(dim=-1).max()
             * layer.k[:, :, self.heads].norm(dim=-1).max()

@@ -162,8 +162,8 @@ class Written:
     def _heads(
         self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
     ) -> tuple[HeadWrites, Tensor, Tensor]:
-        """The heads' writes without their constant part, the sum of the constant parts ``[batch
-        position d_model]``, and b_O."""
+        """The heads' writes without their constant parts, the sum of these over heads
+        ``[batch position d_model]``, and b_O."""
         weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
         value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
         value, W_O = value.to(z), weights.W_O.to(z)
