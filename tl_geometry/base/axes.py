@@ -1,5 +1,8 @@
-"""The names of tensor axes, and what each counts. Every tensor annotation of the library uses these
-names (tested); letters for sizes in a formula stand in docstrings only.
+"""What does each axis of a tensor count? Every tensor annotation of the library uses the names
+below (tested); letters for sizes in a formula stand in docstrings only.
+
+Results derive their tables from these annotations, and sums the axes that they are joined along
+(:func:`axes_of`).
 """
 
 from __future__ import annotations
@@ -79,5 +82,6 @@ def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
 
 
 def _axes(annotation: str) -> tuple[str, ...]:
+    """Axis names in the text of an annotation; none where it names no tensor."""
     axes = re.search(r"Tensor, ['\"]([^'\"]*)['\"]", annotation)
     return tuple(axes[1].split()) if axes else ()

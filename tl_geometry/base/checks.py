@@ -1,5 +1,6 @@
-"""Checks the arguments of public functions. A check returns its argument in a plain form, or raises
-a ``GeometryError`` that says what was expected, what came, and what to call instead."""
+"""Is an argument of a public function usable? A check returns the argument in a plain form, or
+raises a ``GeometryError`` that says what was expected, what came, and what to call instead. Every
+package that takes arguments from users calls these."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# choice and whole live with the errors, which load without torch; other packages import them here
 from tl_geometry.base.errors import choice as choice
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.errors import whole as whole
@@ -39,13 +41,12 @@ def describe(value: object) -> str:
 
 
 def is_plain(value: Tensor) -> bool:
-    """Whether a tensor has its numbers in rows of equal length: not sparse, nested or on the meta
-    device."""
+    """Whether a tensor is dense and holds values: not sparse, nested or on the meta device."""
     return value.layout == torch.strided and not value.is_nested and not value.is_meta
 
 
 def holds_integers(value: Tensor) -> bool:
-    """Whether a tensor has whole numbers in rows of equal length (truth values are none).
+    """Whether a tensor is dense and of an integer dtype (``bool`` is none).
 
     >>> holds_integers(torch.tensor([1, 2])), holds_integers(torch.tensor([True]))
     (True, False)
@@ -56,6 +57,7 @@ def holds_integers(value: Tensor) -> bool:
 
 def finite(values: Tensor, what: str) -> Tensor:
     """``values`` if none is NaN or infinite, else an error that counts them."""
+    # one sum in place of a mask of all elements; a sum that overflows only leads to the count
     if not bool(torch.isfinite(values.sum())):  # a finite sum proves that all are
         n_bad = int((~torch.isfinite(values)).sum())
         got = f"{n_bad} NaN or infinite of {values.numel()}"
@@ -150,6 +152,7 @@ def head_rows(
     """
     if values is None:
         return list(range(len(present)))
+    # the smallest model that has these heads: heads() needs sizes, and a result knows no others
     n_layers, n_heads = (1 + max(pair[i] for pair in present) for i in (0, 1))
     chosen = heads(values, n_layers, n_heads)
     missing = [pair for pair in chosen if pair not in present]

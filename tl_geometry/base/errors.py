@@ -1,5 +1,5 @@
-"""The errors that tl_geometry raises, and the functions that raise them with one form of text. All
-are :class:`GeometryError`; the text says what was expected, what came, and what to call instead.
+"""Which errors does tl_geometry raise, and in what words? All are :class:`GeometryError`. Their
+text has one form, which every package uses: what was expected, what came, and what to call instead.
 Nothing here imports torch: the command line checks its arguments before it does."""
 
 from __future__ import annotations

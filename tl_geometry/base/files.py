@@ -119,6 +119,7 @@ def _sort_header(handle: BinaryIO) -> None:
     header = json.loads(handle.read(size))
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # a longer text would move the numbers that follow: then the order stays
     if len(text) <= size:  # the format allows blanks at the end of the header
         handle.seek(8)
         handle.write(text.ljust(size))
@@ -156,7 +157,8 @@ def read_file(path: str | Path, *schemas: str) -> tuple[dict[str, Any], dict[str
 
 
 def refuse_unknown(path: str | Path, found: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse a file with fields or tensors that this version does not know, and would drop."""
+    """Refuse a file with fields or tensors (``what`` says which) that this version does not know,
+    and would drop."""
     unknown = ", ".join(sorted(set(found) - set(known))[:8])
     instead = "the newer tl_geometry that wrote it"
     require(

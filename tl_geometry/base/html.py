@@ -1,5 +1,5 @@
-"""Text and tables as results show them in a notebook or a terminal: escaped, without script or
-network."""
+"""How does a result show text and tables in a notebook, a page or a terminal? Escaped, without
+script or network; results, views and the report call these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLE = (
 )
 """Styles of a table, a cell and a heading; the last two end where the alignment is appended."""
 MOST_ROWS = 60
-"""Most rows of a table that are shown."""
+"""Most rows of a table that are shown, as many as pandas shows by default."""
 NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
 """Style of a caption."""
 

@@ -1,5 +1,5 @@
-"""Linear algebra that several packages share: deterministic SVDs (also of a product, from its
-factors), angles, rotations.
+"""Linear algebra that measures, weights, flow, scores and circuits share: deterministic SVDs (also
+of a product, from its factors), angles, rotations.
 
 Functions batch over leading axes and compute in the dtype they are given, unless they say
 otherwise. One rule fixes the signs of singular vectors in the whole library: the coordinate of
@@ -38,6 +38,7 @@ def _signs(V: Tensor) -> Tensor:
         return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(
             V.dtype
         )
+    # without a tie, the coordinate of largest magnitude is the lowest one or the highest one
     return torch.where(-low > high, -1.0, 1.0).to(V.dtype)
 
 
@@ -96,6 +97,7 @@ def product_svd(
 
 
 def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
+    """:func:`product_svd` by Householder QR of both factors."""
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(r_left @ r_right.mT)
@@ -104,8 +106,9 @@ def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
 
 
 def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor, "..."]]:
-    """The same from Cholesky factors, and a mask of the products for which it is inaccurate (their
-    content is undefined)."""
+    """:func:`product_svd` from Cholesky factors ``R^T R = left^T left``, so that ``left R^-1`` is
+    orthonormal; and a mask ``[*batch]`` of the products for which it is inaccurate (their content
+    is undefined)."""
     eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
     inaccurate = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
     triangles: list[Tensor] = []
@@ -249,6 +252,7 @@ def principal_angles(
         a, b = b, a
     overlap = a.mT @ b
     cosine = torch.linalg.svdvals(overlap).clamp(max=1)
+    # flipped: sines ascend where cosines descend
     sine = torch.linalg.svdvals(b - a @ overlap).clamp(max=1).flip(-1)
     # either is inaccurate where its derivative is large: they change over at 45 degrees
     return torch.where(cosine.square() > 0.5, torch.asin(sine), torch.acos(cosine))

@@ -1,4 +1,5 @@
-"""File names and messages as text that every terminal and file can hold."""
+"""How is a file name or a message written so that every terminal and file can hold it? The command
+line and messages about files call this."""
 
 from __future__ import annotations
 

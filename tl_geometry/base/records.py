@@ -1,5 +1,6 @@
-"""Turns the fields of a result into JSON and named tensors, and back. A field may hold tensors,
-mappings, and records (dataclasses and named tuples) of these.
+"""How do the fields of a result become JSON and named tensors, and fields again? Results and
+checkpoints call :func:`encode` and :func:`decode`. A field may hold tensors, mappings, and records
+(dataclasses and named tuples) of these.
 
 Each tensor gets a name (``moments|sums``), to which the JSON refers. A record is read back only as
 a class that the field's annotation names: a file cannot choose what is built.
@@ -107,7 +108,7 @@ def _is_record(cls: type) -> bool:
 
 
 def _fields(cls: Any) -> tuple[str, ...]:
-    """Fields that are saved: those that the constructor takes."""
+    """Names of the fields that are saved: those that the constructor takes."""
     if not dataclasses.is_dataclass(cls):
         return cls._fields
     return tuple(f.name for f in dataclasses.fields(cls) if f.init)

@@ -1,5 +1,6 @@
-"""The base of what public functions return: a frozen result. It saves and loads itself, derives its
-table from the axes of its fields, shows itself in a notebook, and says what it was computed from.
+"""What do public functions that measure something return? A frozen :class:`Result`. It saves and
+loads itself, derives its table from the axes of its fields, shows itself in a notebook, and says
+what it was computed from.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class Provenance:
     """What a result was computed from. ``None`` where a field does not apply (an activation tensor
     has no model).
 
-    ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``processed``
-    says whether weights were folded or centred by TransformerLens, ``hooks`` names the hook points
-    at which user hooks acted, ``normalized`` says that states were normed before they
-    were decomposed, ``window`` is half-open in absolute positions, ``flags`` are remarks for the
+    ``fingerprint`` identifies the weights, ``token_hash`` the tokens in their order, ``library`` is
+    the model's class and the version of TransformerLens, ``processed`` says whether weights were
+    folded or centred by TransformerLens, ``hooks`` names the hook points at which user hooks acted,
+    ``normalized`` says that states were normed before they were decomposed, ``window`` is half-open
+    in absolute positions, ``sources`` are keys of :data:`SOURCES`, ``flags`` are remarks for the
     reader.
     """
 
@@ -179,6 +181,7 @@ class Result:
         return None
 
     def _size(self, axis: str) -> int:
+        """Length of an axis, from the first column of numbers that has it."""
         sizes = [
             v.shape[axes.index(axis)] for v, axes in self.table_numbers().values() if axis in axes
         ]
@@ -317,6 +320,7 @@ R = TypeVar("R", bound=Result)
 
 
 def _brief(value: Any) -> str:
+    """A field in one line: shape, dtype and NaN of a tensor, keys of a mapping, else its text."""
     if isinstance(value, Tensor):
         nans = int(torch.isnan(value).sum()) if value.is_floating_point() else 0
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (

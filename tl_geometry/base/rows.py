@@ -1,5 +1,5 @@
-"""Which keys a query may see, as a mask or as ``first <= key < stop`` of each row, and attention
-scores centred over these keys."""
+"""Which keys may a query see, as a mask or as ``first <= key < stop`` of each row, and what are
+scores centred over these keys? Layer views, checks and everything that sums scores ask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def causal_mask(
 
 
 def mask_facts(mask: Bool[Tensor, "query key"] | KeyRanges) -> dict[str, Bool[Tensor, ""]]:
-    """What :func:`mask_form` asks of a mask, still on its device."""
+    """What :func:`mask_form` asks of a mask, as tensors on its device: a caller reads them together
+    with other numbers, so that a GPU is waited for once."""
     causal = torch.tensor(False)
     if isinstance(mask, KeyRanges):
         stop, from_first = mask.stop, (mask.first == 0).all()
@@ -81,6 +82,7 @@ class KeyRanges:
         """The ranges of a mask; ``None`` where a row has a gap."""
         cells = cells.cpu()
         seen = cells.sum(-1)
+        # argmax gives the first of equals: the first key that is seen
         first = torch.where(seen > 0, cells.int().argmax(-1), 0)
         ranges = cls(first, first + seen, cells.shape[-1])
         return ranges if torch.equal(ranges.cells, cells) else None

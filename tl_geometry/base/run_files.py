@@ -1,5 +1,5 @@
-"""Keeps reports and experiments from overwriting files of the user: says which files of a folder
-this library wrote, and which process writes them now.
+"""Which files of a folder did this library write, and which process writes them now? Reports,
+experiments and the command line ask, so that they overwrite no file of the user.
 
 A folder of results holds ``run.json``, its record: that this library wrote the folder, and a list
 of the other files with their hashes. A file that is not listed, or has another hash, belongs to the
@@ -23,10 +23,12 @@ RECORD, WRITER = "run.json", "tl-geometry"
 """The record of a folder, and its entry ``written_by``."""
 PAGE = "report.html"
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".tl-geometry.lock"
+"""Other names in a folder: a report's page, the checkpoint of a stopped run, and the lock of the
+process that writes now."""
 FORCE = "another --out, or --force to overwrite"
 """What a message advises where files are in the way."""
 PIECE = 2**22
-"""Bytes that are hashed at a time."""
+"""Bytes that are hashed at a time, so that no file is held in memory as a whole."""
 
 
 def _there(path: Path) -> bool:
@@ -220,6 +222,7 @@ def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
 
 
 def _result_class(path: Path) -> str:
+    """Name of the class in a file's schema, for a message."""
     return schema(path).removeprefix("tl_geometry/").partition("/")[0] or "something else"
 
 

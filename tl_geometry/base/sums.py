@@ -1,4 +1,5 @@
-"""The base of everything that is added up over a corpus: sums over contexts, which merge.
+"""How are sums over the contexts of a corpus added, moved, saved and selected? :class:`Sums` is the
+base of them all: the moments of a decomposition, the sums of scores, those of composition.
 
 A subclass declares its tensors as dataclass fields, ``None`` where one is not taken::
 

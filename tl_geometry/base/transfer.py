@@ -1,5 +1,6 @@
-"""What leaves a device leaves it together: every copy to the CPU waits until the device has done
-all that was asked of it, however small the copy is."""
+"""How do many tensors reach the CPU in one copy? Every copy waits until the device has done all
+that was asked of it, however small the copy is. Sums, checks of layers and sweeps read their
+numbers through these functions."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from torch import Tensor
 
 K = TypeVar("K")
 LARGE = 2**20
-"""A tensor of more bytes is copied alone: packing would need its memory a second time, and its copy
-takes longer than the wait that packing saves."""
+"""Bytes above which a tensor is copied alone: packing would need its memory a second time, and its
+copy takes longer than the wait that packing saves."""
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the CPU; those of one device are packed there and come in one copy, but for
-    those of more than :data:`LARGE` bytes.
+    """The tensors on the CPU, detached. Those of one device are packed there and come in one copy,
+    except those of more than :data:`LARGE` bytes.
 
     >>> [x.tolist() for x in on_cpu([torch.tensor([1.5]), torch.tensor(True)])]
     [[1.5], True]
@@ -37,7 +38,7 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def floats(numbers: Mapping[K, Tensor]) -> dict[K, float]:
-    """Numbers (tensors without axes) by name, in one copy.
+    """Numbers (tensors without axes) as floats, in one copy; truth values become 0 and 1.
 
     >>> floats({"error": torch.tensor(0.5), "hidden": torch.tensor(False)})
     {'error': 0.5, 'hidden': 0.0}

@@ -1,5 +1,5 @@
-"""How many contexts one forward pass takes, which of them is verified by itself, and on which
-device sums and models live; every function that streams a corpus asks here."""
+"""How many contexts does one forward pass take, which of them is verified by itself, and on which
+device do sums and models live? Every function that streams a corpus asks here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tl_geometry.base.errors import fail, require
 
 
 def default_batch(positions: int, device: torch.device) -> int:
-    """Contexts of one forward pass: about 4,096 tokens on a CPU, 16,384 on a GPU."""
+    """Contexts of ``positions`` tokens in one forward pass: about 4,096 tokens on a CPU, 16,384 on
+    a GPU."""
     return max(1, (4096 if device.type == "cpu" else 16384) // positions)
 
 
@@ -24,12 +25,14 @@ def batch_of(batch_size: int | None, positions: int, device: torch.device) -> in
 
 
 SAMPLED = 32
-"""Queries of a context that are looked at where all would cost too much."""
+"""Queries of a context that are compared with the model's scores where all would cost too much: of
+every batch after the first."""
 
 
 def another_row(last: int, rows: int, draws: torch.Generator) -> int:
-    """The row of the next batch that is verified: any but the last one (and, of the first batch,
-    but row 0), where there are several. A hook may spare some rows.
+    """The row of the next batch of ``rows`` contexts that is verified: a random one other than
+    ``last``, the row verified before, because a hook may leave some rows alone. Callers begin with
+    ``last=0``: row 0 of the first batch is not taken unless it is alone.
 
     >>> another_row(0, 2, torch.Generator().manual_seed(0)), another_row(7, 1, torch.Generator())
     (1, 0)

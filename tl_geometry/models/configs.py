@@ -1,5 +1,6 @@
-"""Makes HookedTransformer configurations from any Hugging Face configuration of the families that
-TransformerLens 3 reads by official name only; :mod:`tl_geometry.models.loaders` calls it."""
+"""Which HookedTransformer configuration holds a Gemma 2, Gemma 3 or OLMo 2 model of any size?
+TransformerLens 3 knows these families by official name only;
+:mod:`tl_geometry.models.loaders` calls :func:`hooked_config` for all others."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
         settings |= {
             "window_size": source.sliding_window,
             "use_local_attn": True,
+            # HookedTransformer divides scores by this number
             "attn_scale": source.query_pre_attn_scalar**0.5,
+            # its caps are -1 where there is none
             "attn_scores_soft_cap": source.attn_logit_softcapping or -1.0,
             "output_logits_soft_cap": source.final_logit_softcapping or -1.0,
             "final_rms": True,
@@ -60,7 +63,8 @@ def hooked_config(hf_model: Any, *, fold_ln: bool, dtype: torch.dtype) -> Any:
 
 
 def _base(source: Any, kind: str) -> float:
-    """Rotary base of the layers of one kind (their entry in ``layer_types``)."""
+    """Rotary base of the layers of one kind (their entry in ``layer_types``); 10000 is what
+    transformers takes where a configuration names none."""
     rope = getattr(source, "rope_parameters", None) or {}
     rope = rope.get(kind, rope)  # by kind, where kinds differ
     return float(rope.get("rope_theta", 10000.0))

@@ -1,5 +1,5 @@
-"""Reads a local Hugging Face directory as a model, for :func:`tl_geometry.models.load`: all
-weights or none, without running code from the directory, without unpickling anything.
+"""How is a local Hugging Face directory read as a model? All weights or none, without running code
+from the directory, without unpickling anything. :func:`tl_geometry.models.load` calls this.
 
 transformers initialises missing weights at random and at most prints a table. Here every weight
 that is missing, left over or of another shape is refused by name, except for what no forward pass
@@ -37,6 +37,7 @@ BUFFERS = (
 )
 """Ends of the names of buffers that old versions saved and new ones compute."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Ends of the names of files that are read by unpickling."""
 
 
 @contextmanager
@@ -94,7 +95,8 @@ def only_whole(name: str) -> Iterator[list[bool]]:
     """Inside the block, a model that TransformerLens loads through transformers is refused where
     weights are missing, as a directory is.
 
-    Gives a list that says of each model that was loaded whether its output head is new.
+    For this the block replaces ``PreTrainedModel.from_pretrained``, which is the same for all
+    threads. It gives a list that says of each model that was loaded whether its output head is new.
     """
     import transformers
 
@@ -126,6 +128,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 def _require_safetensors(directory: Path) -> None:
     """Pickled weights can run any code when they are read, so they are not read."""
+    # training_args.bin holds the trainer's settings, no weights, and is never read
     pickled = sorted(
         p.name for p in directory.iterdir() if p.suffix in PICKLED and p.name != "training_args.bin"
     )

@@ -1,16 +1,16 @@
-"""An edit of a live model as users hold it, :class:`LiveEdit`: a context manager, and a list of
-hooks for ``run_with_hooks``. Every function of ``interventions`` that edits a model returns one.
+"""What does a user hold who edits a live model? A :class:`LiveEdit`: a context manager, and a list
+of hooks for ``run_with_hooks``. Every function of ``interventions`` that edits a model returns one.
 
-Both ways put the same hooks of :mod:`tl_geometry.models.live_edits` on the model. TransformerLens
-decides when the hooks of a list are added and removed, and they see activations, not the arguments
-of forward(). So in a list
+Both ways put the same hooks of :mod:`tl_geometry.models.live_edits` on the model. In a list they
+lack two things: TransformerLens decides when they are added and removed, and they see activations,
+not the arguments of forward(). So in a list
 
-1. hooks that only read move behind user hooks as soon as a pass begins (at the token ids or the
-   embeddings, and at the input of an edited layer): they see what leaves a point;
-2. hooks that write stay where the list has them: what comes before them sees what the model made;
-3. other edits of the same heads are found by the hooks that stand at the same points;
-4. the arguments of a pass are known by the activations that they make:
-   :class:`~tl_geometry.models.hook_points.HookedArguments`.
+1. hooks that only read move behind user hooks when a pass begins (at the token ids or embeddings,
+   and at the input of an edited layer), so that they see what leaves a point;
+2. hooks that write stay where the list has them: hooks before them see what the model made;
+3. another edit of the same heads is recognised by its hooks at the same points, and refused;
+4. the arguments of a pass are read off the activations that they make
+   (:class:`~tl_geometry.models.hook_points.HookedArguments`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _ADDING = RLock()
 
 
 class ListedHook:
-    """A hook of an edit in a list; ``owner`` is the list that it was made for."""
+    """A hook of an edit in a list. ``owner`` is the list that it was made for; ``begin``, if given,
+    is called before the hook, where a pass or an edit begins."""
 
     def __init__(self, owner: EditHooks, call: Hook, begin: Callable[[], None] | None) -> None:
         self.owner, self.call, self.begin = owner, call, begin
@@ -66,6 +67,9 @@ class EditHooks(HookList):
     TransformerLens goes through the list to add the hooks, in the thread of the pass, and removes
     those of all threads when one pass is done. Another thread is therefore refused as soon as it
     goes through the list, before its pass could run without its hooks.
+
+    ``record`` counts the passes, ``points`` are the model's hook points by name, ``readers`` the
+    hooks that move to the end of their point when a pass begins.
     """
 
     def __init__(self, view: ModelView, edits: Sequence[Edit | StreamEdit]) -> None:
@@ -112,12 +116,13 @@ class EditHooks(HookList):
             yield from super().__iter__()
 
     def _begin_edit(self) -> None:
-        """A pass reaches the first edited layer."""
+        """A pass reaches the first edited layer: the weights are compared once a pass, here."""
         self._begin()
         require_unchanged(self.view)
 
     def _begin(self) -> None:
-        """A pass begins: no head may be another edit's, and readers come last."""
+        """A pass begins: no head may be another edit's, and readers come last. Open contexts
+        reserve their heads (:func:`edited_heads`), lists show theirs by their hooks at z."""
         taken = list(edited_heads(self.view))
         for layer in self.layers:
             hooks = [handle.user_hook for handle in self.points[layer.z].fwd_hooks]
@@ -128,6 +133,7 @@ class EditHooks(HookList):
         require_free(self.record.heads, taken)
         for name, hook in self.readers:
             point = self.points[name]
+            # torch calls the hooks of a module in the order of this table
             for handle in point.fwd_hooks:
                 if handle.user_hook is hook and handle.hook.id in point._forward_hooks:
                     point._forward_hooks.move_to_end(handle.hook.id)
@@ -137,8 +143,8 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
     """An edit of a live model: a context manager, and a list of hooks.
 
     ``with edit: model(tokens)`` edits every pass inside; ``model.run_with_hooks(tokens,
-    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. ``prepare`` gives the
-    model and the edits of its scores or stream when they are wanted; nothing happens before.
+    fwd_hooks=edit.hooks())`` edits that pass alone, with the same logits. ``prepare`` makes
+    the view and the edits when the block opens or hooks() is called; nothing runs before.
     ``passes`` counts the passes that were edited, both ways; a block without any raises on exit.
     """
 

@@ -4,8 +4,9 @@ every view of a model computes it, and results carry it.
 1. Every parameter and persistent buffer gets a checksum, a 64-bit multilinear hash, sum of w_i x_i
    mod 2^64 with odd w_i, computed on the tensor's device in rows of :data:`ROW` words, and the row
    sums again until one number is left. Words are XOR-folded first, so that two flipped sign bits do
-   not cancel. Odd weights are invertible modulo 2^64: a change of one element always shows, any
-   other change is missed with probability about 2^-32.
+   not cancel. Odd weights are invertible modulo 2^64: a change of one word always shows, unless
+   all its 64 bits flip (which folding hides); any other change is missed with probability about
+   2^-32.
 2. The checksums of all tensors are read from their device at once and hashed with names, dtypes,
    shapes, and the configuration.
 
@@ -30,18 +31,20 @@ from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.parameters import part
 
 ROW, ROWS, LEVELS = 4096, 16, 4
-"""Words of one row, rows of one step (half a MiB, which stays in a core's cache), and levels of
-row sums: 4096^4 words."""
+"""Words of one row, rows of one step on a CPU (half a MiB, which stays in a core's cache), and
+levels of row sums that have weights of their own: enough for 4096^4 words."""
 SMALL = 2**16
 """Elements up to which a tensor's -0.0 counts as 0.0: folding leaves -0.0 in some biases."""
 ACTS = -1e4
-"""A saved ``IGNORE`` above this may leave weight on masked keys; below it, its value makes no
-difference."""
+"""A saved ``IGNORE`` (HookedTransformer's score of masked keys) above this may leave weight on
+them. Below it, its value makes no difference: exp(-1e4) is zero in every dtype."""
+# those that a model is loaded and computed in; anything else counts as quantised
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "awq")
 """Text in the names of modules that hold quantised weights."""
 HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
-"""What output heads are called. The bias that processing gives a bridge is ``lm_head.bias`` in 3.9
+"""What output heads are called in a TransformerLens model (:mod:`tl_geometry.models.directories`
+has their names in checkpoints). The bias that processing gives a bridge is ``lm_head.bias`` in 3.9
 and ``unembed.bias`` in 4.3."""
 ABOUT_FILES = """
 transformers_version architectures model_type _name_or_path name_or_path torch_dtype dtype
@@ -93,6 +96,8 @@ def head_trained(model: Any) -> bool:
     noted = loader_facts(model).get("head_trained")
     if noted is not None:
         return bool(noted)
+    # a class without a head is called BertModel or GPT2Model, one with a head ...ForMaskedLM or
+    # ...LMHeadModel
     original = getattr(model, "original_model", None)
     saved = getattr(getattr(original, "config", None), "architectures", None) or []
     return not saved or any("For" in name or "Head" in name for name in saved)
@@ -168,7 +173,8 @@ def _is_quantised(kind: type) -> bool:
 
 
 def _called(name: str) -> str:
-    """A tensor's name in every version: without the wrappers of bridges."""
+    """The name of a tensor that is the same in every version of TransformerLens: without the
+    wrappers of bridges."""
     name = name.replace("_original_component.", "")
     return "unembed.bias" if name in ("lm_head.bias", "embed_out.bias") else name
 
@@ -198,7 +204,7 @@ def checksum(value: Tensor) -> Tensor:
     (True, False)
     """
     if value.is_floating_point() and value.numel() <= SMALL:
-        value = value + 0.0
+        value = value + 0.0  # -0.0 becomes 0.0
     flat = value.reshape(-1).contiguous().view(torch.uint8)
     flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()  # words must be aligned
     aligned = flat.numel() // 8 * 8
@@ -218,6 +224,7 @@ def _row_sums(words: Tensor, level: int) -> Tensor:
     if 0 < words.numel() <= ROW:  # most tensors of a model
         return ((words >> 32) ^ words).mul_(weights[: words.numel()]).sum().unsqueeze(0)
     on_cpu = words.device.type == "cpu"
+    # a GPU takes 32 MiB at a time, so that it starts fewer kernels
     height = ROWS if on_cpu else 64 * ROWS
     # one buffer for all steps: new memory at each step costs as much again
     buffer = torch.empty(height, ROW, dtype=torch.int64, device=words.device)
@@ -236,7 +243,8 @@ def _row_sums(words: Tensor, level: int) -> Tensor:
 
 @cache
 def checksum_weights(device: str) -> Tensor:
-    """Pseudo-random odd numbers, the same everywhere."""
+    """Pseudo-random odd numbers ``[level word]``, the same everywhere. Any other seed would change
+    every fingerprint that a stored result holds."""
     generator = torch.Generator().manual_seed(20230410)
     return (
         torch.randint(-(2**62), 2**62, (LEVELS, ROW), generator=generator)

@@ -1,12 +1,13 @@
-"""Runs a model of any TransformerLens class once, with hooks: each must fire, each is removed, and
-nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run` calls it.
+"""How does a model of any TransformerLens class run once with hooks? Each hook must fire, each is
+removed, and nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run`,
+layers and probes call :class:`Runner`.
 
 TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
 canonical name. Here each hook is closed over the name that was asked for and removed by its own
 handle, so that user hooks stay, also on exceptions. Where nothing after some state is needed, a
-hook at that state ends the pass by a private exception, as TransformerLens itself does for
-``stop_at_layer`` (which means different things in its classes at the last layer). A hook acts in
-the thread that asked for it: other threads may run the model meanwhile.
+hook at that state ends the pass by a private exception (:class:`Stop`), because ``stop_at_layer``
+means different things at the last layer of different classes. A hook acts in the thread that asked
+for it: other threads may run the model meanwhile.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Stop(Exception):
 
 @dataclass(eq=False)
 class Runner:
-    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`."""
+    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
+
+    ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
+    further arguments of the model's forward().
+    """
 
     model: Any
     class_name: str
@@ -62,6 +67,7 @@ class Runner:
         self.kwargs: dict[str, Any] = {}
         if self.bridge:
             accepted = inspect.signature(self.model.original_model.forward).parameters
+            # else transformers keeps the keys and values of every layer
             self.kwargs = {"use_cache": False} if "use_cache" in accepted else {}
 
     def has(self, name: str) -> bool:
@@ -160,6 +166,7 @@ class Runner:
         return ""
 
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
+        """Call the model; the logits, where they are asked for."""
         kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
         hooked = self.class_name == "HookedTransformer"
         if hooked and getattr(tokenizer, "padding_side", None) == "left":
@@ -169,6 +176,7 @@ class Runner:
         return out if logits or self.class_name == "HookedEncoder" else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> tuple[Any, Any]:
+        """Add a hook for this thread that notes its name in ``fired``; its point and its handle."""
         thread = get_ident()
 
         def wrapped(value: Tensor, hook: Any) -> Tensor | None:

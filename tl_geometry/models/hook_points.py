@@ -1,5 +1,5 @@
-"""Where the hooks of an edit stand on a live model, which heads are being edited, and what a
-forward pass was given; :mod:`tl_geometry.models.live_edits` builds edits from these.
+"""Where do the hooks of an edit stand on a live model, which heads are being edited, and what was a
+forward pass given? :mod:`tl_geometry.models.live_edits` builds edits from the answers.
 
 A hook point calls its hooks in the order in which they were added, and a user may add some at any
 time, inside an edit or before it. The hooks of an edit therefore take their place anew whenever the
@@ -39,7 +39,7 @@ class PlacedHook(NamedTuple):
 
 
 class _Attachment:
-    """One hook of an edit on a hook point."""
+    """One hook of an edit on a hook point, and the pre-forward hook that moves it to its place."""
 
     def __init__(self, view: ModelView, point: Any, hook: PlacedHook) -> None:
         self.point, self.hook, self.view = point, hook, view
@@ -57,6 +57,8 @@ class _Attachment:
         require(present, f"an open edit of {what}", expected=expected, got=got, instead=instead)
 
     def _move(self, module: Any) -> None:
+        """Move the hook to its place among those of its point; ``module`` is the point that
+        runs."""
         what, expected = f"a copy of {self.view.name}", "a model that was copied outside of edits"
         got = f"one that was copied inside an edit of {self.hook.name}, whose hooks it has"
         instead = "copy.deepcopy(model) before or after the with block"
@@ -91,6 +93,7 @@ def attached(view: ModelView, hooks: Sequence[PlacedHook]) -> Iterator[None]:
 
 
 _EDITED: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
+"""By model, the heads (layer, head) that open contexts change."""
 
 
 def edited_heads(view: ModelView) -> list[tuple[int, int]]:
@@ -128,8 +131,8 @@ def _unchanged(ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PassTokens:
-    """The tokens of a running pass as it shows them: their ids, or what ``embed`` makes of their
-    ids."""
+    """The tokens of a running pass as it shows them: ids ``[batch position]``, or embeddings
+    ``[batch position d_model]``, which ``embed`` makes of ids."""
 
     shown: Tensor
     embed: Callable[[Tensor], Tensor] = _unchanged
@@ -146,7 +149,8 @@ class PassTokens:
 
 
 class _RunningPass(threading.local):
-    """What the running pass of this thread was given."""
+    """What the running pass of this thread was given: its tokens, arguments by name, and how many
+    tokens a key-value cache holds already (``past``)."""
 
     tokens: PassTokens | None = None
     named: Mapping[str, Any] = MappingProxyType({})
@@ -185,10 +189,12 @@ class PassArguments:
             yield
 
     def _ids(self, ids: Any) -> None:
+        """Note what the embedding is given, if it is token ids."""
         are_ids = isinstance(ids, Tensor) and not ids.is_floating_point() and ids.dim() == 2
         self.running.tokens = PassTokens(ids) if are_ids else None
 
     def _take(self, module: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Note the arguments of a module by name, positional ones too."""
         try:
             bound = inspect.signature(module.forward).bind_partial(*given, **named)
             arguments = dict(bound.arguments)
@@ -238,9 +244,10 @@ POSITIONS = "pos_embed.hook_in"
 
 
 class HookedArguments(PassArguments):
-    """The same read by hooks alone, which see activations and not the arguments of forward():
-    tokens by their ids or embeddings, and position ids where the model embeds them. Masks and keys
-    of earlier passes show in the scores, patterns and mixed values that they make."""
+    """:class:`PassArguments` read by hooks alone, which see activations, not the arguments of
+    forward(): tokens by their ids or embeddings, and position ids where the model embeds them.
+    Masks and keys of earlier passes show in the scores, patterns and mixed values that they
+    make."""
 
     def hooks(self) -> list[tuple[str, Hook]]:
         """Readers of what a pass shows before its first block."""
@@ -255,6 +262,8 @@ class HookedArguments(PassArguments):
         return [hook for hook in readers if hook[0] in points]
 
     def _tokens(self) -> tuple[str, Hook]:
+        """The hook that shows the tokens: a bridge has one of the ids, the other classes one of
+        their embeddings."""
         model, class_name = self.view._model, self.view.class_name
         if class_name == "TransformerBridge":
             return "embed.hook_in", self._ids
@@ -300,5 +309,6 @@ def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> 
         modules = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
         has_user_hook = any(not module.startswith(library) for module in modules)
         if name.startswith(prefix) and id(point) not in excepted and has_user_hook:
-            hooked[id(point)] = name  # of several names of a point the last, its alias
+            # a point has several names: the last one, TransformerLens's alias, stays
+            hooked[id(point)] = name
     return list(hooked.values())

@@ -1,6 +1,6 @@
-"""Infers the :class:`~tl_geometry.models.attention_spec.AttentionSpec` of a layer (norm, QK-norm,
-rotation, scale, score bias): tries candidates and keeps the one that reproduces the cached
-activations of the probe.
+"""What does an attention layer do to its input (norm, QK-norm, rotation, scale, score bias)?
+:class:`SpecInference` tries candidates and keeps the one that reproduces the cached activations of
+the probe. :mod:`tl_geometry.models.layers` calls it once for each layer.
 
 A candidate is judged by the queries, keys and row-centred logarithm of the pattern that it gives.
 What no candidate reproduces is refused later by the reconstruction error, so a wrong guess cannot
@@ -40,7 +40,8 @@ that the module itself declares."""
 
 
 class SpecInference:
-    """The inference for one layer, from the activations of the probe (float64)."""
+    """The inference for one layer, from the activations of the probe, in float64; ``roundoff`` is
+    that of the probe's own dtype."""
 
     def __init__(
         self, parameters: Parameters, layer: int, probe: Mapping[str, Tensor], causal: bool
@@ -83,6 +84,7 @@ class SpecInference:
         allowed = allowed_cells(spec, self.length, self.causal, masked, pattern)
         best, least, size = spec, math.inf, 0.0
         for option in self.options(spec):
+            # without tables a rotation is no candidate
             turn = turn_of(
                 self.parameters, self.layer, self.probe, self.length, option.rotation, {}
             )
@@ -101,7 +103,7 @@ class SpecInference:
     def is_single(self, error: float, size: float) -> bool:
         """Whether an error in a float64 model is that of float32 arithmetic."""
         low, high = (reconstruction_bound(u, size) for u in (self.roundoff, 2**-24))
-        # below 2^-40: of the dtypes, float64 alone
+        # a roundoff below 2^-40: of the dtypes, float64 alone
         return self.roundoff < 2**-40 and low < error <= high
 
     def norm(self) -> AttentionSpec:
@@ -120,8 +122,8 @@ class SpecInference:
         return replace(best, norm_after=self.norm_after(best))
 
     def norm_after(self, spec: AttentionSpec) -> bool:
-        """Whether heads write through a norm: its module, or a decoder with norms of which none
-        stands before attention."""
+        """Whether heads write through a norm: the block has a module for it, or the model is a
+        decoder with norms, none of which stands before attention."""
         model = self.parameters.model
         only_after = spec.norm.norm_type is None and model.cfg.normalization_type is not None
         return (self.causal and only_after) or hasattr(model.blocks[self.layer], "ln1_post")
@@ -169,7 +171,7 @@ class SpecInference:
         return float(cap) if cap is not None and float(cap) > 0 else None
 
     def sinks(self) -> Tensor | None:
-        """One more logit for each head."""
+        """One more logit for each head, ``[head]``."""
         value = part(inner(self.attn), "sinks")
         return None if value is None else value.detach().double().reshape(-1)
 
@@ -194,7 +196,8 @@ class SpecInference:
         self, spec: AttentionSpec, content: Tensor, pattern: Tensor, allowed: Tensor
     ) -> Iterator[AttentionSpec]:
         """Candidates for the scale: those that the module holds, the usual one, 1, and the least
-        squares fit to the log pattern."""
+        squares fit to the log pattern (which a soft cap or ALiBi would bend). ``content`` holds the
+        unscaled products of queries and keys, ``[batch head query key]``."""
         source = inner(self.attn)
         multiply = [part(source, name) for name in ("scaling", "inv_norm_factor", "softmax_scale")]
         divide = [part(self.attn, "attn_scale"), part(source, "scale_attn"), part(source, "scale")]
@@ -205,6 +208,7 @@ class SpecInference:
             if scale > 0:
                 yield replace(spec, scale=scale)
         if spec.softcap is None and self.scheme != "alibi":
+            # far above the smallest normal float32 (1e-38), near which a probability loses digits
             cells = allowed & (pattern > 1e-30)
             x, y = row_center(content, cells), row_center(pattern.clamp(min=1e-38).log(), cells)
             energy = float(x.square().sum())
@@ -214,13 +218,14 @@ class SpecInference:
     def with_bias(
         self, spec: AttentionSpec, content: Tensor, absolute: float, scores: Tensor, allowed: Tensor
     ) -> AttentionSpec:
-        """The analytic ALiBi bias, where it matches the measured one; ``absolute`` is the largest
-        content in absolute values."""
+        """The specification with the analytic ALiBi bias, where it matches the measured one, else
+        with ``"measured"``; ``absolute`` is the largest product of absolute values."""
         cells = allowed.expand(self.heads, -1, -1)
         measured = torch.where(cells, scores - content * spec.scale, 0.0).mean(0)
         j = torch.arange(self.length, dtype=torch.float64, device=measured.device)
         x, y = row_center(j.expand_as(measured), cells), row_center(measured, cells)
         # of each head, the least squares line through the measured bias
+        # 1e-300 keeps the slope of a probe of one token, 0 / 0, finite
         slopes = (x * y).sum((-2, -1)) / x.square().sum((-2, -1)).clamp(min=1e-300)
         for form in ("k", "k-q", "k-last"):
             for tried in (alibi_slopes(self.heads).to(slopes), slopes):
@@ -252,7 +257,7 @@ class SpecInference:
         total = soft_cap(total, spec.softcap)
         if scores is not None:
             return float(torch.where(allowed, scores - total, 0.0).abs().max())
-        cells = allowed & (pattern > 1e-30)
+        cells = allowed & (pattern > 1e-30)  # as in scaled()
         log = row_center(pattern.clamp(min=1e-38).log(), cells)
         return float((log - row_center(total, cells)).abs().max())
 

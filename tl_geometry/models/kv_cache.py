@@ -1,5 +1,5 @@
-"""Runs the last token of some chunks many times while the tokens before it run once: their keys and
-values are cached. :func:`tl_geometry.models.next_token.pilot_runs` calls it.
+"""How does the last token of some chunks run many times, while the tokens before it run once? Their
+keys and values are cached. :func:`tl_geometry.models.next_token.pilot_runs` calls this.
 
 Where only the last position is edited, the earlier ones are the same in every run (causality). A
 bridge keeps keys and values in a cache of transformers, HookedTransformer in one of
@@ -56,6 +56,7 @@ def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCach
         return None
     config = None if hooked else view._model.original_model.config
     cache, prefix = runner.empty_cache(len(tokens), config), tokens[:, :-1].to(view.device)
+    # a hook that does nothing at the last state: without any the runner would stop at the first
     runner.behind(cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
     tensors = _tensors(cache, hooked)
     if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in tensors):
@@ -64,6 +65,8 @@ def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCach
 
 
 def _tensors(cache: Any, hooked: bool) -> list[Any]:
+    """Keys and values in a cache; ``[None]`` for a cache of transformers that was never filled,
+    which the caller refuses."""
     if hooked:
         return [t for entry in cache.entries for t in (entry.past_keys, entry.past_values)]
     return [t for layer in cache.layers for t in (layer.keys, layer.values)] or [None]

@@ -1,5 +1,6 @@
-"""One attention layer of one forward pass, with every scale frozen: scores as a bilinear function
-of parts of the stream."""
+"""How are the scores of one attention layer of one forward pass made of parts of the stream? With
+every scale frozen they are bilinear in them: :class:`LayerView`. Splits, writers, edits and weight
+geometry read layers through it; :mod:`tl_geometry.models.layers` makes it."""
 
 from __future__ import annotations
 
@@ -83,11 +84,12 @@ class LayerView:
     ``mask_form`` its form (:func:`tl_geometry.base.rows.mask_form`), where that is known.
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
-    masked and after the soft cap, ``None`` where the hook holds the pattern; both are ``None``
-    where a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`). Rounding of
-    queries grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of keys);
-    ``reconstruction`` reports the checks that were made. Grouped keys and values are expanded to
-    all heads. Tensors are float32, or float64 for float64 models, on the layer's device.
+    masked and after the soft cap, ``None`` where the hook holds the pattern. Pattern and scores are
+    ``None`` where a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`).
+    Rounding of queries grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of
+    keys); ``reconstruction`` reports the checks that were made. Grouped keys and values are
+    expanded to all heads. Tensors are float32, or float64 for float64 models, on the layer's
+    device.
     """
 
     layer: int
@@ -142,8 +144,9 @@ class LayerView:
         self, scale: Float[Tensor, "batch position head"]
     ) -> Float[Tensor, "batch position head"]:
         """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
-        # values have no QK-norm: their scale is that of the norm alone. By identity, because a GPU
-        # would be waited for to compare numbers
+        # Values have no QK-norm: their scale is one over the norm's. frozen_fields gives queries
+        # and keys the same tensor where they have no QK-norm either. Compared by identity, because
+        # to compare numbers would mean to wait for a GPU
         return (
             torch.ones_like(scale)
             if scale is self.v_scale

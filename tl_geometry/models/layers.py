@@ -1,6 +1,7 @@
-"""Makes the view of an attention layer (:class:`~tl_geometry.models.layer_view.LayerView`) from the
-activations of a forward pass. The layer's specification is inferred once, on the probe, applied to
-every pass and verified against it. :class:`~tl_geometry.models.ModelView` calls this."""
+"""How did a forward pass go through an attention layer? :class:`Layers` makes the view of a layer
+(:class:`~tl_geometry.models.layer_view.LayerView`) from its activations. The layer's specification
+is inferred once, on the probe, applied to every pass and verified against it.
+:class:`~tl_geometry.models.ModelView` calls this."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Layers:
     :class:`tl_geometry.models.ModelView` that are about layers.
 
     ``memo`` holds what was inferred, as long as the weights stay the same: the specification under
-    its layer, a measured bias under ``("bias", layer, length)``, the output norm under ``"head"``.
+    its layer, a measured bias under ``("bias", layer, length)``, the output norm under ``"head"``,
+    and what :func:`turn_of`, ``row_pass``, ``write_spec`` and ``mlp`` note under keys of their own.
     """
 
     parameters: Parameters
@@ -161,9 +163,9 @@ class Layers:
     def view(
         self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
     ) -> LayerView:
-        """The layer as this forward pass went through it, verified (of its scores ``queries`` of
-        each context, all by default). Without ``verify`` pattern, scores and z may be missing, and
-        gradients pass through the activations and weights.
+        """The layer as this forward pass went through it, verified (scores at ``queries`` queries
+        of each context, all by default). Without ``verify`` pattern, scores and z may be missing,
+        and gradients pass through the activations and weights.
 
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
@@ -190,9 +192,9 @@ class Layers:
     def sampled(
         self, layer: int, activations: Mapping[str, Tensor], row: int, queries: int | None = None
     ) -> tuple[LayerView, LayerView]:
-        """The layer in one context of a batch, verified (of its scores ``queries``), and in all of
-        them, unverified, with the form of its mask: all that must be known of a batch is read at
-        once."""
+        """Two views of a layer: of the context ``row`` alone, verified (scores at ``queries``
+        queries), and of the whole batch, unverified, with the form of its mask. Errors and form are
+        read from the device together."""
         context = of_contexts(activations, slice(row, row + 1))
         one, found = self._build(layer, context, True, queries=queries)
         every, _ = self._build(layer, activations, False)
@@ -209,7 +211,7 @@ class Layers:
         detach: bool = True,
         queries: int | None = None,
     ) -> tuple[LayerView, Measured]:
-        """The view of a layer, and with ``verify`` how far it is from the model."""
+        """The view of a layer, and with ``verify`` how far it is from the model (else nothing)."""
         require_full_precision(self.runner.device, self.parameters.name)
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"], detach=detach)
         spec, length = self.spec_with_weights(layer, h, detach=detach), h.shape[1]
@@ -266,8 +268,8 @@ class Layers:
     def _judged(
         self, view: LayerView, found: Measured, numbers: Mapping[str, float] | None = None
     ) -> LayerView:
-        """The view, where something was measured with its report (of ``numbers``, where they were
-        read already), or a refusal."""
+        """The view with a report of what was measured, or a refusal; unchanged where nothing was.
+        ``numbers`` are the measured values, if they were read from the device already."""
         if not found:
             return view
         report = report_of(view, floats(found) if numbers is None else numbers)
@@ -470,7 +472,9 @@ class Layers:
         cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
         cap = float(cap) if cap and float(cap) > 0 else None
         exact = logits.double()
-        # float64 here, the model's dtype there: 1000 units; another norm is off by far more
+        # float64 here, the model's dtype there. The largest logit stands in for the absolute sum
+        # behind it, hence 1000 times the bound; 1e-4 is for logits near zero. Another norm is off
+        # by far more
         bound = 1e3 * reconstruction_bound(unit_roundoff(logits.dtype), largest(exact)) + 1e-4
         # Cohere multiplies its logits; processing folds the number into the unembedding
         factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
@@ -480,7 +484,7 @@ class Layers:
             error = largest(self._head(norm, factor, cap).logits(h) - exact)
             if error < least:
                 best, best_factor, least = norm, factor, error
-            # a bound of half precision is one that several norms are within
+            # in half precision several norms lie within the bound: the nearest is taken
             if least <= bound and unit_roundoff(logits.dtype) <= 2**-24:
                 break
         if best is None or least > bound:

@@ -1,5 +1,6 @@
-"""Changes attention scores (or the stream) of a live model, exactly, beside user hooks and in every
-TransformerLens class; the edits of :mod:`tl_geometry.interventions` are built from these.
+"""How do the attention scores (or the stream) of a live model change exactly, beside user hooks and
+in every TransformerLens class? :func:`edited_scores` does it; the edits of
+:mod:`tl_geometry.interventions` are built from it.
 
 Inside the context the model is one whose edited heads attend by other scores S'; user hooks act on
 that model. So the edit
@@ -60,8 +61,8 @@ ALLOWED_HOOKS = (
     "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
 )
 UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
-"""What a message advises where a layer's numbers do not follow from its input: with user hooks on
-the layer, and without any."""
+"""What a message advises where a layer's numbers do not follow from its input: ``ALLOWED_HOOKS``
+with user hooks on the layer, ``UNCHANGED`` without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
@@ -212,6 +213,7 @@ def score_of(layer: LayerView, heads: Sequence[int]) -> Float[Tensor, "batch hea
 
 @torch.no_grad()
 def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distance."""
     return (a - b).square().sum()
 
 
@@ -230,8 +232,9 @@ class _Step(NamedTuple):
 
 
 class _Running(threading.local):
-    """What the running pass of this thread has shown of a layer: the values that the edit reads,
-    scores and pattern as they left all user hooks, and the edit itself."""
+    """What the running pass of this thread has shown of a layer: the values that the edit reads
+    (``seen``), scores and pattern as they left all user hooks (``left``), and the edit itself
+    (``step``)."""
 
     def __init__(self) -> None:
         self.begin()
@@ -244,7 +247,9 @@ class _Running(threading.local):
 
 
 class LiveLayer:
-    """The hooks of one edit."""
+    """The hooks of one edit of scores. In a pass they fire in the order input, queries, keys,
+    values, scores, pattern, z: the first that writes makes the step (:meth:`_begin`), the one at z
+    ends it."""
 
     def __init__(
         self, view: ModelView, edit: Edit, arguments: PassArguments, record: OpenEdit
@@ -339,6 +344,7 @@ class LiveLayer:
         return self._moved(value, torch.where(allowed, new - own, 0.0), 1)
 
     def _pattern(self, value: Tensor) -> Tensor | None:
+        """Edited pattern, ``None`` where it follows from edited scores already."""
         layer, own, new = self._begin()
         uncapped = dataclasses.replace(layer, softcap=None)  # the hook holds capped scores
         left = self.running.left.get(self.scores)
@@ -357,6 +363,8 @@ class LiveLayer:
         )
 
     def _z(self, value: Tensor) -> Tensor | None:
+        """Edited mixed values, ``None`` where they follow from an edited pattern already; ends the
+        step."""
         layer, own, new = self._begin()
         if layer.v is None:
             what = f"layer {layer.layer} of {self.view.name}"
@@ -375,7 +383,8 @@ class LiveLayer:
         return None if out is None else out.reshape(value.shape)
 
     def _revalued(self, layer: LayerView, v: Tensor, z: Tensor, obeyed: bool) -> Tensor:
-        """Mixed edited values, under the pattern that the model attends by."""
+        """Mixed values of edited values, under the pattern that the model attends by; ``obeyed``
+        says that the class obeyed the edit at an earlier point."""
         assert self.edit.values is not None
         left = self.running.left.get(self.pattern)
         if obeyed and left is not None:
@@ -405,6 +414,7 @@ class LiveLayer:
         return None if obeyed else self._moved(value, new - own, axis)
 
     def _moved(self, value: Tensor, change: Tensor, axis: int) -> Tensor:
+        """A copy of ``value`` with ``change`` added at the edited heads, which lie on ``axis``."""
         out = value.clone()
         at = (slice(None),) * axis + (self.heads,)
         out[at] = out[at] + change.to(value.dtype)
@@ -434,7 +444,7 @@ class LiveLayer:
 
     @torch.no_grad()
     def _size(self, layer: LayerView) -> float:
-        """The largest that a score of the edited heads can be."""
+        """The largest that a score of the edited heads can be (Cauchy-Schwarz), at least 1."""
         size = layer.scale * (
             layer.q[:, :, self.heads].norm(dim=-1).max()
             * layer.k[:, :, self.heads].norm(dim=-1).max()
@@ -449,6 +459,7 @@ class LiveLayer:
         return 4 * reconstruction_bound(roundoff, self._size(layer)) + 32 * roundoff
 
     def _what(self, name: str) -> str:
+        """A value of the edited layer, as a message names it."""
         return f"{name} of layer {self.edit.layer} of {self.view.name}"
 
     def _close(self, name: str, error: Tensor, bound: float, of: str) -> None:

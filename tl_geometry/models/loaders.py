@@ -1,6 +1,6 @@
-"""Loads a model as a TransformerLens object: :func:`load` by name or from a local directory
-(offline then), :func:`from_hf` from a Hugging Face model in memory. The command line, the zoo and
-users call them; the result is the same on every version of TransformerLens, or it is refused."""
+"""How is a model loaded as a TransformerLens object? :func:`load` takes a name or a local directory
+(offline then), :func:`from_hf` a Hugging Face model in memory. The command line, the zoo and users
+call them; the result is the same on every version of TransformerLens, or it is refused."""
 
 from __future__ import annotations
 
@@ -165,9 +165,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
+    """The model as a TransformerBridge."""
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     architecture = type(hf_model).__name__
+    # fused attention has no scores and patterns to hook
     hf_model.config._attn_implementation = "eager"
     try:
         model = build_bridge_from_module(
@@ -182,6 +184,7 @@ def _bridge(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
 
 
 def _process(model: Any, processed: bool) -> None:
+    """Fold and centre the weights of a bridge, which TransformerLens calls compatibility mode."""
     if processed:
         model.enable_compatibility_mode(disable_warnings=True)
 
@@ -198,13 +201,14 @@ def hooked_class(which: str) -> Any:
 
 
 def _hooked(hf_model: Any, tokenizer: Any, processed: bool, name: str) -> Any:
+    """The model as a HookedTransformer or HookedEncoder."""
     encoder = type(hf_model).__name__ in ENCODERS
     hf_model = _with_pooler(hf_model) if encoder else hf_model
     hooked = hooked_class("HookedEncoder" if encoder else "HookedTransformer")
     import transformer_lens.loading_from_pretrained as loading
 
     architecture, dtype = type(hf_model).__name__, next(hf_model.parameters()).dtype
-    # TransformerLens guesses from the path, so it gets a neutral one
+    # TransformerLens guesses the architecture from the path, so it gets a neutral one
     with TemporaryDirectory() as parent:
         directory = Path(parent, "checkpoint")
         directory.mkdir()
@@ -249,6 +253,7 @@ def _with_pooler(hf_model: Any) -> Any:
 def _fill(
     hooked: Any, cfg: Any, state: dict[str, Any], tokenizer: Any, processed: bool, encoder: bool
 ) -> Any:
+    """A hooked model of class ``hooked`` with the weights ``state``, processed if asked for."""
     model = hooked(cfg, tokenizer=tokenizer, move_to_device=False)
     if encoder:
         missing, unexpected = model.load_state_dict(state, strict=False)

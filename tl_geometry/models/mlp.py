@@ -43,6 +43,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu,
     "relu": functional.relu,
+    # the sigmoid approximation of GELU (Hendrycks & Gimpel 2016)
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu_squared": lambda x: functional.relu(x).square(),
 }
@@ -56,7 +57,8 @@ class MLPSpec:
     says that it reads the stream before attention.
 
     Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
-    no second copy of its MLPs in float32: they are made wider where they are multiplied."""
+    no second copy of its MLPs in float32. ``W_gate``, ``W_in`` and ``W_out`` convert them to the
+    dtype of the biases at each use."""
 
     before: NormWeights
     after: NormWeights
@@ -71,17 +73,17 @@ class MLPSpec:
 
     @property
     def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
-        """What the activation's argument is read by."""
+        """The matrix in front of the activation."""
         return self.stored_gate.to(self.b_gate)
 
     @property
     def W_in(self) -> Float[Tensor, "d_model d_mlp"] | None:
-        """What the other factor is read by."""
+        """The matrix of the other factor, ``None`` without a gate."""
         return None if self.stored_in is None else self.stored_in.to(self.b_gate)
 
     @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
-        """What is written."""
+        """The matrix behind the activation."""
         return self.stored_out.to(self.b_gate)
 
     def act(self, x: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class MLPModule:
         precision is run with its weights in float32, as the input is."""
         with without_hooks(self.module), with_single_weights(self.module):
             output = self.module(x)
-        # some give what their router chose, too
+        # some modules return the choice of their router too
         return output[0] if isinstance(output, tuple) else output
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
@@ -194,11 +196,14 @@ def _probes(view: ModelView) -> tuple[dict[int, _Probe], torch.dtype]:
 
 
 def _hooks(layer: int, mlp: str) -> tuple[str, str, str]:
+    """Hooks of a block's input, its mixed values and its MLP's output."""
     return f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", mlp
 
 
 @torch.no_grad()
 def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
+    """The first reading of a block's MLP that reproduces the probe: by matrices, else by its
+    module."""
     memo = view._layers.memo
     if "mlp probes" not in memo:
         memo["mlp probes"] = _probes(view)
@@ -223,7 +228,8 @@ Found = TypeVar("Found", bound=MLPSpec | MLPModule)
 
 
 def _best(candidates: Iterator[Found], probe: _Probe, roundoff: float) -> Found | None:
-    """The first of the candidates that gives the output of the probe, ``None`` where none does."""
+    """The nearest candidate to the output of the probe (the first within rounding), ``None`` where
+    none comes near."""
     rounding = reconstruction_bound(roundoff, float(probe.output.abs().max()))
     best, least = None, torch.inf
     for candidate in candidates:

@@ -1,4 +1,5 @@
-"""The type of the argument ``model`` of every public function."""
+"""What may the argument ``model`` of a public function be? :data:`ModelLike`, which they all
+name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the library knows about a model, and all that it asks of one: :class:`ModelView` answers for
-every TransformerLens class, so that other packages need not touch the model object."""
+"""What does the library know about a model, and what can it ask of one? :class:`ModelView` answers
+for every TransformerLens class, so that other packages need not touch the model object."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class ModelView:
     """What the package knows about a model, read from the model object and verified against its own
     activations; made by :func:`tl_geometry.view`.
 
-    ``state_hooks[s]`` is the hook that holds state ``s``; ``head_trained`` is false where the
-    output head was newly initialised, so that no output-based measure is given. ``position`` is the
-    position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm`` the type of the
-    model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of TransformerLens.
-    ``pad_id`` is the tokenizer's padding token where it is no other special token too, so that it
-    means padding and nothing else.
+    ``state_hooks[s]`` is the hook that holds state ``s``; ``processed`` says whether
+    TransformerLens folded or centred the weights; ``n_ctx`` is the longest prompt. ``head_trained``
+    is false where the output head was newly initialised, so that no output-based measure is given.
+    ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
+    the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
+    TransformerLens. ``pad_id`` is the tokenizer's padding token where it is no other special token
+    too, so that it means padding and nothing else.
     """
 
     name: str
@@ -151,7 +152,7 @@ class ModelView:
     def logits_at(
         self, tokens: Int[Tensor, "batch position"], position: int
     ) -> Float[Tensor, "batch d_vocab"]:
-        """Logits of one position; of long prompts from blocks of query rows."""
+        """Logits of one position, not negative; long prompts run in blocks of query rows."""
         return row_pass.logits_at(self._layers, tokens, position)
 
     def activations(
@@ -188,7 +189,8 @@ class ModelView:
         self._layers.run(tokens, layers, on_layer, **options)
 
     def in_rows(self, length: int) -> bool:
-        """Whether prompts of this length run in blocks of query rows, for those who ask for it."""
+        """Whether prompts of this length run in blocks of query rows, where a caller asks for
+        it."""
         return row_pass.in_rows(self._layers, length)
 
     def layer(
@@ -231,7 +233,7 @@ class ModelView:
         return self._layers.key_heads(layer)
 
     def describe_layer(self, layer: int) -> dict[str, object]:
-        """The same in words, for a reader."""
+        """:meth:`layer_facts` in words, for a reader."""
         return self._layers.describe(layer)
 
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -267,6 +269,7 @@ class ModelView:
             fail("post_norm", expected=expected, got=got, instead="post_norm=False")
         inputs = states.to(self.device, self.dtype)
         with torch.no_grad():  # each state as a sequence of one position
+            # in pieces, so that memory does not grow with the number of states
             out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
         return torch.cat(out).to(states)
 
@@ -326,7 +329,7 @@ class ModelView:
 
     @contextlib.contextmanager
     def attending_left(self) -> Iterator[None]:
-        """Inside the block an encoder (BERT) attends only to the left; afterwards it is as before.
+        """Inside the block an encoder (BERT) attends causally; afterwards it is as before.
 
         The weights were trained with attention to both sides, so its states are not those of the
         model as it was trained. Nothing happens to a causal model.

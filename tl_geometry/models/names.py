@@ -1,5 +1,6 @@
-"""Names of models that the installed TransformerLens lists, read without importing it (which takes
-ten seconds)."""
+"""Which model names does the installed TransformerLens list? The command line and
+:func:`tl_geometry.models.load` ask; the list is read without importing TransformerLens, which takes
+ten seconds."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from tl_geometry.models.output_head import next_token_losses
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""
 KEPT_BYTES, PILOTS = 2**28, 512
-"""Limits of one pass over last tokens alone: bytes of cached keys and values, and rows."""
+"""Limits of one pass over last tokens alone: bytes of cached keys and values of all copies, and
+rows."""
 
 
 def require_output(view: ModelView, what: str) -> None:
@@ -42,7 +43,7 @@ def require_output(view: ModelView, what: str) -> None:
 
 
 def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int:
-    """Rows of one forward pass whose logits are wanted."""
+    """Rows of one forward pass whose logits are wanted, at all ``positions`` or at one."""
     fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
     return max(1, min(default_batch(positions, view.device), fit))
 
@@ -77,7 +78,7 @@ def log_probabilities(
 
 
 class PilotRuns(NamedTuple):
-    """Forward passes of some chunks that differ at the last token, the pilot, only: the tokens
+    """Forward passes of some chunks that differ only at the last token, the pilot: the tokens
     before it are run once.
 
     From :func:`pilot_runs`, which verified that the output is the model's own; without ``kept``
@@ -98,8 +99,8 @@ class PilotRuns(NamedTuple):
     def log_probabilities(
         self, copies: int, hooks: Mapping[str, Hook]
     ) -> Float[Tensor, "*batch d_vocab"]:
-        """The next token after ``copies`` copies of the chunks, one after the other; hooks see the
-        last token last."""
+        """Log-probabilities of the token after ``copies`` copies of the chunks, stacked along the
+        batch. Hooks find the pilot at position -1, whether all positions are run or one."""
         view = self.view if self.kept is None else self.kept.times(copies)
         return log_probabilities(view, self.tokens[:, -self.positions :].repeat(copies, 1), hooks)
 

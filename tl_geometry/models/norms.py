@@ -1,4 +1,5 @@
-"""The norm in front of a projection, written out once: centring, scale, gain and bias."""
+"""What does the norm in front of a projection compute? Centring, scale, gain and bias, written out
+once; layers, writers, the output head and the sphere use these formulas."""
 
 from __future__ import annotations
 

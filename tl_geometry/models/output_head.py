@@ -1,5 +1,5 @@
-"""The output head as one formula, the loss of the next token, and how far two next-token
-distributions are apart."""
+"""How do logits follow from the last state, what does a token's loss come to, and how far are two
+next-token distributions apart? Everything that measures an effect on the output asks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads the weights of a model of any class in TransformerLens order: grouped keys expanded, absent
-biases zero, at least float32. Views, inference and writers read weights only here."""
+"""What are the weights of a model of any class in TransformerLens order? Grouped keys are expanded,
+absent biases zero, all at least float32. Views, inference and writers read weights only here."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Parameters:
         return attn
 
     def weights(self, layer: int, *, detach: bool = True) -> HeadWeights:
-        """Head weights of one layer, with ``detach=False`` as part of the graph."""
+        """Head weights of one layer; with ``detach=False`` gradients reach the parameters."""
         attn, lift = self.attention(layer), partial(upcast, detach=detach)
         W_Q, W_O = lift(attn.W_Q), lift(attn.W_O)
         fits = W_Q.dim() == 3 and W_O.dim() == 3

@@ -1,5 +1,6 @@
-"""Runs a half-precision model in float32 inside a ``with`` block: the weights are the same numbers,
-and the arithmetic is exact enough to check.
+"""How does a half-precision model run in float32 for a while? Inside a ``with`` block the weights
+are the same numbers, and the arithmetic is exact enough to check. Probes, inference and the checks
+of layers and row blocks call this.
 
 In half precision a fault below about 1% (a scale, a table, an eps) hides in the rounding. So such a
 model is probed with its weights widened, its layers' specifications are inferred from that probe,
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 LIMIT = 2**32
-"""Bytes that the widened weights may take; larger models are verified in their own precision
-only."""
+"""Bytes that the widened weights may take (4 GiB, a billion parameters); larger models are verified
+in their own precision only."""
 HALF = (torch.float16, torch.bfloat16)
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ def widened(model: nn.Module) -> Iterator[None]:
         cfg: Any = model.cfg
         stack.callback(setattr, cfg, "dtype", cfg.dtype)  # HookedTransformer casts to it
         cfg.dtype = torch.float32
+        # by identity: a bridge shares modules with the model that it was made from
         for module in {
             id(m): m for root in roots if isinstance(root, nn.Module) for m in root.modules()
         }.values():

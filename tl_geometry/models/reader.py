@@ -1,5 +1,6 @@
-"""``view(model)``: one description of HookedTransformer, HookedEncoder and TransformerBridge, of
-TransformerLens 3.9 to 4.x. Every public function that takes a model calls it first.
+"""What is this model? :func:`view` gives one description of HookedTransformer, HookedEncoder and
+TransformerBridge, of TransformerLens 3.9 to 4.x. Every public function that takes a model calls it
+first.
 
 Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so
 everything is read from the model object. A bridge's ``cfg`` is not trusted beyond sizes (it reports
@@ -86,6 +87,7 @@ def view(model: Any) -> ModelView:
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     facts = loader_facts(model)
     hooks = state_hooks(class_name, len(model.blocks))
+    # digits is the fingerprint, under a name that leaves fingerprint() callable
     name, digits = facts.get("name") or _name(model), fingerprint(model)
     run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     require_full_precision(run.device, name)
@@ -179,6 +181,7 @@ def _probe(
     if is_half(model) and can_widen(model):
         with without_hooks(model):
             activations, _ = in_single(model, lambda: collect(run, ids, list(activations)))
+    # a single position cannot tell, and counts as bidirectional
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
     return Probe(made_of, activations, causal, {})
 
@@ -199,12 +202,14 @@ def _require_weights(model: Any, name: str) -> None:
 
 
 def _processed(model: Any, class_name: str) -> bool:
+    """Whether weights were folded; HookedTransformer then calls its norms LNPre or RMSPre."""
     if class_name == "TransformerBridge":
         return bool(getattr(model, "_weights_processed", False))
     return str(model.cfg.normalization_type).endswith("Pre")
 
 
 def _name(model: Any) -> str:
+    """The name that the model gives itself, of a path the last part; else that of its class."""
     config = getattr(getattr(model, "original_model", None), "config", None)
     names = [getattr(model.cfg, "model_name", None), getattr(config, "_name_or_path", None)]
     placeholders = (None, "", "external", "custom")
@@ -213,6 +218,7 @@ def _name(model: Any) -> str:
 
 
 def _bos_id(model: Any) -> int | None:
+    """The token that begins a text: BERT's CLS, otherwise BOS."""
     tokenizer = getattr(model, "tokenizer", None)
     ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in ids if i is not None), None)
@@ -229,6 +235,7 @@ def unambiguous_pad_id(model: Any) -> int | None:
 
 
 def _notes(model: Any, class_name: str) -> tuple[str, ...]:
+    """Remarks about the model for a reader."""
     notes = []
     if (
         class_name == "HookedTransformer"

@@ -92,6 +92,8 @@ def planes_of_tables(
     theta = theta if rotation.pairing == "half" else theta[::2]
     size = float(torch.hypot(cos[0], sin[0]).amax())
     angle = torch.arange(length, dtype=torch.float64).unsqueeze(1) * theta[pair]
+    # a table rounds by itself, and its angle, computed in float32, by its own size: 16 units of
+    # both
     bound = 16 * (max(roundoff, ROUNDOFF) + ROUNDOFF * angle.abs()) * size
     error = torch.maximum((size * angle.cos() - cos).abs(), (size * angle.sin() - sin).abs())
     fits = bool((error <= bound).all())

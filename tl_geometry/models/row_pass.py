@@ -1,12 +1,12 @@
-"""Runs long prompts a few query rows at a time, so that memory grows with their length and not
-with its square.
+"""How do long prompts run so that memory grows with their length, not with its square? A few query
+rows at a time.
 
 A hooked model holds ``[batch head query key]`` cells in each layer. Here it runs over a block of
 tokens, with a cache of the keys and values before them, and holds ``[batch head rows key]``. The
 attention is the model's own; only the order of some sums differs. :class:`RowCheck` compares the
 scores and pattern of each block with recomputed ones and drops them. All other activations are
 joined. ``ModelView.run_layers`` and ``run_written`` call this where their caller passes
-``on_rows``, ``ModelView.run_in_rows`` (behind ``decompose``) always.
+``on_rows``; ``ModelView.run_in_rows`` (behind ``decompose``) and ``ModelView.logits_at`` always.
 
 Prompts still run whole if they are short, if the user has set hooks (which would take a block for a
 prompt), and for models that cannot run in blocks or give other states there: encoders, ALiBi (a
@@ -42,9 +42,10 @@ LONG = 2**23
 """Cells of one layer's pattern of one prompt (32 MB in float32) above which prompts run in blocks
 of rows: more than 1,448 tokens with four heads, 836 with twelve."""
 ROW_CELLS = 9 * 2**20
-"""Cells of a block: 36 MB in float32, of which eager attention holds four or five copies. Above
-32 MB glibc takes each tensor from the kernel and gives it back; smaller ones of changing sizes
-leave holes in its heap."""
+"""Cells ``[batch head rows key]`` of a block: 36 MiB in float32, of which eager attention holds
+four or five copies. Tensors above 32 MiB, glibc's largest threshold, come from the kernel and go
+back to it; smaller ones of changing sizes leave holes in the heap. Splits, views and circuits that
+go through rows of scores take blocks of this size too."""
 OnRows = Callable[[int, int, Tensor], None]
 """Receives a layer, the first query of some rows, and their pattern ``[batch head query key]``:
 all rows at once where the prompts ran whole."""
@@ -53,13 +54,13 @@ Take = Callable[[int, Mapping[str, Tensor]], None]
 
 
 def no_rows(layer: int, start: int, pattern: Tensor) -> None:
-    """For those who need no pattern."""
+    """The :data:`OnRows` of a caller that needs no pattern, but lets long prompts run in rows."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """What a pass in blocks of rows does: ``on_rows`` receives the patterns, and the scores of
-    ``queries`` of ``contexts`` (``None``: of no context) are compared."""
+    ``queries`` of ``contexts`` (``None``: of no context) are compared with the model's."""
 
     on_rows: OnRows
     contexts: slice | None
@@ -74,8 +75,9 @@ class Rows:
         row: int | None,
         queries: int | None,
     ) -> Rows | None:
-        """Compares all contexts with ``verify``, else the context ``row`` alone, if there is one:
-        about ``queries`` of its queries, all for ``None``. ``None`` without ``on_rows``."""
+        """What a pass compares: all contexts with ``verify``, else the context ``row`` alone, if
+        there is one; of each about ``queries`` queries, all for ``None``. Without ``on_rows`` the
+        result is ``None``: nothing runs in rows."""
         if on_rows is None:
             return None
         sampled = None if row is None else slice(row, row + 1)
@@ -101,7 +103,8 @@ def of_contexts(activations: Mapping[str, Tensor], contexts: slice) -> dict[str,
 
 
 class RowCheck:
-    """Mask and reconstruction errors of one layer, block by block."""
+    """Mask and reconstruction errors of one layer, block by block. ``keys`` holds the keys of all
+    blocks so far, ``ranges`` the mask of each block, ``found`` its errors."""
 
     def __init__(self, layers: Layers, layer: int, length: int, rows: Rows) -> None:
         self.layers, self.layer, self.length, self.rows = layers, layer, length, rows
@@ -158,6 +161,7 @@ class RowCheck:
         for name, value in (("k", block.k), ("k_constant", block.k_constant)):
             put(self.keys, name, value, rows.start, self.length)
         queries = self.rows.queries
+        # the queries of the whole prompt that fall into this block, counted from its first row
         at = slice((queries.start - rows.start) % queries.step, None, queries.step)
         if at.start >= rows.stop - rows.start:
             return
@@ -268,7 +272,7 @@ def _with_patterns(on_rows: OnRows, take: Take) -> Take:
 def put(into: dict[str, Tensor], name: str, block: Tensor, start: int, length: int) -> None:
     """Put the activations of a block where they belong among those of all positions.
 
-    Into memory taken once: joined at the end, all would be held twice.
+    Their memory is taken once: blocks that are joined at the end would be held twice.
     """
     dim = min(1, block.dim() - 2)  # [batch position ...], or rotary tables of [position ...]
     if name not in into:
@@ -277,8 +281,8 @@ def put(into: dict[str, Tensor], name: str, block: Tensor, start: int, length: i
 
 
 def row_blocks(length: int, cells: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of blocks of query rows, ``stop`` excluded. The rows of a block and all
-    keys before ``stop`` are at most ``cells`` cells; one row is the least.
+    """``(start, stop)`` of blocks of query rows, ``stop`` excluded. The rows of a block with
+    all keys before ``stop`` have at most ``cells`` cells, but a block has at least one row.
 
     Blocks have one size, not one number of rows, so that the memory of one serves the next.
 
@@ -317,7 +321,8 @@ def _agrees(layers: Layers) -> bool:
         if layers.memo["rows"]:
             with without_hooks(model):
                 (whole, blocks), _ = in_single(model, lambda: _short_states(layers))
-            # 1000 units, as of other comparisons of whole passes; a wrong cache is off by far more
+            # 1000 units of the largest state, for rounding that adds up over all layers; a wrong
+            # cache is off by far more
             bound = 1e3 * unit_roundoff(whole.dtype) * float(whole.abs().max())
             layers.memo["rows"] = float((whole - blocks).abs().max()) <= bound
     return layers.memo["rows"]
@@ -333,7 +338,7 @@ def _plain(layers: Layers) -> bool:
 
 
 def _short_states(layers: Layers) -> tuple[Tensor, Tensor]:
-    """The last state of twelve random tokens, as a whole and in blocks of five."""
+    """The last state of twelve random tokens, as a whole and in blocks of five, five and two."""
     generator, runner = torch.Generator().manual_seed(2), layers.runner
     ids = torch.randint(0, runner.d_vocab, (1, min(12, runner.n_ctx)), generator=generator)
     last, cache = runner.state_hooks[-1], runner.empty_cache(1)

@@ -1,5 +1,6 @@
-"""How scores become attention: the soft cap of Gemma 2, then the softmax over the keys that a query
-may see. Layers, checks, edits and whatever else takes a pattern of scores call these two functions.
+"""How do scores become attention? By the soft cap of Gemma 2, then the softmax over the keys that a
+query may see. Layers, checks, edits and whatever else takes a pattern of scores call these two
+functions.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The residual stream by the names of TransformerLens: which hook holds which state, and the
-states of a cache."""
+"""Which hook of TransformerLens holds which state of the residual stream, and which states does a
+cache hold? The reader of models, ``decompose`` and dictionaries of features ask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``check_model``: what is supported, verified and refused for a model, in one table; the first
-thing to run."""
+"""What is supported, verified and refused for a model? :func:`check_model` says it in one table;
+users and the command line run it first."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ def check_model(model: ModelLike) -> ModelReport:
 
 
 def _head(view: ModelView) -> Row:
+    """The row of the output head."""
     norm = view.final_norm() if view.head_trained else None
     if not view.head_trained:
         value, verdict = "newly initialised", "refused for every output-based measure: load a "

@@ -1,5 +1,6 @@
-"""Untrained controls: the same model with some or all blocks untrained, for as long as a ``with``
-block lasts."""
+"""What would an untrained model show? :func:`reinitialized` makes the control: the same model with
+some or all blocks untrained, for as long as a ``with`` block lasts. Users and the report's flow
+section call it."""
 
 from __future__ import annotations
 
@@ -78,6 +79,7 @@ def reinitialized(
 
 
 def _redrawn(name: str, value: Tensor, how: str, std: float, generator: torch.Generator) -> Tensor:
+    """An untrained parameter in place of ``value``; its name and shape tell biases and gains."""
     if how == "shuffle":
         order = torch.randperm(value.numel(), generator=generator).to(value.device)
         return value.reshape(-1)[order].view_as(value)

@@ -1,4 +1,5 @@
-"""User hooks on a model: which there are, and the model without them.
+"""Which user hooks act on a model, and what does it compute without them? Views, probes and results
+ask.
 
 A hook is a user's, or foreign, unless torch, transformers, accelerate or TransformerLens's models
 defined it (bridges put hooks on themselves at the first forward pass, permanent ones too). An open
@@ -37,6 +38,7 @@ Table = dict[int, Any]
 
 def foreign(hook: Any) -> bool:
     """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
+    # the function inside: a partial object belongs to functools
     while isinstance(hook, partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
@@ -47,7 +49,8 @@ def foreign(hook: Any) -> bool:
 
 
 def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
-    """Name, table of hooks, and the ids in it that are foreign, wherever there are any."""
+    """Where foreign hooks act: the name of each place, its table of hooks, and the ids of the
+    foreign ones in it."""
     for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         ids = frozenset(i for i, hook in table.items() if foreign(hook) and not _silent(hook))
         if ids:
@@ -64,8 +67,8 @@ def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
 
 
 def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names, those too that a bridge only keeps in the model that it was
-    made from."""
+    """All modules with their names, each once; of a bridge also those of the model that it was made
+    from."""
     seen: set[int] = set()
     for prefix, root in (("", model), ("original_model", getattr(model, "original_model", None))):
         for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
@@ -78,7 +81,7 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 def names_of(model: Any) -> tuple[str, ...]:
     """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
     path."""
-    # of several names of a point the last, its alias
+    # a point has several names: the last one, TransformerLens's alias, stays
     points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
     tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
     places = {points.get(table, name) or type(model).__name__ for name, table in tables}
@@ -96,6 +99,7 @@ def replaced_forwards(model: Any) -> tuple[str, ...]:
 
 
 def _replaced(module: nn.Module) -> bool:
+    """Whether a user has replaced a module's ``forward``."""
     of_instance = vars(module).get("forward")
     if of_instance is not None:
         return foreign(of_instance)
@@ -106,7 +110,7 @@ def _replaced(module: nn.Module) -> bool:
 
 
 def brief(names: Sequence[str], most: int = 4) -> str:
-    """Where hooks act, for a reader: the first names, and how many more.
+    """A list of names (of hooks, weights) for a reader: the first ones, and how many more.
 
     >>> brief(["a", "b", "c"], most=2)
     'a, b and 1 more'

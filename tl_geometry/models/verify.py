@@ -1,5 +1,5 @@
-"""Compares the recomputed queries, keys, scores and patterns of one layer with the model's own;
-:mod:`tl_geometry.models.layers` calls it for every layer that is verified.
+"""How far are the recomputed queries, keys, scores and patterns of one layer from the model's own?
+:mod:`tl_geometry.models.layers` asks for every layer that is verified.
 
 Errors and sizes are measured where the layer is, read together (a GPU is waited for once), and
 judged on the CPU by :func:`report_of`.
@@ -46,8 +46,8 @@ def measured_inputs(
     hooked: Mapping[str, Tensor | None],
     positions: slice = slice(None),
 ) -> Measured:
-    """Queries and keys of ``positions`` against the hooks, and the sizes behind them, as they are
-    and as they enter the scores."""
+    """Queries and keys of ``positions`` against the hooks (``hooked``; ``raw`` are the recomputed
+    ones), and the sizes behind them, as they are and as they enter the scores."""
     found: Measured = {}
     for w in "qk":
         value, size = hooked[w], spec.sizes(view.h[:, positions], w)
@@ -135,8 +135,8 @@ def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor |
 
 
 def _total_and_size(view: LayerView, heads: slice, queries: slice) -> tuple[Tensor, Tensor]:
-    """Scores, and the product of the absolute values of queries and keys, of what comes from the
-    input and of the constant."""
+    """Scores ``[batch head query key]``, and their size A: the same products of absolute values,
+    ``|q - q0| + |q0|`` of a query with constant q0, and keys alike."""
     q, q0 = (x[:, queries, heads] for x in (view.q, view.q_constant))
     k, k0 = (x[:, :, heads] for x in (view.k, view.k_constant))
     total = scores_of(q, k, view.scale)

@@ -1,7 +1,7 @@
-"""Infers how a model writes into its residual stream: its embeddings, and what each block adds. Of
-the candidates that its modules suggest, the one that reproduces the model's own states is taken (in
-float32 also for a half-precision model, whose rounding would hide small writes).
-:mod:`tl_geometry.models.writers` applies it.
+"""How does a model write into its residual stream: what are its embeddings, and what does each
+block add? Of the candidates that its modules suggest, the one that reproduces the model's own
+states is taken (in float32 also for a half-precision model, whose rounding would hide small
+writes). :mod:`tl_geometry.models.writers` applies it.
 
 A decoder's block adds what attention and MLP give, in some families (Gemma 2 and 3, OLMo 2) each
 through a norm; an encoder (BERT) norms the whole stream after each addition::
@@ -84,6 +84,7 @@ def writing_of(view: ModelView) -> Writing:
 
 
 def _infer(view: ModelView) -> Writing:
+    """:func:`writing_of` from one forward pass over eight tokens."""
     runner = view._layers.runner
     embeds = [name for name in EMBED if runner.has(name)]
     in_stream = view.position in ("standard", "shortformer")
@@ -171,6 +172,7 @@ def _block(
             candidates.append((total - after, writing))
     # on average over tokens, each by its own size: one token of enormous norm rounds by more than
     # attention writes; of equals the first
+    # 1e-30 in place of the size of a stream of zeros
     size = after.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error, best = min(candidates, key=lambda pair: float((pair[0] / size).abs().mean()))
     if largest(error) <= _tolerance(roundoff, after):

@@ -45,8 +45,8 @@ whole."""
 
 
 class Writer(NamedTuple):
-    """One writer of the stream: its name, and the block and head that it is (-1 for what is written
-    before the first block, and for MLPs and constants no head)."""
+    """One writer of the stream: its name, block and head. The block is -1 for embeddings and
+    constants, the head for everything but a single head."""
 
     name: str
     layer: int
@@ -55,8 +55,8 @@ class Writer(NamedTuple):
 
 def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[Writer, ...]:
     """Writers of the input of block ``layer`` (of the last state for ``n_layers``), those of
-    earlier blocks first; constants stand before the heads, so that a later block has more at the
-    end."""
+    earlier blocks first. Constants stand before the heads, so that each block only appends to the
+    list."""
     choice(grain, GRAINS, "parts")
     writing = writing_of(view)
     writers = [Writer(name, -1, -1) for name, _ in writing.embeddings]
@@ -73,7 +73,8 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
 
 @dataclass(eq=False)
 class HeadWrites:
-    """What the heads of one block wrote, ``scale z W`` with the norms behind it in scale and W."""
+    """What the heads of one block wrote, in factors: ``scale[b, i] z[b, i, h] W[h]``, with the
+    norms behind the write in ``scale`` and ``W``."""
 
     layer: int
     z: Float[Tensor, "batch position head d_head"]
@@ -95,7 +96,7 @@ class HeadWrites:
         return scale * einsum(at_head, self.W, "r h e, h e d -> r d")
 
     def whole(self) -> Float[Tensor, "batch position d_model"]:
-        """Their sum."""
+        """The sum over heads."""
         scaled = self.z * self.scale[..., None, None]
         return einsum(scaled, self.W, "b i h e, h e d -> b i d")
 
@@ -161,7 +162,8 @@ class Written:
     def _heads(
         self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
     ) -> tuple[HeadWrites, Tensor, Tensor]:
-        """Heads without their constant writes, these, and b_O."""
+        """The heads' writes without their constant parts, the sum of these over heads
+        ``[batch position d_model]``, and b_O."""
         weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
         value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
         value, W_O = value.to(z), weights.W_O.to(z)
@@ -232,7 +234,8 @@ class Written:
 
     def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
         """:meth:`stacked` with the tokens of all contexts in a row, kept while the stream grows: a
-        block adds what it wrote. ``None`` where those of the last layer exceed ``most`` bytes."""
+        block adds what it wrote. ``None`` where the parts of the last state would exceed ``most``
+        bytes."""
         parts = len(writer_names(self.view, self.view.n_layers, grain))
         if parts * self.constants.nbytes > most:
             return None
