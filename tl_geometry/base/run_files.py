@@ -248,8 +248,9 @@ def lock(path: Path) -> Iterator[None]:
         except OSError:  # a file system without locks
             pass
         # the lock counts only while the file that is locked is the one at this path
-        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                break
         os.close(handle)  # its holder has just ended and taken the file away
     try:
         os.ftruncate(handle, 0)
