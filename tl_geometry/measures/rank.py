@@ -54,8 +54,8 @@ def pseudo_noise(
 
     ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
     ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k: the l-th largest value of a noise
-    spectrum lies below its edge by an amount that grows as l^(2/3). ``"w"``: ``f_l = s_(k+1)``; ``"0"``: zero.
-    Needs k < p, for ``"i"`` 2k + 1 < p, with p singular values.
+    spectrum lies below its edge by an amount that grows as l^(2/3). ``"w"``: ``f_l = s_(k+1)``;
+    ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p, with p singular values.
 
     >>> pseudo_noise(torch.tensor([9.0, 8.0, 3.0, 2.0, 1.0]), 2, "w").tolist()
     [3.0, 3.0, 3.0, 2.0, 1.0]
