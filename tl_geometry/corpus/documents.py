@@ -43,8 +43,7 @@ class _Strings:
 
 
 Origin = TextFile | JsonLines | _Strings
-"""What holds documents: their ``sizes`` in characters, and a method ``read(document, start,
-stop)``."""
+"""What holds documents: their ``sizes`` in characters, and a method ``read`` for a part of one."""
 
 
 class Documents:
@@ -58,6 +57,7 @@ class Documents:
 
     def __init__(self, origins: Sequence[Origin]) -> None:
         self.origins = tuple(origins)
+        # documents up to the end of each origin
         counts = torch.tensor([len(origin.sizes) for origin in origins])
         self._ends = counts.cumsum(0)
         sizes = [np.array(origin.sizes, dtype=np.int64) for origin in origins]
@@ -138,6 +138,7 @@ class Documents:
         return digest.hexdigest()[:16]
 
     def _place(self, document: int) -> tuple[Origin, int]:
+        """The origin that holds a document, and the document's number within it."""
         index = int(torch.searchsorted(self._ends, document, right=True))
         return self.origins[index], document - (int(self._ends[index - 1]) if index else 0)
 

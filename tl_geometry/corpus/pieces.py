@@ -82,6 +82,7 @@ class Pieces:
         return at
 
     def _begins_a_token(self, text: str, place: int) -> bool:
+        """Whether the tokens left of a place stay the same with the text right of it."""
         left = text[max(0, place - BESIDE) : place]
         ids = self._encode(left)
         return self._encode(left + text[place : place + BESIDE])[: len(ids)] == ids

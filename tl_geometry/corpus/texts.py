@@ -147,9 +147,9 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     share.
 
     Each piece of ``piece`` tokens (by default an eighth of the window) comes from a random window,
-    drawn anew for each piece, and keeps its positions; a BOS at position 0 stays. Over the corpus the tokens at each
-    position stay the same, so that any context share of the spliced windows comes from slow
-    variation within a piece, not from a common context.
+    drawn anew for each piece, and keeps its positions; a BOS at position 0 stays. Over the corpus
+    the tokens at each position stay the same, so that any context share of the spliced windows
+    comes from slow variation within a piece, not from a common context.
 
     >>> import tl_geometry as tlg
     >>> windows = TokenWindows(tokens=torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]), has_bos=True)

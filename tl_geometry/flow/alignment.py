@@ -252,6 +252,7 @@ def common_basis(
         gram += rows.mT @ rows
     # eigh ascends: flipped, the strongest directions come first
     vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : min(n, d)].contiguous()
+    # fix_signs takes pairs of vectors: here both sides are the same
     basis = fix_signs(vectors, vectors)[1]
     outside_shares = []
     for state in X.unbind(1):

@@ -4,9 +4,10 @@
 
     dx = [R' R^T + R S' R^T] x dt + sqrt(alpha lambda e^{lambda t}) dW
 
-Time t is the layer, a prime its derivative. ``R(t)`` rotates and ``S' = diag(sigma_i' / sigma_i)``
-stretches; between states R and sigma follow :mod:`tl_geometry.flow.geodesic`. With ``Sigma(t) =
-diag(sigma_i(t))`` and the co-moving coordinates ``y = Sigma^{-1} R^T x`` the drift vanishes:
+Time t is the layer; a prime is the derivative by t. ``R(t)`` rotates and
+``S' = diag(sigma_i' / sigma_i)`` stretches; between states R and sigma follow
+:mod:`tl_geometry.flow.geodesic`. With ``Sigma(t) = diag(sigma_i(t))`` and the co-moving coordinates
+``y = Sigma^{-1} R^T x`` the drift vanishes:
 ``dy_i = sigma_i^{-1} sqrt(alpha lambda e^{lambda t}) dW_i``, and
 
     mean x(t) | x(s) = Phi x(s),  Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T

@@ -147,6 +147,7 @@ def skip_map(
         bar.set_postfix_str("fitting")
         X = _collect(view, train, states, limit)
         maps = _fit(X, states, jobs, align)
+        # maps are fitted in float64; float32 halves the memory of the many d_model^2 matrices
         if view.dtype != torch.float64:
             maps = {job: layer_map.single() for job, layer_map in maps.items()}
         flags += too_few(len(X), view.d_model, "maps") if fits_matrix else ()

@@ -236,6 +236,7 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
         # not harm the leading axes
         values, vectors = torch.linalg.eigh(centred.mT @ centred)
         variance = values.flip(-1).clamp(min=0)
+        # fix_signs takes pairs of vectors: here both sides are the same
         axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)
     else:
         _, values, axes = linalg.svd(centred)

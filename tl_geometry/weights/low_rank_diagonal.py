@@ -45,9 +45,9 @@ def fit_low_rank_diagonal(
 
     With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)``
     (o is the entrywise product), then ``L = V_left^T (W - diag delta) V_right``. The matrix on the
-    left depends on the layer alone, so it is factored once for all heads. ``product = V_left^T W
-    V_right`` may be given where it is known (:class:`tl_geometry.weights.bilinear.Structure` holds
-    it).
+    left depends on the layer alone, so it is factored once for all heads.
+    ``product = V_left^T W V_right`` may be given where it is known
+    (:class:`tl_geometry.weights.bilinear.Structure` holds it).
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(20, 2, generator=g, dtype=torch.float64)).Q

@@ -386,6 +386,7 @@ def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
     """
     view = as_view(model)
     rows = embeddings(view, centered=False).double()
+    # eps 1e-5 as in the published table
     target = _plain_norm(view, "RMS" if view.norm == "RMS" else "LN", 1e-5).normalize(rows)
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")
