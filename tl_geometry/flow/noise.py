@@ -82,8 +82,8 @@ def fit_noise_law(
     law: str = "asymptotic",
     times: Float[Tensor, " state"] | None = None,
 ) -> NoiseLaw:
-    """Fit ``alpha`` and ``lambda`` to the mean log variances of residuals, one number per pair of
-    states (row start, column end; :attr:`tl_geometry.flow.residuals.Maps.log_variance`).
+    """Fit ``alpha`` and ``lambda`` to the mean log variances of the residuals of all pairs of
+    states: ``log_variance [start end]``, as in :class:`tl_geometry.flow.residuals.Maps`.
 
     ``"asymptotic"``: ``v = alpha e^{lambda (t + tau)}``, ordinary least squares (Sarfati et al.
     2025, Eq. 2). ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, the

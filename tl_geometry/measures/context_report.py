@@ -78,10 +78,10 @@ def contextual_report(
 
     - ``random``: isotropic directions (analytic);
     - ``flipped``: context vectors with random signs of their coordinates. This keeps outlier
-      coordinates, but not the directions in which averages of states vary most. If pos has fewer
-      than ``rank`` directions, the rest of both subspaces is noise along those directions, and this
-      null is too low: 49 to 90% of independent pos and ctx exceeded it at level 5%. Choose a
-      ``rank`` that pos has;
+      coordinates, but not the directions in which averages of states vary most. Where those are not
+      coordinate axes and pos has fewer than ``rank`` directions, noise along them fills both
+      subspaces, and this null is too low: 49 to 90% of independent pos and ctx exceeded it at level
+      5%. Choose a ``rank`` that pos has;
     - ``exchanged``: windows in which each position comes from another of the sampled contexts.
       Their context vectors hold no context, only the noise of averages, which lies along the
       directions in which states vary most;
