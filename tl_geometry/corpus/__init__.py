@@ -1,5 +1,6 @@
-"""Tokens in every form that they come in: windows of text, streams, chunks; and null corpora of
-spliced windows or random tokens."""
+"""How does text become the token windows that every other package takes? Windows, streams, prompts
+and chunks, and null corpora of spliced windows or random tokens.
+"""
 
 from __future__ import annotations
 

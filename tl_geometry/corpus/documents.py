@@ -1,7 +1,9 @@
-"""The documents that windows are cut from, wherever they are: strings, files, lines of files, a
-column of a data set. :func:`tl_geometry.windows` makes one :class:`Documents` of what it is given.
+"""Which documents are windows cut from, and what stands at a given character? One view of strings,
+files, lines of files and columns of data sets: :func:`tl_geometry.windows` makes one
+:class:`Documents` of whatever it is given.
 
-Their lengths in characters are known at once; the text is read when it is needed, from any place.
+The lengths of all documents are known from the start; their text is read when needed, from any
+place. Sizes and places are counted in characters.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from tl_geometry.corpus.sources import refuse_file_names
 from tl_geometry.corpus.text_files import JsonLines, TextFile, text_file
 
 HASHED = 2**20
-"""Characters that are hashed at a time."""
+"""Characters that are hashed at a time: a long document is never held whole."""
 
 
 class _Strings:
-    """Texts in a list, or in a column of a data set that gives one by its number."""
+    """Texts in a list, or in a column of a data set that can be indexed."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts, self.sizes = texts, array("q")
@@ -41,12 +43,12 @@ class _Strings:
 
 
 Origin = TextFile | JsonLines | _Strings
-"""What holds documents: their ``sizes``, and ``read`` of a part of one."""
+"""What holds documents: their ``sizes`` in characters, and a method ``read`` for a part of one."""
 
 
 class Documents:
-    """Documents one after another: document ``d`` has ``sizes[d]`` characters, and ends at
-    character ``ends[d]`` of all documents together.
+    """All documents in their order: document ``d`` has ``sizes[d]`` characters, and ends at
+    character ``ends[d]`` of the concatenation of all documents.
 
     >>> documents = Documents.of(["one", "two three"])
     >>> documents.ends.tolist(), documents.read(1, 4, 9)
@@ -55,6 +57,7 @@ class Documents:
 
     def __init__(self, origins: Sequence[Origin]) -> None:
         self.origins = tuple(origins)
+        # documents up to the end of each origin
         counts = torch.tensor([len(origin.sizes) for origin in origins])
         self._ends = counts.cumsum(0)
         sizes = [np.array(origin.sizes, dtype=np.int64) for origin in origins]
@@ -72,7 +75,7 @@ class Documents:
         if isinstance(texts, str | Path) or not isinstance(texts, Iterable):
             given = [texts]
         if not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
-            # what can be read only once is held, because texts are read again later
+            # an iterator is held as a list, because texts are read more than once
             given = list(given)
         _require_text(len(given) > 0, given)
         files = isinstance(given, list | tuple) and any(isinstance(t, Path) for t in given)
@@ -103,16 +106,16 @@ class Documents:
 
     @property
     def named_by_line(self) -> bool:
-        """Whether documents are lines of files, and named by file and line."""
+        """Whether any document is a line of a file: then documents are named by file and line."""
         return any(isinstance(origin, JsonLines) for origin in self.origins)
 
     def name(self, document: int) -> str:
-        """Name of a document by itself: its file and line, else its number."""
+        """Default name of a document: its file and line, else its number."""
         origin, number = self._place(document)
         return origin.label(number) if isinstance(origin, JsonLines) else str(document)
 
     def origin(self, documents: Int[Tensor, " context"]) -> Int[Tensor, " context"]:
-        """The number of the given text or file that holds each of these documents."""
+        """For each of these documents, the index of the text or file that was given for it."""
         if not self.named_by_line:
             return documents
         return torch.searchsorted(self._ends, documents, right=True)
@@ -123,18 +126,19 @@ class Documents:
         return len(self.origins) if self.named_by_line else len(self)
 
     def digest(self) -> str:
-        """Hash of all texts and of where each ends."""
+        """Hash of all texts and of the places where they end."""
         digest = hashlib.sha256()
         for document, size in enumerate(self.sizes.tolist()):
             for start in range(0, size, HASHED):
                 text = self.read(document, start, min(size, start + HASHED))
-                # replaced, because a lone surrogate has no bytes in UTF-8
+                # "replace", because UTF-8 cannot encode a lone surrogate
                 digest.update(text.encode(errors="replace"))
             # marks where a document ends
             digest.update(b"\0")
         return digest.hexdigest()[:16]
 
     def _place(self, document: int) -> tuple[Origin, int]:
+        """The origin that holds a document, and the document's number within it."""
         index = int(torch.searchsorted(self._ends, document, right=True))
         return self.origins[index], document - (int(self._ends[index - 1]) if index else 0)
 

@@ -1,5 +1,6 @@
-"""Inputs as the papers have them, and null inputs: chunks of text without BOS (for trajectories),
-chunks of random tokens to compare them with, and a random period repeated (for head types)."""
+"""Which inputs do the papers use, and which input holds no text? :func:`pseudo_sentences` are the
+chunks of text for trajectories, :func:`gibberish` the chunks of random tokens to compare them with,
+:func:`repeated_random_tokens` the input that shows head types."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 
 HIGH_TOKEN = 10_000
-"""Id below which the tokens of a large vocabulary are rarely special."""
+"""Random ids stay below this one, as published: in large vocabularies special tokens rarely have
+lower ids."""
 
 
 def pseudo_sentences(
@@ -31,8 +33,8 @@ def pseudo_sentences(
     spaces, without BOS (as published).
 
     Sarfati et al. 2025, section 2; the published code keeps a short last chunk, which is left out
-    here. ``n`` takes the first chunks, ``None`` all. A model that was always trained behind a BOS
-    token may know little without it: set ``prepend_bos=True`` then (it counts in ``length``).
+    here. ``n`` takes the first chunks, ``None`` all. A model whose training texts always began with
+    BOS may predict badly without it: then set ``prepend_bos=True`` (BOS counts in ``length``).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -57,9 +59,9 @@ def gibberish(
     """Chunks of random tokens: uniform over the vocabulary (as published), or drawn from the tokens
     of ``like``.
 
-    ``like`` keeps the frequencies of a corpus and destroys its order: the milder null. Set
-    ``prepend_bos`` as in the chunks that it is compared with, or the missing BOS is part of the
-    difference (it counts in ``length``).
+    ``like`` keeps the token frequencies of a corpus and destroys its order: the milder null. Set
+    ``prepend_bos`` as in the chunks of text to compare with, or a missing BOS becomes part of the
+    difference. BOS counts in ``length``.
 
     Raises ``GeometryError`` for ``prepend_bos`` with a tokenizer that has no BOS.
 
@@ -75,7 +77,7 @@ def gibberish(
         tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
     else:
         name = "gibberish, corpus frequencies"
-        # without BOS, which belongs to position 0 alone
+        # the pool has no BOS, which belongs at position 0 only
         rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
         pool = rows.reshape(-1)
         tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
@@ -96,12 +98,12 @@ def repeated_random_tokens(
     bos_id: int | None = None,
     distinct: bool = True,
 ) -> Int[Tensor, "batch position"]:
-    """Random token ids from ``low`` to ``high - 1``, ``period`` of them repeated ``copies`` times,
-    ``batch`` such rows, behind ``bos_id`` where one is given.
+    """``batch`` rows of ``period`` random token ids from ``low`` to ``high - 1``, repeated
+    ``copies`` times, after ``bos_id`` where one is given.
 
-    Tokens within a period are ``distinct`` unless told otherwise (rows with a repeat are drawn
-    again). The defaults give the input of Song & Zhong 2023, Fig. 4: the text says "repeated
-    twice", the published code makes three copies, 24 tokens, without BOS.
+    Tokens within a period are ``distinct`` by default (a row with a repeat is drawn again). The
+    other defaults, range and seed included, give the input of Song & Zhong 2023, Fig. 4: the text
+    says "repeated twice", the published code makes three copies, 24 tokens, without BOS.
 
     >>> repeated_random_tokens()[0, :9].tolist()
     [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
@@ -114,7 +116,8 @@ def repeated_random_tokens(
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(low, high, (batch, period), generator=generator)
     if distinct and 4 * period**2 > high - low:
-        # redrawing would take long: a permutation of the range is distinct by construction
+        # a row repeats a token with probability near period^2 / (2 (high - low)), here above 1 / 8:
+        # not redrawn until distinct, but taken from a permutation of the range
         permutations = [
             torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)
         ]

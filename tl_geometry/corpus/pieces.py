@@ -1,11 +1,13 @@
-"""Tokenises documents of any length for :func:`tl_geometry.windows`: a text is read in pieces that
-end where a word does, so that their tokens are those of the whole text.
+"""How are documents of any length tokenised without holding them whole? For
+:func:`tl_geometry.windows`, a text is read in pieces that end where a word does, so that their
+tokens are those of the whole text.
 
-1. A piece ends before a space (else before a mark) that follows a word, where the tokenizer begins
-   a new token: there the tokens of the text on both sides begin with those of the left side
-   (:meth:`Pieces.border`).
-2. Every piece but the first is tokenised together with the end of the piece before it, whose tokens
-   are taken off again: a tokenizer that puts a space before each text does so only once.
+1. A piece ends before a space (else before a punctuation mark) that follows a word, if the
+   tokenizer begins a new token there: the tokens of the left side must be the first tokens of left
+   and right side together (:meth:`Pieces.border`).
+2. Every piece but the first is tokenised together with the last characters of the piece before it,
+   whose tokens are then removed. So a tokenizer that adds a space before each text adds it only
+   once.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ from tl_geometry.models.model_view import ModelView
 
 PIECE = 2**16
 """Characters that are tokenised at a time; shorter documents are tokenised whole. Longer pieces
-cost more time and memory per character (a whole text of 5.6 MB twice as much as its pieces)."""
+cost more time and memory per character (5.6 MB at once: twice as much as in pieces)."""
 REACH, BESIDE = 1024, 64
-"""Characters in which the end of a piece is looked for, and those on either side that decide
-whether a token begins there."""
+"""Characters within which an end of a piece is searched, and characters on either side of a place
+whose tokens decide whether a token begins there."""
 ENDS = tuple(re.compile(p) for p in (r"(?<=\w)(?= \w)", r"(?<=\S)(?=\s)", r"(?<=\w)(?=[^\w\s])"))
-"""Where a piece may end, best first: between a word and a space, before any blank, between a word
-and a mark."""
+"""Where a piece may end, best first: between a word and a space, before any whitespace, between a
+word and a punctuation mark."""
 TRIED = 8
-"""Places of each kind of :data:`ENDS` that are tried."""
+"""Places of each kind of :data:`ENDS` that are tried: each costs two calls of the tokenizer."""
 
 
 class Pieces:
-    """Tokenises documents in pieces; where ``bos`` is given, without the BOS string that they begin
-    with themselves.
+    """Tokenises documents in pieces. Where ``bos`` is given, BOS tokens at the beginning of a
+    document are left out, because windows get their own.
 
-    ``cut_words`` counts pieces that end inside a word, because no better end was near; ``begun``
-    holds the documents that began with the BOS string, ``started`` counts all whose beginning was
-    read.
+    ``cut_words`` counts pieces that end inside a word because no better end was near, ``begun``
+    holds the documents that began with the BOS string, and ``started`` counts the beginnings of
+    documents that were read.
     """
 
     def __init__(self, view: ModelView, documents: Documents, bos: int | None) -> None:
@@ -62,8 +64,9 @@ class Pieces:
             fail("texts", expected="text that UTF-8 can hold", got=got)
 
     def border(self, document: int, at: int) -> int:
-        """A place from ``at`` on where a piece may end: the first of the best kind within ``REACH``
-        characters, else the end of the document if that is as near, else ``at``, inside a word."""
+        """The first place of the best kind of :data:`ENDS` within ``REACH`` characters from ``at``
+        on. Without one, the end of the document if that is within reach, else ``at`` itself, inside
+        a word."""
         size = int(self.documents.sizes[document])
         if at <= 0 or at >= size:
             return min(max(at, 0), size)
@@ -79,17 +82,19 @@ class Pieces:
         return at
 
     def _begins_a_token(self, text: str, place: int) -> bool:
+        """Whether the tokens left of a place stay the same with the text right of it."""
         left = text[max(0, place - BESIDE) : place]
         ids = self._encode(left)
         return self._encode(left + text[place : place + BESIDE])[: len(ids)] == ids
 
     def ids(self, document: int, start: int, stop: int) -> list[int]:
-        """Tokens between two borders of a document."""
+        """Tokens of a document between two characters, which must be borders."""
         before = min(start, BESIDE)
         text = self.documents.read(document, start - before, stop)
         ids = self._encode(text)
         if before:
             left = self._encode(text[:before])
+            # false where the piece before ends inside a word: then this piece is tokenised alone
             begins_with_left = ids[: len(left)] == left
             return ids[len(left) :] if begins_with_left else self._encode(text[before:])
         self.started += 1
@@ -102,7 +107,7 @@ class Pieces:
     def all_ids(self, document: int) -> Iterator[list[int]]:
         """Tokens of a document, piece by piece."""
         size, start = int(self.documents.sizes[document]), 0
-        # an empty document is one empty piece, not none
+        # max(size, 1): an empty document is one empty piece
         for place in range(PIECE, max(size, 1) + PIECE, PIECE):
             stop = self.border(document, place)
             yield self.ids(document, start, stop)
@@ -121,7 +126,7 @@ class Pieces:
 
 
 def joint(view: ModelView, separator: str) -> list[int]:
-    """Tokens of a separator as they stand behind a word.
+    """Tokens of a separator after a word, where they may differ from those of the separator alone.
 
     >>> from tl_geometry import zoo
     >>> from tl_geometry.models.reader import as_view
@@ -134,14 +139,14 @@ def joint(view: ModelView, separator: str) -> list[int]:
 
 
 class Ids:
-    """Tokens of documents one after another, four bytes each: ``ends[i]`` counts those up to the
-    end of document ``numbers[i]``."""
+    """The tokens of documents, concatenated, four bytes each: the ``i``-th document added is
+    document ``numbers[i]`` and ends at token ``ends[i]``."""
 
     def __init__(self) -> None:
         self._ids, self.ends, self.numbers = array("i"), array("q"), array("q")
 
     def add(self, document: int, parts: Iterable[list[int]], separator: Sequence[int] = ()) -> None:
-        """The tokens of one more document, behind a separator where it is not the first."""
+        """Append the tokens of one more document, after ``separator`` unless it is the first."""
         if self._ids:
             self._ids.extend(separator)
         for ids in parts:
@@ -153,12 +158,12 @@ class Ids:
         return len(self._ids)
 
     def starts(self, length: int, *, joined: bool, step: int) -> Int[Tensor, " context"]:
-        """Where windows begin: every ``step`` tokens of a document, or of all where they are
-        ``joined``, as far as a whole window fits."""
+        """Where windows begin: every ``step`` tokens from the beginning of each document, or of all
+        documents ``joined``, as long as a whole window fits."""
         ends = _tensor(self.ends[-1:] if joined else self.ends)
         firsts = torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]])
         counts = ((ends - firsts - length) // step + 1).clamp(min=0)
-        past = counts.cumsum(0) - counts  # windows of earlier documents
+        past = counts.cumsum(0) - counts  # number of windows of all earlier documents
         return torch.repeat_interleave(firsts - step * past, counts) + step * torch.arange(
             int(counts.sum())
         )

@@ -1,9 +1,8 @@
-"""Turns whatever a user gives as tokens (texts, ids, windows, batches, data sets, files) into rows
-of ids: :func:`token_rows` for prompts, :class:`TokenSource` for a corpus. Every public function
-that takes tokens calls one of the two.
+"""What token ids are in what a user gives as tokens (texts, ids, windows, batches, data sets,
+files)? :func:`token_rows` answers for prompts, :class:`TokenSource` for a corpus. Every public
+function that takes tokens calls one of the two.
 
-Token ids are never edited. What is not a set of whole windows of one length (ragged or padded rows)
-is refused by name.
+Token ids are never edited. Rows that are ragged or padded are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REPACK = (
     "tl_geometry.windows(model, texts, length) for windows of one length, "
     "or only the rows without padding"
 )
-"""What a message advises for padded input."""
+"""What error messages advise for padded input."""
 
 
 def token_rows(
@@ -43,9 +42,9 @@ def token_rows(
     """Tokens of a prompt set as windows: a string, strings of equal token length, ids
     ``[position]`` or ``[batch position]``, or windows.
 
-    Strings need ``prepend_bos`` said explicitly; a text that begins with the BOS string gets no
-    second one (and a note). Token ids are never edited, so that ``prepend_bos`` must be left out
-    for them.
+    Strings need an explicit ``prepend_bos``; a text that begins with the BOS string gets no second
+    one (a note says so). Token ids are never edited, so that ``prepend_bos`` must be left out with
+    them.
 
     >>> from tl_geometry import zoo
     >>> from tl_geometry.models.reader import as_view
@@ -103,8 +102,8 @@ def _refuse_bos_for_ids(prepend_bos: bool | None) -> None:
 
 
 def bos_to_prepend(bos_id: int | None, prepend_bos: bool) -> int | None:
-    """The BOS id that goes in front of a text, ``None`` where none does; refused for a tokenizer
-    without one."""
+    """The BOS id that goes before a text, or ``None`` for ``prepend_bos=False``; refuses
+    ``prepend_bos=True`` for a tokenizer without BOS."""
     if prepend_bos and bos_id is None:
         expected, instead = "a tokenizer with a BOS token", "prepend_bos=False"
         fail("prepend_bos", expected=expected, got="none", instead=instead)
@@ -114,8 +113,8 @@ def bos_to_prepend(bos_id: int | None, prepend_bos: bool) -> int | None:
 def without_bos(
     rows: Sequence[list[int]], bos_id: int | None
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Ids of texts without the BOS that they begin with themselves (all ids for ``bos_id=None``,
-    where none will be prepended), and a note that says of how many."""
+    """Ids of texts without the BOS ids that they begin with, and a note that counts these texts.
+    With ``bos_id=None`` no BOS will be prepended, and all ids stay."""
     if bos_id is None:
         return list(rows), ()
     bare = [list(itertools.dropwhile(lambda i: i == bos_id, row)) for row in rows]
@@ -125,9 +124,9 @@ def without_bos(
 
 
 def refuse_file_names(texts: Iterable[str]) -> None:
-    """Refuse a string that is the name of a file where a text is meant."""
+    """Refuse a string that is the name of an existing file where a text is meant."""
     for text in texts:
-        # most texts are told from file names without a look at the disk
+        # decides for most texts without a look at the disk; 4096 is the longest path on Linux
         may_be_name = 0 < len(text) < 4096 and text.isprintable() and re.search(r"[./\\]", text)
         # Path.is_file raises where a part of the text is too long for a name
         if may_be_name and os.path.isfile(text):  # noqa: PTH113, TID251
@@ -136,8 +135,8 @@ def refuse_file_names(texts: Iterable[str]) -> None:
 
 
 def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
-    """Refuse rows that begin or end with padding: their positions are not those of the model, and
-    every mean would hold padding."""
+    """Refuse rows that begin or end with padding: their positions are not those that the model
+    should see, and every mean would include padding."""
     if view.pad_id is not None:
         padded = window_cutter.padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
@@ -148,10 +147,11 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
 class TokenSource:
     """Tokens of a corpus, in memory or not, as :meth:`batches` of ids.
 
-    ``tokens`` is what holds them (a tensor, an array, a data set, or an iterator), ``length`` the
-    positions of each context, ``contexts`` their number (``None`` for an iterable, whose end is not
-    known). ``labels``, ``names`` and ``notes`` are as in :class:`TokenWindows`. While batches are
-    taken, ``seen`` counts contexts, and ``doubled`` those that begin with BOS twice.
+    ``tokens`` holds them (a tensor, an array, a data set, or an iterator), ``length`` is the number
+    of positions of each context, ``contexts`` the number of contexts (``None`` for an iterable,
+    whose length is not known). ``labels``, ``names`` and ``notes`` are as in :class:`TokenWindows`.
+    While batches are taken, ``seen`` counts contexts, and ``doubled`` those that begin with BOS
+    twice.
     """
 
     view: ModelView
@@ -192,7 +192,7 @@ class TokenSource:
             fits = given.ndim == 2 and given.shape[0] > 0 and given.shape[1] > 0
             instead = "tl_geometry.windows, or .reshape(-1, length) of a flat file of ids"
             require(fits, "tokens", expected=expected, got=got, instead=instead)
-            # one row shows the dtype: an array on disk is not read for it
+            # checks the dtype on one row, so that an array on disk is not read whole
             _ids(given[:1])
         if isinstance(given, Tensor):
             given = given.cpu()
@@ -209,8 +209,8 @@ class TokenSource:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a result made from the batches so far should say: the notes, and BOS that came
-        twice."""
+        """Flags for a result made from the batches taken so far: the notes, and how many contexts
+        begin with BOS twice."""
         double = (double_bos(self.doubled, self.seen),) if self.doubled else ()
         return (*self.notes, *double)
 
@@ -236,7 +236,7 @@ class TokenSource:
 
     def _checked(self, rows: Tensor) -> Tensor:
         width = rows.shape[-1]
-        # anything but rows is given by its description, which equals no length
+        # what is not a batch of rows is shown by its description, which equals no length
         got = width if rows.dim() == 2 else describe(rows)
         fits = got == self.length
         expected = f"{self.length} positions, as in the first row"
@@ -257,8 +257,8 @@ def _is_text(tokens: Any) -> TypeGuard[str | Sequence[str]]:
 
 
 def _is_sequence_of_items(given: Sequence[Any]) -> bool:
-    """Whether a list holds tensors, arrays or items of a data set; else it holds ids, or rows of
-    them."""
+    """Whether a list holds tensors, arrays or items of a data set; otherwise it holds ids or rows
+    of ids."""
     first = given[0] if given else None
     return isinstance(first, Mapping) or isinstance(_of_item(first), Tensor | np.ndarray)
 
@@ -276,8 +276,8 @@ def token_file(path: str | Path, what: str = "tokens") -> np.ndarray:
 
 
 def _opened(tokens: Any) -> Any:
-    """The array in a ``.npy`` file; a path of another file is refused with what to do; anything
-    else as it is."""
+    """The array in a ``.npy`` file; any other path is refused, with advice; anything else is
+    returned as it is."""
     if isinstance(tokens, str | Path) and str(tokens).endswith(".npy"):
         return token_file(tokens)
     if isinstance(tokens, Path):
@@ -288,8 +288,7 @@ def _opened(tokens: Any) -> Any:
 
 
 def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
-    """An iterator over rows or batches, and the length of a row, from the first, which it still
-    holds."""
+    """An iterator over all rows or batches, and the length of a row, taken from the first item."""
     indexed = hasattr(tokens, "__getitem__") and hasattr(tokens, "__len__")
     if indexed and not hasattr(tokens, "__iter__"):  # a torch data set
         tokens = map(tokens.__getitem__, range(len(tokens)))
@@ -305,7 +304,7 @@ def _stream(tokens: Any) -> tuple[Iterator[Any], int]:
     require(
         fits, "tokens", expected="rows [position] or batches [batch position]", got=describe(rows)
     )
-    # the first item has been taken off the stream: it goes in front again
+    # the first item was taken from the stream, and goes back to its front
     return itertools.chain([first], stream), rows.shape[-1]
 
 
@@ -315,8 +314,8 @@ def _rows(tokens: Any, start: int, stop: int) -> Int[Tensor, "batch position"]:
 
 
 def _mapped(tokens: Any) -> Any:
-    """The ids of the mapping that a tokenizer returns, anything else as it is; a cache is
-    refused."""
+    """The ids in the mapping that a tokenizer returns; anything else as it is. An activation cache
+    is refused."""
     if is_cache(tokens):
         expected, got = "ids, windows or texts", type(tokens).__name__
         instead = "decompose_activations(cache), or cache= beside the tokens"
@@ -325,8 +324,8 @@ def _mapped(tokens: Any) -> Any:
 
 
 def is_cache(source: Any) -> bool:
-    """Whether something is a cache, as an object or as the plain dictionary that TransformerLens
-    can return."""
+    """Whether something is an activation cache: the object, or the plain dictionary that
+    TransformerLens can return instead."""
     if hasattr(source, "cache_dict"):
         return True
     names = source if isinstance(source, Mapping) else ()
@@ -334,7 +333,7 @@ def is_cache(source: Any) -> bool:
 
 
 def _of_item(item: Any) -> Any:
-    """Ids of one item of a data set; one that says it is padded is refused."""
+    """Ids of one item of a data set; an item whose attention mask has zeros is refused."""
     if isinstance(item, list | tuple) and len(item) == 1:  # an item of a TensorDataset
         entry = item[0]
         return entry if isinstance(entry, Tensor | np.ndarray) and entry.ndim > 0 else item
@@ -354,7 +353,7 @@ def _of_item(item: Any) -> Any:
 
 
 def _ids(rows: Any) -> Int[Tensor, "..."]:
-    """Token ids of any integer type as int64, copied: a caller may refill the row that it gave."""
+    """Token ids of any integer type as int64, copied: a caller may reuse its buffer."""
     if isinstance(rows, np.ma.MaskedArray) and np.ma.is_masked(rows):
         got = f"{int(np.ma.getmaskarray(rows).sum())} masked ids"
         fail("tokens", expected="ids without a mask", got=got, instead=REPACK)
@@ -366,7 +365,7 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
             require(equal, "tokens", expected="rows of equal length", got=got, instead=instead)
             flat = lengths == [0]
             rows = torch.tensor(rows) if flat else torch.stack([torch.as_tensor(r) for r in rows])
-        # copied by numpy: torch warns of read-only arrays, such as memory maps
+        # np.array copies: torch warns of read-only arrays, such as memory maps
         ids = torch.as_tensor(np.array(rows) if isinstance(rows, np.ndarray) else rows)
     except GeometryError:
         raise
@@ -380,10 +379,10 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
 def label_ids(
     labels: Any, contexts: int | None, names: tuple[str, ...] = ()
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """One label for each context as the numbers 0, 1, ... of the values that occur, and the names
-    of these (none where labels are these numbers themselves).
+    """The label of each context as one of the numbers 0, 1, ..., with no number unused, and what
+    each number stands for (empty where the labels given are these numbers already).
 
-    Labels are names, or whole numbers; ``names[label]`` is what a number stands for.
+    Labels are strings, or whole numbers; with ``names``, the label ``i`` stands for ``names[i]``.
 
     >>> label_ids([7, 10**9, 7], 3)
     (tensor([0, 1, 0]), ('7', '1000000000'))
@@ -415,8 +414,8 @@ def label_ids(
 
 
 def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:
-    """States as numbers, of ``count`` states (all for ``None``); the name of a hook that holds one
-    (``"blocks.1.hook_resid_pre"``) stands for its number.
+    """States as numbers below ``count`` (all for ``None``). The name of a hook that holds a state
+    (``"blocks.1.hook_resid_pre"``) is taken as its number.
 
     >>> state_indices(["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", 0], 4)
     (1, 2, 0)

@@ -1,7 +1,7 @@
-"""Prompts of one template: token rows of one length in which the same word stands at the same
-position. ``aligned_prompts`` makes them for everything that takes prompts; names of slots are the
-names of positions there (``position="S2"``), and the same rows with other words in the slots are
-counterfactual prompts.
+"""How are prompts made whose words stand at the same positions? :func:`aligned_prompts` fills the
+slots of a template, for every function that takes prompts. Token rows have one length; the names of
+slots are names of positions there (``position="S2"``). The same template with other words in the
+slots gives counterfactual prompts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def aligned_prompts(
     *,
     prepend_bos: bool,
 ) -> TokenWindows:
-    """Every row filled into the slots of a template, as tokens with named positions.
+    """Fill every row into the slots of a template: tokens with named positions.
 
     Args:
         template: a text with slots, ``"When {IO} and {S} went to the store, {S} gave a drink to"``,
-            or several; then all rows stand in the first, then all in the second, and ``labels`` say
-            which.
+            or several; then the result has all rows in the first template, then all rows in the
+            second, and ``labels`` are the templates.
         rows: the text of each slot, ``[{"IO": "Mary", "S": "John"}, ...]``.
 
-    ``positions`` of the result: a slot is named by itself, its second place as ``"S2"``, and so on,
-    each the last token of the text in it; ``"end"`` is the last position. Where several templates
-    have a name at different positions, it is left out.
+    ``positions`` of the result name the last token of the text in each slot: ``"S"`` where the slot
+    occurs first, ``"S2"`` where it occurs again, and so on. ``"end"`` is the last position. A name
+    at different positions in different templates is left out.
 
     Raises ``GeometryError`` for a row without the text of a slot or with more, and for prompts of
     unequal token length.
@@ -68,7 +68,7 @@ def aligned_prompts(
         {name: _position(view, text, end, int(prompts.has_bos)) for name, end in ends.items()}
         for text, ends in filled
     ]
-    # a name that stands elsewhere in some template names no position of all prompts
+    # only (name, position) pairs that all prompts share
     shared = set.intersection(*(set(places.items()) for places in places_by_prompt))
     for i in range(len(templates)):
         of_template = places_by_prompt[i * len(rows) : (i + 1) * len(rows)]
@@ -84,7 +84,8 @@ def aligned_prompts(
 
 
 def _slots(template: str) -> list[tuple[str, str | None]]:
-    """Literal texts, each with the slot behind it."""
+    """The literal parts of a template, each with the name of the slot after it (``None`` at the
+    end)."""
     try:
         parsed = [(text, name) for text, name, _, _ in Formatter().parse(template)]
     except ValueError as error:
@@ -107,9 +108,9 @@ def _filled(template: str, row: Mapping[str, str]) -> tuple[str, dict[str, int]]
 
 
 def _position(view: ModelView, text: str, end: int, has_bos: int) -> int:
-    """The position of the last token of a prompt's beginning."""
+    """The position of the token that ends at character ``end`` of a prompt."""
     ids_before, ids = view.encode(text[:end]), view.encode(text)
-    # a token that goes on behind the slot has no position of its own
+    # refuses a token that goes on after the slot: no position ends with the slot
     if ids[: len(ids_before)] != ids_before:
         got, instead = f"{text[:end]!r} and {text[end:]!r} in one", "slots of whole words"
         fail("template", expected="slots that end with a token", got=got, instead=instead)

@@ -1,5 +1,6 @@
-"""Reads text files of any size for windows and for the command line: first from beginning to end,
-which checks them, and then from any place.
+"""How is a text file of any size read from any character without holding it? For
+:func:`tl_geometry.windows` and the command line. A file is first read from beginning to end, which
+checks it, and then from any place.
 
 A file is decoded block by block, and the state of the decoder before each block is kept, so that in
 any encoding a later reading can begin at a block. Places are counted in characters, as in a string.
@@ -23,18 +24,18 @@ from tl_geometry.base.printable import printable
 BLOCK = 2**16
 """Bytes that are decoded at a time."""
 ZEROS = ("utf-16", "utf-32", "utf_16", "utf_32", "utf16", "utf32")
-"""Encodings whose files hold zero bytes; in any other such a file is no text."""
+"""Encodings whose text files can hold zero bytes; in any other a file with one is not text."""
 BOM = "\ufeff"
 """The byte order mark, decoded."""
 STRING = "a string, such as path.read_text(encoding=...)"
-"""What a message advises to pass in place of a file that is no text."""
+"""What error messages advise to pass in place of a file that is not text."""
 
 
 def check_encoding(encoding: str) -> None:
-    """Refuse what is no encoding of text that Python knows."""
+    """Refuse a name that Python does not know as an encoding of text."""
     try:
         valid = bool("a".encode(encoding))
-    # ValueError: "undefined", which always fails, or a zero byte in the name
+    # ValueError: the codec "undefined", which always fails, or a zero byte in the name
     except (LookupError, ValueError):
         valid = False
     expected = "an encoding that Python knows, such as utf-8 or latin-1"
@@ -42,7 +43,8 @@ def check_encoding(encoding: str) -> None:
 
 
 def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
-    """Refuse paths that are no files, and files that may not be read."""
+    """Refuse paths that are not files, and files without permission to read; ``what`` names the
+    argument or option that gave them."""
     missing = [printable(str(p)) for p in paths if not p.is_file()]
     require(not missing, what, expected="existing text files", got=", ".join(missing))
     locked = [printable(str(p)) for p in paths if not os.access(p, os.R_OK)]
@@ -50,8 +52,8 @@ def existing(paths: Sequence[Path], what: str = "--corpus") -> None:
 
 
 class _File:
-    """A file that must stay as it was when it was first read; ``what`` names the argument that gave
-    it."""
+    """A file that must not change after it was first read (by size, time of change and inode);
+    ``what`` names the argument or option that gave it."""
 
     def __init__(self, path: Path, name: str | None, what: str) -> None:
         existing([path], what)
@@ -61,7 +63,7 @@ class _File:
             self._stamp = _stamp(file)
 
     def _opened(self) -> BinaryIO:
-        """The file, opened, if it is still as it was when it was first read."""
+        """The file, opened; refused if it changed since it was first read."""
         try:
             file = self.path.open("rb")
         except OSError as error:
@@ -83,10 +85,10 @@ def _stamp(file: BinaryIO) -> tuple[int, int, int]:
 
 
 class TextFile(_File):
-    r"""One text in a file; line ends are ``"\n"``, a byte order mark is left out.
+    r"""One text in a file; line ends are read as ``"\n"``, and a byte order mark is left out.
 
-    The constructor decodes the whole file: what is no text in ``encoding`` is refused by the offset
-    of the first wrong byte. ``blank`` says that there are only spaces and line ends.
+    The constructor decodes the whole file. A file that is not text in ``encoding`` is refused, with
+    the offset of the first wrong byte. ``blank`` says that it holds only whitespace.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -116,9 +118,9 @@ class TextFile(_File):
         self.sizes = [size - self._skip]
 
     def read(self, document: int, start: int, stop: int) -> str:
-        """Characters ``start`` to ``stop``, as of a string."""
+        """Characters ``start`` to ``stop``, as a slice of a string; ``document`` is always 0."""
         start, stop = start + self._skip, stop + self._skip
-        # where a block begins the decoder's state is known, whatever the encoding
+        # the state of the decoder is known only at the beginnings of blocks
         block = bisect.bisect_right(self._marks, start, key=lambda mark: mark[0]) - 1
         before, state = self._marks[block]
         decoder, parts, decoded = self._decoder(), [], before
@@ -139,8 +141,10 @@ class TextFile(_File):
         )
 
     def _blocks(self, file: BinaryIO) -> Iterator[int]:
-        """Decode the file from its beginning, set the marks, and give the length of each block."""
-        size, decoder, raw = 0, self._decoder(), b"-"  # anything but empty, which ends the loop
+        """Decode the file from its beginning, set the marks, and yield the length of each block in
+        characters."""
+        # raw: anything but the empty block, which ends the loop
+        size, decoder, raw = 0, self._decoder(), b"-"
         zeros = self.encoding.lower().startswith(ZEROS)
         while raw:
             self._marks.append((size, decoder.getstate()))
@@ -148,7 +152,7 @@ class TextFile(_File):
             text = zeros or b"\0" not in raw
             require(text, self.what, expected="text files", got=self.name, instead=self._binary)
             decoded = self._decoded(decoder, raw, file.tell())
-            # only at the beginning of a file is it a mark, not a character
+            # elsewhere in a file the same code point is a character, not a mark
             if not size and decoded.startswith(BOM):
                 self._skip = 1
             self.blank = self.blank and not decoded.removeprefix(BOM).strip()
@@ -161,7 +165,7 @@ class TextFile(_File):
         except UnicodeError as error:
             place = "it"
             if isinstance(error, UnicodeDecodeError):
-                # error.object begins with bytes of the last block
+                # error.object may begin with undecoded bytes of the block before
                 wrong = error.object[error.start]
                 place = f"byte {end - len(error.object) + error.start} (0x{wrong:02x})"
             option = "--encoding latin-1 (or whichever it is), or iconv"
@@ -171,8 +175,8 @@ class TextFile(_File):
 
 
 class JsonLines(_File):
-    """Texts in a file whose lines are JSON objects in UTF-8: one field of each line. A line is read
-    again whenever its text is wanted; blank lines do not count."""
+    """Texts in a file whose lines are JSON objects in UTF-8: ``field`` of each line is a document.
+    A line is read again when its text is needed; blank lines are skipped."""
 
     def __init__(
         self, path: Path, field: str, *, name: str | None = None, what: str = "texts"
@@ -193,7 +197,7 @@ class JsonLines(_File):
 
     def read(self, document: int, start: int, stop: int) -> str:
         """Characters ``start`` to ``stop`` of one of the texts."""
-        if self._last[0] != document:  # a long text is read in pieces
+        if self._last[0] != document:  # the last text is kept: a long one is read in pieces
             with self._opened() as file:
                 file.seek(self._starts[document])
                 self._last = document, self._text(file.readline(), self._numbers[document])
@@ -227,7 +231,8 @@ def text_file(
     what: str = "texts",
     binary: str = STRING,
 ) -> TextFile | JsonLines:
-    """A file as one text, or, where ``field`` is given, as one text for each of its lines."""
+    """A file as one text, or, where ``field`` is given, as one text for each of its lines. A
+    ``what`` that begins with "-" is an option of the command line, and errors advise options."""
     option = "--field text" if what.startswith("-") else "field='text'"
     if field is None:
         lines = path.suffix.lower() in (".jsonl", ".ndjson")
@@ -240,14 +245,14 @@ def text_file(
 
 
 def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
-    """A name for each text file: its base name, with as many folders before it as tell them apart;
-    the same file twice is refused."""
+    """A name for each text file: its base name, preceded by as many folders as make all names
+    differ. The same file twice is refused."""
     real = [p.resolve() for p in paths]
     twice = [str(p) for i, p in enumerate(paths) if real[i] in real[:i]]
     require(not twice, what, expected="each file once", got=f"{printable(', '.join(twice))} twice")
     deepest = max((len(r.parts) for r in real), default=0)
     for depth in range(1, 1 + deepest):
-        # so many parts of each path, until no two names are alike
+        # more parts of each path until no two names are equal
         names = [printable("/".join(r.parts[-depth:])) for r in real]
         if len(set(names)) == len(names):
             return names
@@ -255,7 +260,7 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
 
 
 TOKENS = "tl-geometry fit for a .npy file of token ids"
-"""What a message advises for a file of token ids."""
+"""What error messages advise for a file of token ids."""
 
 
 def text_files(
@@ -266,8 +271,9 @@ def text_files(
     field: str | None = None,
     binary: str = "--encoding utf-16 if that is what it is",
 ) -> list[TextFile | JsonLines]:
-    """Text files, read once; what is no text, or not in ``encoding``, is refused by name rather
-    than mended. ``field``: the texts are in that field of each line."""
+    """Text files, each read once to check it. A file that is not text, not in ``encoding`` or
+    empty is refused by name; no byte is replaced. ``field``: the texts are in that field of each
+    line; ``binary`` is what errors advise for a file that is not text."""
     existing(paths, what)
     check_encoding(encoding)
     options = {"encoding": encoding, "field": field, "what": what, "binary": binary}
@@ -281,6 +287,6 @@ def text_files(
 def read_texts(
     paths: Sequence[Path], encoding: str = "utf-8", what: str = "--corpus"
 ) -> tuple[list[str], list[str]]:
-    """Texts and names of files, as :func:`text_files`, whole."""
+    """The whole texts of files, and their names, checked as by :func:`text_files`."""
     files = text_files(paths, encoding, what)
     return [f.read(0, 0, f.sizes[0]) for f in files], [f.name for f in files]

@@ -1,5 +1,6 @@
-"""Cuts texts into windows of equal length (:func:`tl_geometry.windows`), and makes a null of the
-context share by splicing windows (:func:`splice`)."""
+"""How does text become token windows of equal length (:func:`tl_geometry.windows`), and how large
+would the context share be without a common context? :func:`splice` makes the windows of that
+null."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 
 SEPARATOR = "\n\n"
-"""What stands between joined documents by default: a blank line. The tokenizer's end-of-text token
-is not the default, because in many models it is BOS or padding as well."""
+"""What is put between joined documents by default: a blank line. Not the tokenizer's end-of-text
+token, because in many models it is also BOS or padding."""
 
 
 def windows(
@@ -42,28 +43,34 @@ def windows(
 ) -> TokenWindows:
     """Cut texts into windows of ``length`` tokens, non-overlapping and each used once.
 
-    ``texts`` is a text, several, ``pathlib.Path`` s of text files in UTF-8, or a data set with a
-    ``text`` column; ``field`` names another column, or the field that holds the text in each line
-    of a ``.jsonl`` file. Files are read and tokenised in pieces, which end where a word does. Every
-    text is cut from its beginning; a rest shorter than a window is left out. With ``prepend_bos``
-    each window is the BOS id and ``length - 1`` tokens; where the text itself has the BOS string at
-    the beginning of a window, the string or the window is left out, and a note says so.
+    ``texts`` is a text, several texts, ``pathlib.Path`` s of text files in UTF-8, or a data set
+    with a ``text`` column; ``field`` names another column, or the field that holds the text in each
+    line of a ``.jsonl`` file. Files are read and tokenised in pieces, which end where a word does.
+    Every text is cut from its beginning; a rest shorter than a window is left out. With
+    ``prepend_bos`` each window is the BOS id and ``length - 1`` tokens; where the text itself has
+    the BOS string at the beginning of a window, the string or the window is left out, and a note
+    says so.
 
     ``labels`` names the document of each text (by default its index, or file and line);
     with ``field`` it names each file.
 
-    ``n`` draws that many windows without replacement (seeded, in corpus order), or ``at_most`` that
-    many; ``None`` takes all.
-    Texts of up to 4 million characters are tokenised whole, and every window is as likely as
-    another. In texts that are longer, and large beside ``n`` windows, characters are drawn, each as
-    likely as another; only the text around them is tokenised, and each gives the window at its
-    place in that text. A note says so. Text of long words is then drawn a little more often, and
-    the windows are not among those of ``n=None``. ``replace=True`` draws ``n`` starts instead, with
-    replacement and from every token, so that windows overlap and are not independent: the published
-    sampling (Song & Zhong 2023). In a large text each start lies near a character that is drawn.
+    ``n`` draws that many windows without replacement (seeded, in corpus order), or all with
+    ``at_most`` where there are fewer; ``None`` takes all. There are two ways to draw:
+
+    - Texts of up to 4 million characters in all are tokenised whole, and every window is equally
+      likely.
+    - In larger texts, if ``n`` windows are a small part of them, characters are drawn, each equally
+      likely. Only the text around each is tokenised, and gives the window at the place of the
+      character. A note says so. Text with long words is then drawn a little more often, and the
+      windows need not be among those of ``n=None``.
+
+    ``replace=True`` draws ``n`` starts instead, with replacement and from every token, so that
+    windows overlap and are not independent: the published sampling (Song & Zhong 2023). In a large
+    text each start lies near a character that is drawn.
 
     A text shorter than a window is left out, unless ``pack=True`` joins all texts with a blank line
-    (or the string that ``pack`` is) between them; a window belongs to the document where it starts.
+    between them (``pack="..."``: with that string). A window belongs to the document where it
+    starts.
 
     Raises ``GeometryError`` when no text is long enough, when ``n`` exceeds the windows there are,
     or when a file is no text or changes while it is read.
@@ -123,13 +130,13 @@ def windows(
 def _labelled(
     documents: Documents, document_ids: Int[Tensor, " context"], labels: Sequence[Any] | None
 ) -> tuple[Int[Tensor, " context"], tuple[str, ...]]:
-    """The document of each window as a number, and the names that the numbers stand for. Of lines
-    of files, which are many, only those with a window are named."""
+    """The document of each window as a number, and the names that the numbers stand for. Lines of
+    files may be many: only those with a window get a number and a name."""
     if labels is None and documents.named_by_line:
         present, document_ids = document_ids.unique(return_inverse=True)
         return document_ids, tuple(map(documents.name, present.tolist()))
     named = [str(v) for v in (range(documents.given) if labels is None else labels)]
-    # texts with one label are one document
+    # texts with equal labels are one document
     numbers = {name: i for i, name in enumerate(dict.fromkeys(named))}
     origin = documents.origin(document_ids)
     return torch.tensor([numbers[name] for name in named])[origin], tuple(numbers)
@@ -139,10 +146,10 @@ def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> 
     """Windows spliced from pieces of random windows of the same corpus: the null for the context
     share.
 
-    ``piece`` tokens (by default an eighth of the window) come from one place, each piece from a
-    window of its own; positions are kept, and a BOS at position 0 stays. So the tokens at each
-    position stay the same, and whatever context share the spliced windows show comes from slow
-    variation within a piece, not from a common context.
+    Each piece of ``piece`` tokens (by default an eighth of the window) comes from a random window,
+    drawn anew for each piece, and keeps its positions; a BOS at position 0 stays. Over the corpus
+    the tokens at each position stay the same, so that any context share of the spliced windows
+    comes from slow variation within a piece, not from a common context.
 
     >>> import tl_geometry as tlg
     >>> windows = TokenWindows(tokens=torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]), has_bos=True)

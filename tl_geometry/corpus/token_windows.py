@@ -1,5 +1,5 @@
-"""Windows of tokens of one length: what :func:`tl_geometry.windows` returns and every function that
-runs a model takes."""
+"""In what form do tokens travel through the library? As :class:`TokenWindows`, rows of one length:
+what :func:`tl_geometry.windows` returns and every function that runs a model takes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
 Selection = Any
-"""Contexts: one, a slice, or several (a list, a tensor, an array), as numbers or as a mask."""
+"""A choice of contexts: a number, a slice, or a list, tensor or array of numbers or of a mask."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class TokenWindows:
-    """Windows of one length: ``tokens [context position]``, a document label per context (or
-    ``None``), whether position 0 is BOS.
+    """Windows of one length: ``tokens [context position]``, and ``has_bos`` if position 0 is BOS.
 
-    ``names[labels[c]]`` is the document that context ``c`` was cut from; ``str_tokens`` are the
-    readable tokens of the first window; ``notes`` say what was done to the text; ``positions`` are
-    named positions that all contexts share (:func:`tl_geometry.corpus.aligned_prompts`).
+    ``names[labels[c]]`` is the document that context ``c`` was cut from (``labels`` may be
+    ``None``); ``corpus`` names the text; ``str_tokens`` are the readable tokens of the first
+    window; ``notes`` say what was done to the text; ``positions`` are named positions that all
+    contexts share (:func:`tl_geometry.corpus.aligned_prompts`).
     """
 
     tokens: Int[Tensor, "context position"]
@@ -55,15 +55,15 @@ class TokenWindows:
             expected = f"one label for each of {len(self.tokens)} contexts, as a tensor"
             require(fits, "labels", expected=expected, got=describe(self.labels))
             object.__setattr__(self, "labels", self.labels.clone())
-        # a caller may go on writing into the tensor that it gave
+        # cloned, because a caller may write into its tensor later
         object.__setattr__(self, "tokens", self.tokens.clone())
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, contexts: Selection) -> TokenWindows:
-        """Some of the contexts, in the given order: those of a slice, a list, a tensor or a mask;
-        one of them for a number.
+        """The chosen contexts, in the given order: a slice, a list, a tensor or a mask; a number
+        gives windows of one context.
 
         >>> rows = TokenWindows(tokens=torch.arange(6).view(3, 2), has_bos=False)
         >>> [rows[i].tokens.tolist() for i in (1, torch.tensor([2]), [True, False, False])]
@@ -71,7 +71,7 @@ class TokenWindows:
         """
         chosen = self._rows(contexts)
         tokens, labels = self.tokens[chosen], None if self.labels is None else self.labels[chosen]
-        # `str_tokens` are those of the first window, and of no other
+        # `str_tokens` belong to the first window only
         same_first = len(tokens) > 0 and torch.equal(tokens[0], self.tokens[0])
         texts = self.str_tokens if same_first else ()
         return dataclasses.replace(self, tokens=tokens, labels=labels, str_tokens=texts)
@@ -83,7 +83,8 @@ class TokenWindows:
             return all_contexts[contexts]
         has_axes = bool(getattr(contexts, "shape", ()))  # a tensor [1] is a list of one
         if whole(contexts) is not None and not has_axes:
-            return all_contexts[contexts].unsqueeze(0)  # its IndexError ends a for loop
+            # torch raises IndexError past the end, which ends a for loop over the windows
+            return all_contexts[contexts].unsqueeze(0)
         try:
             given = contexts if isinstance(contexts, Tensor) else list(contexts)
             index = torch.as_tensor(given).cpu()
@@ -103,8 +104,8 @@ class TokenWindows:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What a result made from these windows should say: the notes, and how many windows begin
-        with BOS twice."""
+        """Flags for a result made from these windows: the notes, and how many windows begin with
+        BOS twice."""
         if not self.has_bos or self.tokens.shape[1] < 2:
             return self.notes
         double = int((self.tokens[:, 0] == self.tokens[:, 1]).sum())
@@ -145,10 +146,10 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     TokensLike = TokenWindows | str | Path | Iterable[Any] | Dataset[Any]
-else:  # unknown at run time: the function that takes tokens looks at them, and refuses by name
+else:  # Any at run time: corpus/sources.py inspects tokens, and refuses them with a reason
     TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows`; ids ``[context position]`` as
 a tensor, an array, nested lists, a ``.npy`` file (its path) or a memory map; one prompt
 ``[position]`` where a prompt is meant; what a tokenizer returns; an iterable of rows or batches (a
 ``DataLoader``, a ``datasets.Dataset`` with a ``tokens`` or ``input_ids`` column); a string or
-strings of equal token length, with ``prepend_bos`` said explicitly. Ids are never edited."""
+strings of equal token length, with an explicit ``prepend_bos``. Ids are never edited."""

@@ -1,5 +1,5 @@
-"""Questions to token ids as plain integer tensors: how they are cut into windows, or sampled,
-whether rows begin with BOS, and which hold padding."""
+"""How are plain token ids cut or sampled into windows, do rows begin with BOS, and which hold
+padding? For :mod:`tl_geometry.corpus.sources` and the papers' sampling."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 
 MANY_ROWS = 16
-"""Rows among which a single padding token at an end may be chance."""
+"""In at least this many rows, a single padding token at an end of one row may be chance."""
 CERTAIN_RUN = 3
-"""Padding tokens in a run at an end of a row that cannot be chance."""
+"""Length of a run of padding tokens at an end of a row that cannot be chance."""
 
 
 def cut(ids: Sequence[int], length: int) -> Int[Tensor, "context position"]:
@@ -54,12 +54,11 @@ def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> b
 
 
 def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
-    """How many rows begin or end with padding, as far as that can be told from the ids; 0 where it
-    cannot.
+    """How many rows begin or end with padding; 0 where the ids do not decide it.
 
-    Ids that hold the padding token inside rows too are random ids or texts that use it, and a
-    single one at an end of one row among many may be chance: both are left alone, unless a row has
-    three or more in a run at an end.
+    If the padding token also occurs inside rows, the ids are random or the text itself uses it; a
+    single one at an end of one row among many may be chance. Both count as no padding, unless some
+    row has a run of three or more at an end.
 
     >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0)
     1
@@ -69,7 +68,7 @@ def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
     is_pad = ids == pad
     if not bool(is_pad.any()):
         return 0
-    # a cumulative product is one as far as the run at that end goes, then zero
+    # a cumulative product is 1 along the run at that end, and 0 after it
     left, right = is_pad.long().cumprod(1), is_pad.flip(1).long().cumprod(1)
     run_length = torch.maximum(left.sum(1), right.sum(1))
     inside = int(is_pad.sum() - (left.bool() | right.flip(1).bool()).sum())

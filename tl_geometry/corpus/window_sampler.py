@@ -1,5 +1,5 @@
-"""Which windows :func:`tl_geometry.windows` cuts: all, a uniform choice of all, or, in a text too
-long to be tokenised for a few windows, those at places that are drawn."""
+"""Which windows does :func:`tl_geometry.windows` cut? All, a uniform choice of all, or, in a text
+too long to be tokenised for a few windows, those at random places."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tl_geometry.corpus.pieces import Ids, Pieces
 WHOLE = 2**22
 """Characters up to which a corpus is always tokenised whole, which takes seconds."""
 PLACE, PER_TOKEN = 2048, 16
-"""The text around a drawn place has ``PER_TOKEN`` characters for each token of a window, and at
-least ``PLACE``: three or four windows of most texts, so that one is nearly always found."""
+"""The text around a drawn character has ``PER_TOKEN`` characters for each token of a window, and at
+least ``PLACE``. In most texts that holds three or four windows, so that one is nearly always
+found."""
 TRIES, MORE = 4, 64
-"""``TRIES`` places are drawn for each window, and ``MORE`` besides: some hold no window, or one
-that was drawn before."""
+"""For n windows ``TRIES * n + MORE`` places are drawn, because some hold no window, or one that was
+drawn before."""
 Cut = tuple[Int[Tensor, "context position"], Int[Tensor, " context"], tuple[str, ...]]
-"""Windows without BOS, the document that each begins in, and remarks."""
+"""Windows without BOS, the document in which each begins, and notes."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cutter:
-    """Windows of ``length`` tokens every ``step`` tokens of each document, or of all documents
-    joined with ``separator``; none begins with the BOS id of ``pieces``."""
+    """Windows of ``length`` tokens (without BOS), one every ``step`` tokens of each document, or of
+    all documents joined with the ids ``separator``; none begins with the BOS id of ``pieces``. A
+    ``step`` below ``length`` means sampling with replacement."""
 
     pieces: Pieces
     length: int
@@ -45,7 +47,7 @@ class Cutter:
 
     @property
     def _place(self) -> int:
-        """Characters in which one window is drawn."""
+        """Characters of the text in which one window is drawn."""
         return max(PLACE, PER_TOKEN * self.length)
 
     def by_place(self, n: int | None) -> bool:
@@ -60,7 +62,7 @@ class Cutter:
         where there are fewer."""
         ids = Ids()
         for document, size in enumerate(self.pieces.documents.sizes.tolist()):
-            # joined, an empty document would only put two separators side by side
+            # among joined documents an empty one would only add a second separator
             if size or not self._joined:
                 ids.add(document, self.pieces.all_ids(document), self.separator or ())
         longest = len(ids) if self._joined else ids.longest
@@ -82,7 +84,7 @@ class Cutter:
             n_fits = n >= 1 and (at_most or n <= len(starts))
             require(n_fits, "n", expected=expected, got=n, instead=instead)
             starts = starts[torch.randperm(len(starts), generator=generator)[:n].sort().values]
-        # with replacement windows overlap, so that no text is left out
+        # no note with replacement: windows overlap, so that the text is in other windows
         note = f"{left_out} windows that begin with the BOS string left out"
         notes = (note,) if left_out and not self._replace else ()
         rows, documents = ids.rows(starts, self.length), ids.documents(starts)
@@ -116,7 +118,8 @@ class Cutter:
             window = self._window_at(place)
             if window is not None:
                 key, document, row = window
-                # with replacement, the same window may be drawn again: its number tells it apart
+                # with replacement a window may be drawn again: the number of the draw makes its key
+                # unique
                 draw = (len(windows),) if self._replace else ()
                 windows.setdefault((*key, *draw), (document, row))
             if len(windows) == n:
@@ -131,9 +134,9 @@ class Cutter:
     def _window_at(
         self, place: int
     ) -> tuple[tuple[int, int, int], int, Int[Tensor, " position"]] | None:
-        """The window for a drawn place: of the windows in the text around it, the one as far along
-        as the place is. Gives where it begins (first document and character of that text, token),
-        its document, its tokens."""
+        """The window for a drawn place: among the windows of the text around it, the one at the
+        same relative position as the place. Returns a key that orders windows (first document and
+        first character of that text, start token), the document of the window, and its tokens."""
         spans, share = self._around(place)
         ids = Ids()
         for document, start, stop in spans:
@@ -150,15 +153,15 @@ class Cutter:
         return (document, begin, int(start)), int(ids.documents(start)), row
 
     def _around(self, place: int) -> tuple[list[tuple[int, int, int]], float]:
-        """The text around a place, and where in it the place lies, from 0 to below 1. The text is a
-        short document, a part of a long one, or, where documents are joined, a part of all
-        together; it is given as parts of documents (document, start, stop)."""
+        """The text around a place, as parts of documents (document, start, stop), and the relative
+        position of the place in it, from 0 to below 1. The text is a short document, a part of a
+        long one, or, where documents are joined, a part of their concatenation."""
         documents = self.pieces.documents
         ends, size = documents.ends, self._place
         first = last = int(torch.searchsorted(ends, place, right=True))
         begin = int(ends[first] - documents.sizes[first])
         low, high = begin, int(ends[first])
-        # a long text is divided into parts of one size; the part that holds the place is taken
+        # a long text is divided into parts of equal size, of which one holds the place
         if self._joined or high - low > size:
             low = place - (place - (0 if self._joined else low)) % size
             high = min(low + size, documents.characters if self._joined else high)

@@ -1,4 +1,6 @@
-"""Trajectories of tokens through the layers as a stochastic flow: rotation, stretch and noise."""
+"""Do the layers move tokens like a stochastic flow of rotation, stretch and noise (Sarfati et al.
+2025)? Trajectories of tokens and everything that is computed from them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which direction of one state continues which direction of the state before? The aligned singular
-bases of an ensemble of trajectories, on which rotation, stretch and the stochastic flow are built.
+"""Which direction of one state continues which direction of the state before? Fits the aligned
+singular bases of an ensemble of trajectories. The maps of rotation and stretch
+(:mod:`tl_geometry.flow.residuals`), :class:`tl_geometry.flow.LangevinModel` and
+:func:`tl_geometry.flow.truncation_kl` start from them.
 
 An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
 (d_model x N) ``= U_t S_t V_t^T``; the basis of t is ``(U_t, S_t)``. Singular vectors are defined up
@@ -27,15 +29,17 @@ from tl_geometry.base.linalg import fix_signs, svd
 ALIGNMENTS = ("greedy", "sign", "hungarian", "none")
 """How :func:`align_directions` chains singular directions."""
 CHUNK = 4096
-"""Trajectories that are held in float64 at a time."""
+"""Trajectories that are held in float64 at a time: bounds the memory of their right singular
+vectors."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AlignedBases:
     """Aligned bases of all states: ``M_t - center_t = U_t diag(S_t) V_t^T``, float64.
 
-    ``order[t, i]`` is the place (0 strongest) that direction i has among the singular values of
-    state t, ``sign`` the flip against the deterministic sign. ``overlap[s, t, i]`` is
+    Directions are the columns of ``U``. ``order[t, i]`` is the place of direction i among the
+    singular values of state t (0: the strongest), ``sign`` the flip against the deterministic sign.
+    ``center`` is zero for uncentred bases; ``trajectories`` is N. ``overlap[s, t, i]`` is
     ``v_i(s).v_i(t)``, the cosine between the right singular vectors: how well a rotation and a
     stretch alone explain direction i between the two states.
     """
@@ -56,7 +60,8 @@ class AlignedBases:
 
     @cached_property
     def directions(self) -> tuple[Float[Tensor, "d_model rank"], ...]:
-        """``U`` of each state, always the same tensors: maps from one state can be told by them."""
+        """``U`` of each state, always the same tensor objects: :meth:`LayerMap.reads_as
+        <tl_geometry.flow.residuals.LayerMap.reads_as>` compares maps from one state by identity."""
         return self.U.unbind(0)
 
     def flipped(self, sign: Float[Tensor, "state rank"]) -> AlignedBases:
@@ -83,10 +88,9 @@ def fit_aligned_bases(
 ) -> AlignedBases:
     """Aligned bases of an ensemble, uncentred (as published) or about the mean of each state (PCA).
 
-    ``M_t = U_t S_t V_t^T`` in float64, from the triangular factor where there are more trajectories
-    than coordinates. Uncentred, the first direction is nearly that of the ensemble mean. Sarfati et
-    al. 2025, section 2 ("latent space bases"); ``align`` as in :func:`align_directions`. Raises
-    ``GeometryError`` for states that are not finite.
+    Without centring the first direction is nearly that of the ensemble mean. Computed in float64;
+    ``align`` as in :func:`align_directions`. Source: Sarfati et al. 2025, section 2 ("latent space
+    bases"). Raises ``GeometryError`` for states that are not finite.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     >>> f = fit_aligned_bases(X)
@@ -120,10 +124,9 @@ def fit_aligned_bases(
 
 
 def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
-    """Directions ``U_t`` and singular values of one state's ``M_t``, whose transpose are the
-    rows."""
+    """Directions ``U_t [d_model rank]`` and singular values of one state; ``rows`` is ``M_t^T``."""
     if rows.shape[0] > rows.shape[1]:
-        # the triangular factor has the same singular values and directions, in d_model rows
+        # the triangular factor of QR has the same singular values and directions in d_model rows
         rows = torch.linalg.qr(rows, mode="r").R
     factors = svd(rows)
     return factors.V, factors.S
@@ -132,9 +135,12 @@ def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[T
 def inverse_values(
     S: Float[Tensor, "*batch rank"], rtol: float = 1e-10
 ) -> Float[Tensor, "*batch rank"]:
-    """``1 / S``, and 0 for singular values below ``rtol`` times the largest: those directions are
-    dropped. Far above rounding (:func:`tl_geometry.base.linalg.numerical_rank`), since states in
-    float32 are divided by them.
+    """``1 / S``, and 0 for singular values below ``rtol`` times the largest: maps drop those
+    directions.
+
+    ``rtol`` lies well above the float64 rounding that
+    :func:`tl_geometry.base.linalg.numerical_rank` cuts at: the states come from a float32 model,
+    and a tiny singular value would magnify their rounding.
 
     >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
     [0.5, 0.0]
@@ -149,7 +155,7 @@ def _right_overlaps(
     """``v_i(s).v_i(t)`` for all pairs of states, with ``v_i(t) = M_t^T u_i(t) / s_i(t)``."""
     overlap = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
     inverse = inverse_values(S)
-    # V is as large as X: its products are summed and V is never held whole
+    # V is as large as X: its products are summed block by block, and V never exists as a whole
     for block in X.split(CHUNK):
         V = einsum(block.double() - center, U, "n state d, state d rank -> state n rank")
         V = V * inverse[:, None]
@@ -160,8 +166,8 @@ def _right_overlaps(
 def align_directions(
     U: Float[Tensor, "state d_model rank"], method: str = "greedy"
 ) -> tuple[Int[Tensor, "state rank"], Float[Tensor, "state rank"]]:
-    """Order and signs that chain the columns of ``U`` from state to state. The aligned columns are
-    ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
+    """Order and signs that make column i of each state continue column i of the state before. The
+    aligned columns are ``psi_t = U_t[:, order_t] * sign_t``, ``psi_0 = U_0``.
 
     ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest
     ``|psi_i(t-1).u_j(t)|``, the later one on a tie. ``"hungarian"``: the permutation with the
@@ -192,7 +198,7 @@ def align_directions(
 
 
 def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
-    """The column that continues each row."""
+    """The column that continues each row of ``similarity [row column]`` (absolute cosines)."""
     if method == "hungarian":
         order = linear_sum_assignment(similarity, maximize=True)[1]
         return torch.from_numpy(np.ascontiguousarray(order))
@@ -200,18 +206,19 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
     order = np.empty(rank, dtype=np.int64)
     for i in range(rank):
         order[i] = rank - 1 - int(np.argmax(unused[i, ::-1]))  # reversed: the later one on a tie
-        # below every absolute cosine: a column is used once
+        # -1 is below every absolute cosine, so a column is used once
         unused[:, order[i]] = -1
     return torch.from_numpy(order)
 
 
 def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
-    """Aligned bases between which all rotations have determinant +1, and how many directions were
-    reversed for it.
+    """Aligned bases whose rotations from state to state all have determinant +1, and how many
+    directions were reversed to reach that.
 
-    Where ``det(U_k^T U_{k+1}) = -1`` the real logarithm does not exist: the direction with the
-    smallest singular value at k + 1 is reversed there and at all later states (which keeps the
-    later signs aligned). Needs square ``U``.
+    :class:`tl_geometry.flow.LangevinModel` interpolates rotations by their real logarithm, which
+    does not exist where ``det(U_k^T U_{k+1}) = -1``. There the direction with the smallest singular
+    value at k + 1, which matters least, is reversed at k + 1 and at all later states, so that later
+    signs stay aligned. Needs square ``U``.
     """
     d, rank = aligned.U.shape[1:]
     expected, got = "as many directions as coordinates", f"{rank} of {d}"
@@ -232,18 +239,20 @@ def common_basis(
     """One orthonormal basis for all states, and the share of each state's energy that lies outside
     it.
 
-    The top ``min(trajectories, d_model)`` left singular vectors of the states side by side. Where
-    there are fewer trajectories than coordinates, rotations between aligned bases are defined
-    inside such a basis only.
+    The basis is the top ``min(trajectories, d_model)`` left singular vectors of the matrix
+    ``[M_0 M_1 ...]`` of all states side by side. With fewer trajectories than coordinates, square
+    rotations between aligned bases exist inside such a basis only.
     """
     check_ensemble(X)
     n, _, d = X.shape
+    # summed over states: the side-by-side matrix has trajectories x states columns
     gram = torch.zeros(d, d, dtype=torch.float64, device=X.device)
     for state in X.unbind(1):
         rows = state.double()
         gram += rows.mT @ rows
     # eigh ascends: flipped, the strongest directions come first
     vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : min(n, d)].contiguous()
+    # fix_signs takes pairs of vectors: here both sides are the same
     basis = fix_signs(vectors, vectors)[1]
     outside_shares = []
     for state in X.unbind(1):
@@ -254,7 +263,7 @@ def common_basis(
 
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:
-    """The ``K`` strongest directions of one state, whatever the alignment."""
+    """The ``K`` directions of one state with the largest singular values, strongest first."""
     index(row, len(aligned.S), "state row")
     expected = f"1 to {aligned.rank} directions"
     require(1 <= K <= aligned.rank, "K", expected=expected, got=K, instead="more trajectories")

@@ -1,10 +1,11 @@
-"""What does an ensemble of trajectories look like? Angles between its bases, over how many
-directions it spreads, how straight and how parallel the bundle runs, and which trajectories are far
-out.
+"""What does an ensemble of trajectories look like? Over how many directions it spreads, how
+straight and how parallel the bundle runs, and which trajectories are outliers. For
+:func:`tl_geometry.flow_report`, :func:`tl_geometry.flow.compare_ensembles` and the methods of
+:class:`tl_geometry.flow.Trajectories`.
 
-Plain tensors in, named tuples out. ``X [trajectory state d_model]`` holds one token per trajectory
-at every state; aligned bases are ``U [state d_model rank]`` and ``S [state rank]``. Source: Sarfati
-et al. 2025 (Lines of Thought); definitions are restated below.
+Plain tensors in, plain tensors or named tuples out. ``X [trajectory state d_model]`` holds one
+token per trajectory at every state; ``S [state rank]`` are singular values of the states. Source:
+Sarfati et al. 2025 (Lines of Thought); definitions are restated below.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import normalize_rows
 
 MAD_TO_SD = 1.4826
-"""Median absolute deviation of a Gaussian -> its standard deviation."""
+"""Standard deviation of a Gaussian over its median absolute deviation."""
 
 
 def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
@@ -42,21 +43,23 @@ class Bundle(NamedTuple):
     """``|sum of steps| / sum of |step|``: 1 for a straight line, about ``1/sqrt(steps)`` for a
     random walk."""
     parallel: Float[Tensor, " state"]
-    """Mean cosine between the steps of two trajectories (0 for unrelated directions)."""
+    """Mean cosine between the steps of two trajectories, for each step (0 for unrelated
+    directions)."""
     neighbours: Float[Tensor, " state"]
     """Share of each trajectory's ``k`` nearest neighbours that are still among them after the
     step."""
     neighbours_chance: float
+    """``k / (N - 1)``: the share expected if neighbours after the step were drawn at random."""
     degenerate: int
     """Steps of length zero (left out of the cosines)."""
 
 
 def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bundle:
-    """Straightness, parallelism and neighbour preservation of a bundle of trajectories, to set
-    beside those of a null ensemble.
+    """Straightness, parallelism and neighbour preservation of a bundle of trajectories, to be
+    compared with those of a null ensemble.
 
-    ``parallel`` and ``neighbours`` have one entry per step (states minus one). The null for
-    ``neighbours`` is ``k / (N - 1)``. Raises ``GeometryError`` for a single state or fewer than
+    ``parallel`` and ``neighbours`` have one entry per step (states minus one); ``k`` is the number
+    of nearest neighbours, at most N - 2. Raises ``GeometryError`` for a single state or fewer than
     three trajectories.
 
     >>> X = torch.randn(5, 1, 2, generator=torch.Generator().manual_seed(0))
@@ -79,7 +82,7 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
         unit, degenerate = normalize_rows(step)
         n_moving = n - int(degenerate.sum())
         n_degenerate += n - n_moving
-        # |sum of unit steps|^2 sums the cosines of all pairs, each step with itself among them
+        # |sum of unit steps|^2 is the sum of cosines over all ordered pairs, self-pairs included
         cosines = unit.sum(0).square().sum() - n_moving
         n_pairs = n_moving * (n_moving - 1)
         unknown = torch.full_like(cosines, torch.nan)
@@ -101,7 +104,8 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
 def _nearest(
     rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024
 ) -> Int[Tensor, "trajectory rank"]:
-    """The ``k`` nearest other trajectories of each."""
+    """The ``k`` nearest other trajectories of each; distances of ``chunk`` rows to all others exist
+    at a time."""
     nearest = []
     squares = rows.square().sum(-1)
     for start in range(0, len(rows), chunk):
@@ -118,10 +122,11 @@ def _nearest(
 def outliers(
     X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0
 ) -> tuple[int, ...]:
-    """Trajectories whose norm leaves the others at some state: ``|r - median(r)| > factor * 1.4826
-    * MAD(r)``, ``r`` the norm (Sarfati et al. 2025: factor 10). Nothing is dropped.
+    """Rows of the trajectories whose norm r is far from the others' at some state:
+    ``|r - median(r)| > factor * 1.4826 * MAD(r)`` (Sarfati et al. 2025: factor 10). Nothing is
+    dropped.
 
-    Where the median absolute deviation is 0, every norm but the median itself is far out.
+    Where the median absolute deviation (MAD) is 0, every norm other than the median is an outlier.
 
     >>> X = torch.ones(5, 1, 1) + torch.arange(5).view(5, 1, 1) / 10
     >>> X[3] = 50.0
@@ -130,6 +135,7 @@ def outliers(
     """
     norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
     r = torch.stack(norms, dim=1)
+    # quantile: of an even count, torch.median takes the lower of the two middle values
     deviation = (r - r.quantile(0.5, dim=0)).abs()
     far = (deviation > factor * MAD_TO_SD * deviation.quantile(0.5, dim=0)).any(1)
     return tuple(far.nonzero()[:, 0].tolist())

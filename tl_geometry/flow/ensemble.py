@@ -1,6 +1,7 @@
-"""How does one token of many texts travel through the blocks? The ensemble of such trajectories,
-one for each chunk (a text of fixed length), from which everything of the stochastic-flow view
-(Sarfati et al. 2025) is computed."""
+"""How does one token of many texts travel through the blocks? :func:`trajectories` records the
+ensemble of such paths, one for each chunk (a text of fixed length in tokens). Every function of the
+stochastic-flow view (Sarfati et al. 2025) takes such an ensemble; its splits into fitted and
+held-out chunks are here too."""
 
 from __future__ import annotations
 
@@ -33,18 +34,19 @@ SOURCE = ("sarfati2025",)
 AFTER_NORM = "last state after the final norm"
 """Flag of an ensemble from :meth:`Trajectories.after_norm`."""
 FOLDED = "processed model: the final norm lacks the gain and bias folded into the unembedding"
-"""Flag of post-norm states that are not Hugging Face's last hidden state."""
+"""Flag of post-norm states that differ from Hugging Face's last hidden state."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Trajectories(Result):
-    """Paths of one token per chunk: ``X [trajectory state d_model]``, the outputs of blocks 1 to
-    n_layers, before the final norm.
+    """Paths of one token per chunk: ``X [trajectory state d_model]``, by default the outputs of all
+    blocks (states 1 to n_layers), before the final norm.
 
-    ``position`` is that of the token followed: -1 the last ("pilot") token, 0 the [CLS] token of an
-    encoder. ``post_norm`` is the last state after the model's own final norm, where it was asked
-    for: what Hugging Face returns as the last hidden state, except for processed models (flagged),
-    whose norm has lost its gain and bias to the unembedding. The methods are shortcuts to the
+    ``position`` is the position of the token followed: -1 the last ("pilot") token, 0 the [CLS]
+    token of an encoder. ``tokens`` are the chunks, ``labels`` their documents. ``post_norm`` is the
+    last state after the model's own final norm, where it was asked for. It equals Hugging Face's
+    last hidden state, except for processed models (flagged), whose norm has its gain and bias
+    folded into the unembedding. The methods are shortcuts to the
     functions of :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which
     document them.
     """
@@ -65,7 +67,7 @@ class Trajectories(Result):
         return torch.tensor(self.states, dtype=torch.float64)
 
     def row(self, state: int) -> int:
-        """Row of a state."""
+        """Index of a state along the state axis of ``X``."""
         require(state in self.states, "state", expected=f"one of {self.states}", got=state)
         return self.states.index(state)
 
@@ -77,10 +79,10 @@ class Trajectories(Result):
         return replace(self, X=self.X[rows], provenance=provenance, **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
-        """Two disjoint parts, the first with about ``share`` of the trajectories; whole documents
-        where labels say which is which.
+        """Two disjoint parts, the first with about ``share`` of the trajectories. Where chunks have
+        document labels, each document is in one part only.
 
-        A chunk that occurs more than once is in one part only.
+        Equal chunks are in one part too.
         """
         first, second = split_rows(len(self), self.labels, share, seed, self.tokens)
         return self.pick(first), self.pick(second)
@@ -95,7 +97,7 @@ class Trajectories(Result):
         return replace(self, X=X, provenance=self.provenance.flagged(AFTER_NORM))
 
     def aligned_bases(self, *, align: str = "greedy", centered: bool = False) -> AlignedBases:
-        """Singular directions and values of each state, aligned; kept, so that asking again costs
+        """Singular directions and values of each state, aligned. Cached: a second call costs
         nothing."""
         if (align, centered) not in self._bases:
             self._bases[align, centered] = fit_aligned_bases(self.X, align=align, centered=centered)
@@ -128,7 +130,7 @@ class Trajectories(Result):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
-            # the noise variance alpha * lambda would be negative, which LangevinModel refuses
+            # the flow's noise variance is proportional to alpha * lambda, here not positive
             if law.rate <= 0:
                 noise = (0.0, 0.0)
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
@@ -148,10 +150,11 @@ def require_trajectories(value: object, what: str) -> None:
 def split_rows(
     n: int, labels: Tensor | None, share: float, seed: int, tokens: Tensor | None = None
 ) -> tuple[Int[Tensor, " trajectory"], Int[Tensor, " sample"]]:
-    """Rows of two disjoint parts; whole documents in one part where there are at least two labels.
+    """Rows of two disjoint parts, the first with about ``share`` of them; with at least two labels
+    each document is in one part only.
 
-    Chunks of the second part whose ``tokens`` also stand in the first go to the first: what is held
-    out was not fitted on.
+    A chunk of the second part whose ``tokens`` occur in the first moves to the first, so that
+    nothing held out was fitted on.
     """
     expected = "a share between 0 and 1 of at least 2 trajectories"
     require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
@@ -177,7 +180,8 @@ def split_rows(
 def shared_rows(
     rows: Int[Tensor, "row position"], fitted: Int[Tensor, "sample position"]
 ) -> Bool[Tensor, " row"]:
-    """Which of ``rows`` also stand among ``fitted``, by their tokens.
+    """Which of ``rows`` also occur among ``fitted``, compared token by token (none where their
+    lengths differ).
 
     >>> shared_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [5, 6]])).tolist()
     [False, True]
@@ -189,8 +193,7 @@ def shared_rows(
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
-    """The flag of what was fitted on fewer trajectories than there are dimensions, where this is
-    so.
+    """A flag where ``what`` was fitted on fewer trajectories than dimensions; else nothing.
 
     >>> too_few(300, 576, "maps"), too_few(600, 576, "maps")
     (('maps fitted on 300 trajectories, fewer than the 576 dimensions',), ())
@@ -215,18 +218,18 @@ def trajectories(
     """Follow one token of every chunk through all blocks: the ensemble that Sarfati et al. 2025
     call lines of thought.
 
-    One forward pass per batch of chunks; only the followed position of each block's output is kept,
-    so that memory is chunks x blocks x d_model.
+    Runs one forward pass per batch of chunks and keeps only the followed position of each state:
+    memory is chunks x states x d_model.
 
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see
             :func:`tl_geometry.corpus.pseudo_sentences` for those of the paper.
         position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
-            a causal model, the first token of an encoder: its last token is no more a summary of
-            the text than any other.
-        states: which states, one or several, default 1 to n_layers (outputs of the blocks, as
-            published); 0 adds the embedding. Or hooks that hold them
-            (``"blocks.1.hook_resid_pre"``).
+            a causal model, but the first token of an encoder, whose last token summarises the text
+            no more than any other.
+        states: which states, one or several, in increasing order; by default 1 to n_layers
+            (outputs of the blocks, as published). State 0 is the embedding. Names of hooks that
+            hold states are taken too (``"blocks.1.hook_resid_pre"``).
         post_norm: also keep the last state after the final norm (see
             :meth:`Trajectories.after_norm`).
         batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a
@@ -248,7 +251,8 @@ def trajectories(
     chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     X, ids = _follow(view, source, followed, chosen, batch_size, progress)
-    finite(X.sum(1), "states of the followed token")  # a sum with a term not finite is not finite
+    # summed over states, one check covers them all: a NaN or infinity makes its sum not finite
+    finite(X.sum(1), "states of the followed token")
     flags: list[str] = []
     if followed == 0:
         flags.append("first token followed")
@@ -264,7 +268,7 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
-    # the last kept state is the one before the norm only if it is state n_layers
+    # the final norm reads state n_layers, which is the last row only if it was chosen
     normed = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
     provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
     return Trajectories(
@@ -279,7 +283,7 @@ def trajectories(
 
 
 def _position(view: ModelView, position: str | int | None, length: int) -> int:
-    """The followed position as a number: -1 the last, 0 the first."""
+    """The followed position as a number; -1 stands for the last."""
     if position is None:
         return -1 if view.causal else 0
     if isinstance(position, str):
@@ -297,7 +301,7 @@ def _follow(
     batch: int | None,
     progress: bool,
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
-    """The states of the followed position, and the tokens."""
+    """States of the followed position, one row per chunk, and the tokens of the chunks."""
     dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
     ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
@@ -314,7 +318,8 @@ def _follow(
 
 
 def _store(into: Tensor, row: int, position: int) -> Hook:
-    """A hook that writes one position of a state into its row of the ensemble."""
+    """A hook that copies one position of a state ``[batch position d_model]`` to
+    ``into[:, row]``."""
 
     def hook(h: Tensor) -> None:
         into[:, row] = h[:, position].detach().to(into)

@@ -1,5 +1,5 @@
-"""How far do maps between states, fitted on some trajectories, miss others? The baselines of
-:func:`tl_geometry.flow_report`, for all pairs of states."""
+"""How large is the error of maps between states on trajectories they were not fitted on? Computes
+the baselines of :func:`tl_geometry.flow_report`, for all pairs of states."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def held_out_errors(
     test: Float[Tensor, "trajectory state d_model"],
     map_types: Sequence[str],
 ) -> dict[str, Float[Tensor, "state state"]]:
-    """``|x(end) - map(x(start))| / |x(end)|`` over ``test`` of maps that were fitted on ``train``,
-    for all pairs of states.
+    """``|x(end) - map(x(start))| / |x(end)|`` (Frobenius norms over ``test``) of maps fitted on
+    ``train``, by map type: ``[start end]``, NaN unless ``start < end``.
 
     >>> X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0))
     >>> errors = held_out_errors(X[:10], X[10:] * 0 + 1, ("identity", "mean"))
@@ -29,7 +29,7 @@ def held_out_errors(
     errors = {t: torch.full((states, states), torch.nan, dtype=torch.float64) for t in map_types}
     for start in range(states - 1):
         maps, start_states = MapsFrom(train[:, start]), test[:, start].double()
-        # one for each type: types read different coordinates of the start
+        # one for each type, as each type reads other coordinates of the start and caches them
         mapped = {map_type: MappedStates(start_states) for map_type in map_types}
         for end in range(start + 1, states):
             target = test[:, end].double()

@@ -1,22 +1,24 @@
-"""Can a stack of blocks be simulated as a stochastic flow? This module fits the equation of Sarfati
-et al. 2025 (Eq. 3) to an ensemble, draws paths from it, and gives their law in closed form.
+"""Can a stack of blocks be simulated as a stochastic flow? Fits the equation of Sarfati et al. 2025
+(Eq. 3) to an ensemble, draws paths from it, and gives their mean and covariance in closed form.
+:meth:`tl_geometry.flow.Trajectories.langevin` calls it.
 
     dx = [R' R^T + R S' R^T] x dt + sqrt(alpha lambda e^{lambda t}) dW
 
-``R(t)`` rotates and ``S' = diag(sigma_i' / sigma_i)`` stretches; between states R and sigma follow
-:mod:`tl_geometry.flow.geodesic`. In the co-moving coordinates ``y = diag(1/sigma) R^T x`` the drift
-vanishes,
+Time t is the layer; a prime is the derivative by t. ``R(t)`` rotates and
+``S' = diag(sigma_i' / sigma_i)`` stretches; between states R and sigma follow
+:mod:`tl_geometry.flow.geodesic`. With ``Sigma(t) = diag(sigma_i(t))`` and the co-moving coordinates
+``y = Sigma^{-1} R^T x`` the drift vanishes:
 ``dy_i = sigma_i^{-1} sqrt(alpha lambda e^{lambda t}) dW_i``, and
 
     mean x(t) | x(s) = Phi x(s),  Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T
     cov  x(t) | x(s) = R(t) Sigma(t) diag(I_i) Sigma(t) R(t)^T,
     I_i = integral_s^t alpha lambda e^{lambda u} sigma_i(u)^{-2} du
 
-with Phi the rotation and stretch of Eq. 1 at the states.
+Between two states Phi is the rotation and stretch of Eq. 1.
 
-Exact sampling therefore needs no step size and no matrix logarithm. The published integrator uses
-``sigma'/(2 sigma)``, right only if its splines hold variances, which their names deny:
-``preset="reference"`` reproduces it.
+Exact sampling therefore needs no step size and no matrix logarithm at the states. The published
+integrator uses ``sigma'/(2 sigma)``. That is right only if its splines hold variances, but they are
+named singular values. ``dataclasses.replace(model, preset="reference")`` reproduces it.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ from tl_geometry.flow.simulation import FlowNoise, exact_paths, stepped_paths
 METHODS = ("exact", "euler")
 """Integrators of :meth:`LangevinModel.simulate`."""
 DT = 0.1
-"""The published step, in layers."""
+"""Step of the published Euler-Maruyama integration, in layers."""
 TINY = torch.finfo(torch.float64).tiny
-"""The smallest number whose logarithm is taken."""
+"""Smallest normal float64: a lower bound for values whose logarithm is taken."""
 FLOOR = 1e-10
-"""Singular values are kept above this share of the state's largest, so that their logarithm
-exists."""
+"""Smaller singular values are raised to this share of the state's largest, so that their logarithm
+exists. The same share as in :func:`tl_geometry.flow.alignment.inverse_values`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,11 +60,12 @@ class LangevinModel(Result):
     """A fitted flow. Square rotations ``U [state rank rank]`` (determinant +1 between states) act
     on coordinates in ``subspace``.
 
-    ``subspace`` ``[d_model rank]`` is the identity unless there were fewer trajectories than
-    coordinates; ``outside`` is the share of each state's energy that it misses (simulations leave
-    it out). ``S`` are the values of the stretches, ``times`` the layers (1: output of the first
-    block). ``flips`` counts the directions that were reversed for the determinant's sake,
-    ``clamped`` the stretches that were raised to be positive.
+    ``subspace [d_model rank]`` is the identity unless there were fewer trajectories than
+    coordinates; ``outside`` is the share of each state's energy outside it, which simulations leave
+    out. ``S`` are the singular values sigma at the states, ``times`` the layers of the states (1:
+    output of the first block). The noise has variance ``alpha * rate * e^{rate t}`` per layer and
+    coordinate (``rate`` is lambda). ``flips`` counts the directions that were reversed to make
+    determinants positive, ``clamped`` the singular values that were raised to be positive.
     """
 
     subspace: Float[Tensor, "d_model rank"]
@@ -125,13 +128,13 @@ class LangevinModel(Result):
         check_ensemble(X)
         n, states, d = X.shape
         subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
-        # n trajectories span n directions: square rotations exist in their span alone
+        # n < d trajectories span at most n directions per state: square rotations need a subspace
         if n < d:
             subspace, outside = common_basis(X)
             X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
         aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
         S = aligned.S.clamp(min=0)
-        # a state of zeros has no largest singular value to take a share of: TINY
+        # TINY for a state of zeros, whose largest singular value is 0
         S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)
         clamped = int((aligned.S < S).sum())
         layers = torch.arange(1, states + 1) if times is None else times.cpu()
@@ -162,7 +165,7 @@ class LangevinModel(Result):
 
     @property
     def stretch_share(self) -> float:
-        """Share of the stretch that the drift has: half under ``preset="reference"``."""
+        """Factor of the stretch rate in the drift: 1, or 1/2 under ``preset="reference"``."""
         return 0.5 if self.preset == "reference" else 1.0
 
     @cached_property
@@ -173,7 +176,7 @@ class LangevinModel(Result):
         return None if is_identity else self.subspace
 
     def sigma(self, t: float) -> Float[Tensor, " rank"]:
-        """Stretch values at time ``t`` (layers), from the spline of their logarithms."""
+        """``sigma_i`` at time ``t`` (layers), from the spline of their logarithms."""
         return self.path.sigma(t)
 
     def stretch_rate(self, t: float) -> Float[Tensor, " rank"]:
@@ -187,7 +190,8 @@ class LangevinModel(Result):
         return R if self.embed is None else self.embed @ R
 
     def drift(self, t: float) -> Float[Tensor, "d_model d_model"]:
-        """``A(t) = R' R^T + R S' R^T`` of ``dx = A x dt + ...`` (right limit at the states)."""
+        """``A(t) = R' R^T + R S' R^T`` of ``dx = A x dt + ...`` (at a state, the limit from later
+        times)."""
         R = self.path.rotation(t)
         A = self.path.turning(self.path.locate(t)[0]) + (R * self.stretch_rate(t)) @ R.mT
         return self.subspace @ A @ self.subspace.mT
@@ -198,7 +202,7 @@ class LangevinModel(Result):
         return self.noise.variance(self.path, s, t)
 
     def transition(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:
-        """``Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T``: the flow without noise."""
+        """``Phi = R(t) Sigma(t) Sigma(s)^{-1} R(s)^T``: takes x(s) to x(t) without noise."""
         self.path.require_ordered(s, t)
         return (self.rotation(t) * (self.sigma(t) / self.sigma(s))) @ self.rotation(s).mT
 
@@ -219,20 +223,20 @@ class LangevinModel(Result):
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
     ) -> Float[Tensor, "sample trajectory time d_model"]:
-        """Sample paths that start at ``x`` at time ``start`` (default the first state), at the
-        given increasing times.
+        """``samples`` paths from each row of ``x``, which start at time ``start`` (default the
+        first state), at the given increasing times. All times are in layers.
 
         ``"exact"`` draws the increments of the co-moving coordinates from their exact law: no step
         size, one product per time asked for. ``"euler"`` is Euler-Maruyama as published (steps
-        ``dt`` of 0.1 by default, drift at the start of the step). What lies outside ``subspace`` is
-        left out.
+        ``dt`` of 0.1 layers by default, drift at the start of the step). The part of ``x`` outside
+        ``subspace`` is left out.
         """
         begin = float(self.times[0]) if start is None else float(start)
         sample_times = [float(t) for t in times]
         d = len(self.subspace)
         shaped = finite(x, "start states").dim() == 2 and x.shape[1] == d
         require(shaped, "start states", expected=f"[trajectory {d}]", got=describe(x))
-        # the first time may be the start itself
+        # the first time may be the start itself, or a rounding error before it
         rising = bool(sample_times) and all(
             a < b for a, b in zip([begin - 1e-12, *sample_times], sample_times)
         )
@@ -244,7 +248,7 @@ class LangevinModel(Result):
             require(exact, "method", expected='"euler" with preset="reference"', got=repr(method))
             no_step = 'none with method="exact", which has no step'
             require(dt is None, "dt", expected=no_step, got=dt)
-        # times increase: the first and the last bound them all
+        # refuses times off the path; as they increase, the first and the last suffice
         self.path.locate(begin)
         self.path.locate(sample_times[-1])
         coordinates = x if self.embed is None else x.double() @ self.embed

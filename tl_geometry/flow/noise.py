@@ -1,5 +1,6 @@
-"""Is what rotation and stretch leave of a state noise? Its law over layers, whether it is isotropic
-and Gaussian, and layers that do not follow the rest, for :func:`tl_geometry.flow_report`."""
+"""Is the residual of rotation and stretch noise? Fits the law of its variance over layers, tests
+whether it is isotropic and Gaussian, and finds layers that deviate from the rest. For
+:func:`tl_geometry.flow_report` and :meth:`tl_geometry.flow.Trajectories.langevin`."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ LAWS = ("asymptotic", "increment")
 
 
 class NoiseLaw(NamedTuple):
-    """A fitted law of the residual variance: ``ln v = ln alpha + rate * ...`` (natural
-    logarithm)."""
+    """A fitted law of the residual variance v, see :func:`fit_noise_law`; ``log_alpha`` is
+    ``ln alpha``, ``r2`` that of ln v, ``pairs`` the number of pairs of states fitted."""
 
     law: str
     alpha: float
@@ -33,8 +34,8 @@ class NoiseLaw(NamedTuple):
     log_alpha: float
     r2: float
     aic: float
-    """``n ln(RSS/n) + 2 * 3``: the smaller, the better the law (differences under 2 say
-    nothing)."""
+    """Akaike's criterion ``n ln(RSS/n) + 2 * 3`` for three parameters: the smaller, the better the
+    law (differences under 2 do not decide)."""
     pairs: int
 
     def variance(
@@ -48,18 +49,19 @@ class NoiseLaw(NamedTuple):
 
 
 def _log_growth(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
-    """``ln v - ln alpha`` of a law."""
+    """``ln v - ln alpha`` of a law, for times in layers."""
     if law == "asymptotic":
         return rate * end
     tau = end - start
     small = abs(rate) < 1e-9
-    # (e^{rate tau} - 1) / rate: smooth through rate 0
+    # ln |e^{rate end} - e^{rate start}| as rate start + ln((e^{rate tau} - 1) / rate) + ln |rate|.
+    # The middle term is smooth through rate 0; there the last one diverges and goes into alpha.
     grown = tau if small else torch.expm1(rate * tau) / rate
     return rate * start + grown.log() + (0.0 if small else math.log(abs(rate)))
 
 
 def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:
-    """The times of a map's states: layers from 1 unless given."""
+    """Times of the states of a table of pairs: layers from 1 unless given."""
     if times is None:
         return torch.arange(1, len(values) + 1, dtype=torch.float64)
     return times.double()
@@ -80,16 +82,16 @@ def fit_noise_law(
     law: str = "asymptotic",
     times: Float[Tensor, " state"] | None = None,
 ) -> NoiseLaw:
-    """Fit ``alpha`` and ``lambda`` to the map of mean log variances of residuals, over all pairs of
-    states.
+    """Fit ``alpha`` and ``lambda`` to the mean log variances of the residuals of all pairs of
+    states: ``log_variance [start end]``, as in :class:`tl_geometry.flow.residuals.Maps`.
 
     ``"asymptotic"``: ``v = alpha e^{lambda (t + tau)}``, ordinary least squares (Sarfati et al.
-    2025, Eq. 2). ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, what
-    the noise of their stochastic equation integrates to where nothing stretches (its absolute value
-    for a negative lambda); least squares on ln v. Times are layers, 1 for the output of the first
-    block unless ``times`` says otherwise; pairs whose value is NaN are left out. The published
-    "alpha = -5.4" for Llama-2 cannot be a variance and is presumably ``log_alpha``; the paper
-    does not state the base, which is e here.
+    2025, Eq. 2). ``"increment"``: ``v = alpha e^{lambda (t + tau)} (1 - e^{-lambda tau})``, the
+    integral of the noise of their stochastic equation where nothing stretches (its absolute value
+    for a negative lambda); least squares on ln v. A pair goes from time t to t + tau. Times are
+    layers, 1 for the output of the first block unless ``times`` says otherwise; pairs whose value
+    is NaN are left out. The published "alpha = -5.4" for Llama-2 cannot be a variance and is
+    presumably ``log_alpha``; the paper does not state the base of its logarithm, which is e here.
 
     >>> t = torch.arange(1.0, 6)
     >>> v = (torch.log(torch.tensor(0.64)) + 0.18 * t).expand(5, 5)
@@ -103,14 +105,17 @@ def fit_noise_law(
     require(n_pairs >= 3, "pairs of states", expected=expected, got=n_pairs, instead="more states")
 
     def misfit(rate: float) -> float:
-        gap = log_values - _log_growth(law, rate, start, end)  # ln alpha, were the law exact
+        # constant over pairs, and equal to ln alpha, if the law holds exactly
+        gap = log_values - _log_growth(law, rate, start, end)
         return float((gap - gap.mean()).square().sum())
 
     if law == "asymptotic":
         centred_end = end - end.mean()
         rate = float((centred_end * log_values).sum() / centred_end.square().sum())
     else:
-        grid = np.linspace(-3, 3, 241)  # the misfit may have several minima: start from the best
+        # the misfit may have several minima: start from the best node of a grid. |lambda| = 3, a
+        # variance 20 times as large per layer, lies far beyond the published 0.18 and 0.27.
+        grid = np.linspace(-3, 3, 241)
         best_node = grid[int(np.argmin([misfit(g) for g in grid]))]
         # one step of the grid either way
         best: Any = minimize_scalar(
@@ -136,24 +141,26 @@ class Isotropy(NamedTuple):
     variance_cv: float
     """Coefficient of variation of the coordinates' variances."""
     variance_cv_chance: float
-    """``sqrt(2 / (N - 1))``, the same for an isotropic Gaussian."""
+    """``sqrt(2 / (N - 1))``, its value for an isotropic Gaussian; N trajectories."""
     correlation: float
     """Mean absolute correlation of two coordinates."""
     correlation_chance: float
-    """``sqrt(2 / (pi N))`` for independent coordinates."""
+    """``sqrt(2 / (pi N))``, its value for independent coordinates."""
     participation: float
-    """``(tr C)^2 / (d tr C^2)``: 1 where all eigenvalues of the covariance C are equal. Its null is
-    ``participation_chance``."""
+    """Participation ratio ``(tr C)^2 / (d tr C^2)`` of the covariance C of d coordinates: 1 where
+    all its eigenvalues are equal."""
     participation_chance: float
+    """``1 / (1 + (d + 1) / (N - 1))``, its value for an isotropic Gaussian."""
     sphericity_p: float
     """p-value of John's test of sphericity in the form that holds for d above N (Ledoit & Wolf
     2002)."""
     gaussian_rejected: float
-    """Share of coordinates that fail the Anderson-Darling test, with the false discovery rate held
-    at ``fdr``."""
+    """Share of coordinates that fail the Anderson-Darling test of normality, with the false
+    discovery rate held at ``fdr``."""
     gaussian_rejected_raw: float
-    """The same at p < fdr without correction (chance: ``fdr``)."""
+    """The same at p < ``fdr`` without correction (``fdr`` of them fail by chance)."""
     degenerate: int
+    """Constant coordinates (left out)."""
 
 
 def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float = 0.05) -> Isotropy:
@@ -204,8 +211,8 @@ def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Ten
     """Anderson-Darling statistic A^2 of normality with estimated mean and variance, for each
     coordinate (constant ones: NaN).
 
-    All coordinates at once: 18 times as fast as a loop over ``scipy.stats.anderson`` at 192 x 576,
-    and a report asks for every pair of states.
+    Vectorised over coordinates, because a report tests every pair of states: 18 times as fast as a
+    loop over ``scipy.stats.anderson`` at 192 x 576.
     """
     n = len(residual)
     values = residual.double()
@@ -219,10 +226,10 @@ def anderson_darling(residual: Float[Tensor, "trajectory d_model"]) -> Float[Ten
 
 
 def _log_tails(z: Float[Tensor, "*batch"]) -> tuple[Tensor, Tensor]:
-    """``ln P(Z < z)`` and ``ln P(Z > z)``: twice as fast as two of SciPy's ``log_ndtr``, three
-    times as fast as two of torch's."""
+    """``ln P(Z < z)`` and ``ln P(Z > z)`` from one ``erfc``: twice as fast as two calls of SciPy's
+    ``log_ndtr``, three times as fast as two of torch's."""
     tail = torch.special.erfc(z.abs() / math.sqrt(2)) / 2  # the smaller of the two
-    if bool((tail == 0).any()):  # below the smallest double, where its logarithm needs a series
+    if bool((tail == 0).any()):  # the tail underflows, and log_ndtr has a series for its logarithm
         return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
     small, large, negative = tail.log(), torch.log1p(-tail), z < 0
     return torch.where(negative, small, large), torch.where(negative, large, small)
@@ -238,6 +245,7 @@ def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, 
     [True, False]
     """
     n = len(residual)
+    # the table's correction for n samples, then its fits to four ranges of the statistic
     a = anderson_darling(residual) * (1 + 0.75 / n + 2.25 / n**2)
     high = torch.exp(1.2937 - 5.709 * a + 0.0186 * a**2)
     middle = torch.exp(0.9177 - 4.279 * a - 1.38 * a**2)
@@ -253,8 +261,9 @@ def normality_p(residual: Float[Tensor, "trajectory d_model"]) -> Float[Tensor, 
 def _least_absolute(
     design: Float[Tensor, "row column"], y: Float[Tensor, " row"]
 ) -> Float[Tensor, " column"]:
-    """Least absolute deviations, as the dual linear programme: the largest ``y.u`` with
-    ``design^T u = 0`` and ``|u| <= 1``; the coefficients are its multipliers."""
+    """Coefficients of the regression of ``y`` by least absolute deviations, from the dual linear
+    programme: maximise ``y.u`` subject to ``design^T u = 0`` and ``|u| <= 1``. The coefficients are
+    the multipliers of the equalities."""
     solution: Any = linprog(
         -y.numpy(), A_eq=design.mT.numpy(), b_eq=np.zeros(design.shape[1]), bounds=(-1, 1)
     )
@@ -262,22 +271,23 @@ def _least_absolute(
 
 
 class Anomalies(NamedTuple):
-    """Target states whose residuals do not follow the other layers. NaN where too few layers are
-    left for the fit."""
+    """Which target states have residuals that deviate from the fit to the other layers. NaN where
+    too few layers are left for that fit."""
 
     excess: Float[Tensor, " state"]
     """Mean over starts of value minus the value predicted from the other targets."""
     z: Float[Tensor, " state"]
-    """``excess`` less its median, over 1.4826 MAD."""
+    """Robust z-score: ``excess`` minus its median over target states, divided by 1.4826 MAD."""
     flagged: Bool[Tensor, " state"]
-    """``|z|`` above the threshold: 5% of the runs with Gaussian deviations flag any."""
+    """``|z|`` above :func:`familywise_threshold`: with Gaussian deviations, 5% of runs flag any
+    state."""
 
 
 @lru_cache
 def familywise_threshold(states: int, level: float = 0.05) -> float:
     """The robust z-score that the largest of ``states`` Gaussian deviations exceeds with
-    probability ``level`` (20,000 seeded draws): a fixed limit of 3.5 flags some layer of 1 null run
-    in 5 with 5 states and of 1 in 13 with 23.
+    probability ``level`` (from 20,000 seeded draws). The usual fixed limit of 3.5 flags some layer
+    in 1 null run of 5 with 5 states, and in 1 of 13 with 23 states.
 
     >>> round(familywise_threshold(11), 1) > round(familywise_threshold(23), 1) > 3.5
     True
@@ -285,7 +295,7 @@ def familywise_threshold(states: int, level: float = 0.05) -> float:
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(20_000, max(1, states), generator=generator, dtype=torch.float64)
     deviations = (draws - draws.quantile(0.5, dim=1, keepdim=True)).abs()
-    # a single state is its own median: 0 / 1e-300 is 0, where 0 / 0 were NaN
+    # a single state is its own median: 0 / 1e-300 is 0, but 0 / 0 would be NaN
     mad = deviations.quantile(0.5, dim=1).clamp(min=1e-300)
     return float((deviations.amax(1) / (MAD_TO_SD * mad)).quantile(1 - level))
 
@@ -295,23 +305,23 @@ def layer_anomalies(
     *,
     times: Float[Tensor, " state"] | None = None,
 ) -> Anomalies:
-    """Leave-one-target-out diagnosis of a map of pairs (mean log variance, |mean|/sd, relative
-    error).
+    """Which target states deviate? Leave-one-target-out diagnosis of one number per pair of states
+    (mean log variance, |mean|/sd or relative error; row start, column end).
 
     For each target state b the regression ``value = c_0 + c_1 (t + tau) + c_2 ln tau`` is fitted on
     all pairs with another target (least absolute deviations, so that one odd layer does not bend
-    the fits of the others); the excess of b is the mean residual of its own pairs, and its robust
-    z-score compares it with the other targets, and with :func:`familywise_threshold`. Run the last
-    state twice, before and after the final norm: libraries return it after the norm, which is a
-    likely cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and
-    Llama 3.2.
+    the fits of the others). The excess of b is the mean residual of its own pairs; its robust
+    z-score among all targets is compared with :func:`familywise_threshold`. Run the last state
+    twice, before and after the final norm: libraries return it after the norm, which is a likely
+    cause of the anomaly that Sarfati et al. 2025 report for the last layer of Mistral and Llama
+    3.2.
     """
     start, end, pair_values = _finite_pairs(values, times)
     design = torch.stack([torch.ones_like(end), end, torch.log(end - start)], dim=1)
     excess = torch.full((len(values),), torch.nan, dtype=torch.float64)
     for b, time in enumerate(_times(values, times)):
         at_target = end == time
-        # twice as many pairs as coefficients
+        # 6: at least twice as many pairs as the three coefficients
         if bool(at_target.any()) and int((~at_target).sum()) >= 6:
             excess[b] = (
                 pair_values[at_target]
@@ -322,7 +332,7 @@ def layer_anomalies(
     if int(measured.sum()) >= 4:
         deviation = excess - excess[measured].quantile(0.5)
         mad = deviation[measured].abs().quantile(0.5)
-        # half of the targets share the median: any other is infinitely far from them
+        # MAD 0: at least half of the targets equal the median, and any other is infinitely far
         infinite = torch.where(deviation == 0, 0.0, torch.inf)
         z = torch.where(mad > 0, deviation / (MAD_TO_SD * mad), infinite)
         z = torch.where(measured, z, torch.nan)

@@ -1,6 +1,6 @@
-"""What does the output lose when a map of an early state takes the place of a later one? Runs the
-live model with the mapped states, many maps in one forward pass, and adds up divergences and losses
-for :func:`tl_geometry.flow.skip_map`."""
+"""What does the output lose when a map of an early state replaces a later state? Runs the live
+model with the mapped states, many maps in one forward pass, and collects divergences and losses for
+:func:`tl_geometry.flow.skip_map`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tl_geometry.models.next_token import PilotRuns, log_probabilities, pilot_ru
 from tl_geometry.models.output_head import distances, token_losses
 
 METRICS = ("kl", "kl_se", "top1", "top5", "loss_increase")
-"""What is measured of every map, see :class:`tl_geometry.flow.SkipMap`."""
+"""What is measured for every map, defined in :class:`tl_geometry.flow.SkipMap`."""
 Pair = tuple[int, int]
-"""States a < b: the map of state a takes the place of state b."""
+"""States a < b: a map of state a replaces state b."""
 Job = tuple[Pair, str]
 """A pair and the type of map."""
 Key = tuple[str, str]
@@ -37,7 +37,7 @@ def keep_last(into: dict[int, Tensor], state: int) -> Hook:
 
 
 def put(moved: Float[Tensor, "row d_model"], rows: slice) -> Hook:
-    """A hook that replaces the last position of some rows."""
+    """A hook that replaces the last position of ``rows`` by ``moved``."""
 
     def hook(h: Tensor) -> Tensor:
         edited = h.clone()
@@ -48,9 +48,12 @@ def put(moved: Float[Tensor, "row d_model"], rows: slice) -> Hook:
 
 
 class Measure:
-    """What maps cost, added up chunk by chunk. ``jobs`` are run, ``pairs`` are all that were asked
-    for (the constant map is run once for each end), ``limit`` is the most rows of one forward pass;
-    ``bar`` counts passes."""
+    """The cost of each map, collected over batches of chunks.
+
+    ``jobs`` are what is run, ``pairs`` all that were asked for: the constant map is run once for
+    each end and recorded for every pair with that end. ``limit`` is the largest number of rows in
+    one forward pass; ``bar`` counts chunks times jobs.
+    """
 
     def __init__(
         self, view: ModelView, jobs: Sequence[Job], pairs: Sequence[Pair], limit: int, bar: Any
@@ -60,7 +63,7 @@ class Measure:
         self.loss: list[Tensor] = []
 
     def add(self, rows: Int[Tensor, "batch position"], maps: Mapping[Job, LayerMap]) -> None:
-        """Measure all jobs on some chunks."""
+        """Measure all jobs on some chunks; the last token of each chunk is the target."""
         view, tokens, target = self.view, rows[:, :-1], rows[:, -1:]
         clean: dict[int, Tensor] = {}
         start_states = {a for (a, _), _ in self.jobs}
@@ -71,7 +74,7 @@ class Measure:
         self.loss.append(clean_loss.mean(1))
         runs = pilot_runs(view, tokens, clean_outputs, self.limit)
         for start in range(0, len(self.jobs), runs.copies):
-            # jobs with one end next to each other, so that its hook replaces one slice of rows
+            # sorted by end state: the hook of an end then replaces one contiguous slice of rows
             group = sorted(self.jobs[start : start + runs.copies], key=lambda job: job[0][1])
             changed = self._run(group, len(tokens), maps, clean, runs)[:, None]
             for job, job_log_probs in zip(group, changed.split(len(tokens)), strict=True):
@@ -87,7 +90,8 @@ class Measure:
         clean: Mapping[int, Tensor],
         runs: PilotRuns,
     ) -> Tensor:
-        """One forward pass over a copy of the chunks for each job, in the order of their ends."""
+        """Log-probabilities ``[job x chunk d_vocab]`` from one forward pass over one copy of the
+        chunks for each job of ``group``, which is sorted by end state."""
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
             copies_of_end = [i for i, ((_, b), _) in enumerate(group) if b == end]
@@ -99,19 +103,19 @@ class Measure:
     def _record(self, job: Job, changed: Tensor, clean_log_probs: Tensor, increase: Tensor) -> None:
         compared = distances(changed, clean_log_probs)
         k = min(5, clean_log_probs.shape[-1])
-        # distances counts tokens in common; a SkipMap gives the share of them
+        # distances() counts the tokens in common; SkipMap reports their share of k
         costs = torch.stack(
             [compared.kl_reverse, compared.top1, compared.top5 / k, increase.to(compared.kl)]
         ).mean(2)
         pair, map_type = job
         pairs = [pair]
-        if map_type == "mean":  # the same from every start
+        if map_type == "mean":  # the constant map does not depend on the start
             pairs = [p for p in self.pairs if p[1] == pair[1]]
         for same_end in pairs:
             self.costs.setdefault((map_type, same_end), []).append(costs.double().cpu())
 
     def finish(self, map_types: Sequence[str]) -> tuple[dict[Key, Tensor], float]:
-        """The maps, and the model's own loss."""
+        """Means over chunks ``[state state]`` by map type and metric, and the model's own loss."""
         n_states = self.view.n_layers + 1
         values = {
             (map_type, metric): torch.full((n_states, n_states), torch.nan, dtype=torch.float64)

@@ -1,6 +1,7 @@
-"""Do the blocks act on an ensemble of trajectories as rotation, stretch and noise? Residuals of
-every map between states beside those of baselines, noise laws, isotropy and anomalous layers, in
-one result."""
+"""Do the blocks act on an ensemble of trajectories as rotation, stretch and noise?
+:func:`tl_geometry.flow_report` answers in one result: residuals of the flow between all pairs of
+states, baselines, noise laws, isotropy, anomalous layers. :func:`compare_ensembles` sets the same
+statistics of an ensemble beside those of its nulls."""
 
 from __future__ import annotations
 
@@ -27,18 +28,19 @@ BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlowReport(Result):
-    """Every pair of states: what rotation and stretch leave, in-sample and held out, beside what
-    other maps leave.
+    """Residuals of rotation and stretch for every pair of states, in-sample and held out, beside
+    the errors of other maps.
 
-    ``in_sample`` and ``held_out`` map the names of :class:`tl_geometry.flow.residuals.Maps` to
-    ``[state state]`` (row start, column end); ``baselines`` map ``"linear"``, ... to held-out
-    relative errors, ``isotropy`` the fields of :class:`tl_geometry.flow.noise.Isotropy` but for the
-    p-value of sphericity. These are of held-out residuals, in which the error of the fitted map,
-    not isotropic, joins the noise: about linear maps with exactly isotropic Gaussian noise that
-    test of level 5% rejects in 93 to 100% of pairs. ``laws`` holds
-    ``[alpha, lambda, ln alpha, R^2, AIC, pairs]`` of each noise law, fitted in-sample as published;
-    ``anomalies`` ``[excess, z]`` of each target state by three measures, with the post-norm last
-    state as a second opinion where it was kept.
+    All tables of pairs are ``[state state]`` (row start, column end; NaN unless start < end).
+    ``in_sample`` and ``held_out`` have the names of :class:`tl_geometry.flow.residuals.Maps`;
+    ``baselines`` map ``"linear"``, ... to held-out relative errors. ``isotropy`` has the fields of
+    :class:`tl_geometry.flow.noise.Isotropy`, taken on held-out residuals, without the p-value of
+    sphericity: a held-out residual is noise plus the error of the fitted map, which is not
+    isotropic, so that around linear maps with exactly isotropic Gaussian noise the test of level 5%
+    rejects in 93 to 100% of pairs. ``laws`` holds ``[alpha, lambda, ln alpha, R^2, AIC, pairs]`` of
+    each noise law, fitted in-sample as published. ``anomalies`` holds ``[excess, z]`` of each
+    target state for three measures, and again with the post-norm last state where it was kept.
+    ``outliers`` are rows of the ensemble; ``train`` and ``test`` count trajectories.
     """
 
     states: tuple[int, ...]
@@ -92,11 +94,12 @@ def flow_report(
     """Rotation and stretch between all pairs of states of an ensemble, with baselines, noise laws,
     isotropy tests, anomalies.
 
-    Maps are fitted on one part of the trajectories (whole documents where labelled) and measured on
-    the other; "in-sample" numbers are those of the fitted part, as published; a flag counts
-    directions that the maps had to drop, another says that fewer trajectories than dimensions were
-    fitted on. ``map_types`` are the baselines; ridge (its penalty chosen on the fitted part) and
-    the identity always stand among them. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
+    Maps are fitted on one part of the trajectories (``train_share`` of them, whole documents where
+    labelled) and measured on the other; "in-sample" numbers are those of the fitted part, as
+    published. Flags count the directions that the maps had to drop, and say where fewer
+    trajectories than dimensions were fitted on. ``map_types`` are the baselines; ridge (its penalty
+    chosen on the fitted part) and the identity are always added. ``fdr`` is the false discovery
+    rate of the normality tests. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
     ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
     :func:`tl_geometry.flow.residuals.flow_map`.
 
@@ -111,6 +114,7 @@ def flow_report(
     require_trajectories(ensemble, "ensemble")
     expected = "at least two states"
     require(len(ensemble.states) >= 2, "trajectories", expected=expected, got=ensemble.states)
+    # isotropy tests need 8 held-out trajectories, half of 16
     expected, got = "at least 16", len(ensemble)
     require(len(ensemble) >= 16, "trajectories", expected=expected, got=got, instead="more chunks")
     map_types = _baselines(map_types)
@@ -159,7 +163,7 @@ def flow_report(
 
 
 def _baselines(map_types: Sequence[str] | str) -> tuple[str, ...]:
-    """The maps asked for, and those that always stand among them."""
+    """The maps asked for, and those that are always added."""
     names = (map_types,) if isinstance(map_types, str) else tuple(map_types)
     unknown = [t for t in names if t not in MAPS]
     require(not unknown, "map_types", expected=f"some of {', '.join(MAPS)}", got=unknown)
@@ -178,16 +182,16 @@ def _laws(log_variance: Tensor, times: Tensor) -> dict[str, Float[Tensor, " colu
 
 
 def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
-    """How many directions maps from each state drop, their singular values being too small to
-    divide by."""
+    """A flag that says how many directions the maps from each state drop, because their singular
+    values are too small to divide by."""
     counts = [flow_map(aligned, row, row).dropped for row in range(len(states) - 1)]
     text = ", ".join(f"{n} from state {state}" for n, state in zip(counts, states) if n)
     return [f"directions of {aligned.rank} dropped: {text}"] if text else []
 
 
 def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps:
-    """``train.after_norm().residuals()``: only maps to the last state differ from ``maps``, since
-    alignment runs forward."""
+    """``train.after_norm().residuals()``, computed anew only for maps to the last state: alignment
+    runs forward, so the others equal those of ``maps``."""
     X = train.after_norm().X
     flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
     maps_to_last = residual_maps(X, flow, first_end=X.shape[1] - 1)
@@ -200,7 +204,7 @@ def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps
 
 
 def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor, "row state"]]:
-    """``[excess, z]`` of each target state by three measures, their names with a suffix."""
+    """``[excess, z]`` of each target state, by the name of the measure and ``suffix``."""
     by_measure = {}
     for name in ("log_variance", "mean_over_sd", "relative_error"):
         anomalies = noise.layer_anomalies(getattr(maps, name), times=times)
@@ -210,7 +214,8 @@ def _anomalies(maps: Maps, times: Tensor, suffix: str) -> dict[str, Float[Tensor
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NullComparison(Result):
-    """Bundle and residual statistics of an ensemble beside those of null ensembles, a row each."""
+    """Bundle and residual statistics of an ensemble and of its nulls, one row per ensemble (see
+    :func:`compare_ensembles`)."""
 
     names: tuple[str, ...]
     statistics: Mapping[str, Float[Tensor, " sample"]]
@@ -229,8 +234,8 @@ class NullComparison(Result):
 def compare_ensembles(
     ensembles: Mapping[str, Trajectories], *, k: int = 10, align: str = "greedy"
 ) -> NullComparison:
-    """Straightness, parallelism, neighbours kept, residual statistics and noise laws of several
-    ensembles, such as a model and its nulls.
+    """Straightness, parallelism, neighbour preservation (of ``k`` neighbours), in-sample residual
+    statistics and noise laws of several ensembles, such as a model and its nulls.
 
     The published claims to look for: an untrained model shows no law ``e^{lambda (t + tau)}`` and a
     mean |kurtosis| of 1 to 1.5 where the trained one has 0 to 0.3 (Sarfati et al. 2025).
@@ -261,7 +266,7 @@ def compare_ensembles(
         }
         laws = _laws(maps.log_variance, ensemble.times)
         for law in noise.LAWS:
-            # as many as a NoiseLaw has fields after its name
+            # 6: the fields of a NoiseLaw after its name
             _, rate, _, r2, *_ = laws[law].tolist() if law in laws else [math.nan] * 6
             row |= {f"{law}_rate": rate, f"{law}_r2": r2}
         for name, value in row.items():

@@ -1,12 +1,12 @@
-"""How well does a linear map carry one state to a later one? The rotation and stretch of the paper,
-its baselines, and statistics of what each leaves, for :func:`tl_geometry.flow_report` and
-:func:`tl_geometry.flow.skip_map`.
+"""How well does a linear map carry one state to a later one? Fits the rotation and stretch of
+Sarfati et al. 2025 and its baselines, and takes statistics of their residuals, for
+:func:`tl_geometry.flow_report` and :func:`tl_geometry.flow.skip_map`.
 
 Every map is ``x -> output + scale * ((x - input) @ left * stretch) @ right.T``: the flow (rotation
 and stretch between two aligned bases), the identity, the scaled identity, the mean shift, the best
-linear map, a ridge regression, the constant mean. In-sample the best linear map wins by
-construction (with fewer trajectories than coordinates it even leaves nothing), so that maps are to
-be compared on held-out trajectories.
+linear map, a ridge regression, the constant mean. Compare them on held-out trajectories: in-sample
+the best linear map wins by construction, and with fewer trajectories than coordinates its residual
+is zero.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tl_geometry.flow.alignment import AlignedBases, inverse_values
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 """Types of map from one state to another, see :func:`fit_map`."""
 ALWAYS = ("ridge", "identity")
-"""Maps that stand beside the flow whatever was asked for: with few trajectories anything beats the
-best linear map."""
+"""Maps that are always compared with the flow: with few trajectories any map beats the best linear
+map, which alone would be no baseline."""
 VECTOR_MAPS = ("identity", "mean", "shift", "scaled")
-"""Maps that fit a vector or a number at most: they need no more trajectories than dimensions."""
+"""Maps that fit at most a vector or a number: for them fewer trajectories than dimensions do."""
 SIGNS = ("U", "V")
-"""Signs of the directions: as the aligned bases were aligned (published), or the ones that minimise
-the residual."""
+"""Signs of the directions: ``"U"`` those of the aligned bases (published), ``"V"`` those that
+minimise the residual."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,9 +43,10 @@ class LayerMap:
     """``x -> output + scale * ((x - input) @ left * stretch) @ right.T``; ``left`` ``None`` stands
     for the identity.
 
-    ``dropped`` counts the directions left out because their singular value at the start is too
-    small to divide by; ``penalty`` is the one that a ridge regression chose, as a share of the
-    largest squared singular value (0 for every other map).
+    Row vectors: ``input`` and ``output`` are the centres of the two states. ``dropped`` counts the
+    directions left out because their singular value at the start is too small to divide by.
+    ``penalty`` is the penalty that a ridge regression chose, as a share of the largest squared
+    singular value (0 for every other map).
     """
 
     map_type: str
@@ -68,24 +69,25 @@ class LayerMap:
         return moved if self.left is None else moved @ self.left.to(x)
 
     def reads_as(self, other: LayerMap) -> bool:
-        """Whether both surely have the same :meth:`coordinates` of every state."""
+        """Whether both certainly give the same :meth:`coordinates`: the same ``left`` object, so
+        that no matrices are compared, and equal ``input``."""
         return self.left is other.left and torch.equal(self.input, other.input)
 
     def unfold(self, c: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch d_model"]:
-        """The map of states with these :meth:`coordinates`."""
+        """The mapped states, from their :meth:`coordinates` ``c``."""
         if self.right is not None:
             c = (c if self.stretch is None else c * self.stretch.to(c)) @ self.right.to(c).mT
         return self.output.to(c) + self.scale * c
 
     def single(self) -> LayerMap:
-        """The same map in float32, which is half as large."""
+        """The same map in float32, which takes half the memory."""
         tensors = {k: v.float() for k, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **tensors)
 
 
 class MappedStates:
-    """States mapped by many maps, one after another: maps from one start read the same coordinates,
-    which are then computed once."""
+    """Some states, mapped by one map after another. Maps that read the same coordinates, as all
+    flows from one start do, share one product."""
 
     def __init__(self, x: Float[Tensor, "trajectory d_model"]) -> None:
         self.x, self.coordinates = x, x
@@ -103,11 +105,11 @@ def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -
     ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
 
     Sarfati et al. 2025, Eq. 1, about the centres of the aligned bases (zero when uncentred). By
-    construction ``X~ X~^T = M M^T``: the second moments of the ensemble match exactly (but for
-    directions dropped because their singular value is below 1e-10 of the largest), and the residual
-    energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so that signs and order alone
-    decide the error. ``signs="U"`` keeps the signs of the aligned bases (published);
-    ``"V"`` takes the sign of ``v_i(start).v_i(end)``, the best ones.
+    construction ``X~ X~^T = M M^T`` with M the states at ``end``: the second moments of the
+    ensemble match exactly, except for directions dropped because their singular value is below
+    1e-10 of the largest. The residual energy is ``2 sum s_i(end)^2 (1 - v_i(start).v_i(end))``, so
+    that only signs and order decide the error. ``signs="U"`` keeps the signs of the aligned bases
+    (published); ``"V"`` takes the sign of ``v_i(start).v_i(end)``, which minimises the error.
 
     >>> from tl_geometry.flow.alignment import fit_aligned_bases
     >>> X = torch.randn(20, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -133,23 +135,24 @@ def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
-"""Ridge penalties that are tried, as shares of the largest squared singular value."""
+"""Ridge penalties that are tried, four per decade, as shares of the largest squared singular value:
+from hardly any shrinkage to nearly the constant mean."""
 
 
 def ridge_inverse(S: Float[Tensor, " rank"], share: float) -> Float[Tensor, " rank"]:
-    """``s / (s^2 + share s_1^2)``: what a ridge regression divides by, 0 where s is 0.
+    """``s / (s^2 + share s_1^2)``: what a ridge regression has in place of 1 / s; 0 where s is 0.
 
     >>> ridge_inverse(torch.tensor([2.0, 0.0]), 1.0).tolist()
     [0.25, 0.0]
     """
     penalty = share * S[0].square()
-    # penalties are positive: the 1 stands only where all of S is 0, and is not taken
+    # the 1 avoids 0 / 0: it is used only where all of S is 0, and there the result is 0 anyway
     return torch.where(S > 0, S / (S.square() + torch.where(penalty > 0, penalty, 1.0)), 0.0)
 
 
 class MapsFrom:
-    """Fits maps from the states of one layer to any later ones; what depends on the start alone is
-    computed once.
+    """Fits maps from one state to any later states; what depends on the start alone is computed
+    once.
 
     ``MapsFrom(before).to(after, map_type)`` is :func:`fit_map`, which documents the types.
 
@@ -172,15 +175,19 @@ class MapsFrom:
 
     @cached_property
     def centered(self) -> tuple[Float[Tensor, " d_model"], SVD]:
-        """Their mean, and the decomposition about it."""
+        """Mean of the states, and singular value decomposition about it."""
         mean = self.x.mean(0)
         return mean, svd(self.x - mean)
 
     def ridge(
         self, y: Float[Tensor, "trajectory d_model"]
     ) -> tuple[float, Float[Tensor, "rank d_model"]]:
-        """The ridge penalty for ``y``, as a share of s_1^2, and ``U^T (y - mean)``: the penalty of
-        :data:`PENALTIES` that minimises GCV(k) = n |y - y_k|^2 / (n - 1 - trace)^2."""
+        """The ridge penalty for ``y``, as a share of s_1^2, and ``U^T (y - mean)``.
+
+        The penalty is the one of :data:`PENALTIES` that minimises the criterion of generalised
+        cross-validation, ``n |y - y~|^2 / (n - 1 - trace)^2``: trace of the shrinkage, and one
+        degree of freedom for the mean.
+        """
         (U, S, _), n = self.centered[1], len(y)
         centered = y - y.mean(0)
         target = U.mT @ centered
@@ -188,7 +195,7 @@ class MapsFrom:
         shares = PENALTIES.to(S.device)
         penalty = S[0].square() * shares[:, None]
         shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
-        # from the energies along U: no penalty needs predictions of its own
+        # from the energies along U, without the predictions of each penalty
         residual_energy = total_energy - (energy * (2 * shrink - shrink.square())).sum(1)
         # at the smallest penalties the trace reaches n - 1, which would divide by zero
         gcv = n * residual_energy.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
@@ -242,12 +249,18 @@ def fit_map(
 ) -> LayerMap:
     """A map from states to later states of the same trajectories, by least squares within its type.
 
-    ``"identity"``: x; ``"shift"``: x + mean(after - before); ``"scaled"``: c x with the best c;
-    ``"linear"``: the best linear map ``M_after pinv(M_before)`` (no intercept: the lower bound for
-    the flow); ``"ridge"``: the best affine map with a ridge penalty chosen by generalised
-    cross-validation (Golub, Heath & Wahba 1979), the fair baseline where trajectories are few;
-    ``"mean"``: the constant mean(after); ``"flow"``: rotation and stretch between the two aligned
-    bases, sign-aligned. Raises ``GeometryError`` for states of different shapes or not finite.
+    - ``"identity"``: x;
+    - ``"shift"``: x + mean(after - before);
+    - ``"scaled"``: c x with the best c;
+    - ``"linear"``: the best linear map ``M_after pinv(M_before)``, without intercept: in-sample the
+      lower bound for the flow;
+    - ``"ridge"``: the best affine map with a ridge penalty chosen by generalised cross-validation
+      (Golub, Heath & Wahba 1979): the fair baseline where trajectories are few;
+    - ``"mean"``: the constant mean(after);
+    - ``"flow"``: rotation and stretch between the singular bases of the two states, in the order of
+      their singular values and with signs that make the cosines of paired directions positive.
+
+    Raises ``GeometryError`` for states of different shapes or not finite.
 
     >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
     >>> fit_map(x, x + 1, "shift").output.round(decimals=4).tolist()
@@ -257,7 +270,7 @@ def fit_map(
 
 
 class Fit(NamedTuple):
-    """How well a map predicts states, over all trajectories."""
+    """How well a map predicts states y by y~, over all trajectories."""
 
     relative_error: float
     """``|y - y~| / |y|`` (Frobenius)."""
@@ -271,7 +284,7 @@ class Fit(NamedTuple):
 def score_map(
     moved: Float[Tensor, "trajectory d_model"], true: Float[Tensor, "trajectory d_model"]
 ) -> Fit:
-    """Relative error, R^2 about the mean and mean cosine of predictions.
+    """Relative error, R^2 about the mean and mean cosine of the predictions ``moved``.
 
     >>> score_map(torch.eye(3), torch.eye(3))
     Fit(relative_error=0.0, r2=1.0, cosine=1.0)
@@ -279,7 +292,7 @@ def score_map(
     moved, true = moved.double(), true.double()
     residual_energy = (true - moved).square().sum()
     spread = (true - true.mean(0)).square().sum()
-    # the default eps of 1e-8 would bend the cosines of short states
+    # the default eps of 1e-8 would shrink the cosines of short states
     cosine = torch.nn.functional.cosine_similarity(moved, true, dim=-1, eps=1e-300)
     return Fit(
         relative_error=float((residual_energy / true.square().sum()).sqrt()),
@@ -289,15 +302,16 @@ def score_map(
 
 
 class ResidualStatistics(NamedTuple):
-    """Statistics of a residual ``dx = x - x~`` over trajectories: per coordinate mean m, variance v
-    (n - 1), kurtosis; then averages.
+    """Statistics of a residual ``dx = x - x~``: mean m, variance v (n - 1) and kurtosis k of each
+    coordinate over trajectories, then averaged over coordinates.
 
-    ``kurtosis`` is the bias-corrected excess (0 for a Gaussian; G2 of Joanes & Gill 1998, MATLAB's
-    flag 0 minus 3). Three published averages differ from the text they stand for, and are given
-    under names of their own: ``mean_over_variance`` = mean |m/v| is plotted as |mean|/sd,
-    ``log10_mean_variance`` = log10(mean v) is plotted as the mean of ln v, and
-    ``mean_abs_kurtosis_minus_3`` = mean |k| - 3 (k not in excess) is plotted as mean |k - 3|, which
-    it equals only where every k is at least 3.
+    As the text of the paper defines them: ``mean_over_sd`` = mean |m| / sqrt(v), ``log_variance`` =
+    mean ln v, ``abs_kurtosis`` = mean |excess kurtosis|, the excess bias-corrected (0 for a
+    Gaussian; G2 of Joanes & Gill 1998, MATLAB's flag 0 minus 3). The published code plots other
+    numbers under these names: ``mean_over_variance`` = mean |m / v| as |mean|/sd,
+    ``log10_mean_variance`` = log10(mean v) as the mean of ln v, and ``mean_abs_kurtosis_minus_3`` =
+    mean |k| - 3 (k not in excess) as mean |k - 3|, which it equals only where every k is at least
+    3.
     """
 
     mean_over_sd: float
@@ -311,8 +325,8 @@ class ResidualStatistics(NamedTuple):
 
 
 def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> ResidualStatistics:
-    """The averages over coordinates that the maps of Sarfati et al. 2025 (Fig. 4) show, as the text
-    defines them and as published.
+    """The averages over coordinates that Fig. 4 of Sarfati et al. 2025 shows, as the text defines
+    them and as published.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> s = residual_statistics(torch.randn(500, 8, generator=g) * 2 + 1)
@@ -326,7 +340,7 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     mean = values.mean(0)
     centered = values - mean
     second_moment = centered.square().mean(0)
-    # a constant coordinate keeps a few roundings of its mean, which are no variance
+    # a constant coordinate keeps a few rounding errors of its mean, which are no variance
     rounding = 64 * torch.finfo(torch.float64).eps * values.abs().amax(0)
     varies = second_moment.sqrt() > rounding
     if not bool(varies.any()):
@@ -349,7 +363,8 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
 
 
 class Maps(NamedTuple):
-    """One number for every pair of state rows ``[start, end]``; NaN unless ``start < end``."""
+    """Tables of one number per pair of state rows ``[start, end]``, NaN unless ``start < end``.
+    :class:`ResidualStatistics` and :class:`Fit` define them."""
 
     mean_over_sd: Float[Tensor, "state state"]
     log_variance: Float[Tensor, "state state"]
@@ -373,11 +388,12 @@ def residual_maps(
     first_end: int = 1,
     collect: Callable[[int, int, Tensor], None] | None = None,
 ) -> Maps:
-    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of states, or those
-    with an end from ``first_end`` on; one pair in memory at a time.
+    """Residual statistics and fit of ``x(end) - map(x(start))`` for all pairs of state rows, or
+    those with an end from ``first_end`` on; one pair in memory at a time.
 
-    ``map_of`` gives the map of a pair (for the paper ``partial(flow_map, aligned bases)``), fitted
-    on these or on other trajectories; ``collect(start, end, residual)`` receives every residual.
+    ``map_of`` gives the map of a pair, fitted on these or on other trajectories (for the paper's
+    map ``partial(flow_map, aligned_bases)``). ``collect(start, end, residual)`` receives every
+    residual ``[trajectory d_model]``.
     """
     states = X.shape[1]
     require(states >= 2, "trajectories", expected="at least two states", got=states)
@@ -388,7 +404,7 @@ def residual_maps(
             true, moved = X[:, end].double(), mapped(map_of(start, end))
             residual = true - moved
             statistics = residual_statistics(residual)
-            # all but the count of degenerate coordinates
+            # 6: all statistics but the last, the count of degenerate coordinates
             table[:, start, end] = [*statistics[:6], *score_map(moved, true)]
             if collect is not None:
                 collect(start, end, residual)

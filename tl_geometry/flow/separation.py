@@ -1,5 +1,6 @@
-"""Can a linear classifier tell two ensembles apart, true from extrapolated states or language from
-gibberish? For the reproduction of Sarfati et al. 2025; needs scikit-learn."""
+"""Can a linear classifier tell two ensembles apart: true from extrapolated states, or language from
+gibberish? For the reproduction of Sarfati et al. 2025 (:mod:`tl_geometry.papers`); needs
+scikit-learn."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ CLASSIFIERS = ("svm", "perceptron")
 
 
 class Accuracy(NamedTuple):
-    """Test accuracy of a linear classifier over repeated splits, and the same with shuffled
-    labels."""
+    """Mean test accuracy of a linear classifier over repeated splits, the same with ``shuffled``
+    labels, and the ``test`` rows of one split."""
 
     accuracy: float
     low: float
@@ -49,7 +50,8 @@ def separability(
     """Accuracy with which a linear classifier tells rows of ``a`` from rows of ``b``: 0.5 where it
     cannot.
 
-    ``paired=True``: row i of both belongs to trajectory i and stays on one side of every split.
+    ``paired=True``: row i of ``a`` and row i of ``b`` belong to one trajectory and stay on one side
+    of every split.
     Coordinates are standardised on the training side only. ``"svm"`` is a linear support vector
     machine, ``"perceptron"`` Rosenblatt's. Sarfati et al. 2025 report 50 to 51% (true against
     extrapolated one layer on) and about 60% (ten layers on) for GPT-2-medium, without saying how
@@ -99,8 +101,8 @@ def separability(
 
 
 def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> float:
-    """Half the 95% interval of the mean of J overlapping splits, ``t_(J-1) sqrt((1/J + n_test /
-    n_train) var)`` (Nadeau & Bengio 2003); NaN without variance.
+    """Half-width of the 95% interval of a mean over J splits whose training sets overlap,
+    ``t_(J-1) sqrt((1/J + n_test / n_train) var)`` (Nadeau & Bengio 2003); NaN without variance.
 
     >>> round(resampled_t_reach(torch.tensor([0.5, 0.6, 0.7]), 0.3), 3)
     0.376
@@ -113,7 +115,8 @@ def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> fl
 def _held_out(
     n_first: int, n_second: int, paired: bool, share: float, generator: torch.Generator
 ) -> Tensor:
-    """Which rows of one class and of the other are held out for the test."""
+    """Which rows are held out for the test, ``share`` of each class: those of the first class, then
+    those of the second."""
 
     def draw(rows: int) -> Tensor:
         is_test = torch.zeros(rows, dtype=torch.bool)
@@ -126,8 +129,8 @@ def _held_out(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SeparationTable(Result):
-    """Accuracies ``[row column]``: columns accuracy, low, high, shuffled, test rows; a row per pair
-    of states or per state."""
+    """Accuracies ``[row column]``: a row per comparison (a pair of states, or a state), the columns
+    are the fields of :class:`Accuracy`."""
 
     names: tuple[str, ...]
     accuracy: Float[Tensor, "row column"]
@@ -156,10 +159,10 @@ def true_against_extrapolated(
     """Linear separability of true states from those extrapolated from state ``start``, at every
     later state.
 
-    Maps come from one half of the trajectories, the comparison from the other: in-sample the two
-    have the same second moments by construction. A trajectory and its extrapolation stay on one
-    side of every split. ``map_type`` is the map: the published flow, or any other of
-    :data:`tl_geometry.flow.residuals.MAPS` to compare it with.
+    Maps are fitted on one half of the trajectories and compared on the other, because in-sample
+    true and extrapolated states have the same second moments by construction. A trajectory and its
+    extrapolation stay on one side of every split. ``map_type`` is the map: the published flow, or
+    any other of :data:`tl_geometry.flow.residuals.MAPS`. ``options`` go to :func:`separability`.
     """
     choice(map_type, MAPS, "map_type")
     train, test = ensemble.split(seed=seed)
@@ -191,8 +194,8 @@ def ensembles_apart(
     seed: int = 0,
     **options: Any,
 ) -> SeparationTable:
-    """Linear separability of two ensembles (language and gibberish) at every state; published as
-    separable at all layers."""
+    """Linear separability of two ensembles (language and gibberish) at every state; Sarfati et al.
+    2025 find them separable at all layers. ``options`` go to :func:`separability`."""
     require(a.states == b.states, "ensembles", expected=f"the same states {a.states}", got=b.states)
     accuracies = {
         f"state {state}": separability(

@@ -1,5 +1,7 @@
-"""Draws sample paths of the stochastic flow, for :meth:`tl_geometry.flow.LangevinModel.simulate`:
-from the exact law of its increments, or by Euler-Maruyama steps as published."""
+"""How is a path of the stochastic flow drawn? From the exact law of its increments, or by
+Euler-Maruyama steps as published; for :meth:`tl_geometry.flow.LangevinModel.simulate`.
+
+Paths are in the coordinates of the model's subspace; times are layers."""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tl_geometry.flow.geodesic import GeodesicPath
 
 
 class FlowNoise(NamedTuple):
-    """Noise of the flow: each coordinate gains ``alpha lambda e^{lambda t} dt`` of variance."""
+    """Noise of the flow: in time dt each coordinate gains the variance
+    ``alpha lambda e^{lambda t} dt``; ``rate`` is lambda."""
 
     alpha: float
     rate: float
@@ -25,8 +28,8 @@ class FlowNoise(NamedTuple):
         return math.sqrt(self.alpha * self.rate * math.exp(self.rate * t))
 
     def variance(self, path: GeodesicPath, start: float, end: float) -> Float[Tensor, " rank"]:
-        """What the co-moving coordinates gain: ``integral alpha lambda e^{lambda u} sigma_i^{-2}
-        du``."""
+        """Variance that the co-moving coordinates gain from ``start`` to ``end``:
+        ``integral alpha lambda e^{lambda u} sigma_i(u)^{-2} du``."""
         return self.alpha * self.rate * path.integral(start, end, self.rate)
 
 
@@ -43,7 +46,7 @@ def exact_paths(
     paths = torch.empty(len(times), *x.shape, dtype=x.dtype)
     now, gaussian = begin, torch.empty_like(y)
     for i, t in enumerate(times):
-        # the first time may be the start, when nothing is drawn
+        # the first time may be the start itself: no time passes, nothing is drawn
         if t > now and noise.alpha != 0:
             spread = noise.variance(path, now, t).sqrt().to(y)
             y.addcmul_(gaussian.normal_(generator=generator), spread)
@@ -63,8 +66,8 @@ def stepped_paths(
     dt: float,
     stretch_share: float,
 ) -> Float[Tensor, "time trajectory rank"]:
-    """Paths from Euler-Maruyama steps of at most ``dt`` that end at every state and time asked for,
-    with ``stretch_share`` of the stretch in the drift.
+    """Paths from Euler-Maruyama steps of at most ``dt``, with ``stretch_share`` times the stretch
+    rate in the drift. Steps end at every state and at every time asked for.
 
     Inside an interval the rotation advances by one fixed factor per step, so that there are two
     matrix exponentials per interval and not one per step.

@@ -1,5 +1,5 @@
-"""How many layers can be skipped for how much loss? Blocks of the live model are replaced by a
-fitted map between their states."""
+"""How many layers can be skipped for how much loss? :func:`skip_map` replaces blocks of the live
+model by a fitted map between their states."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.reader import as_view
 
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
-"""Maps that take the place of blocks: the published flow, the flow with the best signs, and the
-baselines of ``residuals.fit_map``."""
+"""Maps that replace blocks: the published flow, the flow with the best signs, and the baselines of
+:func:`tl_geometry.flow.fit_map`."""
 SKIPS = (1, 2, 4)
-"""Blocks that are skipped at a time unless pairs are given."""
+"""Numbers of consecutive blocks that are skipped unless pairs are given."""
 PART = 32
-"""Test chunks that are measured at a time."""
+"""Test chunks that are measured at a time: bounds the memory of their states and outputs."""
 LOST = 0.75
-"""Share of the loss of a uniform guess above which a model is flagged as not knowing the text: then
-skipping may even help."""
+"""Share of ``ln(d_vocab)``, the loss of a uniform guess. A model with a larger loss is flagged: it
+does not predict this text, so that skipping blocks may even lower its loss."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SkipMap(Result):
-    """What it costs to replace blocks ``a .. b-1`` by a map from state a to state b, on chunks that
+    """The cost of replacing blocks ``a .. b-1`` by a map from state a to state b, on chunks that
     the map was not fitted on.
 
     ``values["flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless measured).
-    Metrics are ``kl`` = KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
+    Metrics compare the output after the last token read, averaged over test chunks: ``kl`` =
+    KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
     :class:`~tl_geometry.flow.TruncationCurve`, whose ``kl`` is the published KL(truncated | own)),
-    ``kl_se`` its standard error over chunks, ``top1`` and ``top5`` agreement (shares),
-    ``loss_increase`` in nats per token of the true next token. ``loss`` is the model's own.
+    ``kl_se`` its standard error over chunks, ``top1`` and ``top5`` the shares of most likely tokens
+    that agree, ``loss_increase`` in nats for the true next token. ``loss`` is the model's own loss;
+    ``train`` and ``test`` count chunks.
     """
 
     values: Mapping[Key, Float[Tensor, "state state"]]
@@ -57,7 +59,7 @@ class SkipMap(Result):
     test: int
 
     def table(self, map_type: str, metric: str = "kl") -> Float[Tensor, "state state"]:
-        """One map: row a, column b."""
+        """One metric of one type of map: row a, column b."""
         choice(map_type, self.map_types, "map_type")
         choice(metric, METRICS, "metric")
         return self.values[map_type, metric]
@@ -96,22 +98,22 @@ def skip_map(
     seed: int = 0,
     progress: bool = True,
 ) -> SkipMap:
-    """Skip blocks: for pairs of states a < b, put a map of state a in the place of state b and
-    finish the forward pass.
+    """Skip blocks: for pairs of states a < b, replace state b by a map of state a and finish the
+    forward pass.
 
-    The maps are fitted on some chunks and measured on others (in-sample the best linear map wins by
-    construction when there are fewer states than d_model^2). ``"flow"`` is rotation and stretch
-    (Sarfati et al. 2025, Eq. 1) with the published signs, ``"flow-signed"`` with the signs that fit
-    best; ``"linear"`` and ``"ridge"`` the best linear and affine maps; ``"shift"`` adds the mean
-    step; ``"identity"`` deletes the blocks; ``"mean"`` forgets the state: what a map must beat.
-    Ridge and identity always stand beside a flow. Only the token before the last is replaced: later
-    blocks attend to the true earlier states, which are run once for all maps.
+    The maps are fitted on some chunks and measured on others (in-sample the best linear map would
+    win by construction). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1) with the
+    published signs, ``"flow-signed"`` with the signs that fit best; ``"linear"`` and ``"ridge"``
+    are the best linear and affine maps; ``"shift"`` adds the mean step; ``"identity"`` deletes the
+    blocks; ``"mean"`` is the constant mean of state b, which any map must beat. Ridge and identity
+    are always measured beside a flow. The last token of a chunk is only a target; the state is
+    replaced at the last token that is read, the one before it. There later blocks attend to the
+    true earlier states, which are run once for all maps.
 
     Args:
-        tokens: chunks; the last token is only a target. A share ``train_share`` is fitted on, whole
-            documents where they are labelled, unless ``test`` is given.
-        test: chunks to measure on. Those whose tokens also stand in ``tokens`` are left out, with a
-            flag.
+        tokens: chunks of at least three tokens. Maps are fitted on a share ``train_share`` of them
+            (whole documents where they are labelled), or on all where ``test`` is given.
+        test: chunks to measure on. Those that also occur in ``tokens`` are left out, with a flag.
         pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
             skips of 1, 2 and 4 blocks.
         align: order and signs of the flow's directions, see
@@ -145,6 +147,7 @@ def skip_map(
         bar.set_postfix_str("fitting")
         X = _collect(view, train, states, limit)
         maps = _fit(X, states, jobs, align)
+        # maps are fitted in float64; float32 halves the memory of the many d_model^2 matrices
         if view.dtype != torch.float64:
             maps = {job: layer_map.single() for job, layer_map in maps.items()}
         flags += too_few(len(X), view.d_model, "maps") if fits_matrix else ()
@@ -212,7 +215,7 @@ def _chunks(
     require(source.length >= 3, "tokens", expected=expected, got=source.length)
     rows = torch.cat(list(source.batches(1024)))
     if test is None:
-        # by the tokens that are read: the last one is only a target
+        # chunks are equal if the tokens that are read are: the last one is only a target
         train_rows, test_rows = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
         return source, rows[train_rows], rows[test_rows], []
     test_source = TokenSource.of(view, test, None, prepend_bos)
@@ -250,8 +253,8 @@ def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
 
 
 def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
-    """What is measured, in order; the constant map is the same from every start and measured once
-    for each end."""
+    """What is run, in order. The constant map does not depend on the start: it is run once for each
+    end."""
     seen: set[int] = set()
     jobs: list[Job] = []
     for pair in pairs:
@@ -263,8 +266,7 @@ def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
 def _collect(
     view: ModelView, rows: Tensor, states: Sequence[int], limit: int
 ) -> Float[Tensor, "trajectory state d_model"]:
-    """States of the last token of the training chunks that is seen; the one after it is a
-    target."""
+    """States at the last token read of each training chunk; the token after it is the target."""
     state_batches = []
     for chunks in rows.split(limit):
         last: dict[int, Tensor] = {}
@@ -276,7 +278,8 @@ def _collect(
 def _fit(
     X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str
 ) -> dict[Job, LayerMap]:
-    """The map of every job; what depends on the start alone is computed once."""
+    """The map of every job; ``states`` are those of the state axis of ``X``. What depends on the
+    start alone is computed once."""
     flows = any(map_type.startswith("flow") for _, map_type in jobs)
     aligned: AlignedBases | None = fit_aligned_bases(X, align=align) if flows else None
     maps: dict[Job, LayerMap] = {}

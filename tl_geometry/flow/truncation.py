@@ -1,5 +1,5 @@
-"""How many directions of an ensemble does the output need? States are truncated to K directions
-after every block of the live model."""
+"""How many directions of an ensemble does the output need? :func:`truncation_kl` truncates states
+to K directions after every block of the live model and compares the outputs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tl_geometry.models.output_head import distances
 from tl_geometry.models.reader import as_view
 
 GRID = (2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
-"""Published numbers of directions; those above the rank of the aligned bases are left out, the
-rank itself is added."""
+"""Published values of K. Those not below the rank of the aligned bases are left out, and the rank
+itself is added."""
 CURVES = ("K", "kl", "kl_se", "kl_reverse", "top1", "top5")
-"""Columns of the table of a :class:`TruncationCurve` with a value for each K."""
+"""Columns of the table of a :class:`TruncationCurve` that have a value for each K."""
 SHARED = ("baseline_mean", "baseline_median", "where", "positions", "held_out", "fitted", "claimed")
-"""Its columns with one value for all K."""
+"""Columns that have one value for all K."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,12 +53,13 @@ class TruncationCurve(Result):
     :class:`~tl_geometry.flow.SkipMap`), ``top1`` the share of chunks whose most likely token
     agrees, ``top5`` the mean number of tokens among the five most likely of both (0 to 5).
 
-    ``baseline_*`` is the KL between the model's own outputs on consecutive chunks, its scale for
-    "unrelated": the published code takes the median, its caption says average. ``needed(share)`` is
-    the smallest K from which on the mean KL stays at most that share of the baseline. ``held_out``
-    says that no chunk measured is among those that the directions were fitted on, ``fitted`` how
-    many those were: where they are fewer than the dimensions, their span is small for that reason
-    alone, and no K is claimed.
+    ``baseline_*`` is the KL between the model's own outputs on consecutive chunks: the size of the
+    KL between unrelated outputs. The published code takes the median, its caption says average.
+    ``needed(share)`` is the smallest K from which on the mean KL stays at most that share of the
+    baseline. ``held_out`` says that no chunk measured is among those that the directions were
+    fitted on, ``fitted`` how many those were. Directions fitted on fewer chunks than dimensions
+    span few dimensions for that reason alone: then ``claimed`` is false and ``needed`` gives
+    ``None``.
     """
 
     K: tuple[int, ...]
@@ -76,8 +77,8 @@ class TruncationCurve(Result):
     claimed: bool
 
     def needed(self, share: float = 0.1, *, baseline: str = "mean") -> int | None:
-        """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None`` if
-        none does, or none is claimed."""
+        """Smallest K from which on the mean KL stays at most ``share`` of the baseline; ``None``
+        where there is none, or where no K is ``claimed``."""
         mean = choice(baseline, ("mean", "median"), "baseline") == "mean"
         scale = self.baseline_mean if mean else self.baseline_median
         if not self.claimed:
@@ -113,16 +114,16 @@ def truncation_kl(
     """Replace the state x by its projection ``U_K U_K^T x`` on K directions after every block and
     compare the next-token outputs.
 
-    Sarfati et al. 2025, section 3.2. All K run in one batch; at the pilot alone the earlier tokens
-    are run once for all of them. ``ensemble`` holds the directions, of the last token's states
-    before the final norm: give the ensemble of other chunks than ``tokens`` for a held-out curve
-    (in-sample chunks lie in the span of their own directions, so that the KL is 0 from K = rank
-    on). The curve is ``held_out`` only if the two share no chunk.
+    Sarfati et al. 2025, section 3.2. All K run in one batch; with ``positions="pilot"`` the earlier
+    tokens are run once for all K. The directions are those of ``ensemble``, trajectories of the
+    last token before the final norm. For a held-out curve give the ensemble of other chunks than
+    ``tokens``: in-sample chunks lie in the span of their own directions, so that the KL is 0 at
+    K = rank. The curve is ``held_out`` only if the two share no chunk.
 
     Args:
         where: ``"every"`` block's output, or ``"final"``: the last state only.
-        positions: ``"pilot"`` (last token only; earlier ones are untouched by causality) or
-            ``"all"``; the paper does not say.
+        positions: ``"pilot"`` projects the last token only, ``"all"`` every token; the paper does
+            not say which it does.
         centered: project about the ensemble's mean in place of the origin.
 
     Raises ``GeometryError`` when K exceeds the directions there are, for an ensemble of other
@@ -197,7 +198,7 @@ def _check_ensemble(view: ModelView, ensemble: Trajectories, where: str) -> None
     """Refuse directions of another model, of states after the final norm, of too few states, or of
     another token than the last."""
     require_trajectories(ensemble, "ensemble")
-    # without a fingerprint there is nothing to compare
+    # an ensemble made from plain tensors has no fingerprint to compare
     same_model = ensemble.provenance.fingerprint in (None, view.fingerprint)
     expected, got = f"trajectories of {view.name}", f"of {ensemble.provenance.model}"
     require(same_model, "ensemble", expected=expected, got=got, instead="trajectories(model, ...)")
@@ -264,7 +265,7 @@ def _run(
             measured = []
             for start in range(0, len(grid), n_grid_points):
                 ks = torch.tensor(grid[start : start + n_grid_points], device=view.device)
-                # masks, not sliced bases: every K has one shape and shares a batch
+                # K as masks over all directions, not as sliced bases: one batch holds several K
                 kept_directions = (ranks < ks[:, None]).to(view.dtype)
                 kept_directions = repeat(
                     kept_directions, "k rank -> (k chunk) rank", chunk=len(tokens)
@@ -287,7 +288,8 @@ def _run(
 
 
 def _project(U: Tensor, center: Tensor, kept_directions: Tensor, positions: str) -> Hook:
-    """A hook that projects a state: row i on the directions where ``kept_directions[i]`` is 1."""
+    """A hook that projects a state: row i of the batch on the directions where
+    ``kept_directions[i]`` is 1."""
 
     def hook(h: Tensor) -> Tensor:
         selected = h if positions == "all" else h[:, -1:]

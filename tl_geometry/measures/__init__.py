@@ -1,4 +1,6 @@
-"""Measures of position and context in a basis, and the comparison of two bases."""
+"""What do the positional and the context basis of a decomposition look like? Do two bases agree?
+Measures with their errors and nulls, a row per state.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Do two positional bases agree? They may be of two checkpoints, corpora or states, of a model
-loaded in two ways, or of a model and its untrained control. The floor is how far each basis agrees
-with itself over halves of its contexts."""
+"""Do two positional bases agree? :func:`compare_bases` compares those of two checkpoints, corpora
+or states, of a model loaded in two ways, or of a model and its untrained control. Beside each
+agreement stands a floor: how far halves of the contexts of one basis agree."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ NAN = torch.tensor(torch.nan, dtype=torch.float64)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BasisComparison(Result):
-    """What :func:`compare_bases` returns: a row per pair of states (``pairs``: of a, of b);
-    ``provenance`` is that of ``a``.
+    """What :func:`compare_bases` returns: one row for each of ``pairs`` (state of a, state of b).
 
     ``angle_mean`` and ``angle_max`` are principal angles in radians between the leading ``rank``
     directions; ``overlap`` their mean squared cosine, ``overlap_random`` that of random subspaces;
-    ``procrustes`` the similarity of the two curves after the best rotation and scale, 0 to 1;
-    ``difference`` the relative distance ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` with no rotation;
-    ``mean_cosine`` the cosine of the two mean vectors. ``overlap_floor``, ``procrustes_floor`` and
-    ``difference_floor`` compare the halves of each basis with each other (the noisier of the two;
-    NaN where position is not reliable).
-    ``other`` says what ``b`` was made from.
+    ``procrustes`` the similarity of the two curves over positions after the best rotation and
+    scale, 0 to 1; ``difference`` the relative distance ``|P_a - P_b| / sqrt(|P_a| |P_b|)`` without
+    rotation (Frobenius norms); ``mean_cosine`` the cosine of the two mean vectors.
+    ``overlap_floor``, ``procrustes_floor`` and ``difference_floor`` compare the two halves of one
+    basis, the noisier of a and b; NaN where position is not reliable. ``provenance`` is that of
+    ``a``; ``other`` says what ``b`` was made from.
     """
 
     pairs: tuple[Pair, ...]
@@ -66,8 +65,8 @@ class BasisComparison(Result):
 
 
 def procrustes_similarity(a: linalg.SVD, b: linalg.SVD) -> Float[Tensor, "*batch"]:
-    """``|A^T B|_* / (|A| |B|)``: how alike two sets of rows are after the best rotation and
-    scaling, from their thin SVDs.
+    """``|A^T B|_* / (|A| |B|)`` (nuclear over Frobenius norms): how alike two sets of rows are
+    after the best rotation and scaling, from their thin SVDs.
 
     1 for rotated and scaled copies, also of different d_model; invariant to rotation of either
     side. 0 where one is zero.
@@ -89,16 +88,18 @@ def compare_bases(
 
     Args:
         a: a basis.
-        b: another, with a window of equal length, or the same one again. With another d_model there
-            are no angles (NaN): ``procrustes`` compares the curves only.
+        b: another with a window of equal length, or the same one to compare its states. Where
+            d_model differs only ``procrustes`` is defined, which compares the curves; the rest is
+            NaN.
         states: states common to both, by default all, or pairs (state of a, state of b).
         rank: number of leading directions, by default the ScreeNOT rank of a, at least 1.
 
     The floors are conservative: a half has half the contexts, so the difference between halves
-    carries twice the noise variance of the difference of two whole bases of that size. Agreement
-    above the floor cannot be told from identity. Where the halves of either basis agree by a cosine
-    below 0.5 there are no floors (a flag names the states): bases of noise are as far apart as
-    their halves. Halves are of whole blocks of 8 contexts, from 16 contexts on.
+    carries twice the noise variance of the difference of two whole bases of that size. Bases that
+    agree at least as well as the floor may be equal but for sampling noise. Where the halves of
+    either basis have a mean cosine below 0.5 there are no floors (a flag names the states): any two
+    bases of pure noise would agree as well as such a floor. Halves are made of whole blocks of 8
+    contexts, so that floors need 16 contexts.
 
     Raises ``GeometryError`` for windows of different lengths, one basis of normalised states and
     one of raw ones, and more directions than there are.
@@ -189,8 +190,8 @@ def _checked_pairs(
 
 
 def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Tensor]:
-    """The agreement of the two halves of each basis with each other, the noisier of the bases; NaN
-    where no basis has halves."""
+    """The agreement of the two halves of each basis, the worse of the two bases; NaN where no basis
+    has halves."""
     agreements = [
         _agreement(linalg.svd(first), linalg.svd(second), rank) for first, second in halves
     ]
@@ -205,20 +206,22 @@ def _floors(halves: Sequence[tuple[Tensor, Tensor]], rank: int) -> dict[str, Ten
 
 
 def _rank(singular_values: Tensor, shape: tuple[int, int]) -> int:
-    """The ScreeNOT rank, at least 1, with its usual bound of 20 where the basis is large enough."""
+    """The ScreeNOT rank, at least 1, with the bound of 20 of Song & Zhong 2023 where the basis is
+    large enough for it."""
     k = ranks.usable_k(20, min(shape))
     return max(1, int(ranks.screenot(singular_values, shape, k=k).rank)) if k >= 1 else 1
 
 
 def _agreement(a: linalg.SVD, b: linalg.SVD, n_directions: int) -> dict[str, Tensor]:
-    """Mean and largest angle, overlap, Procrustes similarity, relative difference."""
+    """Mean and largest angle, overlap, Procrustes similarity, relative difference, from the thin
+    SVDs of two bases."""
     similar = procrustes_similarity(a, b)
     if a.V.shape[0] != b.V.shape[0]:
         unknown = ("angle_mean", "angle_max", "overlap", "difference")
         return {"procrustes": similar, **dict.fromkeys(unknown, NAN)}
     angles = linalg.principal_angles(a.V[:, :n_directions], b.V[:, :n_directions])
     pos_vectors = [svd.U * svd.S @ svd.V.mT for svd in (a, b)]
-    # sizes and vectors from the factors at hand, which all comparisons share
+    # from the SVD factors, which each pair of states computes once
     size = torch.linalg.vector_norm(a.S) * torch.linalg.vector_norm(b.S)
     distance = torch.linalg.vector_norm(pos_vectors[0] - pos_vectors[1])
     return {

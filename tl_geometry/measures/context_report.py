@@ -1,6 +1,6 @@
-"""Do position and context lie apart, and do contexts of one document lie together? Every measure of
-the context basis, a row per state, with its uncertainty and its nulls:
-:func:`tl_geometry.contextual_report`."""
+"""Are position and context orthogonal, and do contexts of one document cluster?
+:func:`tl_geometry.contextual_report` gives every measure of the context basis, a row per state,
+with its uncertainty and its nulls."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tl_geometry.measures.contextual import Space
 from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
 
 LEAST = FEWEST_GROUPS * BLOCK
-"""Contexts below which no error is given: how contexts differ cannot be known from fewer than four
-blocks of them (from 10 and 16 contexts, intervals meant to hold 0.95 held 0.99)."""
+"""Contexts below which no error is given: fewer than four blocks do not show how much contexts vary
+(with 10 and 16 contexts, intervals meant to cover 95% covered 99%)."""
 SIMILARITY_LIMIT = 1024
-"""Contexts whose pairwise cosines are averaged; from more, that many are taken at even distances (a
-flag says so)."""
+"""Contexts whose pairwise cosines are averaged, since the cost grows with the square of their
+number. Of more contexts, that many are taken at even distances (a flag says so)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextualReport(StateMeasures):
-    """What :func:`contextual_report` returns; ``similarity [state label label]`` are mean |cosines|
-    between the documents ``names``."""
+    """What :func:`contextual_report` returns; ``similarity [state label label]`` holds the mean
+    |cosine| between context vectors of the documents ``names``."""
 
     names: tuple[str, ...]
     similarity: Float[Tensor, "state label label"] | None
@@ -62,8 +62,8 @@ def contextual_report(
     - ``incoherence_max``, ``_avg``, ``_rms``, ``_signed`` of pos and ctx (the paper defines the
       maximum and tabulates the average);
     - ``overlap`` of their ``rank`` leading directions, the mean squared cosine of the principal
-      angles (where pos or ctx of some state has fewer, of that many in all states, with a flag; NaN
-      for contexts too few to have them).
+      angles. Where pos or ctx of some state has fewer directions, all states use that number, with
+      a flag; NaN where the contexts are too few to have them.
 
     With documents (``labels``, or those of the basis) also:
 
@@ -77,17 +77,24 @@ def contextual_report(
     Nulls:
 
     - ``random``: isotropic directions (analytic);
-    - ``flipped``: context vectors with random signs of their coordinates, which keeps outlier
-      coordinates, but not the directions in which averages of states vary most. Where these lie
-      across coordinates and pos has fewer than ``rank`` directions, noise fills both bases with
-      them: 49 to 90% of independent pos and ctx overlapped more than this null (level 5%). Take a
-      ``rank`` that pos has;
+    - ``flipped``: context vectors with random signs of their coordinates. This keeps outlier
+      coordinates, but not the directions in which averages of states vary most. Where those are not
+      coordinate axes and pos has fewer than ``rank`` directions, noise along them fills both
+      subspaces, and this null is too low: 49 to 90% of independent pos and ctx exceeded it at level
+      5%. Choose a ``rank`` that pos has;
     - ``exchanged``: windows in which each position comes from another of the sampled contexts.
-      Their context vectors are the noise of averages, which lies where states vary most;
+      Their context vectors hold no context, only the noise of averages, which lies along the
+      directions in which states vary most;
     - ``shuffled``: the labels in random order.
 
-    Errors are delete-one jackknife errors over blocks of contexts, from 32 contexts on. Windows of
-    one document are not independent, so with few documents errors speak of these documents only.
+    Errors are delete-one jackknife errors over blocks of contexts, given from 32 contexts on.
+    Windows of one document are not independent, so with few documents errors hold for these
+    documents only.
+
+    Args:
+        labels: the document of each context, as numbers or names.
+        rank: directions of pos and of ctx whose overlap is measured.
+        draws: draws of each sampled null, with ``seed``.
 
     Raises ``GeometryError`` for a basis without context vectors or of one context, and for labels
     that do not fit its contexts.
@@ -138,7 +145,7 @@ def contextual_report(
             f"within-document covariance singular at states {singular_states}: "
             "compactness needs space=('pca', k) or ridge="
         )
-    # the table of similarities has rows for the labels of the chosen contexts alone
+    # the table of similarities has rows only for labels that the chosen contexts have
     similarity = torch.stack(similarities) if similarities else None
     compared = [] if z is None else z[chosen].unique().tolist()
     names = tuple(names[label] for label in compared) if names else ()
@@ -191,8 +198,8 @@ def _over_subsets(
 
 
 def _overlap_rank(basis: PositionContext, rank: int) -> int:
-    """``rank``, or as many directions as pos and ctx of every state have, both centred; states that
-    have none do not count."""
+    """``rank``, or fewer where pos or ctx (both centred) of some state has fewer directions; states
+    without any do not count."""
     require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
     assert basis.context_means is not None
     ranks = []
@@ -232,7 +239,7 @@ def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
 
 def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Generator) -> Tensor:
     """Context vectors [sample context d_model] of windows in which each position comes from another
-    of the sampled contexts: no context, and states that vary as before."""
+    of the sampled contexts: states vary as before, but share no context."""
     assert basis.samples is not None
     window = slice(*basis.window)
     h = basis.samples[:, row, window].double() - basis.pos[row] - basis.mean[row]
@@ -262,7 +269,7 @@ def _compactness(
     if not basis.has_second_moments:
         return _no_compactness(orders)
     assert basis.context_means is not None
-    # the rounding of the stored products limits the smallest eigenvalue to trust
+    # relative rounding of the stored second moments: smaller eigenvalues count as zero
     accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
     second, compactness_pairs = basis.second_moment(basis.states[row]), []
     for labelling in orders:
@@ -319,7 +326,7 @@ def _contextual_nulls(
         noise_incoherence = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
             null_values[f"incoherence_{n}", "exchanged"] = getattr(noise_incoherence, n)
-    # signs of whole coordinates: what both bases share in the size of coordinates stays
+    # one sign per coordinate keeps the sizes of coordinates, which both bases share
     overlaps = [_incoherence_and_overlap(pos, ctx * sign, rank)["overlap"] for sign in signs]
     null_values["overlap", "flipped"] = torch.stack(overlaps)
     if z is not None:

@@ -1,8 +1,8 @@
-"""Formulas of the measures of a context basis, and of how it lies towards the positional one, for
-:func:`tl_geometry.contextual_report` (Song & Zhong 2023, sections 2 and 4).
+"""How are the vectors of a context basis arranged, among themselves and relative to the positional
+basis? The formulas of :func:`tl_geometry.contextual_report` (Song & Zhong 2023, sections 2 and 4).
 
 Rows are context vectors ``ctx [context d_model]`` (or any points), batched over states. Each number
-that chance alone would make positive comes with what random directions give. Zero rows have no
+that is positive by chance alone has its value for random directions beside it. Zero rows have no
 direction: they are left out and counted.
 """
 
@@ -23,7 +23,7 @@ from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, svd
 
 BLOCK = 1024
-"""Contexts whose cosines with all others exist at one time."""
+"""Contexts whose cosines with all other rows exist at one time: bounds the memory."""
 
 Space = str | tuple[str, int]
 """``"full"``, or ``("pca", k)``: the k leading principal components of the points given."""
@@ -48,7 +48,7 @@ def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
 
     RMS is 1/sqrt(d). The maximum is the level that one of N independent pairs exceeds on average
     (cos^2 is Beta(1/2, (d-1)/2)). Directions that share a low-dimensional subspace, or outlier
-    coordinates, have larger cosines without any relation of meaning.
+    coordinates, have larger cosines although nothing relates them.
 
     >>> [round(x, 4) for x in cosine_baseline(768, 127 * 256)]
     [0.0288, 0.0361, 0.1497]
@@ -77,9 +77,9 @@ def incoherence(
     """How far positional and context directions are from orthogonal: statistics of cos(pos_t,
     ctx_c) over all pairs.
 
-    ``0 <= |signed| <= avg <= rms <= max <= 1``. An ambiguity of the source: section 4 of Song &
-    Zhong 2023 defines incoherence as the *maximum*, the caption of Table 1 says *average*, and the
-    tabulated values (0.04 to 0.3) are only compatible with averages. The theorem on kernel
+    ``0 <= |signed| <= avg <= rms <= max <= 1``. The source is ambiguous: section 4 of Song & Zhong
+    2023 defines incoherence as the *maximum*, the caption of Table 1 says *average*, and the
+    tabulated values (0.04 to 0.3) are only compatible with averages. Their Theorem 2 on kernel
     factorisation needs the maximum. Compare with :func:`cosine_baseline`. NaN where every pair has
     a zero row.
 
@@ -163,7 +163,7 @@ def cluster_similarity(
     clusters of n. ``signed=True`` averages cosines instead of their sizes, from the sums over each
     label alone. A label with fewer than two directions has NaN on the diagonal of ``table``.
 
-    The 1.00 published for Llama-2 says nothing: all 64 windows of a document were the same text.
+    The 1.00 published for Llama-2 is an artefact: all 64 windows of a document were the same text.
 
     >>> ctx = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -2.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])
@@ -179,7 +179,8 @@ def cluster_similarity(
     member = torch.nn.functional.one_hot(labels).to(unit)
     if signed:
         sums = einsum(unit, member, "... context d_model, context label -> ... label d_model")
-        # a sum of cosines is the product of the sums; a sum of their sizes is not
+        # the sum of cosines over pairs is the product of the sums of unit rows; that of absolute
+        # cosines needs every pair
         totals = sums @ sums.mT
     else:
         blocks = zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
@@ -195,7 +196,7 @@ def cluster_similarity(
         totals = torch.stack(block_totals).sum(0)
     counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
-    # a self-pair has the cosine 1: one for each direction of the label
+    # each nonzero row of a label makes one self-pair, with cosine 1
     if preset == "exact":
         totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
     is_diagonal = torch.eye(member.shape[1], dtype=torch.bool, device=unit.device)
@@ -241,31 +242,32 @@ def compactness_from_moments(
     ridge: float | None = None,
     accuracy: float = 1e-12,
 ) -> CompactnessPair:
-    """Separation of labelled clusters, ``tr(S_B S_W^-1)``, of cvec and of the raw states of a
-    corpus, from sums alone: between-cluster over within-cluster covariance (Song & Zhong 2023,
-    section 4).
+    """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster
+    covariance, of cvec and of the raw states of a corpus, from accumulated sums alone (Song & Zhong
+    2023, section 4).
 
-    With N points x_i, clusters k of n_k points and mean m_k, and m the mean of all,
+    With N points x_i (one per context and position), clusters k of n_k points and mean m_k, and m
+    the mean of all,
     ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T`` and
     ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
     ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
-    At least 0, 0 only for equal means, and unchanged by any invertible affine map of the points.
-    Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. Needs an invertible S_W: with
-    ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or ``ridge``, which
-    adds ridge * tr(S_W) / d to the diagonal of S_W.
+    The value is at least 0, is 0 only for equal means, and is unchanged by any invertible affine
+    map of the points. Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. S_W must be
+    invertible: with ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or
+    ``ridge``, which adds ridge * tr(S_W) / d to the diagonal of S_W.
 
     ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space without a ridge
     **cvec is never less compact than raw**: what the paper observes at three layers is an
     inequality. In a PCA space each side uses its own components and the inequality need not hold.
 
     Args:
-        second_moment: the centred sum over C contexts and T positions.
+        second_moment: the sum of (h - mean)(h - mean)^T over C contexts and T positions.
         pos: the positional basis.
-        label_means: mean of h over each label's contexts minus the mean of all.
+        label_means: mean of h over each label's contexts minus the mean over all.
         label_counts: contexts of each label (every context has one).
         accuracy: relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an
-            eigenvalue of the within-cluster correlations below it is taken as zero. States behind a
-            LayerNorm (BERT) have one.
+            eigenvalue of the within-cluster correlations below it counts as zero. States after a
+            LayerNorm (BERT) have one such eigenvalue.
 
     >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]]).double() - 6  # two clusters of two
     >>> means, counts = torch.tensor([[-5.0], [5.0]]).double(), torch.tensor([2, 2])
@@ -316,13 +318,15 @@ def _separation(
     if ridge is not None:
         variance = variance + ridge * variance.mean(-1, keepdim=True)
         within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
-    # unit variances first: outlier coordinates do no harm
+    # scaled to unit variances (correlations), so that outlier coordinates do not spoil the
+    # conditioning
     scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)
     correlation = scale * (within + within.mT) / 2 * scale.mT
     root, info = torch.linalg.cholesky_ex(correlation)
     singular = bool((info > 0).any())
     pivots = root.diagonal(dim1=-2, dim2=-1).square()
-    if not singular and not bool((pivots > accuracy * size).all()):  # small pivots only hint at it
+    # small pivots only suggest a singular matrix: then its smallest eigenvalue decides
+    if not singular and not bool((pivots > accuracy * size).all()):
         singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
     if singular or (ridge is None and degrees_of_freedom < size):
         points = f"N - K >= {size} points in general position"

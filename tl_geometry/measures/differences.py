@@ -1,6 +1,6 @@
 """How smooth is a positional basis along its positions? Finite differences of its reflected Gram
-matrix, for :func:`tl_geometry.positional_report`, and the bound on what low frequencies leave out
-(Song & Zhong 2023, Theorem 1).
+matrix, for :func:`tl_geometry.positional_report`, and the bound on what the first cosines leave
+unexplained (:func:`theorem1`; Song & Zhong 2023, Theorem 1).
 
 The Gram matrix ``G = P P^T`` of a centred basis, extended evenly to period 2T, is ``G~ = P~ P~^T``
 with the reflected rows ``P~ = [P; J P]`` (J reverses the order). Differences of G~ along both of
@@ -29,8 +29,8 @@ from tl_geometry.base.linalg import cosines, svd
 
 
 def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row d_model"]:
-    """Half-sample even extension ``[P; J P]``: T rows become 2T rows of a sequence that is periodic
-    without a jump.
+    """Half-sample even extension ``[P; J P]``: 2T rows that, repeated periodically, have no jump at
+    the ends.
 
     >>> reflect(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist()
     [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]
@@ -39,10 +39,11 @@ def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*ba
 
 
 def _halved_difference(pos: Tensor, m: int) -> Tensor:
-    """The m-fold difference divided by 2^m: never larger than its input, whatever m."""
+    """The m-fold periodic difference of the reflected rows divided by 2^m: never larger than its
+    input, whatever m."""
     rows = reflect(pos)
     for _ in range(m):
-        # halved at each step, so that no power of 2T overflows
+        # halved at each step, so that large m does not overflow
         rows = (rows - rows.roll(1, dims=-2)) / 2
     return rows
 
@@ -50,8 +51,8 @@ def _halved_difference(pos: Tensor, m: int) -> Tensor:
 def smoothness(
     pos: Float[Tensor, "*batch position d_model"], m: int = 1
 ) -> Float[Tensor, "*batch"]:
-    """Size of the m-th differences against the Gram matrix, ``|Delta^(m,m) G~|_max / |G|_max``:
-    small for a smooth basis.
+    """Size of the m-th differences relative to the Gram matrix,
+    ``|Delta^(m,m) G~|_max / |G|_max``: small for a smooth basis.
 
     Dimensionless and invariant to rotation and scale of d_model; a curve of one DCT frequency j has
     about (pi j)^(2m). Sampling noise of C contexts adds about ``2 T^2 tr(noise covariance) / C`` to
@@ -65,7 +66,7 @@ def smoothness(
     require(m >= 0, "m", expected="0 or more differences", got=m)
     largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
     positions = pos.shape[-2]
-    if m <= positions:  # by symmetry the rows of X repeat beyond the first T + m, up to sign
+    if m <= positions:  # T + m differences suffice: by symmetry the others repeat them, up to sign
         before, after = pos[..., :m, :].flip(-2), pos[..., positions - m :, :].flip(-2)
         differences = torch.cat([before, pos, after], dim=-2).diff(n=m, dim=-2)
     else:
@@ -94,7 +95,8 @@ def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tenso
 
 
 class LowFrequencyBound(NamedTuple):
-    """Both sides of Theorem 1 for one basis; see :func:`theorem1`."""
+    """Both sides of Theorem 1 for one basis; ``delta_max`` is ``|Delta^(m,m) G~|_max``. See
+    :func:`theorem1`."""
 
     lhs: float
     bound_tight: float
@@ -142,12 +144,13 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     the T x T matrix F B (F B)^T.
 
     Args:
-        pos: centred basis ``[T d_model]``, in units of the stream.
+        pos: centred basis ``[T d_model]``.
         k: frequencies, 1 to T.
         m: differences, at least 1.
 
-    Returns both sides, B ``[k rank]`` and F ``[T k]``. ``lhs_paper`` is what the printed vectors
-    leave at least, for the best B. ``lhs`` is zero at k = T and need not fall monotonically with k.
+    Returns both sides, B ``[k rank]`` and F ``[T k]``. ``lhs_paper`` is a lower bound of the left
+    side with the printed vectors, for any B. ``lhs`` is zero at k = T and need not fall
+    monotonically with k.
     Raises ``GeometryError`` for an uncentred basis.
 
     >>> c = dct_vectors(64, 2)[:, 1:]
@@ -174,7 +177,7 @@ def theorem1(pos: Float[Tensor, "position d_model"], k: int, m: int) -> LowFrequ
     spectral = float(torch.linalg.svdvals(halved)[0]) ** 2 / (2 * positions)
     sines = [math.sin(math.pi * j / (2 * positions)) for j in (1, k)]
     bracket = (sines[0] * sines[1]) ** -m + sines[1] ** (-2 * m)  # [(g_k g_1)^m + g_k^2m] (2T)^2m
-    # any B B^T in the printed span leaves at least (I - Pi') G (I - Pi')
+    # any B leaves at least (I - Pi') G (I - Pi'), Pi' the projector on the printed vectors
     paper = torch.linalg.qr(dct_vectors(positions, k, printed=True)).Q
     remainder = pos - paper @ (paper.T @ pos)
     per_frequency = float(2 * positions) ** 2

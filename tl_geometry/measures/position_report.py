@@ -1,5 +1,6 @@
-"""What does a model's positional basis look like, state by state? Every measure of it in one table,
-with its uncertainty and its nulls: :func:`tl_geometry.positional_report`."""
+"""What does a model's positional basis look like, state by state?
+:func:`tl_geometry.positional_report` gives every measure of it in one table, with its uncertainty
+and its nulls."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ from tl_geometry.measures import rank as ranks
 from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
 
 CACHE = 2**22
-"""Bytes of bases that are measured at a time, about a processor's cache: three times as fast at
-511 x 768 as all at once."""
+"""Bytes of bases that are measured at a time, about a processor's cache: at 511 x 768 three times
+as fast as all bases at once."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PositionalReport(StateMeasures):
-    """What :func:`positional_report` returns: the measures, ``k`` the bound on the rank that was
-    used, and ``fourier`` the leading block of the two-dimensional DCT of the cosines."""
+    """What :func:`positional_report` returns: the measures, the bound ``k`` on the rank that was
+    used, and ``fourier``, the lowest frequencies of the two-dimensional DCT of the cosines between
+    positions."""
 
     k: int
     fourier: Float[Tensor, "state column column"]
@@ -39,14 +41,14 @@ def _joined(batches: Sequence[Values]) -> Values:
 
 
 def _gram_spectrum(pos: Tensor) -> Tensor:
-    """Singular values of small batches of bases from their smaller Gram matrices: three times as
-    fast, wrong below 1e-8 of the largest."""
+    """Singular values of a batch of bases from the smaller of their two Gram matrices: three times
+    as fast as an SVD, inaccurate below 1e-8 of the largest."""
     return linalg.gram_spectrum(pos @ pos.mT if pos.shape[-2] <= pos.shape[-1] else pos.mT @ pos)
 
 
 def _sizes(basis: PositionContext, row: int) -> tuple[Tensor, Tensor]:
-    """``sigma_1(M) / sqrt(C)`` with M the centred and the raw states, or NaN without second
-    moments."""
+    """``sigma_1(M) / sqrt(C)``, M the matrix of all centred, then of all raw states; NaN without
+    second moments. Denominators of the relative norms."""
     if not basis.has_second_moments:
         nan = torch.tensor(torch.nan, dtype=torch.float64)
         return nan, nan
@@ -63,14 +65,17 @@ def _raw_sizes(
     pos: Float[Tensor, "sample position d_model"],
     mean: Float[Tensor, "sample d_model"],
 ) -> Float[Tensor, " sample"]:
-    """The raw size of :func:`_sizes` for subsets of the contexts, along the leading direction v of
-    the whole corpus: ``|P v|^2 + T (mean . v)^2`` is that of each subset, the variance within
-    positions along v that of the whole corpus, since group sums do not hold it."""
+    """The raw size of :func:`_sizes` for each subset of the contexts, taken along the leading
+    direction v of the whole corpus.
+
+    Its square is ``|P v|^2 + T (mean . v)^2`` of the subset plus the variance along v within
+    positions. Group sums do not hold that variance, so that of the whole corpus stands in.
+    """
     overall_mean = basis.mean[row]
     second = basis.second_moment(basis.states[row]) / basis.contexts
     raw = second + pos.shape[1] * torch.outer(overall_mean, overall_mean)
     leading = torch.linalg.eigh(raw)[1][:, -1]
-    # what is left of the second moment along that direction is the variance within positions
+    # the second moment along v less the part of position is the variance within positions
     within = leading @ second @ leading - (basis.pos[row] @ leading).square().sum()
     return (
         within + (pos @ leading).square().sum(1) + pos.shape[1] * (mean @ leading).square()
@@ -96,8 +101,12 @@ def _curve(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
 
 @dataclass(frozen=True, eq=False)
 class _Measure:
-    """All measures of a batch of bases of one state. The plane of the winding number (``axes``) is
-    that of the whole basis; ``sizes`` are sigma_1 of all states over sqrt(C), centred and raw."""
+    """All measures of a batch of bases of one state.
+
+    ``axes`` are the principal axes of the whole basis, in whose first plane every basis winds;
+    ``shape`` is (positions, d_model); ``sizes`` are those of :func:`_sizes`; ``frequencies`` counts
+    the cosines of ``low_frequency``.
+    """
 
     axes: Tensor
     shape: tuple[int, int]
@@ -152,26 +161,35 @@ def positional_report(
     """Every measure of the positional basis, a row per state (Song & Zhong 2023, section 2 and
     Tables 1 to 5).
 
-    Measures: ``rank`` and ``threshold`` (ScreeNOT, at most k), ``stable_rank``, ``explained`` and
-    ``explained_energy`` (share of the singular values, of their squares, in that rank),
-    ``relative_norm`` (centred states) and ``relative_norm_reference`` (the raw states, with their
-    mean: what the published Table 5 contains), ``low_frequency`` (share of the first
-    ``frequencies`` cosines) and ``off_diagonal``, ``smoothness`` (first and second differences),
-    ``fracture`` and the absolute position ``fracture_at`` after which the largest break comes,
-    ``roughness``, ``winding`` (turns on the first two components), ``split_half`` (mean cosine over
-    positions of the bases of two halves of the contexts, ``pos_reliability`` of the analysis of
-    variance). The noise of a basis falls as 1/sqrt(C): ranks and norms
-    depend on C, see ``curve``.
+    Measures (formulas in :mod:`tl_geometry.measures.positional`):
 
-    Nulls, each the mean over ``draws`` (``noise`` half as many): ``shuffled`` the same positional
-    vectors in random order; ``noise`` the difference of random halves of the contexts, which holds
-    no position effect but all its sampling noise (this noise is correlated, so its rank is not 0: a
-    rank near it says nothing); ``isotropic`` Gaussian rows of the same energy. An untrained model
-    is one more basis: run this on it. ``jackknife=False`` leaves errors and curve out (3 times
-    faster). Nulls of the relative norms keep the denominators of the whole corpus; for the
-    errors of ``relative_norm_reference`` its denominator follows the mean of each subset. Measures
-    whose error nothing stored can bound (:data:`tl_geometry.measures.state_measures.UNBOUNDED`)
-    have none.
+    - ``rank`` and ``threshold``: ScreeNOT with the bound ``k`` and ``strategy``;
+    - ``stable_rank``; ``explained`` and ``explained_energy``, the share of the singular values, or
+      of their squares, in that rank;
+    - ``relative_norm`` (centred states) and ``relative_norm_reference`` (raw states, with their
+      mean: what the published Table 5 contains);
+    - ``low_frequency`` (share of the first ``frequencies`` cosines) and ``off_diagonal``;
+    - ``smoothness`` and ``smoothness_2`` (first and second differences), ``roughness``;
+    - ``fracture``, and ``fracture_at``, the absolute position after which the largest break comes;
+    - ``winding``: turns in the plane of the first two components;
+    - ``split_half``: mean cosine over positions between the bases of two halves of the contexts
+      (``pos_reliability`` of the analysis of variance).
+
+    The noise of a basis falls as 1/sqrt(C): ranks and norms depend on C, see ``curve``.
+
+    Nulls, each with ``draws`` draws (``noise`` with half as many):
+
+    - ``shuffled``: the same positional vectors in random order;
+    - ``noise``: the difference of two random halves of the contexts, which holds the sampling noise
+      of a basis but no effect of position. This noise is correlated, so its rank is not 0, and a
+      rank near it is no evidence of position;
+    - ``isotropic``: Gaussian rows of the same energy.
+
+    For an untrained model as a null, call this on its basis. ``jackknife=False`` leaves out errors
+    and curve (3 times faster). Nulls of the relative norms keep the denominators of the whole
+    corpus; for the errors of ``relative_norm_reference`` the denominator follows the mean of each
+    subset. Measures without an error are those of
+    :data:`tl_geometry.measures.state_measures.UNBOUNDED`.
 
     Raises ``GeometryError`` for a basis of one context.
 
@@ -212,7 +230,7 @@ def positional_report(
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
         factors = linalg.svd(pos)
-        # a basis of one dimension has no second axis: a zero one, on which nothing turns
+        # a basis of one dimension has no second axis: with a zero one the winding number is 0
         axes = factors.V if factors.V.shape[1] > 1 else torch.nn.functional.pad(factors.V, (0, 1))
         measure = _Measure(axes, (positions, d_model), k_used, strategy, sizes, frequencies)
         position_means = window_means(basis, row, context_subsets.member[1:].double())
@@ -247,8 +265,8 @@ def _positional_nulls(
     signs: Tensor,
     measure: _Measure,
 ) -> Nulls:
-    """The measures of each draw of each null; ``isotropic`` are spectra and shapes of Gaussian
-    bases of norm one."""
+    """The measures of each draw of each null; ``isotropic`` holds the spectra of Gaussian bases of
+    norm one, and their measures that depend on the order of positions."""
     pos = basis.pos[row]
     noise = window_means(basis, row, signs)
     noise = noise - noise.mean(1, keepdim=True)
@@ -257,7 +275,7 @@ def _positional_nulls(
         "noise": measure.each(noise) if len(noise) else {},
         "isotropic": measure.spectrum(torch.linalg.vector_norm(pos) * isotropic[0]) | isotropic[1],
     }
-    left_out = ("fracture_at", "winding")  # neither has a mean over draws that says anything
+    left_out = ("fracture_at", "winding")  # their mean over draws means nothing
     return {
         (n, null): v
         for null, values in tables.items()

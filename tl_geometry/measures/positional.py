@@ -1,4 +1,5 @@
-"""Formulas of the measures of a positional basis ``P [position d_model]``, batched over states, for
+"""What shape has the curve of positional vectors, how large is it, and how smooth? The formulas for
+a positional basis ``P [position d_model]``, batched over states, for
 :func:`tl_geometry.positional_report`, views and papers (Song & Zhong 2023, sections 2 and 3).
 
 One thin SVD of each P (:func:`tl_geometry.base.linalg.svd`) serves ranks, explained ratio, relative
@@ -24,7 +25,7 @@ def explained_ratio(
     singular_values: Float[Tensor, "*batch rank"], r: int | Int[Tensor, "*batch"], *, power: int = 1
 ) -> Float[Tensor, "*batch"]:
     """Share of the r leading singular values, ``sum_(i<=r) s_i^power / sum s_i^power``: in [0, 1],
-    never falling with r.
+    nondecreasing in r.
 
     ``power=1`` is what the published code computes (values, not squared); ``power=2`` is the share
     of the energy. NaN for zero.
@@ -46,16 +47,16 @@ def relative_norm(
     second_moment: Float[Tensor, "*batch d_model d_model"],
     contexts: int,
 ) -> Float[Tensor, "*batch"]:
-    """Operator norm of the positional part against that of all states, ``sqrt(C) s_1(P) / s_1(M)``,
-    from accumulated moments.
+    """Operator norm of the positional part relative to that of all states,
+    ``sqrt(C) s_1(P) / s_1(M)``, from accumulated moments; M ``[C T, d_model]`` holds all states.
 
     Args:
         singular_values: those of P.
         second_moment: ``M^T M``. With the sum over C contexts and T positions of
-            (h - mean)(h - mean)^T it is the paper's measure (section 2): in [0, 1] in sample, 1 if
-            the strongest direction is purely positional. With the sum of h h^T it is what the
-            published Table 5 (and the column of Table 1) contains, whose code takes the raw stream:
-            never larger in sample, and far smaller where the stream has a large mean.
+            (h - mean)(h - mean)^T the result is the paper's measure (section 2): in [0, 1] in
+            sample, 1 if the strongest direction is purely positional. With the sum of h h^T it is
+            what the published Table 5 (and the column of Table 1) contains, whose code takes the
+            raw stream: in sample never larger, and far smaller where the stream has a large mean.
         contexts: C.
 
     No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
@@ -100,8 +101,8 @@ def fourier(gram: Float[Tensor, "*batch position position"]) -> Float[Tensor, "*
 def low_frequency_share(
     pos: Float[Tensor, "*batch position d_model"], frequencies: int = 10
 ) -> Float[Tensor, "*batch"]:
-    """Share of the first K frequencies in the unit rows of P, ``sum_(k<K) F_kk / tr F``, without
-    forming F. In [0, 1].
+    """Share of the first K = ``frequencies`` cosines in the unit rows of P,
+    ``sum_(k<K) F_kk / tr F`` (F of :func:`fourier`), without forming F. In [0, 1].
 
     Rows in random order give about K / T. NaN for a zero basis.
 
@@ -116,8 +117,8 @@ def low_frequency_share(
 
 
 def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Float[Tensor, "*batch"]:
-    """Share of the squares of F off its diagonal: 0 where cosines are the principal components. NaN
-    for zero.
+    """Share of the squares of F (:func:`fourier`) off its diagonal: 0 where the DCT cosines are the
+    principal components. NaN for zero.
 
     >>> float(off_diagonal_share(torch.ones(2, 2)))
     0.5
@@ -170,7 +171,7 @@ def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
     if step.shape[-1] == 0:
         unknown = pos.new_full(pos.shape[:-2], torch.nan)
         return Fracture(unknown, torch.zeros_like(unknown, dtype=torch.int64))
-    # -1 is below every step: steps at a zero row never win
+    # -1 is below every step: a step from or to a zero row is never the largest
     largest, row = torch.nan_to_num(step, nan=-1.0).max(-1)
     score = torch.where(largest >= 0, largest / step.nanquantile(0.5, dim=-1), torch.nan)
     return Fracture(score, row)

@@ -1,10 +1,12 @@
 """How many singular values of a noisy matrix are signal? ScreeNOT, scale-free and batched (Donoho,
-Gavish & Romanov 2023, arXiv:2009.12297), for the rank of positional bases.
+Gavish & Romanov 2023, arXiv:2009.12297), for the rank of positional bases in
+:func:`tl_geometry.positional_report` and :func:`tl_geometry.measures.compare_bases`.
 
-1. The k largest singular values are taken as possible signal; a pseudo-noise spectrum f replaces
-   them (``strategy``).
-2. With phi(y) = mean y / (y^2 - f^2), D(y) = phi (g phi + (1 - g) / y), g the aspect ratio, Psi(y)
-   = y D'(y) / D(y) increases from -inf to -2 beyond max f; the threshold is the root of Psi = -4.
+1. The k largest singular values are taken as possible signal. Replacing them by values of noise
+   (``strategy``) gives the pseudo-noise spectrum f.
+2. With phi(y) = mean y / (y^2 - f^2) and D(y) = phi (g phi + (1 - g) / y), g the ratio of the
+   smaller to the larger side, Psi(y) = y D'(y) / D(y) increases from -inf to -2 beyond max f. The
+   threshold is the root of Psi = -4.
 3. Singular values above the threshold are signal.
 """
 
@@ -26,8 +28,8 @@ zero."""
 
 
 class RankEstimate(NamedTuple):
-    """Number of singular values above the threshold (in units of the singular values), with the
-    upper bound k and the strategy used."""
+    """Number of singular values above the ``threshold`` (in units of the singular values), with the
+    upper bound ``k`` and the ``strategy`` used."""
 
     rank: Int[Tensor, "*batch"]
     threshold: Float[Tensor, "*batch"]
@@ -37,7 +39,7 @@ class RankEstimate(NamedTuple):
 
 def usable_k(k: int, smaller_side: int) -> int:
     """The upper bound k, lowered where the matrix is too small for imputation:
-    ``min(k, (p - 2) // 2)``.
+    ``min(k, (p - 2) // 2)``, p the smaller side (the largest k with 2k + 1 < p).
 
     >>> usable_k(20, 511), usable_k(20, 30)
     (20, 14)
@@ -48,11 +50,12 @@ def usable_k(k: int, smaller_side: int) -> int:
 def pseudo_noise(
     singular_values: Float[Tensor, "*batch rank"], k: int, strategy: str = "i"
 ) -> Float[Tensor, "*batch rank"]:
-    """Singular values with the k largest replaced.
+    """Singular values with the k largest replaced by values of noise.
 
     ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
-    ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k; ``"w"``: ``f_l = s_(k+1)``;
-    ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p.
+    ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k: the l-th largest value of a noise
+    spectrum lies below its edge by an amount that grows as l^(2/3). ``"w"``: ``f_l = s_(k+1)``;
+    ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p, with p singular values.
 
     >>> pseudo_noise(torch.tensor([9.0, 8.0, 3.0, 2.0, 1.0]), 2, "w").tolist()
     [3.0, 3.0, 3.0, 2.0, 1.0]
@@ -100,8 +103,9 @@ def screenot(
     The error of a positional basis falls as one over the square root of the number of contexts, so
     rank estimates grow with the corpus: read them beside the learning curve.
 
-    The bound k should stay well below p: with four strong spikes in 80 x 100, all strategies find 4
-    at k = 8, but at k = 20 only imputation does (100 of 100 seeds; winsorising 63, zeroing none).
+    The bound k should stay well below p, the smaller side: with four strong spikes in 80 x 100, all
+    strategies find 4 at k = 8, but at k = 20 only imputation does (in 100 of 100 seeds; winsorising
+    in 63, zeroing in none).
 
     Song & Zhong 2023 use k=20, ``"i"`` on 511 x d_model. Raises GeometryError when k is too large
     (:func:`usable_k`).
@@ -123,12 +127,12 @@ def screenot(
     )
     noise = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
     edge = noise.amax(-1)
-    # a zero matrix is searched like any other, and its threshold set to 0 afterwards
+    # a zero matrix in the batch is searched with f = 1, and its threshold set to 0 afterwards
     scale = torch.where(edge > 0, edge, 1.0)
     scaled = torch.where(edge[..., None] > 0, noise / scale[..., None], 1.0)
     ratio = rank_limit / max(shape)
     low, high = torch.ones_like(edge), torch.full_like(edge, 2.0)
-    # Psi increases: an upper end below -4 moves up until the root lies between
+    # Psi increases with y: while it is below -4 at the upper end, that end doubles
     while bool((below := _psi(high, scaled, ratio) < -4).any()):
         low, high = torch.where(below, high, low), torch.where(below, 2 * high, high)
     while bool(((high - low) > 1e-12 * high).any()):

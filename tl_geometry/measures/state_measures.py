@@ -1,5 +1,6 @@
-"""The result that the reports on position and on context share: a value per measure and state, with
-its jackknife error, its nulls and its learning curve."""
+"""What form has a report with a row per state? The base class of the reports on position and on
+context: a value per measure and state, with its jackknife error, its nulls and its learning
+curve."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ from tl_geometry.decomposition.position_context import PositionContext
 Values = dict[str, Tensor]
 """Measures by name."""
 Nulls = dict[tuple[str, str], Tensor]
-"""Measures of bases without the effect, by (measure, null): of each draw, or one number that is
-known without drawing."""
+"""Measures of bases without the effect, by (measure, null): one value per draw, or a single number
+that is known without drawing."""
 
 
 UNBOUNDED = ("rank", "explained", "explained_energy", "relative_norm", "fracture_at", "winding")
-"""Measures without an error. Ranks, and what follows from them, jump: without one block a basis
-often has the very value of the whole corpus, or quite another (intervals of ``+- t`` errors held
-0.21 to 0.53 of simulated ranks, 0.01 to 0.05 of windings). The centred norm of the states of one
-block is not stored: intervals with the norm of the whole corpus, or with one that moves with
-position and context alone, held 0.71 to 0.86 in the first states of a real model."""
+"""Measures without an error, because their jackknife intervals do not cover.
+
+Ranks, what follows from them, positions and turns change in jumps: without one block a basis often
+has exactly the value of the whole corpus, or a far one. Intervals of ``+- t`` errors, meant to
+cover 95%, covered 21 to 53% of simulated ranks and 1 to 5% of windings. ``relative_norm`` divides
+by the centred norm of the states, which is not stored for each block: intervals with the norm of
+the whole corpus, or with one that moves with position and context alone, covered 71 to 86% in the
+first states of a real model."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,13 +42,15 @@ class StateMeasures(Result):
     per state.
 
     ``errors`` are delete-one jackknife standard errors over ``blocks`` of contexts: a 95% interval
-    is the measure ``+- t_(blocks - 1)`` errors (2.36 for eight blocks), of what other corpora of
-    this size would give on average. Measures of :data:`UNBOUNDED` have none.
-    ``curve["rank"] [level state]`` is the measure at ``curve_contexts`` contexts (mean over
-    disjoint blocks, the last level all contexts): what still moves there depends on the size of the
-    corpus. ``nulls["rank", "noise"] [state]`` is the mean measure of ``draws`` bases in which the
-    effect is absent, and ``spreads["rank", "shuffled"] [state]`` how much one draw differs from
-    another (standard deviation): by so much may a basis without the effect differ from the mean.
+    for the mean of the measure over corpora of this size is the measure ``+- t_(blocks - 1)``
+    errors (2.36 errors for eight blocks). Measures of :data:`UNBOUNDED` have none.
+
+    ``curve["rank"] [level state]`` is the learning curve: the measure at ``curve_contexts``
+    contexts (mean over disjoint blocks; the last level is all contexts). A measure that still
+    changes at its end depends on the size of the corpus. ``nulls["rank", "noise"] [state]`` is the
+    mean over bases in which the effect is absent, and ``spreads["rank", "shuffled"] [state]`` the
+    standard deviation over such bases: a basis without the effect differs from the mean by about
+    that much. Sampled nulls have ``draws`` draws.
     """
 
     table_axes = ("state",)
@@ -84,7 +90,8 @@ def state_fields(
     least: int = FEWEST,
     draws: int = 0,
 ) -> dict[str, Any]:
-    """Fields of a :class:`StateMeasures` from (values [sample], nulls) of every state; errors from
+    """Fields of a :class:`StateMeasures`. ``per_state`` holds for every state its values [sample],
+    one for each of ``sets`` (the first is all contexts), and its nulls; errors are given from
     ``least`` contexts on."""
     names = list(per_state[0][0])
     table = {n: torch.stack([v[n] for v, _ in per_state], dim=1) for n in names}  # [sample state]
@@ -110,7 +117,7 @@ def state_fields(
         "values": {n: table[n][0] for n in names},
         "errors": errors,
         "nulls": {n: x if x.dim() == 1 else x.mean(1) for n, x in null_values.items()},
-        # no spread of "noise": halves of the corpus vary as the corpus does, which errors state
+        # none for "noise": random halves vary as the corpus itself does, which the errors show
         "spreads": {
             n: x.std(1) for n, x in null_values.items() if x.dim() == 2 and n[1] != "noise"
         },

@@ -1,4 +1,6 @@
-"""A norm layer as a projection onto a sphere, and the paths of tokens along it."""
+"""Where does a norm layer put the states, and how do tokens move on its sphere from layer to layer
+(Molina 2023)? A norm as a projection onto a sphere, and the paths of tokens along it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Where does each token travel on the sphere of the norm, layer by layer, and how near does it come
-to the token that follows? The paths of Molina 2023: angles, updates, ranks, coordinates."""
+to the token that follows? :func:`token_paths` measures the paths of Molina 2023: angles, updates,
+ranks, coordinates."""
 
 from __future__ import annotations
 
@@ -27,27 +28,27 @@ from tl_geometry.sphere import projection
 from tl_geometry.weights.vocabulary import embeddings, output_rows
 
 UPDATES = ("attention", "mlp")
-"""Order of the two updates of a block."""
+"""The two updates of a block, in the order of the axis ``update``."""
 SPLIT = ("radial", "tangential", "turn")
-"""Fields ``[update layer batch position]``; all others have the contexts first."""
+"""Fields ``[update layer batch position]``; all other tensors have the contexts first."""
 HELD = 16
-"""Copies of all states that are held at once in float64: states, outputs of attention and MLP, and
-what is made of them."""
+"""Number of tensors of the size of all states that exist at once in float64: states, outputs of
+attention and MLP, and what is computed from them. Enters the estimate of memory."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenPaths(Result):
-    """Paths of every token of a prompt set through the residual stream states, seen from the centre
-    of the sphere (radians).
+    """Paths of every token of a prompt set through the residual stream states, as angles in radians
+    seen from the centre of the sphere.
 
     ``steps[..., l]`` is the angle between states l and l + 1; ``length`` their sum, ``net`` the
-    angle from first to last, ``tortuosity`` their ratio. ``radial``, ``tangential`` and
-    ``turn [update layer ...]`` are those of attention and MLP, each from the stream it is added to
-    (NaN where the model's updates do not add up to its states, as in post-norm models). ``angle``
-    is that between each state and the next token's unembedding row, ``rank`` that token's rank
-    among all by angle (1: the nearest; NaN and 0 for the last token, which has no next).
-    ``coordinates`` are on three axes that were fitted on ``fitted_on`` and hold the share ``shown``
-    of its variance.
+    angle from first to last state, ``tortuosity`` the ratio of the two. ``radial``, ``tangential``
+    (lengths in units of the stream) and ``turn`` (an angle) split the updates of attention and MLP,
+    each relative to the stream it is added to; NaN where the model's updates do not add up to its
+    states, as in post-norm models. ``angle`` is the angle between each state and the next token's
+    unembedding row, ``rank`` that token's rank among all tokens by angle (1: the nearest). The last
+    token has no next: its angle is NaN, its rank 0. ``coordinates`` are on three axes that were
+    fitted on ``fitted_on`` and hold the share ``shown`` of its variance.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -117,14 +118,15 @@ def token_paths(
     """Where each token travels on the sphere of the norm, layer by layer, and how near it comes to
     the token that follows it.
 
-    States are compared by their angles after the centring of the model's norm, so that the norm's
-    scale drops out. The next token's direction is its unembedding row (final gain folded in);
-    models without a trained output head are read in their embedding.
+    States are compared by their angles, after centring where the model's norm centres, so that the
+    norm's scale drops out. The next token's direction is its unembedding row (final gain folded
+    in); for models without a trained output head it is the embedding row.
 
     Args:
         tokens: a string, strings of equal token length (then ``prepend_bos`` is needed), ids or
             :class:`TokenWindows`.
-        basis: fit the three axes on this basis' sampled states instead of the token embeddings.
+        basis: fit the three axes on the sampled states of this basis instead of the token
+            embeddings.
         method: ``"pca"`` (deterministic) or ``"umap"`` (the published view; needs umap-learn).
         batch_size: contexts of one forward pass, where the budget allows (UMAP places all of them
             at once).
@@ -185,7 +187,7 @@ def _contexts_per_batch(
 ) -> int:
     """How many contexts are followed at once: as many as the budget holds, all of them for UMAP."""
     length = rows.tokens.shape[1]
-    # 8 bytes for float64; beside the copies stand the cosines with a chunk of the vocabulary
+    # 8 bytes for float64: copies of the states, and their cosines with a chunk of the vocabulary
     per_state = 8 * (HELD * view.d_model + min(view.d_vocab, projection.VOCABULARY_CHUNK))
     per_context = per_state * (view.n_layers + 1) * length
     min_contexts = len(rows) if method == "umap" else 1
@@ -209,7 +211,7 @@ def _path_tensors(
     """The tensors of :class:`TokenPaths` for some contexts."""
     states, updates = _states(view, tokens)
     path = projection.path_geometry(states, view.norm)
-    # the last token has no next: token 0 stands in, and is_last leaves its numbers out
+    # the last token has no next: token 0 is a placeholder, and is_last masks its numbers
     target = torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1).to(states.device)
     approach = projection.token_approach(
         states, token_directions, target.unsqueeze(-1).expand(states.shape[:-1]), view.norm
@@ -230,7 +232,7 @@ def _path_tensors(
 def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | None]:
     """States ``[batch position state d_model]`` in float64, and the updates of attention and MLP
     split as in :data:`SPLIT` (``None`` where they do not add up to the states)."""
-    # one pass for all hooks: states and updates must be of the same run to add up
+    # one pass for all hooks: states and updates of different runs may not add up
     hooks = (*view.state_hooks, *view.attention_hooks)
     try:
         activations = view.activations(tokens, (*hooks, *view.mlp_hooks))
@@ -242,10 +244,10 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     if view.mlp_hooks[0] in activations:
         mlp = torch.stack([activations[hook].double() for hook in view.mlp_hooks], dim=2)
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
-    # float32 sums round at about 1e-6; a norm behind a block is off by as much as a state
+    # float32 sums round at about 1e-6; a norm after the block gives an error as large as a state
     if float(error) > 1e-4 * float(h.abs().max()):
         return h, None
-    # each update turns the stream that it is added to: the MLP's comes after attention's
+    # each update is split relative to the stream that it is added to: the MLP's after attention's
     splits = [
         projection.update_split(h[:, :, :-1], attention, view.norm),
         projection.update_split(h[:, :, :-1] + attention, mlp, view.norm),
@@ -268,7 +270,7 @@ def _projection(
         rows, name = basis.samples.flatten(0, 2), "sampled states"
 
     def on_sphere(states: Tensor) -> Tensor:
-        # unit length: axes are those of directions, which the norm's scale does not change
+        # unit length: the axes describe directions, whatever the norm of a state
         return torch.nn.functional.normalize(remove_mean(states, view.norm), dim=-1)
 
     unit = on_sphere(rows.double())

@@ -1,5 +1,6 @@
-"""Where does a norm layer put a state? The formulas of :func:`tl_geometry.token_paths` on the
-sphere (Molina 2023): the point itself, angles along a path, what an update does, coordinates.
+"""Where on the sphere does a norm layer put a state? The formulas of
+:func:`tl_geometry.token_paths` (Molina 2023): the point itself, angles along a path, the effect of
+an update, coordinates.
 
 LayerNorm without its affine part is ``z = sqrt(d) x A / sqrt(|x A|^2 + d eps)``, A the centring
 over d_model: a point of the sphere of radius sqrt(d) inside the hyperplane ``sum z = 0``, up to a
@@ -29,11 +30,12 @@ NORMS = ("LN", "RMS")
 
 class NormGeometry(NamedTuple):
     """Where a norm puts its inputs: see :func:`norm_geometry`. Residuals are relative;
-    ``degenerate`` inputs have ``z = 0``.
+    ``degenerate`` inputs, without a direction once centred, have ``z = 0``.
 
-    ``deficit`` is ``sqrt(d) - radius`` without cancellation. ``hyperplane_residual`` is
-    ``|sum z| / (sqrt(d) |z|)`` (NaN for RMSNorm). ``ellipsoid_residual`` is
-    ``|sum ((y - bias) / gain)^2 - radius^2| / d``; axes that a zero gain flattens enter through z.
+    ``radius`` is ``|z|``, ``deficit`` is ``sqrt(d) - radius`` without cancellation.
+    ``hyperplane_residual`` is ``|sum z| / (sqrt(d) |z|)`` (NaN for RMSNorm). ``ellipsoid_residual``
+    is ``|sum ((y - bias) / gain)^2 - radius^2| / d``. Both recover z from y, except at coordinates
+    whose gain is zero, which take z itself.
     """
 
     z: Float[Tensor, "*batch d_model"]
@@ -53,7 +55,7 @@ def norm_geometry(
     norm_type: str = "LN",
 ) -> NormGeometry:
     """The point ``z`` on the sphere, ``y = gain z + bias`` on the ellipsoid, and how far each is
-    from its ideal surface. float64 inside.
+    from its ideal surface, in float64.
 
     >>> g = norm_geometry(torch.tensor([[1.0, 2.0, 3.0, 6.0], [5.0, 5.0, 5.0, 5.0]]), eps=0.0)
     >>> [round(r, 6) for r in g.radius.tolist()], g.degenerate.tolist()
@@ -64,7 +66,7 @@ def norm_geometry(
     size = x.shape[-1]
     centred = remove_mean(x.double(), norm_type)
     length = torch.linalg.vector_norm(centred, dim=-1)
-    # a constant vector leaves rounding errors behind when it is centred: they are no direction
+    # a centred constant vector is a few rounding errors (8 allowed), which are no direction
     rounding = torch.finfo(torch.float64).eps * torch.linalg.vector_norm(x.double(), dim=-1)
     degenerate = length <= 8 * rounding
     centred = torch.where(degenerate.unsqueeze(-1), 0.0, centred)
@@ -77,7 +79,7 @@ def norm_geometry(
     radius = torch.linalg.vector_norm(z, dim=-1)
     # sqrt(d) - radius with the difference of square roots multiplied out
     deficit = size**0.5 * torch.where(scale > 0, size * eps / (scale * (scale + length)), 1.0)
-    # a zero gain loses the coordinate: z itself stands in, as divided by nothing it would be NaN
+    # a zero gain loses the coordinate: z itself stands in, to avoid a division by zero
     recovered = torch.where(gain == 0, z, (y - bias) / torch.where(gain == 0, 1.0, gain))
     ellipsoid = (recovered.square().sum(-1) - radius.square()).abs() / size
     plane = recovered.sum(-1).abs() / (size**0.5 * torch.where(radius > 0, radius, 1.0))
@@ -126,7 +128,7 @@ def path_geometry(
 
 class UpdateSplit(NamedTuple):
     """An update seen from the centre: signed length along the state, length across it, and the
-    angle it turns the state by."""
+    angle in radians by which it turns the state."""
 
     radial: Float[Tensor, "*batch"]
     tangential: Float[Tensor, "*batch"]
@@ -159,7 +161,7 @@ def update_split(
 
 
 class Approach(NamedTuple):
-    """How far a state points from a token: the angle (radians) and the token's rank among all
+    """The angle (radians) between a state and a token's direction, and the token's rank among all
     tokens by angle (1 is the nearest)."""
 
     angle: Float[Tensor, "*batch"]
@@ -172,8 +174,8 @@ def token_approach(
     target: Int[Tensor, "*batch"],
     norm_type: str | None = "LN",
 ) -> Approach:
-    """Angle between each state and the direction of its target token, and how many tokens lie
-    nearer.
+    """Angle between each state and the direction of its target token, and the target's rank among
+    all tokens by angle.
 
     ``vocabulary`` holds one direction per token (embedding or unembedding rows); both sides are
     centred for ``"LN"``. By chance the angle is near pi/2 and the rank near ``(d_vocab + 1) / 2``.
@@ -197,7 +199,7 @@ def token_approach(
         vocabulary_chunk = vocabulary[start : start + VOCABULARY_CHUNK].double()
         unit_tokens = linalg.normalize_rows(remove_mean(vocabulary_chunk, norm_type))[0]
         ids = torch.arange(start, start + len(unit_tokens), device=target.device)
-        # the target is not nearer than itself, whatever its two cosines round to
+        # the target is left out: its two cosines, computed in two ways, may round differently
         is_nearer = (unit @ unit_tokens.mT > target_cosine.unsqueeze(-1)) & (
             ids != target.unsqueeze(-1)
         )
@@ -230,10 +232,11 @@ def principal_projection(rows: Float[Tensor, "row d_model"], k: int = 3) -> Proj
     mean = reduce(rows.double(), "row d_model -> d_model", "mean")
     centred = rows.double() - mean
     if len(rows) > 2 * rows.shape[1]:
-        # tall: eigenvectors of the covariance; the squared condition number does not harm the
-        # leading axes
+        # tall: eigenvectors of the covariance are cheaper, and its squared condition number does
+        # not harm the leading axes
         values, vectors = torch.linalg.eigh(centred.mT @ centred)
         variance = values.flip(-1).clamp(min=0)
+        # fix_signs takes pairs of vectors: here both sides are the same
         axes = linalg.fix_signs(vectors, vectors)[1].flip(-1)
     else:
         _, values, axes = linalg.svd(centred)

@@ -1,4 +1,6 @@
-"""W_QK and W_OV in the geometry of a basis: structure, factor SVDs, token readouts, probes."""
+"""What do heads read and write, as seen from their weights? W_QK and W_OV in the geometry of a
+basis, singular value decompositions of their factors, token readouts, probes.
+"""
 
 from __future__ import annotations
 

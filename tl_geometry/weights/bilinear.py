@@ -1,18 +1,18 @@
-"""How much of a head's W_QK or W_OV is a diagonal, and how much a small block in the directions of
-a basis? The formulas of :func:`tl_geometry.weight_geometry` (Song & Zhong 2023, Eq. 8).
+"""How much of a head's W_QK or W_OV is a diagonal, and how much is a small block in the directions
+of a basis? The formulas of :func:`tl_geometry.weight_geometry` (Song & Zhong 2023, Eq. 8).
 
 A head's matrix is kept as two factors, ``W = left @ right.mT`` with ``left, right [head d_model
 d_head]``; no d_model x d_model product of a head is formed. With V a basis of the stream (top
 singular directions of the positional means) and ``W_o = W - diag(W)``:
 
-1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all rotated
-   entries, the threshold, the entries above the threshold;
-2. :func:`haar_null`: how much of ``|W_o|^2`` a random subspace would hold;
+1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all entries of
+   W_o rotated into a basis that starts with V, the threshold, the entries above the threshold;
+2. :func:`haar_null`: the share of ``|W_o|^2`` that a random subspace is expected to hold;
 3. :func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`: the best L and D in
    ``W = V L V^T + D``, jointly.
 
-Everything is computed in float64 and batches over leading axes; bases have no head axis. Basis
-columns that are zero count as absent.
+Everything is computed in float64 and batched over leading axes; a basis ``[d_model rank]`` has no
+head axis. Zero columns of a basis count as absent.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
 PRODUCT = "... d_model d_head, ... d_head -> ... d_model"
-"""A factor of every head times a vector of its own."""
+"""Pattern of a product: the factor of each head times a vector of that head."""
 MATRICES = ("QK", "OV")
 """W_QK = W_Q W_K^T and W_OV = W_V W_O."""
 
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """``W = left @ right.mT`` per head: the query (or reading) side on the left, the key (or
-    writing) side on the right.
+    """``W = left @ right.mT`` per head: the query side of W_QK (or the reading side of W_OV) on the
+    left, the key side (or writing side) on the right.
 
-    What follows from the factors without forming W is computed once: ``diagonal``, ``energy`` and
-    the rest.
+    Properties of W are computed from the factors, without forming W, and cached.
 
     >>> f = Factors(torch.eye(3).double()[None], 2 * torch.eye(3).double()[None])
     >>> f.diagonal.tolist(), f.energy.tolist(), f.off_diagonal_energy.tolist()
@@ -56,7 +55,7 @@ class Factors:
 
     @cached_property
     def diagonal(self) -> Float[Tensor, "*batch head d_model"]:
-        """``diag(W)``: the row-wise products of the factors."""
+        """``diag(W)``: dot products of corresponding rows of the factors."""
         return einsum(
             self.left, self.right, "... d_model d_head, ... d_model d_head -> ... d_model"
         )
@@ -74,8 +73,8 @@ class Factors:
 
     @cached_property
     def off_diagonal_energy(self) -> Float[Tensor, "*batch head"]:
-        """``|W_o|_F^2``, W_o the matrix without its diagonal; exactly zero where it is below the
-        rounding of ``|W|^2``."""
+        """``|W_o|_F^2``, W_o the matrix without its diagonal; exactly zero where it is only the
+        rounding (below 1e-12) of ``|W|^2``, from which it is subtracted."""
         energy_off_diagonal = self.energy - self.diagonal.square().sum(-1)
         return torch.where(energy_off_diagonal > 1e-12 * self.energy, energy_off_diagonal, 0.0)
 
@@ -89,21 +88,21 @@ def fold(
     raw: bool = False,
     center_output: bool | None = None,
 ) -> Factors:
-    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer; the default form is
-    canonical: the same however TransformerLens processed the weights at loading.
+    """Factors of ``W_QK = W_Q W_K^T scale`` or ``W_OV = W_V W_O`` of one layer, by default in
+    canonical form: the same however TransformerLens processed the weights at loading.
 
-    Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, and ``W_O`` centred over its output, A the
-    centring over d_model of a LayerNorm (identity for RMSNorm and for no norm). ``raw`` leaves the
+    Canonical: ``W_Q, W_K, W_V <- A diag(gain) W``, with A the centring over d_model of a LayerNorm
+    (identity for RMSNorm and for no norm), and ``W_O`` centred over its output. ``raw`` leaves the
     gain and the centring out, as the published figure does. ``scale`` multiplies scores (default
-    ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model with its
-    LayerNorm after the attention, what is written is centred although what is read is not.
+    ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model whose
+    LayerNorm comes after attention, the output is centred although the input is not.
     """
     choice(matrix, MATRICES, "matrix")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
     layer_norm = norm.norm_type == "LN" and not raw
 
     def read(weight: Tensor) -> Tensor:
-        # a copy: the products below are made in place, and the weights are the model's
+        # a copy: the products below are in place, and must not change the model's weights
         product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))
         return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
 
@@ -154,11 +153,11 @@ def rotated_block(
 def complete(
     basis: Float[Tensor, "*batch d_model rank"], vectors: Float[Tensor, "d_model column"]
 ) -> Float[Tensor, "*batch d_model column"]:
-    """``Q @ vectors`` where Q is square orthogonal and starts with the orthonormal columns of
-    ``basis``.
+    """``Q @ vectors`` where Q is square and orthogonal, and its first columns are the orthonormal
+    columns of ``basis``.
 
-    The remaining columns are Householder's: an arbitrary but deterministic completion, applied
-    without being formed.
+    The remaining columns come from Householder reflections: an arbitrary but deterministic
+    completion. Q is applied without being formed.
     """
     reflectors, tau = torch.geqrf(basis)
     # R of orthonormal columns is diag(+-1): undo its signs, so that Q starts with ``basis`` itself
@@ -168,11 +167,11 @@ def complete(
 
 
 class Structure(NamedTuple):
-    """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q`` (Q starts with the basis): see
-    :func:`structure`.
+    """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis completed to a
+    square matrix (:func:`complete`); see :func:`structure`.
 
-    ``block`` is its part in the basis, ``product`` the same with the diagonal of W left in;
-    ``highest`` and ``lowest`` are the extremes of the block.
+    ``block`` is ``V^T W_o V``, the part of it in the basis; ``product`` is ``V^T W V``, with the
+    diagonal; ``highest`` and ``lowest`` are the extremes of the block.
     """
 
     diagonal: Float[Tensor, "*batch head d_model"]
@@ -197,11 +196,12 @@ def structure(
     """The diagonal and the rotated off-diagonal part of W (Song & Zhong 2023, Fig. 5), for all
     heads at once.
 
-    ``left`` and ``right`` hold orthonormal columns, strongest direction first; the first ``k`` are
-    the subspace, all of them give ``block = V^T W_o V``. ``threshold = sqrt(2 ln d^2) std``, std
-    the population standard deviation of all d^2 rotated entries, is about the largest of d^2
-    Gaussian ones; ``above_threshold`` counts entries of the first k x k above it in size.
-    ``concentration`` is ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
+    ``left`` and ``right`` (by default the same) hold orthonormal columns, strongest direction
+    first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``.
+    ``threshold = sqrt(2 ln d^2) std``, with std the population standard deviation of all d^2
+    rotated entries, is about the largest of d^2 Gaussian entries; ``above_threshold`` counts
+    entries of the first k x k whose absolute value exceeds it. ``concentration`` is
+    ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
@@ -215,13 +215,14 @@ def structure(
     require(1 <= k <= min(left.shape[-1], right.shape[-1]), "k", expected=expected, got=k)
     off_diagonal_energy = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
-    # a last column, the sum of all columns of Q, gives the sum of all d^2 entries without Q
+    # with the sum of all columns of Q as one more column, the last entry of the product is the sum
+    # of all d^2 rotated entries, and Q is never formed
     wide_left = torch.cat([left, complete(left, ones)], dim=-1)
     wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
     product = project(wide_left, factors.left) @ project(wide_right, factors.right).mT
     rotated = product - rotate_diagonal(wide_left, factors.diagonal, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
-    # a rotation keeps the sum of squares: it is that of W_o itself
+    # a rotation keeps the sum of squares, so that of W_o itself serves
     std = (off_diagonal_energy / size**2 - mean.square()).clamp(min=0).sqrt()
     threshold = math.sqrt(2 * math.log(size**2)) * std
     above = block.abs() > rearrange(threshold, "... head -> ... head 1 1")
@@ -258,11 +259,11 @@ def haar_null(
 
     ``[alpha |W|^2 + beta (tr(WW) + (tr W)^2)] / |W|^2`` with
     ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and ``beta = k(d-k) / (d(d-1)(d+2))``;
-    ``off_diagonal`` uses W without its diagonal. With ``one_basis=False`` the two sides are
-    independent random subspaces: ``(k / d)^2``, which for one basis is wrong by a large factor
-    where the trace is large. ``centered``: V lies among the vectors whose coordinates sum to zero,
-    as all that a LayerNorm lets through; d is then d_model - 1, and the numerator holds P W P, P
-    the centring.
+    With ``off_diagonal`` W is taken without its diagonal. With ``one_basis=False`` the two sides
+    are independent random subspaces, which gives ``(k / d)^2``; for one basis that is wrong by a
+    large factor where the trace is large. With ``centered`` V lies among the vectors whose
+    coordinates sum to zero, as all outputs of a LayerNorm do: d is then d_model - 1, and P W P
+    takes the place of W in the numerator, P the centring.
 
     >>> eye = torch.eye(50)[None]
     >>> round(float(haar_null(Factors(eye, eye), 5, off_diagonal=False)), 6)
@@ -273,7 +274,7 @@ def haar_null(
     # tr(W_o W_o), and W_o has no trace
     trace_of_square = factors.trace_of_square - (diag.square().sum(-1) if off_diagonal else 0)
     trace = torch.zeros_like(whole_energy) if off_diagonal else diag.sum(-1)
-    if centered:  # of P W P, from W u, W^T u and u^T W u with u the unit vector of equal entries
+    if centered:  # the same of P W P, from W u, W^T u and u^T W u; u has entries 1 / sqrt(d_model)
         removed = diag if off_diagonal else torch.zeros_like(diag)
         row_means = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
         column_means = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
@@ -283,7 +284,7 @@ def haar_null(
         )
         trace_of_square = trace_of_square - 2 * (row_means * column_means).sum(-1) + corner.square()
         trace = trace - corner
-    # vectors that sum to zero have one dimension fewer
+    # vectors whose coordinates sum to zero span one dimension fewer
     d = size - 1 if centered else size
     alpha, beta = (k / d) ** 2, 0.0
     if one_basis and d > 1:
@@ -299,9 +300,9 @@ def leading_directions(
     """The first ``width`` right singular vectors of ``rows`` as columns, all singular values, and
     the numerical rank.
 
-    Columns beyond the numerical rank are zero (absent): no direction is invented. ``centered``
-    first removes each row's mean over d_model, as a LayerNorm does. Signs: the largest-magnitude
-    coordinate is positive.
+    Columns beyond the numerical rank are zero (absent), because there the singular vectors are
+    arbitrary. ``centered`` first removes each row's mean over d_model, as a LayerNorm does. Signs:
+    the largest-magnitude coordinate is positive.
     """
     rows = rows.double()
     if centered:

@@ -1,5 +1,6 @@
-"""What do a model's W_QK and W_OV read and write? Their geometry in the positional basis
-(:func:`weight_geometry`), and the tokens at both ends of them (:func:`token_readout`)."""
+"""What do a model's heads read and write, as seen from W_QK and W_OV? Two public functions of a
+model: :func:`weight_geometry` (structure in the positional basis) and :func:`token_readout` (the
+tokens nearest to the singular directions)."""
 
 from __future__ import annotations
 
@@ -45,17 +46,22 @@ class WeightGeometry(Result):
     """Low rank plus diagonal structure of W_QK or W_OV, one row per head (see
     :func:`weight_geometry`).
 
-    ``k`` is the dimension of the subspace in each layer and ``ranks`` the numerical rank of the
-    positional basis that it belongs to. ``block`` is ``V^T W_o V`` over the shown directions, of
-    which the first k span the subspace; W_o is W without ``diagonal``, its diagonal. ``null`` is
-    the exact expectation of ``concentration`` for a uniformly random subspace; ``noise_null`` and
-    ``noise_high`` are its mean and maximum in subspaces found in the same way with positions
-    destroyed (:mod:`tl_geometry.weights.subspaces`), and ``p`` is the p-value corrected for the
-    choice among heads (:func:`tl_geometry.weights.subspaces.familywise_p`), the larger of those
-    against them and against random subspaces (NaN below 10 contexts or 4 groups; at least 1 / 20).
-    ``reliability`` is the split-half cosine of the positional vectors, the lower of the two states
-    for W_OV: below 0.5 the subspace is mostly noise. ``L`` and ``delta`` are the joint least
-    squares fit, ``r2_*`` shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``.
+    ``k`` is the dimension of the subspace in each of ``layers`` and ``ranks`` the numerical rank of
+    the positional vectors there. ``block`` is ``V^T W_o V`` over the shown directions, of which the
+    first k span the subspace; W_o is W without ``diagonal``, its diagonal. ``mean`` to
+    ``concentration`` are defined in :func:`tl_geometry.weights.bilinear.structure`.
+
+    ``null`` is the exact expectation of ``concentration`` for a uniformly random subspace.
+    ``noise_null`` and ``noise_high`` are its mean and maximum over subspaces estimated in the same
+    way with positions destroyed (:mod:`tl_geometry.weights.subspaces`). ``p`` is the larger of the
+    p-values against these and against drawn random subspaces, corrected for the choice among heads
+    (:func:`tl_geometry.weights.subspaces.familywise_p`); NaN below 10 contexts or 4 groups, and at
+    least 1 / 20 with the default draws. ``reliability`` is the split-half cosine of the positional
+    vectors, the lower of the two states for W_OV: below 0.5 the subspace is mostly noise.
+
+    ``L`` and ``delta`` are the joint least squares fit (zero padding in layers of lower rank),
+    ``r2_*`` shares of ``|W|^2``, ``null_r2`` the expectation of ``r2_low_rank``; ``symmetric`` and
+    ``singular`` are defined in :class:`tl_geometry.weights.low_rank_diagonal.LowRankDiagonal`.
     """
 
     matrix: str
@@ -140,12 +146,12 @@ def weight_geometry(
         layers: which layers, by default all.
         rank: dimension of the subspace, by default the smaller of 20 and the numerical rank of the
             positional vectors.
-        raw: weights as they are, without gain and centring, and the plain positional vectors: the
-            published figure, which mixes coordinates before and after the norm. Its numbers depend
-            on how the model was loaded; the default's do not.
+        raw: take the weights without gain and centring, and the positional vectors uncentred, as
+            the published figure does, which mixes coordinates before and after the norm. These
+            numbers depend on how the model was loaded; those of the default do not.
         offsets: for rotary models, the query-key offsets that W_QK is averaged over (``(0,)``, or
             ``range(1, 17)``).
-        shown: directions in ``block``.
+        shown: number of directions in ``block`` (60 as in the published figure).
         draws: draws of each null, with ``seed`` (0 leaves them out).
 
     Raises ``GeometryError`` for a basis of another model or without the states needed.
@@ -193,7 +199,7 @@ def weight_geometry(
         n_padding = min(max_rank, width) - k
         numbers["L"] = torch.nn.functional.pad(numbers["L"], (0, n_padding, 0, n_padding))
         layer_numbers.append(numbers)
-    # the draws leave the numbers: they are reduced to columns of their own
+    # draws are taken out of the numbers per layer: only their summaries become columns
     nulls = subspaces.Draws(
         *(torch.cat([n.pop(name) for n in layer_numbers], 1).cpu() for name in ("noise", "random"))
     )
@@ -281,14 +287,14 @@ def _layer(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenReadout(Result):
-    """Tokens at both ends of each head's first singular directions: one row per head and direction
-    (see :func:`token_readout`).
+    """Tokens with the largest and smallest scores on each head's first singular directions: one row
+    per head and direction, heads first (see :func:`token_readout`).
 
-    ``left`` is the query side of W_QK or what W_OV reads, ``right`` the key side or what it writes;
-    ``*_ids [row k]`` and ``*_scores`` are the tokens with the largest dot products,
+    ``left`` is the query side of W_QK or the reading side of W_OV, ``right`` the key side or the
+    writing side. ``*_ids [row k]`` and ``*_scores`` are the tokens with the largest dot products,
     ``*_opposite_*`` those with the smallest. ``values`` are all singular values per head,
-    ``coverage`` their cumulative share, ``needed`` how many directions it takes to exceed 99%;
-    ``degenerate`` directions are not unique.
+    ``coverage`` their cumulative share, ``needed`` the number of directions whose share first
+    exceeds 99%; ``degenerate`` directions are not unique.
     """
 
     matrix: str
@@ -356,10 +362,11 @@ def token_readout(
     """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
     vocabulary (Molina 2023, section 4).
 
-    Both sides of W_QK and the left of W_OV are read in the embeddings as the block's norm sees
-    them, the right of W_OV in the unembedding. Canonical weights and rows by default (gains folded
-    into the weights, so that no way of loading the model changes the result); ``raw`` takes raw
-    weights against the affine norm's output and the unembedding's own rows, as published.
+    Both sides of W_QK and the left side of W_OV are scored against the token embeddings after the
+    block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical by
+    default (gains folded into the weights, so that the way of loading the model does not change the
+    result); ``raw`` takes raw weights, the output of the norm with its gain and bias, and the plain
+    rows of the unembedding, as published.
 
     Args:
         matrix: ``"QK"`` or ``"OV"``.
@@ -390,7 +397,8 @@ def token_readout(
         svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
         layer_norm = (norm.norm_type, norm.eps)
-        if raw or reads_norm != layer_norm:  # without gain and bias, layers mostly share one norm
+        # without gain and bias most layers have the same norm: its rows are reused
+        if raw or reads_norm != layer_norm:
             reads_norm, reads = layer_norm, normalized_rows(rows, norm, affine=raw)
         reading = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k

@@ -1,6 +1,7 @@
-"""Which ``L`` and ``D`` in ``W = V L V^T + D`` describe W_QK or W_OV best (Song & Zhong 2023, Eq.
-8)? Solved for all heads of a layer at once with one factorisation, for
-:func:`tl_geometry.weight_geometry` and the surrogates of live heads."""
+"""Which ``L`` and diagonal ``D`` in ``W = V L V^T + D`` describe W_QK or W_OV best (Song & Zhong
+2023, Eq. 8)? Solved for all heads of a layer with one factorisation, for
+:func:`tl_geometry.weight_geometry` and the surrogates of live heads
+(:mod:`tl_geometry.interventions`)."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from tl_geometry.weights.bilinear import Factors, project, rotate_diagonal
 
 
 class LowRankDiagonal(NamedTuple):
-    """``W = V_left L V_right^T + diag(delta) + residual``; shares of ``|W|^2`` explained (NaN for a
-    zero matrix).
+    """``W = V_left L V_right^T + diag(delta) + residual``, fitted; ``r2_*`` are shares of ``|W|^2``
+    explained by V L V^T alone, by diag(W) alone and by both (NaN for a zero matrix).
 
     ``singular`` marks layers where the diagonal is not determined (a coordinate axis lies in both
     subspaces): the minimum-norm solution is given. ``symmetric`` is the share of ``|L|^2`` in its
-    symmetric part.
+    symmetric part, NaN where L is not square.
     """
 
     L: Float[Tensor, "*batch head row column"]
@@ -43,9 +44,10 @@ def fit_low_rank_diagonal(
     all heads at once.
 
     With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)``
-    (o entrywise), then ``L = V_left^T (W - diag delta) V_right``. The matrix belongs to the layer,
-    so it is factored once for all heads. ``product = V_left^T W V_right`` may be given where it is
-    known (:class:`tl_geometry.weights.bilinear.Structure` holds it).
+    (o is the entrywise product), then ``L = V_left^T (W - diag delta) V_right``. The matrix on the
+    left depends on the layer alone, so it is factored once for all heads.
+    ``product = V_left^T W V_right`` may be given where it is known
+    (:class:`tl_geometry.weights.bilinear.Structure` holds it).
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(20, 2, generator=g, dtype=torch.float64)).Q
@@ -99,13 +101,13 @@ def solve_diagonal(
     ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is
     positive semidefinite, its smallest eigenvalue at least
     ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound
-    is well above zero: a Cholesky factor of the smaller ``I - Z^T Z`` (Woodbury); near zero, of the
-    matrix itself; at zero, eigenvectors.
+    is well above zero, a Cholesky factor of the smaller ``I - Z^T Z`` solves it (Woodbury); where
+    it is small, a Cholesky factor of the matrix itself; where it is about zero, eigenvectors.
     """
     size = left.shape[-2]
     eye = torch.eye(size, dtype=left.dtype, device=left.device)
     bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
-    # above 0.05 the smaller system has a condition number of 20 at most
+    # above 0.05 the condition number of the smaller system is at most 20
     if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
         pairs = _column_products(left, right)
         small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
@@ -115,7 +117,7 @@ def solve_diagonal(
     if bool((bound > 1e-6).all()):  # a condition number of 1e6: float64 keeps ten digits
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
     values, vectors = torch.linalg.eigh(matrix)
-    determined = values > 1e-10  # below it, rounding of products of orthonormal columns
+    determined = values > 1e-10  # smaller ones are rounding errors of the projectors
     inverse = torch.where(determined, 1 / torch.where(determined, values, 1.0), 0.0)
     return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
 

@@ -1,5 +1,6 @@
-"""What can be read from weights in tokens alone (Molina 2023)? What heads do to single nouns, what
-their biases prefer, and how near the embedding lies to the norm's sphere.
+"""What do the weights alone say about single tokens (Molina 2023)? :func:`noun_probe`: what heads
+do to single nouns. :func:`bias_readout`: which tokens their biases prefer.
+:func:`embedding_distance_table`: how near the embedding lies to the norm's sphere.
 
 No text is run: a token's embedding goes straight through a block's norm, so positions, earlier
 blocks and MLPs are absent.
@@ -38,7 +39,7 @@ SOURCE = ("molina2023",)
 
 
 def common_nouns() -> tuple[str, ...]:
-    """A list of common English nouns, for :func:`noun_probe`.
+    """A list of common English nouns, the default of :func:`noun_probe`.
 
     >>> len(common_nouns()) > 100, "river" in common_nouns()
     (True, True)
@@ -69,7 +70,7 @@ class _Output(NamedTuple):
         return _Output(norm, torch.cat([unembedding, bias], dim=1))
 
     def top(self, states: Float[Tensor, "*batch d_model"], k: int) -> Int[Tensor, "*batch column"]:
-        """Ids of the k largest logits of states."""
+        """Ids of the k largest logits for each state."""
         flat = rearrange(states, "... d_model -> (...) d_model").float()
         y = normalized_rows(flat, self.norm, affine=True)
         # a last coordinate of 1 adds the bias to every dot product
@@ -85,12 +86,12 @@ def _plain_norm(view: ModelView, norm_type: str | None, eps: float) -> NormWeigh
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NounProbe(Result):
-    """For every layer, head and noun: the keys that its query fits best, and the tokens that its
-    value promotes.
+    """For every layer, head and noun: the tokens whose keys match its query best, and the tokens
+    that its value promotes.
 
-    ``key_ids`` and ``value_ids`` hold the ids, best first; ``sum_*`` are those of all heads of the
-    layer together. ``norms`` are lengths of the written vectors, ``skipped`` the nouns of several
-    tokens, ``texts`` the text of every id shown.
+    ``key_ids`` and ``value_ids [layer head noun k]`` hold token ids, best first; ``sum_*`` are
+    those of all heads of the layer together. ``norms`` are lengths of the written vectors,
+    ``skipped`` the nouns of several tokens, ``texts`` the text of every id shown.
     """
 
     nouns: tuple[str, ...]
@@ -140,10 +141,11 @@ def noun_probe(
     With ``x = norm(E[noun])``, keys are the tokens t with the largest
     ``(x W_Q + b_Q) . (norm(E[t]) W_K)``, values the largest logits of
     ``final_norm(E[noun] + u + b_O)`` with ``u = (x W_V + b_V) W_O``. Nouns are encoded without a
-    leading space and kept if they are one token. ``biases=False`` leaves b_Q out of the keys, as
-    published (b_K never matters: it is constant along a row). By default the first, middle and last
-    block; lengths ``|u|`` are those of centred vectors in LayerNorm models, however W_O was loaded
-    (where value biases were folded into b_O, single heads lack theirs).
+    leading space and kept if they are one token; ``k`` tokens are given for each. ``biases=False``
+    leaves b_Q out of the keys, as published (b_K never matters: it shifts the scores of all keys
+    alike). ``layers`` are by default the first, middle and last block. Lengths ``|u|`` are those of
+    centred vectors in LayerNorm models, however W_O was loaded. Where loading folded the value
+    biases into b_O, the u of single heads lack them.
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
     writes (neither formula then holds), and for models without a trained output head.
@@ -156,7 +158,7 @@ def noun_probe(
     view = as_view(model)
     output = _Output.of(view, "noun_probe")
     last_layer = view.n_layers - 1
-    # a set: in a shallow model first, middle and last coincide
+    # a set: in a shallow model first, middle and last may coincide
     requested_layers = sorted({0, last_layer // 2, last_layer}) if layers is None else layers
     chosen = checks.indices(requested_layers, view.n_layers, "layers")
     _require_plain_heads(view, chosen, "noun_probe")
@@ -228,8 +230,8 @@ def _in_float32(w: HeadWeights) -> HeadWeights:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BiasReadout(Result):
-    """Tokens at both ends of each head's bias directions: ``query``, ``key`` and ``value`` per head
-    (see :func:`bias_readout`), and the directions' ``lengths``."""
+    """Tokens with the largest and smallest scores on each head's three bias directions, in the
+    order query, key, value (see :func:`bias_readout`), and the ``lengths`` of the directions."""
 
     heads: tuple[tuple[int, int], ...]
     lengths: Float[Tensor, "head 3"]
@@ -264,12 +266,13 @@ def bias_readout(
 ) -> BiasReadout:
     """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
 
-    A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (over the scale).
-    ``key`` reads ``W_K b_Q``: tokens attended to whatever the query. ``query`` reads ``W_Q b_K``,
-    which softmax ignores without rotary positions. ``value`` reads ``b_V W_O``, added whatever is
-    attended to. Biases and matrices are canonical (gain and bias of the norm folded in), so that
-    query and key do not depend on how the model was loaded; ``value`` may: weight processing can
-    have moved b_V into b_O.
+    A head's score is ``x W_QK y + x . (W_Q b_K) + y . (W_K b_Q) + b_Q . b_K`` (divided by the
+    attention scale), for a query x and a key y. ``key`` reads ``W_K b_Q``: tokens attended to
+    whatever the query. ``query`` reads ``W_Q b_K``, which softmax ignores without rotary positions.
+    ``value`` reads ``b_V W_O``, added whatever is attended to. Biases and matrices are canonical
+    (gain and bias of the norm folded in), so that query and key do not depend on how the model was
+    loaded; ``value`` may: weight processing can have moved b_V into b_O. ``k`` tokens are given at
+    each end.
 
     Raises ``UnsupportedModelError`` for models that normalise queries and keys, or what attention
     writes: no bias is then a direction.
@@ -292,7 +295,7 @@ def bias_readout(
         reads = normalized_rows(rows, norm, affine=False)
         vectors = _bias_vectors(w, norm)[chosen]
         read_extremes = readout.extremes(vectors[:, :2], reads, k)
-        # a vector common to all tokens shifts every logit alike, which no softmax sees
+        # the mean row shifts the logits of all tokens alike, to which softmax is invariant
         write_extremes = readout.extremes(vectors[:, 2:], writes - writes.mean(0), k)
         top = torch.cat([read_extremes.top_ids, write_extremes.top_ids], dim=1)
         bottom = torch.cat([read_extremes.bottom_ids, write_extremes.bottom_ids], dim=1)
@@ -314,7 +317,7 @@ def bias_readout(
 
 
 def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_model"]:
-    """``W_Q b_K``, ``W_K b_Q``, ``b_V W_O`` per head, gain and bias of the norm folded in."""
+    """``W_Q b_K``, ``W_K b_Q``, ``b_V W_O`` per head, with gain and bias of the norm folded in."""
     gain, shift = norm.gain.to(w.W_Q), norm.bias.to(w.W_Q)
     b_Q, b_K, b_V = (
         # the norm's bias passes through the matrix and adds to the head's own
@@ -329,11 +332,12 @@ def _bias_vectors(w: HeadWeights, norm: NormWeights) -> Float[Tensor, "head 3 d_
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmbeddingDistances(Result):
-    """Distances between embedding rows and their normalised selves, for four matrices (see
+    """Distances between the rows of four matrices and the normalised embedding rows (see
     :func:`embedding_distance_table`).
 
-    ``identity`` is ``sqrt(d) - mean_norm``: normalised rows have length sqrt(d), so the first L2
-    mean must be near it wherever cosines are near 1.
+    ``mean_norm`` is the mean length of embedding rows and ``identity`` is ``sqrt(d) - mean_norm``:
+    normalised rows have length sqrt(d), so ``l2_mean`` of the original matrix must be near it
+    wherever cosines are near 1.
     """
 
     matrices: tuple[str, ...]
@@ -362,13 +366,14 @@ class EmbeddingDistances(Result):
 
 
 def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
-    """How far embedding rows E are from ``norm(E)`` without affine: mean and standard deviation
-    over tokens (Molina 2023, section 3).
+    """How far embedding rows E are from ``norm(E)`` without gain and bias: mean and standard
+    deviation over tokens (Molina 2023, section 3).
 
-    For E, E without its mean over the vocabulary, E scaled by ``sqrt(d) / mean |E_t|``, and both:
-    L2 distance to ``norm(E_t)``, and one minus the cosine. Scaling cannot change a cosine, so those
-    rows agree in pairs; it removes most of the L2 distance only if embeddings are already spread
-    over a sphere. Units are those of the embedding.
+    Four matrices are compared with ``norm(E_t)``: E, E without its mean over the vocabulary, E
+    scaled by ``sqrt(d) / mean |E_t|``, and both. For each, the L2 distance and one minus the
+    cosine. Scaling does not change a cosine, so the cosines agree in pairs; it removes most of the
+    L2 distance only if embeddings already lie near a sphere. Distances are in units of the
+    embedding.
 
     Raises ``GeometryError`` for an embedding of zeros.
 
@@ -381,6 +386,7 @@ def embedding_distance_table(model: ModelLike) -> EmbeddingDistances:
     """
     view = as_view(model)
     rows = embeddings(view, centered=False).double()
+    # eps 1e-5 as in the published table
     target = _plain_norm(view, "RMS" if view.norm == "RMS" else "LN", 1e-5).normalize(rows)
     mean_norm = torch.linalg.vector_norm(rows, dim=-1).mean()
     require(bool(mean_norm > 0), "embeddings", expected="rows that are not all zero", got="zeros")

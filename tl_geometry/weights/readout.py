@@ -1,9 +1,9 @@
 """Which tokens do the singular vectors of a head point to? The formulas of
-:func:`tl_geometry.token_readout` (Molina 2023).
+:func:`tl_geometry.token_readout` and of the probes (Molina 2023).
 
-Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`),
-scores are dot products with one row per token, and only the extremes of the vocabulary are kept: it
-is read in chunks, with a running top-k at both ends.
+Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`).
+Scores are dot products with one row per token. The vocabulary is read in chunks with a running
+top-k at both ends, so that only the extreme tokens are kept.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import SVD, numerical_rank
 
 VOCABULARY_CHUNK = 8192
-"""Tokens scored at a time."""
+"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, bounds the scores held."""
 VECTOR_CHUNK = 4096
 """Vectors scored at a time."""
 
 
 class Extremes(NamedTuple):
-    """Token ids and scores at both ends of the vocabulary, most extreme first (equal scores by
-    token id)."""
+    """Ids and scores of the tokens with the largest (``top``) and smallest (``bottom``) scores,
+    most extreme first (equal scores by token id)."""
 
     top_ids: Int[Tensor, "*batch column"]
     top_scores: Float[Tensor, "*batch column"]
@@ -77,7 +77,7 @@ def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Ten
         ids = torch.arange(start, start + scores.shape[-1], device=scores.device).expand_as(scores)
         for end, sign in enumerate((1, -1)):
             top, top_ids = _top_k(sign * scores, ids, k)
-            # of the first chunk there is nothing to merge with
+            # the first chunk has nothing to merge with
             if start == 0:
                 best.append((top, top_ids))
                 continue
@@ -117,8 +117,8 @@ def features_needed(
 def near_degenerate(
     singular_values: Float[Tensor, "*batch rank"], gap: float = 1e-6
 ) -> Bool[Tensor, "*batch rank"]:
-    """Which singular values are within a relative ``gap`` of a neighbour, or zero: their vectors
-    are not unique.
+    """Which singular values are zero, or within a relative ``gap`` of a neighbour: their singular
+    vectors are not unique.
 
     >>> near_degenerate(torch.tensor([3.0, 3.0, 1.0, 0.0])).tolist()
     [True, True, False, True]
@@ -133,11 +133,11 @@ def near_degenerate(
 
 
 class Reading(NamedTuple):
-    """Tokens at both ends of the first singular directions of every head; ``left`` is the query
-    side or what is read, ``right`` the key side or what is written.
+    """Tokens with the largest and smallest scores on the first singular directions of every head;
+    ``left`` is the query or reading side, ``right`` the key or writing side.
 
-    ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to:
-    ``left diag(values) right^T`` is unchanged.
+    ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to; both are
+    flipped together, which leaves ``left diag(values) right^T`` unchanged.
     """
 
     values: Float[Tensor, "*batch rank"]
@@ -148,7 +148,7 @@ class Reading(NamedTuple):
 
 
 def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
-    """The same ends, exchanged where the vector was reversed."""
+    """The same extremes, top and bottom exchanged where the vector was reversed."""
     turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
     return Extremes(
         *(
@@ -169,9 +169,9 @@ def read_tokens(
     """Tokens that the first ``features`` singular directions of every head point to (Molina 2023,
     section 4).
 
-    A pair of singular vectors is defined up to a common sign: it is chosen so that the best token
+    A pair of singular vectors is defined up to a common sign. It is chosen so that the best token
     of the right vector scores at least as high as the best token of its negative (a tie keeps the
-    sign). The other end of each direction is given too.
+    sign).
 
     >>> eye = torch.eye(3)
     >>> r = read_tokens(SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2]), eye, eye, features=1, k=1)
@@ -184,7 +184,7 @@ def read_tokens(
     U, V = svd.U[..., :features], svd.V[..., :features]
     left = extremes(rearrange(U, "... d_model rank -> ... rank d_model"), left_tokens, k)
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)
-    # the best score of the negative is the smallest with its sign turned
+    # the best score of the negative vector is minus the smallest score
     flip = right.top_scores[..., 0] < -right.bottom_scores[..., 0]
     sign = torch.where(flip, -1.0, 1.0).to(U).unsqueeze(-2)
     return Reading(svd.S[..., :features], _flip(left, flip), _flip(right, flip), U * sign, V * sign)

@@ -1,20 +1,19 @@
-"""Does a head read position, or the directions in which any averages of states vary? Positional
-subspaces of a basis, and what the same estimator finds where position was destroyed, for
-:func:`tl_geometry.weight_geometry`.
+"""Does a head read position, or the directions in which any average of states varies? Gives
+:func:`tl_geometry.weight_geometry` the positional subspaces of a basis and those of two nulls.
 
-The leading directions of T averages of states are never arbitrary: they are those in which states
-vary most, along any slowly varying text, whether or not position has an effect. So "this head reads
-position" is compared with the leading directions of the difference of two random halves of the
-corpus: what all contexts have in common at a position cancels, and the noise of an average stays
+The noise null: T averages of states always have leading directions. They are those in which states
+vary most along slowly varying text, whether or not position has an effect. So positional directions
+are compared with the leading directions of the difference between two random halves of the corpus:
+the effect of position, common to all contexts, cancels, and the noise of an average stays
 (:func:`tl_geometry.decomposition.delete_group.noise_weights`).
+
+The random null: uniformly random subspaces, for the chance that true positional directions happen
+to align with some head.
 
 Two other nulls fail. Random combinations of states are too weak: in SmolLM2's L7H7 they held 0.80%
 of W_QK and the true positions 1.34%, but windows of source code rolled by random offsets, where
-position means nothing, 1.89%. Groups that are only shifted against each other keep the directions
-of a strong effect, and so hide it.
-
-The second null in use, uniformly random subspaces, stands for the chance that real positional
-directions lie well in some head.
+position means nothing, held 1.89%. Groups of contexts that are only shifted against each other keep
+the directions of a strong effect, and so hide it.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ DRAWS = 19
 
 
 class Draws(NamedTuple):
-    """Subspaces of every draw of both nulls, or the share of a head that lies in each."""
+    """One entry per draw of the two nulls: subspaces ``[sample d_model rank]``, or the share of
+    each head that lies in them ``[sample head]``."""
 
     noise: Float[Tensor, "sample ..."]
     random: Float[Tensor, "sample ..."]
 
 
 class Subspace(NamedTuple):
-    """The positional directions of one state, strongest first, how many there are, and the
-    directions of every draw (none where contexts or groups are too few)."""
+    """The positional directions of one state, strongest first, their number ``rank``, and the
+    directions of every draw (no draws where contexts or groups are too few)."""
 
     directions: Float[Tensor, "d_model column"]
     rank: int
@@ -56,8 +56,8 @@ class Subspace(NamedTuple):
 
 
 class Subspaces:
-    """The positional subspaces of a basis, state by state: at most ``width`` directions, ``k`` of
-    them in each draw. All states share the halves of a draw."""
+    """The positional subspaces of a basis, state by state: at most ``width`` directions, and ``k``
+    in each draw. A draw splits the corpus into the same halves for all states."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Subspaces:
         self.held: dict[int, Subspace] = {}
 
     def at(self, state: int) -> Subspace:
-        """The subspace of one state; that of the state before is kept for W_OV, which reads one and
-        writes to the next."""
+        """The subspace of one state. That of the state before is cached, because W_OV reads state l
+        and writes to state l + 1."""
         if state not in self.held:
             row = self.basis.index(state)
             pos, size = self.basis.pos[row], (len(self.signs), self.basis.pos.shape[2], self.k)
@@ -90,10 +90,10 @@ class Subspaces:
             if self.centered:
                 noise = noise - noise.mean(2, keepdim=True)
             normal = torch.randn(size, generator=self.generator, dtype=torch.float64)
-            if self.centered:  # no positional direction leaves the hyperplane of the norm either
+            if self.centered:  # positional directions lie in the hyperplane of the norm too
                 normal = normal - normal.mean(1, keepdim=True)
             draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
-            # at most two states are held: W_OV of the next layer reads what this one wrote to
+            # at most two states are held: W_OV of the next layer reads the state this one writes to
             self.held = {s: v for s, v in self.held.items() if s == state - 1}
             self.held[state] = Subspace(directions, rank, draws)
         return self.held[state]
@@ -102,12 +102,13 @@ class Subspaces:
 def _leading(
     rows: Float[Tensor, "sample row d_model"], k: int
 ) -> Float[Tensor, "sample d_model column"]:
-    """The k leading right singular vectors from the smaller Gram matrix (a third of the time of an
-    SVD, exact enough for directions above 1e-6 of the first); columns beyond the rank are zero."""
+    """The k leading right singular vectors, from the smaller Gram matrix: a third of the time of an
+    SVD, and accurate enough for singular values above 1e-6 of the first. Columns beyond the rank
+    are zero."""
     wide = rows.shape[1] < rows.shape[2]
     values, vectors = torch.linalg.eigh(rows @ rows.mT if wide else rows.mT @ rows)
     values, vectors = values.flip(-1)[:, None, :k], vectors.flip(-1)[..., :k]
-    present = values > 1e-12 * values[..., :1]
+    present = values > 1e-12 * values[..., :1]  # eigenvalues: 1e-6 in singular values
     if wide:
         vectors = rows.mT @ vectors / torch.where(present, values, 1.0).sqrt()
     vectors = torch.where(present, vectors, 0.0)
@@ -143,11 +144,12 @@ def drawn_concentration(
 def familywise_p(
     values: Float[Tensor, " head"], draws: Float[Tensor, "sample head"]
 ) -> Float[Tensor, " head"]:
-    """p-value of each head, corrected for the choice among all of them: the share of draws, the
-    data being one of them, in which *some* head is as far above its own mean over the other draws.
+    """p-value of each head, corrected for the choice among all heads: the share of draws, the data
+    counted as one of them, in which *some* head exceeds its own mean over the other draws by as
+    large a factor.
 
-    Westfall and Young's maximum over heads, of the ratios ``x_i / mean_(j != i) x_j`` with i and j
-    draws; NaN without draws.
+    This is Westfall and Young's maximum over heads, of the ratios ``x_i / mean_(j != i) x_j`` with
+    i and j draws; NaN without draws.
 
     >>> familywise_p(torch.tensor([2.0, 1.0]), torch.ones(19, 2)).tolist()
     [0.05000000074505806, 1.0]
@@ -156,7 +158,7 @@ def familywise_p(
         return torch.full_like(values, torch.nan)
     with_data = torch.cat([values[None], draws])
     mean_of_others = (with_data.sum(0) - with_data) / len(draws)
-    # a head without a ratio must not be the largest
+    # a head without a ratio (0 / 0) must not be the maximum
     ratio = torch.nan_to_num(with_data / mean_of_others, nan=-torch.inf)
     n_as_high = (ratio[1:].amax(1, keepdim=True) >= ratio[0]).sum(0)
     p = (1 + n_as_high).to(values) / (1 + len(draws))

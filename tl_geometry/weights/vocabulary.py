@@ -1,5 +1,6 @@
-"""Which vector is a token to a head that reads it, and to the output that reads what a head writes?
-And what are the factors of a layer's heads? All readouts of weights start here."""
+"""Which vector stands for a token at the input of a head (:func:`embeddings`) and at the output
+(:func:`output_rows`), and what are the factors of a layer's heads (:func:`factors_of`)? All
+functions of weights that take a model start here."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.readout import VOCABULARY_CHUNK
 
 ROWS = 256
-"""Coordinates of the stream projected at a time, and tokens in one window of the vocabulary."""
+"""Unit vectors of the stream projected at a time, and tokens in one window of the vocabulary:
+bounds the memory of one pass."""
 PROBE = 16
-"""Positions of the forward pass from which a layer's maps are taken, at least (more for larger
-offsets)."""
+"""Positions, at least, of the forward pass from which a layer's maps are taken; larger offsets take
+more."""
 
 
 def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
@@ -34,20 +36,22 @@ def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
 
 
 def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vocab d_model"]:
-    """What each token puts into state 0, without a positional vector, float32.
+    """What each token adds to state 0, without a positional vector, in float32.
 
-    Models with learned positions: the embedding rows. Others: their state 0 itself, which depends
-    on the token alone there and so includes an embedding norm (BLOOM) or an embedding scale
-    (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows, rows are
-    ``centered`` over d_model, as it makes them; some ways of loading a model do so too.
+    In models with learned positions these are the embedding rows. In rotary and ALiBi models state
+    0 depends on the token alone, so it is state 0 itself, which includes an embedding norm (BLOOM)
+    or an embedding scale (Gemma). BERT's norm after the sum is left out. Where a LayerNorm follows,
+    ``centered`` removes each row's mean over d_model, as that norm will and as some ways of loading
+    a model already did.
     """
     rows = view.embed().float()
     if view.position in ("rotary", "alibi"):
+        # four tokens show whether state 0 is the plain embedding
         first_states = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
         if not torch.allclose(
             first_states, rows[: len(first_states)].to(first_states), rtol=1e-5, atol=1e-6
         ):
-            # windows of one length: the last is filled up from the start, and the excess cut off
+            # windows of one length: the last is filled with the first tokens, which are cut off
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
             states = torch.cat(
@@ -73,13 +77,13 @@ def normalized_rows(
 
 
 def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab d_model"]:
-    """One row per token whose dot product with a written direction is that token's logit, up to the
+    """One row per token. Its dot product with a written direction is that token's logit, up to the
     final norm's scale.
 
     Canonical: the unembedding with the final norm's gain folded in, centred over d_model
-    (LayerNorm) and over the vocabulary (a shift that no softmax sees), the same however the
-    model was loaded. ``raw``: the unembedding's rows as they are. Where the output head is not
-    trained there is nothing to read, and the embedding takes its place.
+    (LayerNorm) and over the vocabulary (a shift of all logits, to which softmax is invariant): the
+    same however the model was loaded. ``raw``: the plain rows of the unembedding. Where the output
+    head is not trained, the embedding takes its place.
     """
     if not view.head_trained:
         return embeddings(view)
@@ -94,11 +98,11 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
 
 
 def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
-    """Whether the layer's maps at position 0 are the plain weights."""
+    """Whether the layer's maps at position 0 equal the plain weights, tried on random vectors."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
     stream_parts = probe.expand(-1, 1, seen.h.shape[1], -1)
-    # the plain query factor holds the attention scale, which the layer's map does not
+    # the plain query factor includes the attention scale, the layer's map does not
     for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
         mapped = linear(stream_parts)[:, 0, 0].double()
         expected = einsum(
@@ -106,7 +110,7 @@ def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
             factor.to(mapped.device),
             "row d_model, head d_model e -> row head e",
         )
-        # float32 maps round at about 1e-6; a rotation or another gain changes far more
+        # float32 maps round at about 1e-6; a rotation or another gain makes a far larger difference
         if float((mapped - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
             return False
     return True
@@ -115,8 +119,8 @@ def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
 def _projected_coordinates(
     seen: LayerView, size: int, offsets: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Projections of every coordinate of the stream: queries averaged over the positions
-    ``offsets``, keys at position 0."""
+    """Query and key factors ``[head d_model d_head]`` as the layer's maps of the unit vectors of
+    the stream: queries averaged over the positions ``offsets``, keys at position 0."""
     eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
     queries, keys = [], []
     for unit_vectors in eye.split(ROWS):
@@ -138,13 +142,14 @@ def factors_of(
     raw: bool = False,
     offsets: tuple[int, ...] = (0,),
 ) -> Iterable[tuple[int, Factors]]:
-    """(layer, factors of all its heads) for W_QK or W_OV, one layer at a time; W_QK times the
-    model's own attention scale.
+    """Yields (layer, factors of all its heads) for W_QK or W_OV, one layer at a time; W_QK includes
+    the model's own attention scale.
 
     Canonical weights are those that the model applies to the normalised stream, checked on random
-    vectors against the verified view of the layer. With rotary positions the left factor is rotated
-    by the mean over ``offsets`` (query minus key); QK-norm enters through its gain, without its
-    frozen scale.
+    vectors against the verified view of the layer. With rotary positions the left factor is
+    averaged over the rotations of all ``offsets`` (query minus key position); QK-norm enters
+    through its gain, without its frozen scale. ``raw`` is that of
+    :func:`tl_geometry.weights.bilinear.fold`.
     """
     choice(matrix, bilinear.MATRICES, "matrix")
     takes_offsets = view.position == "rotary" and matrix == "QK"
@@ -163,7 +168,7 @@ def factors_of(
     if not raw:  # one pass over arbitrary tokens, in which every layer's scores are verified
         # the largest offset needs a query that many positions behind the key
         positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
-        # any tokens do: maps and the attention scale do not depend on the text
+        # arbitrary tokens: maps and attention scale do not depend on the text
         tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
         view.run_layers(
             tokens, layers, lambda of_layer: layer_views.update({of_layer.layer: of_layer})
