@@ -324,6 +324,13 @@ class _Watch:
         """Files that cannot be imported fail too."""
         self.failed = self.failed or (report.nodeid if report.failed else "")
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> Iterator[None]:
+        """Tests run in the order in which they were asked for, whatever the suite's own is."""
+        asked = list(items)
+        yield
+        items[:] = asked
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Iterator[None]:
         """What is reached between calls belongs to no single test."""

@@ -45,6 +45,17 @@ def loadings(architecture: str) -> list[Any]:
     ]
 
 
+def test_random_draws_of_a_state_do_not_depend_on_the_states_before() -> None:
+    basis = basis_of(tiny("bridge", "gpt2"))
+    both, alone, other = (
+        subspaces.Subspaces(basis, width=8, k=4, centered=True, seed=seed) for seed in (0, 0, 1)
+    )
+    before = both.at(0).draws
+    assert torch.equal(both.at(1).draws.random, alone.at(1).draws.random)
+    assert not torch.equal(before.random, alone.at(1).draws.random)
+    assert not torch.equal(other.at(1).draws.random, alone.at(1).draws.random)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> None:
     models = loadings(architecture)

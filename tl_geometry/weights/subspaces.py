@@ -72,7 +72,7 @@ class Subspaces:
         self.basis, self.width, self.k, self.centered = basis, width, k, centered
         few = basis.contexts < FEWEST or int((basis.group_counts > 0).sum()) < FEWEST_GROUPS
         self.signs = noise_weights(basis, 0 if few else draws, seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
         self.held: dict[int, Subspace] = {}
 
     def at(self, state: int) -> Subspace:
@@ -89,7 +89,9 @@ class Subspaces:
             noise = noise - noise.mean(1, keepdim=True)
             if self.centered:
                 noise = noise - noise.mean(2, keepdim=True)
-            normal = torch.randn(size, generator=self.generator, dtype=torch.float64)
+            # a seed for each state: the null of a layer is the same whichever layers are asked for
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + state)
+            normal = torch.randn(size, generator=generator, dtype=torch.float64)
             if self.centered:  # positional directions lie in the hyperplane of the norm too
                 normal = normal - normal.mean(1, keepdim=True)
             draws = Draws(_leading(noise, self.k), torch.linalg.qr(normal).Q)
