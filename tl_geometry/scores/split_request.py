@@ -1,6 +1,7 @@
-"""Can this split be made, and on which activations? Checks that basis and memory suffice, and the
-views of the layers, from a forward pass or a cache. Called by ``split_scores``, ``split_values``,
-``explain_logit`` and ``trace_logit``."""
+"""Can this split be made, and on which activations? Checks that basis and memory suffice, the views
+of the layers from a forward pass or a cache, and the provenance of the result. Called by
+``split_scores`` and ``split_values``; ``explain_logit`` and ``trace_logit`` use the checks and the
+provenance."""
 
 from __future__ import annotations
 
