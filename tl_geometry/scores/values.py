@@ -1,6 +1,6 @@
 """What does each source part (position, context, a writer) make a head write into the stream, and
-what is its direct effect on chosen logits? The public function ``split_values``; circuits take
-:func:`target_ids` and :func:`trained_head` from here.
+what is its direct effect on chosen logits? The public function ``split_values``; circuits and
+interventions take :func:`target_ids` and :func:`trained_head` from here.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
 of its layer's input,
