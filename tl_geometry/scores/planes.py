@@ -1,5 +1,5 @@
-"""Which coordinates of a head does a choice of rotary planes mean? A rotary plane is two coordinates
-that rotate together. Splits by plane, tables of planes, views and edits by plane ask here.
+"""Which coordinates of a head does a choice of rotary planes mean? A rotary plane is a pair of
+coordinates that rotate together. Splits, tables, views and edits by plane ask here.
 
 With rotated queries and keys ``q~, k~`` plane m of a term is
 

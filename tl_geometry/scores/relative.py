@@ -1,6 +1,6 @@
 """How do attention scores depend on relative position, the offset i - j of query and key? Public
 functions of a split (:func:`offset_profile`, :func:`offset_share`) and of a model
-(:func:`relative_kernel`); the report's section on planes and its views call them too.
+(:func:`relative_kernel`); the report's section on rotary planes calls the first.
 
 - **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
   exactly a function of the offset. With q and k the projected mean and constants before rotation,
