@@ -84,7 +84,7 @@ def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "r
 
 
 def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
-    """What a jackknife leaves out in turn: blocks (``row``) of at least 8 contexts, or single groups
-    where there are fewer than four such blocks."""
+    """What a jackknife leaves out in turn, a ``row`` each: blocks of at least 8 contexts, or single
+    groups where there are fewer than four such blocks."""
     joined = blocks(counts)
     return joined if len(joined) >= FEWEST_GROUPS else blocks(counts, 1)
