@@ -17,7 +17,7 @@ in L has
     bias = c sum_(g not in L) M_g,   pos = c sum_(g not in L) P_g,   c = 1 / (1 - sum_(g in L) w_g)
 
 and cvec is the rest. So the sums of all pairs of 2 G + 1 parts (all ``M_g``, all ``P_g``, and what
-remains), kept apart by the own group of the contexts, give every s_(-g).
+remains), kept apart by the own group of the contexts, give every ``s_(-g)``.
 
 Contexts that are not in the basis have no own group. Basis and contexts are then two independent
 sources of error, each with its own jackknife: over the groups of the basis, and over contiguous

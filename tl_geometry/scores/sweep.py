@@ -1,5 +1,6 @@
 """What drives each attention head of a model, and what type of head is it? The public function
-``sweep_heads`` answers for all heads of all layers in one streamed pass; the report calls it too.
+``sweep_heads`` answers for all heads of all layers in one streamed pass; the report and the causal
+test of dominant terms call it too.
 
 Each batch runs once through the model. As soon as a layer's attention has been computed, its
 queries and keys are split (frozen norm scale) and the sums behind the shares are updated, a few

@@ -1,4 +1,4 @@
-"""Which heads are driven by what, one row per head: the table that :func:`tl_geometry.sweep_heads`
+"""What drives each head, in one row per head? The table that :func:`tl_geometry.sweep_heads`
 returns, its selection (``.top``) and its display."""
 
 from __future__ import annotations
