@@ -1,5 +1,6 @@
 """Which pairs of parts of the residual stream make up a head's attention scores? The public
-function ``split_scores`` and its result :class:`ScoreSplit`; the report calls it, views draw its result.
+function ``split_scores`` and its result :class:`ScoreSplit`; the report calls it too, and views
+draw the result.
 
 1. One forward pass gives each layer's input h and its frozen scales
    (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is split is
