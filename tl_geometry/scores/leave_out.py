@@ -12,7 +12,7 @@ g out of the contexts and of every basis::
 No such basis is projected by itself, because parts are linear in the sums of the groups. Let
 ``w_g = n_g / C`` be the share of the contexts in group g, and ``M_g`` and ``P_g`` the queries (or
 keys) of ``w_g`` times the mean and the positional vectors of group g. The basis without the groups
-in L has
+in L has::
 
     bias = c sum_(g not in L) M_g,   pos = c sum_(g not in L) P_g,   c = 1 / (1 - sum_(g in L) w_g)
 
