@@ -171,8 +171,8 @@ class PositionNull:
 
     def pairs(self, sums: LeaveOut) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over all contexts: numerators ``[head part part]`` of all pairs of the mean and of
-        what turns of each group; those of ALiBi ``[head]``, which no draw changes; and the totals
-        ``[head]``."""
+        what turns of each group; those of ALiBi ``[head]``, which is position in the model and in
+        no draw; and the totals ``[head]``."""
         entries = list(sums.sums.values())
         numerators = torch.stack([s.numerators for s in entries]).sum(0)
         total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in entries]).sum(0)
