@@ -1,5 +1,6 @@
-"""Splits activations into mean + position + context + residual: one streaming pass over a corpus
-takes sums that merge, and the basis follows from them."""
+"""How much of an activation is position, and how much is context? Splits states into mean +
+position + context + residual: one streaming pass over a corpus takes sums that merge, and the basis
+follows from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Takes in states batch by batch and gives the basis of all; where memory runs out, a batch
-goes in by parts. Called by ``decompose`` (its loop, :mod:`tl_geometry.decomposition.stream_pass`)
-and by ``decompose_activations``."""
+"""How do batches of states become a basis, even where memory runs out in the middle of a batch? An
+accumulation takes in one batch after another, where needed by parts, and gives the basis of all.
+Called by the loop of ``decompose`` (:mod:`tl_geometry.decomposition.stream_pass`) and by
+``decompose_activations``."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.reservoir import Reservoir
 
 KEEP_LIMIT = 2**30
-"""Bytes that samples, and with ``"auto"`` second moments and context means, may take, each."""
+"""Bytes that samples may take; with ``"auto"`` also second moments, and context means, each."""
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """Texts of out-of-memory errors without a class of their own (CPU on Linux and Windows, MPS)."""
 
 OnState = Callable[[int, Tensor], None]
-"""Receives (row of the state, activations [batch position d_model])."""
+"""Receives the row of a state and its activations ``[batch position d_model]``."""
 Feed = Callable[[slice, OnState], None]
-"""Runs some contexts of a batch and calls its second argument once for each state."""
+"""``feed(contexts, on_state)`` computes the states of some contexts of a batch and calls
+``on_state`` once for each state."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -56,12 +58,17 @@ class Plan:
 
 
 class Accumulation:
-    """Sums in progress: :meth:`update` for each batch, :meth:`finish` for the basis; checkpoints in
-    between are :mod:`tl_geometry.decomposition.checkpoints`.
+    """Sums in progress: call :meth:`update` for each batch, then :meth:`finish` for the basis;
+    :mod:`tl_geometry.decomposition.checkpoints` saves and resumes in between.
 
-    With several processes each one sees every batch, taking it in (:meth:`update`) or leaving it to
-    another (:meth:`skip`), so that all agree on groups, order, samples and the hash of the tokens;
-    :mod:`tl_geometry.decomposition.process_group` adds up what they have.
+    With several processes each one sees every batch and takes it in (:meth:`update`) or leaves it
+    to another (:meth:`skip`), so that all agree on groups, order, samples and the hash of the
+    tokens; :mod:`tl_geometry.decomposition.process_group` adds up their sums.
+
+    ``contexts`` is the number of contexts to come, ``None`` where it is not known, and ``done`` how
+    many have come. ``means`` are the context means of each batch ``[state batch d_model]``,
+    ``hashes`` those of its contexts' tokens, ``block`` the contexts per group while their number is
+    not known.
     """
 
     def __init__(
@@ -96,7 +103,8 @@ class Accumulation:
         if start > 0:
             left_out = "position 0" if start == 1 else f"positions 0 to {start - 1}"
             flags.append(f"{left_out} left out of the statistics")
-        # number of contexts unknown: 2 G blocks, of one context each until make_room joins them
+        # if the number of contexts is not known: 2 G blocks of one context each, which make_room
+        # joins in pairs when they are full
         borders, remarks = tuple(range(1, 2 * plan.groups)), ()
         if contexts is not None:
             borders, remarks = group_borders(contexts, plan.groups, labels)
@@ -121,27 +129,27 @@ class Accumulation:
         self.token_hash = ""
         self.has_bos: bool | None = None
         self.done = 0
-        self.limit: int | None = None  # contexts that fit into memory, once more did not
+        self.limit: int | None = None  # contexts that fit into memory; None until it runs out
         self._pending: Callable[[], None] | None = None
 
     @staticmethod
     def _decide(wanted: bool | str, size: int, name: str, flags: list[str]) -> bool:
         if wanted not in (True, False, "auto"):
             fail(name, expected='True, False or "auto"', got=repr(wanted))
-        # only "auto" has a limit: True is what the caller asked for
+        # only "auto" has a limit; with True the caller has decided
         if wanted == "auto" and size > KEEP_LIMIT:
             flags.append(f"{name} not kept (over 1 GiB)")
         return size <= KEEP_LIMIT if wanted == "auto" else bool(wanted)
 
     def _divide(self, borders: Sequence[int]) -> None:
-        """Set the first context of every group but the first: here and, because a transfer would
-        wait for a GPU, where the sums are."""
+        """Set the borders of the groups (the first context of every group but the first), on the
+        CPU and on the device of the sums: a transfer in every batch would wait for the GPU."""
         self.borders = torch.tensor(borders, dtype=torch.int64)
         self._borders_there = self.borders.to(self.moments.sums.device)
 
     def make_room(self, size: int) -> None:
-        """Where the number of contexts is not known: join the 2 G blocks in pairs as often as the
-        next contexts need room."""
+        """Make room for ``size`` more contexts where their number is not known: join the 2 G blocks
+        in pairs, as often as needed. Where it is known nothing happens."""
         blocks = torch.arange(2 * self.plan.groups)
         while not self.contexts and self.done + size > len(blocks) * self.block:
             self.moments = self.moments.regrouped(blocks // 2, len(blocks))
@@ -155,17 +163,16 @@ class Accumulation:
         tokens: Tensor | None,
         bos_id: int | None = None,
     ) -> None:
-        """Take in the next contexts, whose hashes are ``keys``: ``feed(contexts, on_state)`` calls
-        ``on_state(row, h)`` once for each state.
+        """Take in the next contexts, whose hashes are ``keys``; ``feed`` computes their states.
 
-        Nothing here waits for a GPU: what has to be read back is read when the next batch is on its
-        way (:meth:`settle`).
+        Nothing here waits for a GPU. What has to be read back (whether all numbers are finite,
+        samples, context means) is read after the next batch has been launched (:meth:`settle`).
         """
         size, device = len(keys), self.moments.sums.device
         self.make_room(size)
         contexts = self.done + torch.arange(size, device=device)
         groups = torch.bucketize(contexts, self._borders_there, right=True)
-        # the same on the CPU, because reading them from a GPU would wait for it
+        # the same on the CPU: reading the groups from a GPU would wait for it
         groups_here = torch.bucketize(self.done + torch.arange(size), self.borders, right=True)
         sampled = self.reservoir.enter(self.done, keys, tokens)
         order = range(len(self.plan.states))
@@ -206,11 +213,12 @@ class Accumulation:
             here += [h for _, _, h in device_states]
             if self.keep_ctx:
                 here.append(torch.stack([torch.cat(parts) for parts in means]))
-            copied = on_cpu(here)  # together: each copy would wait for the device
+            copied = on_cpu(here)  # all at once, because each copy waits for the device
             bad = [self.plan.states[i] for i in order if not copied[0][i]]
             where = f"NaN or infinite in states {bad}, contexts {first} to {first + size - 1}"
             expected = "finite numbers"
             require(not bad, "activations", expected=expected, got=where, instead="float32 weights")
+            # not strict: the means, where they are kept, come last
             for (slot, row, _), state in zip(device_states, copied[1:], strict=False):
                 self.reservoir.states[slot, row] = state
             if self.keep_ctx:
@@ -220,7 +228,8 @@ class Accumulation:
         self._pending = settle
 
     def skip(self, tokens: Int[Tensor, "batch position"], bos_id: int | None = None) -> None:
-        """Leave the next contexts to another process."""
+        """Leave the next contexts to another process, but count, sample and hash them: their
+        sampled states are zeros here, so that the sum over processes is the states."""
         self.make_room(len(tokens))
         keys = row_hashes(tokens)
         for slot, _ in self.reservoir.enter(self.done, keys, tokens):
@@ -228,18 +237,19 @@ class Accumulation:
         self._pass(keys, tokens, bos_id)
 
     def settle(self) -> None:
-        """Finish the batch that is still on its way."""
+        """Read back what is pending from the last batch; raises for numbers that are not finite."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
 
     def _pass(self, keys: Tensor, tokens: Tensor | None, bos_id: int | None) -> None:
-        """Count more contexts and hash their tokens, whichever process takes them in."""
+        """Count the next contexts and hash their tokens, whichever process takes them in. Their
+        means are placeholders until :meth:`settle`."""
         size = len(keys)
         if tokens is not None:
             self.token_hash = hash_tokens(tokens, self.token_hash)
             self.hashes.append(keys)
-            # None, before the first batch, counts as true
+            # None before the first batch; one batch without BOS decides
             self.has_bos = begins_with_bos(tokens, bos_id) and self.has_bos is not False
         self.done += size
         if self.keep_ctx:
@@ -250,7 +260,8 @@ class Accumulation:
                 self.provenance = self.provenance.flagged("context vectors not kept (over 1 GiB)")
 
     def nothing(self, size: int) -> Tensor:
-        """Context means of contexts that another process takes in: zeros that need no memory."""
+        """Zeros in place of context means, ``[state size d_model]``: one expanded number, which
+        takes no memory."""
         return torch.zeros((), dtype=torch.float64).expand(
             len(self.plan.states), size, self.d_model
         )
@@ -262,8 +273,8 @@ class Accumulation:
         take: Callable[[int, Tensor, slice], None],
         taken: set[int],
     ) -> None:
-        """Run contexts in parts that fit into memory. ``taken`` are the states that are in the sums
-        for all of these contexts already, before memory ran out."""
+        """Run contexts in parts that fit into memory. ``taken`` are the states that are already in
+        the sums for all of these contexts, from a run in which memory ran out later."""
         low = contexts.start
         while low < contexts.stop:
             part = slice(low, min(low + (self.limit or contexts.stop), contexts.stop))
@@ -284,8 +295,8 @@ class Accumulation:
     def _fits(
         self, feed: Feed, part: slice, take: Callable[[int, Tensor, slice], None], summed: set[int]
     ) -> bool:
-        """Run one part and take in the states that are not ``summed``, which grows by each of them;
-        false where memory ran out."""
+        """Run one part and take in the states that are not in ``summed`` yet; each is added to
+        ``summed``. False where memory ran out."""
 
         def on_state(row: int, h: Tensor) -> None:
             if row not in summed:
@@ -295,10 +306,10 @@ class Accumulation:
         try:
             feed(part, on_state)
         except (RuntimeError, MemoryError) as error:
-            # busy: a sum is half changed, so the part cannot be taken in again
+            # while busy some sums have changed and others not: the part cannot be taken in again
             if self.moments.scratch.busy or not out_of_memory(error):
                 raise
-            # these buffers have the size of the part that did not fit
+            # free the buffers, which have the size of the part that did not fit
             self.moments.scratch.held.clear()
             return False
         return True
@@ -306,8 +317,8 @@ class Accumulation:
     def finish(
         self, labels: Tensor | None, names: tuple[str, ...], *, final: bool = True
     ) -> PositionContext:
-        """The basis of everything taken in so far, on the CPU. One that is not ``final`` (a
-        checkpoint) keeps the groups that may still grow as they are."""
+        """The basis of everything taken in so far, on the CPU. One that is not ``final`` is for a
+        checkpoint and keeps its blocks, which may still grow."""
         self.settle()
         require(self.done > 0, "tokens", expected="at least one context", got="none")
         moments = self.moments.to("cpu")
@@ -336,8 +347,8 @@ class Accumulation:
         )
 
     def _full_groups(self, moments: Moments) -> Moments:
-        """The sums without empty blocks; a last block of fewer than half the contexts of the others
-        joins the one before."""
+        """The sums without empty blocks. A last block with fewer than half the contexts of the
+        others joins the one before, because a jackknife wants groups of about equal size."""
         n_blocks = -(-self.done // self.block)
         last_size = self.done - (n_blocks - 1) * self.block
         groups = n_blocks - 1 if n_blocks > 1 and 2 * last_size < self.block else n_blocks

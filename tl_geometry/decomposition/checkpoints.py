@@ -1,5 +1,6 @@
-"""Checkpoints of a pass over a corpus, from which a stopped run goes on: the basis of the contexts
-that are finished, and the settings of the run."""
+"""How does a stopped pass over a corpus go on where it was? Checkpoint files hold the basis of the
+finished contexts and the settings of the run. Called by the loop of ``decompose``
+(:mod:`tl_geometry.decomposition.stream_pass`)."""
 
 from __future__ import annotations
 
@@ -17,17 +18,19 @@ from tl_geometry.decomposition.position_context import PositionContext
 CHECKPOINT = "tl_geometry/checkpoint/1"
 """File format identifier."""
 SAME = ("model", "fingerprint", "corpus", "dtype", "hooks", "normalized")
-"""Fields of the provenance that a resumed run must share."""
+"""Fields of the provenance that a resumed run must have in common with the run before."""
 
 
 def settings(work: Accumulation, done: int) -> dict[str, Any]:
-    """What a checkpoint of the first ``done`` contexts must share with the run that resumes it."""
+    """What a checkpoint of the first ``done`` contexts must have in common with the run that
+    resumes it, as JSON values."""
     fields = {name: getattr(work.provenance, name) for name in SAME}
     sizes = {"length": work.length, "window": work.moments.window, "contexts": work.contexts}
-    if work.contexts is not None:  # labels after ``done``, and so later borders, may differ
+    # only borders before ``done`` are in the sums; later ones follow labels that may still change
+    if work.contexts is not None:
         sizes["groups"] = len(work.borders) + 1
         sizes["groups begin at"] = [b for b in work.borders.tolist() if b < done]
-    # through JSON, so that it compares equal to what a file gives back
+    # through JSON, so that tuples and dtypes compare equal to what a file gives back
     return json.loads(json.dumps(vars(work.plan) | fields | sizes, default=str))
 
 
@@ -44,7 +47,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], PositionContext]:
 
 
 def save(work: Accumulation, path: Path) -> None:
-    """Write a checkpoint; until the new one is complete the file holds the one before."""
+    """Write a checkpoint. The file holds the previous one until the new one is complete."""
     tensors = {}
     basis = encode(work.finish(None, (), final=False), "basis", tensors)
     run = {"settings": settings(work, work.done), "labels": label_hash(work, work.done)}
@@ -53,7 +56,8 @@ def save(work: Accumulation, path: Path) -> None:
 
 
 def resume(work: Accumulation, path: Path) -> None:
-    """Take up a checkpoint, or raise and leave it as it is."""
+    """Continue from a checkpoint: fill ``work`` with its sums. Raises, and leaves the file as it
+    is, where it belongs to another run."""
     run, basis = read(path)
     done, saved = basis.contexts, run["settings"]
     current = settings(work, done)
@@ -66,13 +70,13 @@ def resume(work: Accumulation, path: Path) -> None:
     expected = f"the labels of the first {done} contexts that it was made with"
     require(same_labels, what, expected=expected, got="others", instead=instead)
     device = work.moments.sums.device
-    # first the borders of so many contexts, then the sums, which are in these groups already
+    # set the borders for so many contexts first: the saved sums are in these groups already
     work.make_room(done)
     work.moments, work.largest = basis.moments.to(device), basis.largest.to(device)
     if basis.reservoir is not None:
         sample_tensors = work.reservoir.tensors()
         for name, values in basis.reservoir.tensors().items():
-            # the file has no free rows: here they stay, behind those that are filled
+            # the file holds filled rows only; the free rows behind them stay as they are
             sample_tensors[name][: len(values)] = values
     work.keep_ctx, work.done = basis.context_means is not None, done
     work.means = [] if basis.context_means is None else [basis.context_means]

@@ -1,10 +1,10 @@
 """How much would a basis differ with other contexts? Resampled bases for the reports of position
-and context: delete-one jackknife, learning curve over the number of contexts, split half, null
-draws.
+and context and for positional subspaces of weights: delete-one jackknife, learning curve over the
+number of contexts (from C/8 to split halves), null draws.
 
-A bootstrap over contexts needs each context; a basis holds only sums of its disjoint, contiguous
-groups, so groups are resampled. Each resampled basis is a weighted sum of group sums, and one
-product forms all those of a state.
+A bootstrap over contexts would need each context. A basis holds only the sums of disjoint,
+contiguous groups of contexts, so groups are resampled. Each resampled basis is a weighted sum of
+group sums, and one product gives all resampled bases of a state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tl_geometry.decomposition.position_context import PositionContext
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Subsets:
-    """Sets of groups ``member [sample group]``: row 0 holds all groups, each row of ``jackknife``
+    """Sets of groups, ``member [sample group]``: row 0 holds all groups, each row of ``jackknife``
     lacks one block, and the rows of a level are disjoint parts of all groups.
 
-    ``levels`` maps a number of contexts (C/8, C/4, C/2, as many as the groups allow) to the rows of
-    its parts.
+    ``contexts`` is the number of contexts in each row. ``levels`` are pairs of a number of contexts
+    (C/8, C/4, C/2, as far as there are enough groups) and the rows of the parts of that size.
     """
 
     member: Bool[Tensor, "sample group"]
@@ -36,16 +36,15 @@ class Subsets:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are left out in turn."""
+        """Number of blocks that are left out in turn."""
         return self.jackknife.stop - self.jackknife.start
 
 
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
-    """The sets of groups that a report needs: row 0 holds all; with ``jackknife`` come those
-    without each block of groups
-    (:func:`tl_geometry.decomposition.groups.jackknife_blocks`) and the levels.
+    """The sets of groups that a report needs: all groups, and with ``jackknife`` also all but each
+    block (:func:`tl_geometry.decomposition.groups.jackknife_blocks`), and the levels.
 
-    Empty groups are left out. With fewer than two groups there is no resampling.
+    Empty groups are left out. With fewer than two groups there is row 0 alone.
     """
     counts = basis.group_counts
     full = counts > 0
@@ -59,7 +58,7 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
         for share in (8, 4, 2):
             if len(used) >= share:
                 parts = used.tensor_split(share)
-                contexts_each = round(int(counts.sum()) / share)  # the parts share all contexts
+                contexts_each = round(int(counts.sum()) / share)  # the mean over the parts
                 levels.append((contexts_each, slice(len(members), len(members) + share)))
                 members += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
     member = torch.stack(members)
@@ -74,8 +73,8 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
 def window_means(
     basis: PositionContext, row: int, weights: Float[Tensor, "sample group"]
 ) -> Float[Tensor, "sample position d_model"]:
-    """``sum_g w_g sums_g / sum_g |w_g| n_g`` of one state over the window: means of sets of groups,
-    or signed combinations of them."""
+    """``sum_g w_g sums_g / sum_g |w_g| n_g`` at each window position, for one state (``row``):
+    means over sets of groups, or signed combinations of groups."""
     sums = basis.group_sums[:, row, slice(*basis.window)]
     total = weights.abs() @ basis.group_counts.to(weights)
     pattern = "sample group, group position d_model -> sample position d_model"
@@ -83,10 +82,10 @@ def window_means(
 
 
 def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " state"]:
-    """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)`` over G groups of about
-    equal size; NaN with fewer than two.
+    """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)``, with x_g the value
+    without group g of G groups of about equal size; NaN with fewer than two.
 
-    It covers the choice of contexts only, and says nothing of measures that jump, such as a rank.
+    It covers the choice of contexts only, and does not hold for measures that jump, such as a rank.
 
     >>> jackknife_error(torch.tensor([[1.0], [3.0]])).tolist()
     [1.0]
@@ -98,11 +97,12 @@ def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " st
 
 
 def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor, "sample group"]:
-    """Signs of the groups, half plus and half minus: the difference of two halves of the contexts,
-    with the noise of the whole.
+    """Weights of groups for :func:`window_means`, a random half positive and the rest negative:
+    half the difference of two halves of the contexts, whose noise is as large as that of the mean
+    over all.
 
-    A basis made with them holds no positional effect (it cancels), only what C contexts leave by
-    chance. Empty without two groups.
+    A basis made with these weights holds no positional effect, which cancels, only the noise that C
+    contexts leave. Empty without two groups.
     """
     used = basis.group_counts.nonzero().flatten()
     half = len(used) // 2
@@ -112,6 +112,6 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
         order = used[torch.randperm(len(used), generator=generator)]
         plus, minus = order[:half], order[half : 2 * half]
         row[plus] = 1.0
-        # halves of unequal size get equal weight, so that what they share cancels
+        # both halves get the same total weight, so that what they have in common cancels
         row[minus] = -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
     return weights

@@ -1,7 +1,8 @@
-"""The four parts of activations held in memory, h = mean + pos + ctx + resid (Song & Zhong 2023,
-Eq. 2 and 3): what ``PositionContext.transform`` returns, and the plain form of ``decompose``.
+"""What are the four parts of activations held in memory, h = mean + pos + ctx + resid (Song & Zhong
+2023, Eq. 2 and 3)? ``PositionContext.transform`` calls :func:`parts_about`; the public function
+:func:`decompose_tensor` is the plain form of ``decompose``.
 
-A two-way analysis of variance in d_model dimensions: with contexts c and positions t,
+This is a two-way analysis of variance in d_model dimensions: with contexts c and positions t,
 
     mean = average of h over c and t          pos_t = average over c of h - mean
     ctx_c = average over t of h - mean        resid = h - mean - pos_t - ctx_c
@@ -21,8 +22,8 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """Additive parts of states: ``h = mean + pos + ctx + resid``; ``cvec = ctx + resid``. Shapes as
-    the activations given."""
+    """Additive parts of states: ``h = mean + pos + ctx + resid``; ``cvec = ctx + resid``. Each has
+    the axes of the activations along which it varies, and ``state`` where they have one."""
 
     mean: Float[Tensor, "*state d_model"]
     pos: Float[Tensor, "*state position d_model"]
@@ -60,8 +61,8 @@ def parts_about(
     mean: Float[Tensor, "*state d_model"],
     pos: Float[Tensor, "*state position d_model"],
 ) -> Parts:
-    """The parts of activations about a mean and a positional basis that are known:
-    ``ctx = average over t of h - mean - pos_t``, ``resid`` the rest."""
+    """The parts of activations (float64), given a mean and a positional basis:
+    ``ctx = average over t of h - mean - pos_t``, ``resid`` the remainder."""
     cvec = h.double() - mean[..., None, None, :] - pos.unsqueeze(-3)
     ctx = reduce(cvec, "... position d_model -> ... d_model", "mean")
     return Parts(mean, pos, ctx, cvec - ctx.unsqueeze(-2))

@@ -1,5 +1,6 @@
-"""The public functions ``decompose`` (a model over a corpus) and ``decompose_activations`` (states
-held in memory): they check the arguments, have the sums taken and return the basis."""
+"""How much of each residual stream state is position, and how much is context? The public functions
+``decompose`` (a model over a corpus) and ``decompose_activations`` (states held in memory). They
+check the arguments, have the sums taken and return the basis."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ def decompose(
     """Positional and context basis of every residual stream state over a corpus: h = mean + pos +
     ctx + resid.
 
-    Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept,
-    whatever the corpus size. For activations held in memory, see
-    :func:`decompose_activations`.
+    Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept, so
+    that memory does not grow with the corpus (but for the context vectors of ``keep_ctx``). For
+    activations held in memory, see :func:`decompose_activations`.
 
     Args:
         model: a TransformerLens model, or a view of one.
@@ -68,8 +69,8 @@ def decompose(
             an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
             a GPU. Halved, as often as needed, when memory runs out: the result is the same.
-        normalize: take the sums of ``norm(h)`` without gain and bias, what the next block reads
-            (the output head for the last state): no token then weighs more than another. States
+        normalize: take the sums of ``norm(h)`` without gain and bias, which the next block reads
+            (the output head for the last state). Then no token weighs more than another. States
             that are read without a norm stay as they are (a flag says which).
         second_moments, keep_ctx: keep ``[state d_model d_model]`` products and
             ``[state context d_model]`` context vectors; ``"auto"`` while each is under 1 GiB (the
@@ -80,12 +81,12 @@ def decompose(
         keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would
             exceed 1 GiB).
         labels: a document label for each context, numbers or names.
-        checkpoint: file that holds the finished batches at every moment; a run that finds it goes
-            on from there, if its model, hooks, tokens, labels and settings are the same. Writing
-            takes at most 5% of the time, so that on big models it holds all but the last minute.
+        checkpoint: file that holds the finished batches; a run that finds it goes on from there, if
+            its model, hooks, tokens, labels and settings are the same. Writing takes about 5% of
+            the time at most, so the file may lack the last batches.
         progress: show a progress bar.
         device: where the sums live, by default the model's device.
-        seed: of the sample that ``keep`` asks for.
+        seed: seed of the sample that ``keep`` asks for.
         prepend_bos: whether strings get the BOS token; ``None`` for everything else.
         moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree
             to 1e-10).
@@ -199,7 +200,7 @@ def decompose_activations(
 
 
 def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
-    """Activations as a batch for :meth:`Accumulation.update`."""
+    """The :data:`Feed` of a batch of activations that are in memory."""
 
     def feed(contexts: slice, on_state: OnState) -> None:
         for row, state in enumerate(h):
@@ -209,7 +210,8 @@ def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
 
 
 def checked_window(value: Any, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window from two whole numbers of any type (``2.0`` is one)."""
+    """A half-open window from two whole numbers of any type (``2.0`` is one); by default from
+    ``default_start`` to the end."""
     if value is None:
         return checks.window(None, length, default_start)
     try:
@@ -227,8 +229,8 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:
-    """The states ``[state context position d_model]`` of a tensor or cache, and where they are
-    from."""
+    """The states ``[state context position d_model]`` of a tensor or cache, and their
+    provenance."""
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
@@ -251,8 +253,8 @@ def _activations(source: Any) -> tuple[Tensor, Provenance]:
 
 
 def _origin(model: Any) -> dict[str, Any]:
-    """Provenance of the model that a cache holds on to; its class alone where no view of it can be
-    had."""
+    """Provenance of the model that a cache refers to; only the class name where the model is not
+    supported."""
     if model is None:
         return {}
     try:

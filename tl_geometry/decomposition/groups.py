@@ -1,10 +1,13 @@
-"""Where a pass begins a new group of contexts: groups are contiguous blocks, whose borders are
-those of documents where documents are known. And which of them are left out, or halved, together.
+"""Where does a pass begin a new group of contexts, and which groups does a jackknife leave out
+together? Groups are contiguous blocks of contexts, with borders between documents where documents
+are known. Accumulations, jackknives, split halves and sweeps ask here.
 
-Groups are what a jackknife leaves out. Windows of one document resemble each other, so that a group
-that ends inside a document leaves out half of something, and intervals come out too narrow: with 4
-documents of 8 windows, nominal 95% intervals of the context share cover 0.72 with 8 equal groups
-and 0.95 with the documents as groups (``tests/decomposition/test_groups.py``).
+A jackknife leaves out groups. Windows of one document resemble each other, so a group that ends
+inside a document leaves a part of that document in, and intervals come out too narrow. With 4
+documents of 8 windows and single groups left out, nominal 95% intervals of the context share cover
+0.72 with 8 equal groups and 0.95 with the documents as groups. Blocks of at least 8 contexts
+(:data:`BLOCK`) mend this case, but not longer documents
+(``tests/decomposition/test_groups.py`` has 4 of 16 windows).
 """
 
 from __future__ import annotations
@@ -24,23 +27,24 @@ APART = (
     "contexts of one document lie in several groups, as they are not in the order of their "
     "documents: intervals are for these documents, not for others"
 )
-"""Flag of a basis in which a document comes in several runs, in different groups."""
+"""Flag of a basis in which windows of one document are not consecutive and lie in several
+groups."""
 BLOCK = 8
-"""Contexts that a block holds at least. Consecutive windows are often of one topic. With topics of
-8 windows, 95% intervals covered 0.86 to 0.91 with groups of 4 and 0.93 to 0.95 with these blocks;
+"""Fewest contexts of a block, because consecutive windows are often of one topic. With topics of 8
+windows, 95% intervals covered 0.86 to 0.91 with groups of 4 and 0.93 to 0.95 with these blocks;
 with 16 contexts, of two topics, they cover 0.39 to 0.88 however they are grouped."""
 
 
 def group_borders(
     contexts: int, groups: int, documents: Int[Tensor, " context"] | None = None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The first context of every group but the first, and remarks.
+    """The first context of every group but the first, and remarks (:data:`CUT`, :data:`APART`).
 
-    Without documents group g holds the contexts c with ``floor(c G / C) = g``. With them each of
-    these borders moves to the nearest border of a run of one document, and borders that meet are
-    one: there may be fewer groups. Where fewer than 4 would be left, contexts are cut as without
-    documents, and a remark says so; another says where a document comes in several runs that lie
-    in different groups.
+    Without documents group g of G holds the contexts c of C with ``floor(c G / C) = g``. With them
+    each border moves to the nearest border between two documents. Borders that meet become one, so
+    there may be fewer groups. Where fewer than 4 would be left, contexts are cut as without
+    documents, and a remark says so. Another remark says that a document comes in several runs that
+    lie in different groups.
 
     >>> group_borders(12, 4), group_borders(12, 4, torch.tensor([0] * 5 + [1, 2, 3, 3, 4, 4, 4]))
     (((3, 6, 9), ()), ((5, 6, 9), ()))
@@ -50,7 +54,7 @@ def group_borders(
     if documents is None:
         return blocks, ()
     starts = (documents.diff() != 0).nonzero().flatten() + 1
-    if len(starts) == 0:  # one document, which may hold any number of texts
+    if len(starts) == 0:  # one label for all: it tells no border
         return blocks, ()
     distance = (torch.tensor(blocks).unsqueeze(1) - starts).abs()
     moved = sorted({int(starts[i]) for i in distance.argmin(1)}) if blocks else []
@@ -63,8 +67,8 @@ def group_borders(
 
 
 def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "row group"]:
-    """Neighbouring groups joined to blocks of at least so many contexts, the last with what is
-    left; empty groups belong to none.
+    """Blocks (``row``) of neighbouring groups, each of at least ``least`` contexts; the last block
+    takes what is left. Empty groups belong to no block.
 
     >>> blocks(torch.tensor([4, 4, 4, 0, 4, 4, 4])).int().tolist()
     [[1, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]
@@ -82,7 +86,7 @@ def blocks(counts: Int[Tensor, " group"], least: int = BLOCK) -> Bool[Tensor, "r
 
 
 def jackknife_blocks(counts: Int[Tensor, " group"]) -> Bool[Tensor, "row group"]:
-    """What a jackknife leaves out in turn: blocks of at least 8 contexts, or single groups where
-    there are not four of them."""
+    """What a jackknife leaves out in turn, a ``row`` each: blocks of at least 8 contexts, or single
+    groups where there are fewer than four such blocks."""
     joined = blocks(counts)
     return joined if len(joined) >= FEWEST_GROUPS else blocks(counts, 1)

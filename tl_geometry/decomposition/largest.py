@@ -1,10 +1,12 @@
-"""Attention sinks and other massive tokens: which tokens have the largest norms in a state, and how
-much of its sum of squares they hold.
+"""Which tokens have the largest norms in a state, and how much of its sum of squares do they hold?
+Attention sinks and other massive tokens, found by every pass of ``decompose`` and read through
+``PositionContext.sinks`` and ``.largest_tokens``.
 
 A few tokens of enormous norm (an attention sink, and in real models a second one) can hold most of
 ``sum |h|^2``, so that shares, spectra and reliabilities describe them and nothing else. A pass
-keeps the :data:`KEPT` largest tokens of each state whole and a histogram of the logarithms of all
-squared norms, both of which merge exactly: over batches, groups, processes, shards and files.
+keeps the norms and places of the :data:`KEPT` largest tokens of each state, and a histogram of the
+logarithms of all squared norms. Both merge exactly over batches, groups, processes, shards and
+files.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from tl_geometry.base.sums import Sums
 KEPT = 32
 """Tokens of largest norm that are kept for each state."""
 ONE_IN = 1000
-"""One token in so many (at least one in all) counts among the largest."""
+"""The largest 0.1% are one token in a thousand, but at least one."""
 SINK_SHARE = 0.25
-"""Share of the sum of squares above which the largest tokens are remarked on."""
+"""Share of the sum of squares in the largest 0.1% of tokens above which a remark is made."""
 CONCENTRATED = 10
-"""The largest must also hold this many times their share of the tokens to be remarked on: of two
-tokens, one holds half of everything anyway."""
+"""For a remark that share must also be this many times their share of the tokens: with few tokens
+the largest one holds a quarter without being unusual."""
 PER_OCTAVE, OCTAVES = 8, 256
 """Bins of the histogram: eighths of a power of two, of squared norms from 2^-128 to 2^128 (the ends
 take what lies beyond)."""
@@ -45,7 +47,8 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
     ([2.0, 1.0], [2.05, 64.0])
     """
     flat = squares.reshape(-1).double()
-    # zeros (a logarithm of -inf) fall into the first bin, infinities into the last
+    # zeros (logarithm -inf) go to the first bin, infinities to the last; NaN only has to give an
+    # index, because the accumulation refuses it
     bins = (flat.log2() * PER_OCTAVE).floor().nan_to_num(nan=0.0, neginf=-1e9, posinf=1e9)
     bins = (bins + PER_OCTAVE * OCTAVES // 2).clamp(0, PER_OCTAVE * OCTAVES - 1).long()
     histogram = torch.zeros(2, PER_OCTAVE * OCTAVES, dtype=torch.float64, device=flat.device)
@@ -58,11 +61,12 @@ def log_histogram(squares: Float[Tensor, "*token"]) -> Float[Tensor, "2 bin"]:
 def top_share(
     histogram: Float[Tensor, "*state 2 bin"], largest: Float[Tensor, "*state kept"]
 ) -> Float[Tensor, "*state"]:
-    """Share of the sum of squares in the largest 0.1% of the tokens (at least one): NaN without
+    """Share of the sum of squares in the largest 0.1% of the tokens (at least one); NaN without
     tokens or where all are zero.
 
-    ``largest`` are the largest norms, descending; where they are fewer than that, the histogram
-    gives the rest, exact but for the one bin that is cut, of which the mean is taken.
+    ``largest`` are the largest norms, descending. If 0.1% are no more tokens than these, the share
+    is exact. Otherwise it comes from the histogram, whose bins are exact but for the one that the
+    0.1% cut in two: of that one the mean is taken.
     """
     # from the largest norms down
     counts, sums = (x.flip(-1) for x in histogram.unbind(-2))
@@ -78,17 +82,17 @@ def top_share(
 
 
 def tokens_in(tokens: Float[Tensor, "*state"]) -> Float[Tensor, "*state"]:
-    """How many of so many tokens make up the largest 0.1%: at least one."""
+    """Number of tokens in the largest 0.1% of ``tokens``: at least one."""
     return (tokens / ONE_IN).floor().clamp(min=1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Largest(Sums):
-    """The tokens of largest norm of each state, descending (ties: the earlier first); what is not
-    filled has context -1. They merge by :meth:`merge`, not by ``+``.
+    """The :data:`KEPT` tokens of largest norm of each state, descending (ties: the earlier first).
+    Places that are not filled have context -1. Merge with :meth:`merge`, not with ``+``.
 
-    ``coordinate`` is where the state's largest absolute entry is; ``token`` -1 where tokens are not
-    known.
+    ``context`` and ``position`` say where the token is, ``token`` is its id (-1 where ids are not
+    known), ``coordinate`` the index of the largest absolute entry of its state.
     """
 
     norm: Float[Tensor, "state kept"]
@@ -114,12 +118,12 @@ class Largest(Sums):
         start: int,
         tokens: Int[Tensor, "batch position"] | None,
     ) -> None:
-        """Take in one batch of one state; ``start`` is the absolute position of its first position,
-        ``tokens`` its ids.
+        """Take in the window of one batch of one state, in place; ``row`` is the row of the state,
+        ``start`` the absolute position of the window's first position, ``tokens`` its ids.
 
-        Nothing here waits for a GPU. A stable sort, because a state may hold one norm many times
-        (the same first token in every context), and which of them are kept must not depend on the
-        batches.
+        Nothing here waits for a GPU. The sort is stable because a norm may occur many times (the
+        same first token in every context), and which of these are kept must not depend on how the
+        corpus is cut into batches.
         """
         flat_index = norms.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
         context_row, window_position = flat_index // norms.shape[1], flat_index % norms.shape[1]
@@ -144,15 +148,15 @@ class Largest(Sums):
         """The :data:`KEPT` largest by norm, descending; equal ones by context and position."""
         order_key = self.context * 2**32 + self.position  # one number that orders by both
         by_place = order_key.argsort(dim=1, stable=True)
-        # the second sort is stable, so that equal norms stay in the order of the first
+        # a stable sort by norm leaves equal norms in the order of their places
         by_norm = self.norm.gather(1, by_place).argsort(dim=1, descending=True, stable=True)
         order = by_place.gather(1, by_norm)[:, :KEPT]
         return self.mapped(lambda _, values: values.gather(1, order))
 
     @staticmethod
     def merge(parts: Sequence[Largest], starts: Sequence[int] | None = None) -> Largest:
-        """The largest of all parts; ``starts`` are the numbers that context 0 of each has in the
-        whole."""
+        """The largest of all parts; ``starts`` are the numbers that the first context of each part
+        has in the merged corpus."""
         numbered = [
             dataclasses.replace(p, context=torch.where(p.context < 0, -1, p.context + start))
             for p, start in zip(parts, starts or [0] * len(parts), strict=True)
@@ -161,12 +165,12 @@ class Largest(Sums):
 
 
 class Sinks(NamedTuple):
-    """What the largest 0.1% of the tokens of one state (at least one) hold of its raw sum of
-    squares.
+    """How much of the raw sum of squares the largest 0.1% of the tokens of one state (at least one)
+    hold.
 
     ``tokens`` of ``of`` tokens hold ``share``; ``positions`` and ``ids`` are theirs, the most
-    frequent first. ``remark`` is the sentence that every table shows where they hold more than a
-    quarter, else empty.
+    frequent first. ``remark`` is the sentence that tables show where they hold more than
+    :data:`SINK_SHARE` (and :data:`CONCENTRATED` times their share of the tokens), else empty.
     """
 
     tokens: int
@@ -180,7 +184,7 @@ class Sinks(NamedTuple):
 def sinks_of(
     histogram: Float[Tensor, "2 bin"], largest: Largest, row: int, texts: Sequence[str] = ()
 ) -> Sinks:
-    """The sinks of one state; ``texts`` are its largest tokens as text."""
+    """The sinks of one state (``row``); ``texts`` are its :data:`KEPT` largest tokens as text."""
     n_tokens = int(histogram[0].sum())
     tokens = int(tokens_in(histogram[0].sum())) if n_tokens else 0
     share = float(top_share(histogram, largest.norm[row]))
@@ -249,16 +253,17 @@ class LargestTokens(Result):
 def median_norm(histogram: Float[Tensor, "*state 2 bin"]) -> Float[Tensor, "*state"]:
     """Median norm, as the root mean square of the bin that holds it."""
     counts, sums = histogram.unbind(-2)
-    # argmax finds the first bin up to which half of the tokens are counted
+    # the first bin at which half of the tokens are counted (argmax returns the first maximum)
     middle = (counts.cumsum(-1) >= counts.sum(-1, keepdim=True) / 2).long().argmax(-1, keepdim=True)
     return (sums.gather(-1, middle) / counts.gather(-1, middle).clamp(min=1)).sqrt().squeeze(-1)
 
 
 def gathered(largest: Largest, rank: int, size: int, total: Callable[[Tensor], None]) -> Largest:
-    """The largest of all processes; ``total`` replaces a tensor by its sum over them."""
+    """The largest of all processes. ``total`` replaces a tensor by its sum over the processes,
+    ``rank`` is this process of ``size``."""
 
     def side_by_side(_: str, values: Tensor) -> Tensor:
-        """The rows of all processes: each fills in its own, and the sum holds all."""
+        """The values of all processes: each fills in its own rows of zeros, and the sum has all."""
         all_rows = values.new_zeros(size, *values.shape)
         all_rows[rank] = values
         total(all_rows)
@@ -270,7 +275,8 @@ def gathered(largest: Largest, rank: int, size: int, total: Callable[[Tensor], N
 def merged_texts(
     largest: Largest, parts: Sequence[Largest], texts: Sequence[Sequence[Sequence[str]]]
 ) -> tuple[tuple[str, ...], ...]:
-    """Texts of the largest tokens of all parts from those of each; none where a part has none."""
+    """Texts of the merged largest tokens, looked up by id in the texts of the parts; empty where a
+    part has none."""
     if not all(texts):
         return ()
     ids = [t for part in parts for t in part.token.flatten().tolist()]

@@ -14,18 +14,18 @@ from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.variance import sums_of_squares
 
 SHARES = ("pos", "ctx", "resid")
-"""Parts of the total sum of squares, in the order of their axis here."""
+"""Parts of the total sum of squares, in the order of the ``part`` axis in this module."""
 
 
 def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
-    """For the shares of pos, ctx and resid of each state the jackknife's corrected value and its
-    95% bounds; empty below 10 contexts or 4 groups.
+    """For each share (pos, ctx, resid) the value corrected by the jackknife and its 95% bounds (low
+    and high), ``[state 3]``; empty below 10 contexts or 4 groups.
 
-    What is covered is the share that infinitely many contexts would give: the correction takes out
-    what C contexts of noise leave in pos (and takes from resid). The corrected shares sum to one.
-    Blocks hold 8 contexts at least; where that leaves fewer than four of them (always below 32
-    contexts), groups are left out as they are, and only pos has bounds: how contexts differ cannot
-    be known from so few, which may be of two topics.
+    The interval is for the share that infinitely many contexts would give: the correction removes
+    the noise that C contexts leave in pos and gives it back to resid. The corrected shares sum to
+    one. Blocks of at least 8 contexts are left out. Where these are fewer than four (always below
+    32 contexts), single groups are left out and only pos has bounds: so few contexts, which may be
+    of two topics, do not show how contexts differ.
     """
     if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
         return {}
@@ -39,7 +39,7 @@ def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
 
 
 def _shares(m: Moments) -> Float[Tensor, "state part"]:
-    """Shares of the total sum of squares (NaN where that is zero)."""
+    """Shares of the total sum of squares, on the CPU (NaN where the total is zero)."""
     values = sums_of_squares(m)
     total = torch.where(values["total"] > 0, values["total"], torch.nan)
     return torch.stack([values[name] / total for name in SHARES], dim=1).cpu()

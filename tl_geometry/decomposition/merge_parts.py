@@ -1,5 +1,6 @@
-"""How ``PositionContext.merge`` joins the bases of several shards of a corpus: what must agree, how
-their groups, labels and provenance are joined, and that a shard given twice is refused."""
+"""How are the bases of several shards of a corpus joined? ``PositionContext.merge`` asks here what
+must agree, how groups, labels and provenance are joined, and whether a shard was given twice, which
+is refused."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
     from tl_geometry.decomposition.position_context import PositionContext
 
 MOST_SHARED = 0.5
-"""Share of a part's contexts that another part may hold too before both are taken for the same
-shard: repeated texts share a few windows, a shard given twice shares all."""
+"""Two parts are taken for the same shard if they have more than this share of the smaller one's
+contexts in common: repeated texts share a few windows, a shard given twice shares all."""
 ONE_SETTING = ("model", "fingerprint", "has_bos", "dtype", "hooks", "normalized")
-"""Fields of the provenance that are the same in all parts."""
+"""Fields of the provenance that must be the same in all parts."""
 
 
 def require_one_setting(first: PositionContext, other: PositionContext) -> None:
@@ -46,7 +47,8 @@ def require_one_setting(first: PositionContext, other: PositionContext) -> None:
 def merged_provenance(
     parts: Sequence[Provenance], contexts: int, flags: Sequence[str]
 ) -> Provenance:
-    """Where a merged basis comes from: the tokens of all parts, and every flag."""
+    """Provenance of a merged basis: that of the first part with the token hashes of all, joined by
+    "+", and with every flag."""
     first, hashes = parts[0], "+".join(str(p.token_hash) for p in parts)
     merged = dataclasses.replace(
         first, token_hash=hashes if len(parts) > 1 else first.token_hash, contexts=contexts
@@ -55,7 +57,7 @@ def merged_provenance(
 
 
 def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
-    """The tensors of all parts one after another, ``None`` where a part has none."""
+    """The tensors of all parts one after another; ``None`` if any part has none."""
     tensors = [v for v in values if v is not None]
     return torch.cat(tensors, dim=dim) if len(tensors) == len(values) else None
 
@@ -63,8 +65,9 @@ def together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:
 def merged_labels(
     parts: Sequence[PositionContext],
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """Labels of all contexts, numbered alike, and the names of the numbers: each part numbers the
-    values that occur in it. Labels without names are named by their numbers."""
+    """Labels of all contexts in one numbering, and the names of the numbers. Each part has numbered
+    only the names that occur in it, so equal names get one number here; labels without names count
+    as named by their numbers."""
     labels = [part.labels for part in parts if part.labels is not None]
     if not labels:
         return None, ()
@@ -84,7 +87,7 @@ def merged_labels(
         digits = all(name.isdecimal() for name in numbers)
         got = "names in some parts, numbers in others"
         require(digits, "merge: labels", expected="one kind", got=got, instead=instead)
-        # names that are numbers keep the order of these, not of their first part
+        # names that are numbers are ordered as numbers, not by the part they came from
         numbers = {name: i for i, name in enumerate(sorted(numbers, key=int))}
     merged = [
         torch.tensor([numbers[name] for name in names_of])[labels_of]
@@ -95,8 +98,8 @@ def merged_labels(
 
 
 def joined(parts: Sequence[Moments]) -> Moments:
-    """The sums of all parts, in as many contiguous groups as the part with most has; each group
-    joins the one that holds its middle."""
+    """The sums of all parts, in as many contiguous groups (of equal width) as the part with the
+    most groups has. A part's group goes whole into the one that contains its middle context."""
     groups, contexts, start = max(len(m.counts) for m in parts), sum(m.contexts for m in parts), 0
     regrouped: list[Moments] = []
     for part in parts:
@@ -108,8 +111,8 @@ def joined(parts: Sequence[Moments]) -> Moments:
 
 
 def same_contexts(parts: Sequence[Moments], hashes: Sequence[Tensor | None]) -> list[str]:
-    """Refuse a shard given twice, by its sums or the hashes of its tokens; a remark on single
-    contexts that are in two."""
+    """Refuse a shard given twice, recognised by equal sums or by the hashes of its tokens. Where
+    parts share only some contexts, return a remark with their number."""
     instead = "each shard once, or decompose over all tokens"
     shared = 0
     for i, part in enumerate(parts):

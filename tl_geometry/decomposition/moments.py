@@ -1,11 +1,11 @@
-"""What is summed over a corpus: sums, squares and products of states, from which mean, pos and the
+"""What is summed over a corpus? Sums, squares and products of states, from which mean, pos and the
 analysis of variance follow. :class:`tl_geometry.decomposition.accumulator.Accumulation` fills them.
 
-:meth:`Moments.add` puts a batch in, ``a + b`` joins two, and any partition of a corpus gives the
-same sums to rounding. Position sums, squares and counts are float64. Second moments are float64
-sums of float32 products of states centred on a *shift* (the first batch's mean): plain float32
-products are wrong by tens of per cent once a coordinate has a mean of thousands and a variance of
-one, as GPT-2's outlier coordinates do; centred ones by 1e-7.
+:meth:`Moments.add` takes in a batch, ``a + b`` joins two, and any partition of a corpus gives the
+same sums to rounding. Position sums and squares are float64. Second moments are float64 sums of
+float32 products of states centred on a *shift*, the first batch's mean. Without the shift, float32
+products are wrong by tens of per cent where a coordinate has a mean of thousands and a variance of
+one, as GPT-2's outlier coordinates do; with it by 1e-7.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from tl_geometry.base.sums import Sums
 from tl_geometry.decomposition.largest import OCTAVES, PER_OCTAVE, log_histogram
 
 BLOCK_BYTES = {"cpu": 2**20, "cuda": 2**26}
-"""Bytes of activations converted to float64 at a time: about the cache of a core (half the time of
-whole batches), or enough for a GPU."""
+"""Bytes of float64 activations converted at a time, by type of device: about the cache of a core
+(which takes half the time of converting whole batches), or enough for a GPU."""
 TRIANGLE_BLOCKS = 8
-"""Block rows of a symmetric product: only blocks on and below the diagonal are multiplied (56% of
-the products)."""
+"""Block rows into which a symmetric product is cut: only blocks on and below the diagonal are
+multiplied, 36 of 64 (56%)."""
 HALF_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether PyTorch (2.8 and newer) multiplies half-precision matrices on a GPU into a float32
+"""Whether this PyTorch (2.8 or newer) can multiply half-precision matrices on a GPU into a float32
 product."""
 SHIFT_SPREAD = 3.0
-"""Standard deviations from zero beyond which half-precision coordinates are centred on their shift:
-then most states lie within a factor of two of it, so that the difference is exact."""
+"""A half-precision coordinate is centred only if its mean is more than this many standard
+deviations from zero. Then most states are within a factor of two of the shift, so that subtracting
+it is exact (Sterbenz); elsewhere the shift is zero."""
 
 
 class Scratch:
-    """Buffers that are used again and again: fresh memory pages cost as much as the arithmetic on
-    them, and a buffer that is held cannot fail to be allocated. ``busy`` says that sums are being
-    changed."""
+    """Named buffers that are reused from batch to batch: fresh memory pages cost as much as the
+    arithmetic on them, and a buffer that is held already cannot run out of memory. ``busy`` is true
+    while sums are being changed."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
@@ -58,15 +59,16 @@ class Scratch:
             or buffer.dtype != dtype
             or buffer.device != device
         ):
-            # the old buffer goes first, so that both need not fit at once
+            # drop the old buffer first: both need not fit into memory at once
             self.held.pop(name, None)
             buffer = self.held[name] = torch.empty(size, dtype=dtype, device=device)
         return buffer[:size].view(*shape)
 
 
 def half_width(width: int) -> int:
-    """Positions in each end of a window of ``width`` positions when a quarter (at least one) is
-    left out between them."""
+    """Positions in each of the two ends of a window of ``width`` positions. A quarter of the window
+    (at least one position) is left out between them, because neighbouring residuals are
+    correlated."""
     return (width - max(1, width // 4)) // 2
 
 
@@ -75,12 +77,13 @@ class Moments(Sums):
     """Running sums of states ``h [context position d_model]``, kept apart for disjoint groups of
     contexts.
 
-    ``sums`` is the sum of h over contexts, ``squares`` of |h|^2, ``context_squares`` of |mean over
-    the window of h|^2, ``halves`` of (|a|^2, |b|^2, a.b) for the means a, b of the window's two
-    ends (a quarter of the window left out between them). ``second`` is the lower block triangle of
-    sum (h - shift)(h - shift)^T over the window, ``tail`` the histogram of |h|^2 inside it
-    (:func:`tl_geometry.decomposition.largest.log_histogram`). Positions are all that were seen; the
-    quantities named with a window use ``window`` only.
+    Sums over contexts: ``sums`` of h, ``squares`` of |h|^2, ``context_squares`` of |m|^2 for the
+    context's mean m over the window, ``halves`` of (|a|^2, |b|^2, a.b) for the means a, b of the
+    window's two ends (:func:`half_width`). ``counts`` are the contexts of each group, always on the
+    CPU. ``second`` is the lower block triangle of sum (h - shift)(h - shift)^T over contexts and
+    window, ``tail`` the histogram of |h|^2 inside the window
+    (:func:`tl_geometry.decomposition.largest.log_histogram`). The position axis holds all positions
+    seen; whatever is said to be over the window uses positions ``window`` only.
     """
 
     window: tuple[int, int]
@@ -94,7 +97,7 @@ class Moments(Sums):
     shift: Float[Tensor, "state d_model"] | None = None
     product_dtype: torch.dtype = torch.float32
     fixed: set[int] = field(init=False, default_factory=set)
-    """Rows of the states whose shift is set, and so must not change any more."""
+    """Rows of the states whose shift is set: products are centred on it, so it must not change."""
     scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:
@@ -142,7 +145,8 @@ class Moments(Sums):
         return self.mapped(lambda name, value: value if name == "counts" else value.to(device))
 
     def count(self, group_of: Int[Tensor, " batch"]) -> None:
-        """Count the contexts of a batch, once, beside one :meth:`add` for each state."""
+        """Count the contexts of a batch: once per batch, while :meth:`add` is called once per
+        state."""
         self.counts.add_(torch.bincount(group_of, minlength=len(self.counts)))
 
     def add(
@@ -156,13 +160,14 @@ class Moments(Sums):
         """Add one batch of one state; returns each context's mean over the window (float64) and
         whether every number is finite.
 
+        ``state`` is the row of the state, ``group_of`` the group of each context.
         ``on_norms(h, norms)`` receives states ``[batch position d_model]`` and norms
-        ``[batch position]`` of the window. ``groups`` are those that the batch is of, where they
-        are known: only their sums are read and written.
+        ``[batch position]`` of the window. ``groups`` is the range of groups in ``group_of``, where
+        it is known: only their sums are read and written.
 
-        Everything large is allocated before the first sum changes; ``scratch.busy`` is true while
-        they change, so that running out of memory before (then the batch can be taken in again, in
-        parts) and in between (then it cannot) can be told apart.
+        Everything large is allocated before the first sum changes, and ``scratch.busy`` is true
+        while sums change. So the caller can tell whether memory ran out before (the batch can be
+        taken in again, in parts) or in between (it cannot).
         """
         self.scratch.busy = False
         device, (start, end) = self.sums.device, self.window
@@ -174,14 +179,14 @@ class Moments(Sums):
         step = max(1, BLOCK_BYTES.get(device.type, 2**20) // (8 * batch * width))
         norms = torch.empty(batch, length, **fill)
         window_total, first, last = (torch.zeros(batch, width, **fill) for _ in range(3))
-        # allocated here, before `busy`; the blocks below only use it again
+        # allocate it here, before `busy`; the loop below only reuses it
         self.scratch.get("block", (batch, min(step, length), width), torch.float64, device)
         rows = None if self.second is None else self._centred(state, h[:, start:end])
         self.scratch.busy = True
         if rows is not None:
             self._add_products(state, rows)
         end_width = half_width(end - start)
-        # no block crosses a border of the window or of its two ends
+        # cut there too, so that each block is inside or outside the window and each of its ends
         cuts = sorted(
             {start, start + end_width, end - end_width, end, length, *range(0, length, step)}
         )
@@ -217,11 +222,12 @@ class Moments(Sums):
     def _centred(
         self, state: int, h: Float[Tensor, "batch position d_model"]
     ) -> Float[Tensor, "row d_model"]:
-        """States minus the shift, in the dtype of the products; the first batch fixes the shift.
+        """States minus the shift, in the dtype of the products; the first batch sets the shift.
 
-        Half precision stays half precision on a GPU, whose products of it are accumulated in
-        float32: many times faster than float32 products, and the same numbers, because the shift is
-        zero or a half-precision number near the state, so that the difference of the two is exact.
+        Half precision stays half precision on a GPU, which accumulates its products in float32.
+        That is many times faster than float32 products and gives the same numbers, because the
+        shift is zero or a half-precision number near the state, so that their difference is exact
+        (:data:`SHIFT_SPREAD`).
         """
         assert self.shift is not None
         half = h.element_size() == 2 and self.product_dtype == torch.float32
@@ -235,7 +241,7 @@ class Moments(Sums):
         dtype = h.dtype if half and h.is_cuda and HALF_PRODUCTS else self.product_dtype
         rows = self.scratch.get("rows", h.shape, dtype, h.device)
         if h.element_size() >= dtype.itemsize:
-            # subtract first: states rounded to a narrower dtype would lose what is left
+            # subtract before narrowing: rounding the states themselves would lose the difference
             torch.sub(h, self.shift[state].to(h.dtype), out=rows)
         else:
             rows.copy_(h).sub_(self.shift[state].to(dtype))
@@ -276,7 +282,7 @@ class Moments(Sums):
         total = self.sums[:, state, self.window[0] : self.window[1]].sum((0, 1))
         excess = total - n_vectors * shift  # sum of (h - shift)
         delta = shift - centre
-        # h - centre = (h - shift) + delta, multiplied out
+        # the products of h - centre = (h - shift) + delta, expanded
         return (
             full
             + torch.outer(excess, delta)
@@ -301,7 +307,7 @@ class Moments(Sums):
             return other if self.contexts == 0 else self
         if self.second is not None and self.shift is not None:
             centred = [other.centred_second(s, self.shift[s]) for s in range(len(self.second))]
-            # its products are about this shift now: zero leaves the shift as it is in the sum
+            # other's products are now about self's shift; the sum below adds shifts, so zero here
             other = dataclasses.replace(
                 other, second=torch.stack(centred), shift=torch.zeros_like(self.shift)
             )
@@ -321,5 +327,7 @@ class Moments(Sums):
             return empty.index_add_(0, group_of.to(values.device), values)
 
         moments = self.mapped(joined)
-        moments.fixed.update(self.fixed)  # also where this process has not taken in a batch yet
+        # not left to __post_init__, which sees only counts: the shift may have come from another
+        # process before this one has counted a context
+        moments.fixed.update(self.fixed)
         return moments

@@ -1,5 +1,6 @@
-"""The result of ``decompose``: the mean, positional and context vectors of a model's states over a
-corpus, computed from sums that merge."""
+"""Which mean, positional and context vectors do a model's states have over a corpus? The result of
+``decompose``, which every function that takes a ``basis`` reads. It is computed from sums that
+merge."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis,
 from tl_geometry.models.model_view import ModelView
 
 RAW = "basis of raw activations: its model is not known"
-"""Flag of results that use a basis without a fingerprint with a model."""
+"""Flag of results for a model that use a basis without a fingerprint: whether the basis belongs to
+that model cannot be checked."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,11 +50,13 @@ class PositionContext(Result):
     and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
     CPU; the sampled states are float32.
 
-    ``groups`` of contexts are contiguous blocks (:attr:`group_of`), ``token_hashes`` one hash for
-    each context (``None`` for activations), ``largest`` the tokens of largest norm
-    (:meth:`largest_tokens`, :meth:`sinks`). A basis of normalised states
-    (``provenance.normalized``) holds no raw ones: :meth:`transform` takes states normed in the same
-    way, which cannot be told by their values.
+    Groups of contexts are contiguous blocks (:attr:`group_of`). ``context_means`` are the means of
+    h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
+    contexts' documents, ``names`` what the numbers mean. ``reservoir`` holds sampled contexts.
+    ``token_hashes`` has one hash for each context (``None`` for activations), ``largest`` the
+    tokens of largest norm (:meth:`largest_tokens`, :meth:`sinks`). A basis of normalised states
+    (``provenance.normalized``) is about these alone: give :meth:`transform` states normed in the
+    same way, since their values do not show whether they are.
 
     Its table (``to_dataframe``, ``to_latex``) is that of :meth:`anova`.
     """
@@ -79,7 +83,7 @@ class PositionContext(Result):
 
     @property
     def length(self) -> int:
-        """Number of positions seen, the window inside them."""
+        """Number of positions seen, inside the window or not."""
         return self.moments.sums.shape[2]
 
     @property
@@ -94,12 +98,13 @@ class PositionContext(Result):
 
     @property
     def group_of(self) -> Int[Tensor, " context"]:
-        """Group of each context: contiguous blocks."""
+        """Number of each context's group; groups are contiguous blocks."""
         return torch.repeat_interleave(torch.arange(len(self.group_counts)), self.group_counts)
 
     @property
     def samples(self) -> Float[Tensor, "sample state position d_model"] | None:
-        """States of the sampled contexts, whole."""
+        """States of the sampled contexts at all positions (float32); ``None`` where no context was
+        kept."""
         return None if self.reservoir is None else self.reservoir.states
 
     @cached_property
@@ -145,7 +150,8 @@ class PositionContext(Result):
         """``sum (h - mean)(h - mean)^T`` over contexts and window positions, or ``sum h h^T`` with
         ``centered=False``.
 
-        Equals ``C pos^T pos + T ctx^T ctx + resid^T resid`` (all cross terms vanish).
+        Centred it equals ``C pos^T pos + T ctx^T ctx + resid^T resid``, with a row for each
+        position, context or token (all cross terms vanish).
         """
         if self.moments.second is None:
             instead = "decompose(..., second_moments=True)"
@@ -192,7 +198,7 @@ class PositionContext(Result):
         )
 
     def _remark(self, state: int, reliability: float) -> str:
-        """What makes the row of one state hard to read."""
+        """What a reader of the row of one state should be careful about."""
         remarks = [
             "one context: position and content together" if self.contexts == 1 else "",
             f"reliability below {LOW_RELIABILITY}" if reliability < LOW_RELIABILITY else "",
@@ -258,7 +264,7 @@ class PositionContext(Result):
         require(enough, what, expected=expected, got=got, instead=f"decompose(model, {instead})")
 
     def require_raw(self, what: str) -> None:
-        """Raise for a basis of normalised states where raw ones are meant."""
+        """Raise for a basis of normalised states where ``what`` needs one of raw states."""
         raw, got = not self.provenance.normalized, "one of normalised states"
         instead = "decompose(..., normalize=False)"
         require(raw, what, expected="a basis of raw states", got=got, instead=instead)
@@ -273,9 +279,10 @@ class PositionContext(Result):
         of h - mean - pos_t``.
 
         ``activations`` has one row per state of the basis (or no state axis, with a basis of one
-        state); ``positions`` are the absolute positions of its position axis, by default the window
-        (or 0, 1, ... when the width differs). The context vector equals the textbook form on full
-        windows and stays exact on a part of one.
+        state). ``positions`` are the absolute positions on its position axis, by default the window
+        where its length is that of the window, else 0, 1, ... The context vector equals
+        ``mean of h - mean`` on full windows and stays right on a part of one, where pos does not
+        average to zero.
         """
         single = activations.dim() == 3
         h = activations.unsqueeze(0) if single else activations
@@ -300,7 +307,7 @@ class PositionContext(Result):
         """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS
         setting, where it is known).
 
-        What can be used and should be said with the result is :meth:`remarks`.
+        :meth:`remarks` says what is accepted but should be shown with the result.
         """
         fingerprint, bos = self.provenance.fingerprint, self.provenance.has_bos
         fits, got = fingerprint in (None, view.fingerprint), f"{view.name} ({view.fingerprint})"
@@ -314,8 +321,8 @@ class PositionContext(Result):
         require(fits, "basis", expected=expected, got=width, instead=instead)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
-        """Flags of a result that uses this basis with a model: hooks of one that the other did not
-        have, an unknown model."""
+        """Flags of a result that uses this basis with a model: an unknown model, hooks that were
+        active on one side only, and :meth:`flags`."""
         fitted_under, active = set(self.provenance.hooks), set(view.hooked())
         flags = [RAW] if self.provenance.fingerprint is None else []
         differing = {"without these": active - fitted_under, "under other": fitted_under - active}
@@ -328,13 +335,14 @@ class PositionContext(Result):
         """One basis from partial results over disjoint contexts (shards of a corpus), in the given
         order.
 
-        Mean, pos and ctx equal the single run's to 1e-10, second moments to 1e-6 of their trace.
-        Contexts are renumbered in the given order, groups joined to as many contiguous ones as the
-        part with most has, and labels are the same where their names are.
+        Mean, pos and ctx equal those of a single run to 1e-10, second moments to 1e-6 of their
+        trace. Contexts are renumbered in the given order. There are as many contiguous groups as
+        the part with the most has. Equal label names get one number.
 
-        Raises ``GeometryError`` for parts of other models or settings, and for contexts twice.
+        Raises ``GeometryError`` for parts of different models or settings, and for a part given
+        twice.
         """
-        # a path given as text would be read letter by letter
+        # strings are iterable: a path would be taken for a sequence of letters
         single = isinstance(parts, PositionContext | str | Path) or not isinstance(parts, Iterable)
         instead = "merge([first, second, ...])"
         require(not single, "merge", expected="bases", got=describe(parts), instead=instead)
@@ -379,7 +387,7 @@ class PositionContext(Result):
 
     @property
     def kept(self) -> str:
-        """What is held besides the sums, in words."""
+        """What is held besides sums, in words for the repr."""
         parts = ["second moments"] if self.has_second_moments else []
         parts += ["ctx"] if self.ctx is not None else []
         parts += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []

@@ -1,5 +1,6 @@
-"""How the processes of one run share an accumulation: they add up their sums, and all go on from
-the checkpoint that the first one read."""
+"""How do the processes of one run share an accumulation? They add up their sums, and all go on from
+the checkpoint that the first one read. Called by the loop of ``decompose``
+(:mod:`tl_geometry.decomposition.stream_pass`)."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from tl_geometry.decomposition.largest import Largest, gathered
 from tl_geometry.decomposition.processes import Processes
 
 KNOWN = ("done", "token_hash", "has_bos", "keep_ctx")
-"""What every process must know of the contexts that are done, whichever process took them in."""
+"""Attributes of an accumulation that must be the same in every process, whichever of them took the
+contexts in."""
 
 
 def combine(work: Accumulation, processes: Processes) -> None:
-    """Add up what the processes have taken in: afterwards every one of them holds the whole."""
+    """Add up what the processes have taken in: afterwards each of them holds the sums of all."""
     work.settle()
     for name, tensor in work.moments.tensors().items():
-        if name != "shift":  # no sum: one for all processes (share_shift)
+        if name != "shift":  # the same in all processes (share_shift), so it is not added
             processes.total(tensor)
     if work.keep_ctx and work.means:
         work.means = [torch.cat(work.means, dim=1)]
@@ -29,11 +31,14 @@ def combine(work: Accumulation, processes: Processes) -> None:
         # rows that another process took in are zero here
         processes.total(work.reservoir.filled().states)
         work.largest = gathered(work.largest, processes.rank, processes.size, processes.total)
-    work.reservoir.sort()  # in all processes alike: only the first one finishes a checkpoint
+    # in all processes, so that rows match in the next sum; else only the first one would sort, when
+    # it writes a checkpoint
+    work.reservoir.sort()
 
 
 def clear(work: Accumulation) -> None:
-    """Forget the sums, which another process holds; what is known about the contexts stays."""
+    """Set the sums to zero, because the first process holds them now and the next :func:`combine`
+    adds them up. The number of contexts, their hashes and which are sampled stay."""
     for name, tensor in work.moments.tensors().items():
         if name != "shift":
             tensor.zero_()
@@ -44,15 +49,15 @@ def clear(work: Accumulation) -> None:
 
 
 def share_shift(work: Accumulation, processes: Processes) -> None:
-    """Centre the second moments of all processes on the first one's shift."""
+    """Give all processes the first one's shift, so that their second moments can be added."""
     if work.moments.shift is not None and processes.size > 1:
         processes.share(work.moments.shift)
         work.moments.fixed.update(range(len(work.plan.states)))
 
 
 def share(work: Accumulation, processes: Processes) -> None:
-    """Let every process go on from where the first one is (it alone reads the checkpoint); the sums
-    stay with the first."""
+    """Let every process go on from where the first one is, which alone read the checkpoint. The
+    sums stay with the first; the others get what they must know, and zeros."""
     if processes.size == 1:
         return
     agreed = {name: getattr(work, name) for name in KNOWN} | {"flags": work.provenance.flags}

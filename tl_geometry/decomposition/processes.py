@@ -1,9 +1,10 @@
-"""How several processes decompose one corpus together: an object that adds up, shares and compares
-what the processes of a ``torch.distributed`` group have; or this process alone.
+"""How do several processes decompose one corpus together? :class:`Processes` adds up, shares and
+compares what the processes of a ``torch.distributed`` group have; it also stands for a process
+alone. ``decompose`` uses it, and the command line joins a ``torchrun`` group by :func:`launched`.
 
-Every process sees the same tokens in the same order and computes its own share of the batches; what
-is summed is added up over the group when it is wanted. Sums do not depend on who computed what, so
-any number of processes gives the same numbers.
+Every process sees the same tokens in the same order and computes its own share of the batches. Sums
+are added up over the group when they are needed. They do not depend on which process computed what,
+so any number of processes gives the same numbers, to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from tl_geometry.base.errors import GeometryError, require
 
 PIECE = 2**25
-"""Numbers exchanged at a time: a buffer of 256 MiB at most."""
+"""Numbers exchanged at a time: a float64 buffer of 256 MiB at most."""
 
 
 class Processes:
@@ -47,18 +48,19 @@ class Processes:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def takes(self, batch: int) -> bool:
-        """Whether this process computes batch number ``batch``: they are dealt out in turn."""
+        """Whether this process computes batch number ``batch``: batches go to the processes in
+        turn."""
         return batch % self.size == self.rank
 
     def total(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by its sum over the processes."""
+        """Replace a contiguous tensor, in place, by its sum over the processes."""
         if self.size > 1:
             self._exchange(
                 tensor, lambda part: torch.distributed.all_reduce(part, group=self.group)
             )
 
     def share(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by the first process's."""
+        """Replace a contiguous tensor, in place, by that of the first process."""
         if self.size > 1:
             first = torch.distributed.get_global_rank(self.group, 0)
             self._exchange(
@@ -69,17 +71,17 @@ class Processes:
         for part in tensor.view(-1).split(PIECE):
             buffer = part.to(self.device)
             exchange(buffer)
-            # where the group works on the tensor's own device the buffer is the part itself
+            # if the tensor is on the group's device, `to` copied nothing and the part has changed
             if buffer.data_ptr() != part.data_ptr():
                 part.copy_(buffer)
 
     def share_text(self, text: str) -> str:
-        """The first process's text."""
-        # the length first: the other processes need a buffer of this size
+        """The text of the first process, in every process."""
+        # the length first, because the other processes need a buffer of that size
         size = torch.tensor([len(text.encode())])
         self.share(size)
         data = torch.zeros(int(size), dtype=torch.uint8)
-        # frombuffer takes no empty buffer
+        # frombuffer refuses an empty buffer
         if self.rank == 0 and text:
             data.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
         self.share(data)
@@ -108,7 +110,7 @@ class Processes:
             if self.size == 1:
                 raise
             text = str(error)
-        # all processes meet here, those that failed too, or the others would wait for them
+        # processes that failed take part too, or the others would wait for them forever
         failed = torch.tensor([int(bool(text))])
         self.total(failed)
         if failed:

@@ -1,9 +1,11 @@
-"""A few contexts whose states are kept whole: a seeded uniform sample, the same for any batches.
+"""Which contexts' states are kept whole? A seeded uniform sample of a corpus. Called by the
+accumulation of ``decompose`` (``keep=``) and by ``PositionContext.merge``.
 
-Every context has a priority, a random number drawn from the seed and what the context holds (the
-hash of its tokens); those of lowest priority are the sample. It does not depend on batches,
-processes or shards: the samples of two shards merge by keeping the lowest priorities of both. Drawn
-from the context's number in its shard instead, shards of one seed would sample the same numbers.
+Every context has a priority, a random number drawn from the seed and the hash of its tokens; the
+contexts of lowest priority are the sample. So the sample does not depend on batches, processes or
+shards, and the samples of two shards merge by keeping the lowest priorities of both. The priority
+is not drawn from the context's number, because shards with one seed would then sample the same
+numbers. Equal contexts have equal priorities.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ from tl_geometry.base.sums import Sums
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Reservoir(Sums):
-    """At most ``size`` sampled contexts: priority, index, states and (where they are known) tokens,
-    a row for each.
+    """At most ``size`` sampled contexts, one row each: priority, number in the corpus
+    (``contexts``), states and (where they are known) tokens.
 
-    While contexts enter there are ``size`` rows, the free ones last and of infinite priority.
+    While contexts enter there are ``size`` rows. Free rows have infinite priority and context -1,
+    and are the last.
 
     >>> samples, keys = [Reservoir.empty(2, 0, (1, 4, 3)) for _ in range(2)], torch.arange(6)
     >>> entered = samples[0].enter(0, keys[:3]), samples[0].enter(3, keys[3:])
@@ -50,7 +53,7 @@ class Reservoir(Sums):
             seed=seed,
             priorities=torch.full((size,), torch.inf, dtype=torch.float64),
             contexts=torch.full((size,), -1),
-            # not zeros: only the rows that are written take up memory
+            # empty, not zeros: rows that are never written take no physical memory
             states=torch.empty(size, *shape),
             tokens=torch.zeros(size, shape[1], dtype=torch.int64),
         )
@@ -64,15 +67,16 @@ class Reservoir(Sums):
     def enter(
         self, first: int, keys: Int[Tensor, " batch"], tokens: Tensor | None = None
     ) -> list[tuple[int, int]]:
-        """Let the contexts ``first``, ``first + 1``, ... in where their priority is low enough:
-        (row here, row of the batch) of each, whose states are to be written; ``keys`` are the
-        hashes of the contexts, ``tokens`` their ids.
+        """Offer the contexts ``first``, ``first + 1``, ... of a batch; those of low enough priority
+        replace others. ``keys`` are the hashes of the contexts, ``tokens`` their ids. Returns
+        (row here, row of the batch) of each that entered: the caller writes its states.
         """
         candidates = [
             (float(np.random.default_rng((self.seed, key)).random()), i)
             for i, key in enumerate(keys.tolist())
         ]
-        # a row of the sample as a negative number, a row of the batch as it is
+        # rows of the sample are coded as -1 - row, rows of the batch as they are: ties go to the
+        # sample, and free rows (all infinite) are filled from the first on
         sampled = [(p, -1 - row) for row, p in enumerate(self.priorities.tolist())]
         lowest = sorted(sampled + candidates)[: len(sampled)]
         staying = {-1 - i for _, i in lowest if i < 0}
@@ -85,13 +89,13 @@ class Reservoir(Sums):
         return [(row, i) for row, (_, i) in zip(free_rows, entering, strict=True)]
 
     def sort(self) -> None:
-        """Order the rows by priority, where they are.
+        """Order the rows by priority, in place.
 
-        Processes that add up their states must all do it, or their rows do not match.
+        Processes that add up their states must all call it, or their rows do not match.
         """
         order = self.priorities[: len(self)].argsort(stable=True)
         for name, values in self.filled().tensors().items():
-            # one state at a time: a copy of all may be as large as everything else together
+            # one state at a time: a copy of all could be as large as everything else together
             parts = values.unbind(1) if name == "states" else (values,)
             for part in parts:
                 part.copy_(part[order])
@@ -102,9 +106,9 @@ class Reservoir(Sums):
 
     @staticmethod
     def merge(parts: Sequence[Reservoir], starts: Sequence[int]) -> Reservoir:
-        """The contexts of lowest priority of all parts, as many as the smallest room held: a
-        context that a smaller one turned away could be among more. ``starts`` are the numbers that
-        the first contexts of the parts have in the whole."""
+        """The contexts of lowest priority of all parts. The merged size is the smallest ``size`` of
+        a part: among more, a context might be missing that this part has turned away. ``starts``
+        are the numbers that the first contexts of the parts have in the merged corpus."""
         size = min(part.size for part in parts)
         numbered = [
             dataclasses.replace(part, contexts=part.contexts + start, size=size)
@@ -115,7 +119,6 @@ class Reservoir(Sums):
 
 
 def activation_keys(h: Float[Tensor, "batch position d_model"]) -> Int[Tensor, " batch"]:
-    """What tells contexts of activations apart, whose tokens are not known: a hash of the last
-    position's vector."""
-    # the bits of the numbers, which are hashed as ids are
+    """Keys of contexts whose tokens are not known: hashes of the vector at the last position."""
+    # the bits of the float64 numbers, hashed as if they were token ids
     return row_hashes(h[:, -1].double().view(torch.int64))

@@ -1,5 +1,6 @@
-"""The loop behind ``decompose``: runs the model over a corpus batch by batch, with progress and
-checkpoints, and keeps nothing but sums."""
+"""How does a corpus of any length become a basis? The loop behind ``decompose`` runs the model over
+it batch by batch, with progress and checkpoints, in one or several processes, and keeps sums
+only."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 
 SAVE_SHARE = 0.05
-"""Share of the time that writing checkpoints may take: a batch that would exceed it is saved with a
-later one."""
+"""Largest share of the time that writing checkpoints may take: batches for which there is no time
+are saved with a later one."""
 
 
 def run_corpus(
@@ -52,7 +53,7 @@ def run_corpus(
     """
     view, processes = source.view, Processes(group)
     size = batch_of(batch_size, source.length, view.device)
-    # MPS has no float64
+    # MPS has no float64, so the sums live on the CPU
     sums_on = device_of(device, "cpu" if view.device.type == "mps" else view.device)
     norms, flags = state_norms(view, plan.states) if normalize else ({}, ())
     provenance = view.provenance(corpus=source.corpus, normalized=normalize, flags=flags)
@@ -80,13 +81,13 @@ def run_corpus(
     with bar:
         for number, tokens in enumerate(_remaining(source, work, size, str(checkpoint))):
             if processes.takes(number):
-                # pinned, so that the transfer to a GPU waits for nothing
+                # pinned memory, so that the transfer to a GPU runs in the background
                 ids = tokens.pin_memory() if view.device.type == "cuda" else tokens
                 feed = _feeding(view, plan.states, ids, norms)
                 work.update(row_hashes(tokens), feed, tokens, view.bos_id)
             else:
                 work.skip(tokens, view.bos_id)
-            # batch 0 has set the first process's shift, and no other process has centred any yet
+            # after batch 0 only the first process has set its shift: the others have skipped it
             if number == 0:
                 process_group.share_shift(work, processes)
             bar.update(len(tokens))
@@ -106,18 +107,18 @@ def _texts(view: ModelView, basis: PositionContext) -> tuple[tuple[str, ...], ..
     ids = basis.largest.token.clamp(min=0)
     unique = ids.unique().tolist()
     text = dict(zip(unique, view.decode(unique), strict=True))
-    # places that are not filled get the text of token 0, which is never shown
+    # places that are not filled (id -1) get the text of token 0, which is never shown
     return tuple(tuple(text[i] for i in row) for row in ids.tolist())
 
 
 def state_norms(
     view: ModelView, states: Sequence[int]
 ) -> tuple[dict[int, NormWeights], tuple[str, ...]]:
-    """Row of each state -> the norm through which it is read: that of the block's attention, or the
-    final one; and remarks.
+    """For each state the norm through which it is read, by row: that of the block's attention, or
+    for the last state the final norm; and remarks.
 
-    States without such a norm (models that norm behind their blocks, heads that are not linear
-    behind a norm) are left out.
+    States without such a norm (models with norms after their blocks, output heads that are not a
+    norm and a linear map) are left out, and a remark names them.
     """
     norms: dict[int, NormWeights] = {}
     bare: list[int] = []
@@ -139,8 +140,9 @@ def state_norms(
 def _feeding(
     view: ModelView, states: Sequence[int], tokens: Tensor, norms: Mapping[int, NormWeights]
 ) -> Feed:
-    """A batch for :meth:`Accumulation.update`: runs some of its contexts, and norms their states
-    where norms are given, in float32 at least; gain and bias stay with the reader."""
+    """The :data:`Feed` of a batch of tokens: runs the model over some of its contexts, and
+    normalises the states that have a norm in ``norms``, without gain and bias, in float32 at
+    least."""
 
     def feed(contexts: slice, on_state: OnState) -> None:
         def normalized(row: int, h: Tensor) -> None:
@@ -156,8 +158,8 @@ def _feeding(
 def _remaining(
     source: TokenSource, work: Accumulation, size: int, checkpoint: str
 ) -> Iterator[Tensor]:
-    """Batches that are not in the checkpoint yet, after making sure that those before are the ones
-    it was made from."""
+    """Batches that are not in the checkpoint yet. Before them, checks by their hash that the tokens
+    in the checkpoint are those of this corpus."""
     done, hash_so_far = work.done, ""
     what, expected = f"checkpoint {checkpoint}", "the tokens it was made from"
     for batch in source.batches(size):
@@ -174,7 +176,8 @@ def _remaining(
 def forward_states(
     view: ModelView, states: Sequence[int], tokens: Tensor, on_state: OnState
 ) -> None:
-    """One forward pass on the wanted states only."""
+    """One forward pass that hooks the wanted states only; ``on_state`` receives their rows in
+    ``states``."""
 
     def hook(row: int) -> Callable[[Tensor], None]:
         return lambda h: on_state(row, h)
@@ -184,7 +187,7 @@ def forward_states(
 
 
 def _writable(path: Path) -> None:
-    """Raise before anything is computed where no checkpoint could be written."""
+    """Raise, before anything is computed, where no checkpoint could be written."""
     expected, instead = "a file that can be written", "a path in a folder of your own"
     try:
         folder = next((p for p in path.absolute().parents if p.exists()), path)
@@ -195,12 +198,12 @@ def _writable(path: Path) -> None:
 
 
 class _Saver:
-    """Checkpoints of one or several processes: after the first round of batches, then as often as
-    :data:`SAVE_SHARE` allows.
+    """Writes checkpoints of one or several processes: after the first round of batches (one for
+    each process), then as often as :data:`SAVE_SHARE` allows.
 
-    A checkpoint is the sum over all processes, in the first one's file; it is the same whatever
-    their number, so that any number may go on from it. The next one is agreed on in rounds, so that
-    processes meet only there.
+    The first process writes the sum over all processes. That does not depend on their number, so
+    any number of processes may go on from it. The time of the next checkpoint is agreed on as a
+    number of rounds (``due``), so that processes need to wait for each other only then.
     """
 
     def __init__(
@@ -214,7 +217,7 @@ class _Saver:
         self.saved, self.rounds, self.due, self.clock = work.done, 0, 1, time.monotonic()
 
     def round(self) -> None:
-        """One more batch has gone through every process."""
+        """Call after every process has had one more batch; writes a checkpoint if it is due."""
         self.rounds += 1
         if self.path is None or self.rounds < self.due:
             return
@@ -224,8 +227,9 @@ class _Saver:
         if self.processes.rank > 0:
             process_group.clear(self.work)
         now = time.monotonic()
-        seconds_per_round = max(started - self.clock, 1e-9) / self.rounds  # never zero
-        # so many rounds take the time of which this writing is SAVE_SHARE
+        # 1e-9: a clock may not have advanced, and this divides below
+        seconds_per_round = max(started - self.clock, 1e-9) / self.rounds
+        # the number of rounds in which the time of this writing is a share of SAVE_SHARE
         due = torch.tensor([max(1, math.ceil((now - started) / SAVE_SHARE / seconds_per_round))])
         self.processes.share(due)
         self.rounds, self.due, self.clock = 0, int(due), now
@@ -237,7 +241,7 @@ class _Saver:
             self._save(self.path)
 
     def _save(self, path: Path) -> None:
-        # else a later run would go on from sums of two models
+        # if the weights have changed, a later run would go on from sums of two models
         self.processes.first(self.view.require_unchanged)
         self.processes.first(lambda: checkpoints.save(self.work, path))
         self.saved = self.work.done

@@ -1,4 +1,4 @@
-"""How much of each state is position, context and the rest: the analysis of variance of a
+"""How much of each state is position, context and the rest? The analysis of variance of a
 decomposition, which :meth:`tl_geometry.PositionContext.anova` returns, from the sums of a pass."""
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from tl_geometry.decomposition.groups import blocks
 from tl_geometry.decomposition.moments import Moments, half_width
 
 LOW_RELIABILITY = 0.5
-"""Split-half reliability below which a positional basis is mostly noise."""
+"""Split-half reliability below which a positional basis counts as mostly noise: the cosine of two
+halves s + noise is |s|^2 / (|s|^2 + |noise|^2), and at one half each holds as much noise as signal.
+"""
 
 
 BOUNDED = ("pos", "ctx", "resid", "ctx_null")
@@ -26,18 +28,19 @@ BOUNDED = ("pos", "ctx", "resid", "ctx_null")
 class Anova(Result):
     """Analysis of variance of each state: sums of squares, shares, and how far to trust them.
 
-    Sums of squares (units of the activations squared): ``total = pos + ctx + resid``, with T - 1,
-    C - 1 and (C - 1)(T - 1) degrees of freedom per coordinate. ``pos_reliability`` is the
-    mean cosine of pos from two disjoint halves of the contexts.
+    Sums of squares (units of the activations squared) over C ``contexts`` and T ``positions``:
+    ``total = pos + ctx + resid``, with T - 1, C - 1 and (C - 1)(T - 1) degrees of freedom per
+    coordinate for the three parts. ``pos_reliability`` is the mean cosine of pos from two disjoint
+    halves of the contexts.
 
-    The shares of this very sample (:attr:`shares`, columns ``pos``, ``ctx``, ``resid``) hold what C
-    contexts of noise leave in an average. ``intervals`` hold those of infinitely many contexts: a
-    value corrected by a jackknife over ``blocks`` of contexts, and its 95% bounds (columns
-    ``pos_corrected``, ``pos_corrected_low`` and so on; empty below 10 contexts, without bounds of
-    ctx and resid below 32; :func:`tl_geometry.decomposition.layer_intervals.anova_intervals`).
-    ``pos_debiased`` is the correction by formula, ``max(0, SS_pos - SS_resid / (C - 1)) /
-    SS_total``, which assumes residuals independent across contexts; it is in the table where there
-    are no intervals.
+    The shares of this very sample (:attr:`shares`, columns ``pos``, ``ctx``, ``resid``) contain the
+    noise that an average over C contexts leaves. ``intervals`` are for the shares of infinitely
+    many contexts: a value corrected by a jackknife over ``blocks`` of contexts, and its 95% bounds,
+    ``[state 3]`` (columns ``pos_corrected``, ``pos_corrected_low`` and so on; empty below 10
+    contexts, without bounds of ctx and resid below 32;
+    :func:`tl_geometry.decomposition.layer_intervals.anova_intervals`). ``pos_debiased`` is the
+    correction by formula, ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``, which assumes
+    residuals independent across contexts; it is in the table where there are no intervals.
 
     A large context share alone means little, because residuals are correlated along a text: any
     slowly varying text has one. ``ctx_agreement`` is the correlation of a context's means over the
@@ -45,8 +48,8 @@ class Anova(Result):
     of windows spliced from random places of the same corpus, where it was asked for.
 
     ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least
-    one), and ``remarks`` say for each state what makes its row hard to read: such tokens, a
-    reliability below 0.5, one context.
+    one). ``remarks`` say for each state what to be careful about: such tokens, a reliability below
+    0.5, a single context.
 
     With one context ``identifiable`` is false, and the shares of pos are NaN.
     """
@@ -72,14 +75,15 @@ class Anova(Result):
     def shares(self) -> dict[str, Float[Tensor, " state"]]:
         """Each sum of squares over the total (NaN where the total is zero); they add up to one.
 
-        With one context ``pos`` is NaN: what would be 100% is position and content together.
+        With one context ``pos`` is NaN: its 100% would be position and content together.
         """
         total = torch.where(self.total > 0, self.total, torch.nan)
         pos = self.pos if self.identifiable else torch.full_like(total, torch.nan)
         return {"pos": pos / total, "ctx": self.ctx / total, "resid": self.resid / total}
 
     def _corrected(self) -> dict[str, Tensor]:
-        """Columns of the intervals: each value beside the bounds that are its own."""
+        """Columns of the intervals, each corrected value beside its bounds; without intervals the
+        correction by formula."""
         columns: dict[str, Tensor] = {}
         for name in [n for n in BOUNDED if n in self.intervals]:
             values = self.intervals[name]
@@ -103,7 +107,7 @@ class Anova(Result):
 
 
 def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
-    """The fields of :class:`Anova` that follow from sums."""
+    """The fields of :class:`Anova` that follow from the sums alone, by name."""
     values = {"pos_reliability": reliability(m), "ctx_agreement": _agreement(m)}
     return sums_of_squares(m) | values
 
@@ -121,7 +125,7 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
         return torch.where(difference > 1e-12 * raw, difference, 0.0)
 
     total = above_rounding(raw - c * t * squares)
-    # rounding must not make a part larger than the total
+    # rounding must not make a part exceed the total
     pos = torch.minimum(c * curve.square().sum((1, 2)), total)
     ctx = above_rounding(t * (m.context_squares.sum(0) - c * squares)).minimum(total)
     resid = (total - pos - ctx).clamp(min=0)
@@ -138,12 +142,13 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
 def half_pos(
     m: Moments,
 ) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state position d_model"]] | None:
-    """The positional basis from every other block of contexts and from the rest, or ``None`` when
+    """The positional basis from every other block of contexts and from the rest, or ``None`` where
     there is only one group.
 
-    Blocks hold 8 contexts at least (groups where there are not two such blocks): halves that both
-    have windows of one topic agree on its curve, which is not that of all. With topics of 8 windows
-    and 32 contexts, halves of single groups agreed to 0.87, two whole bases to 0.33.
+    Blocks hold at least 8 contexts (single groups where there are not two such blocks). If windows
+    of one topic were in both halves, the halves would agree on the curve of that topic, which is
+    not that of all text: with topics of 8 windows and 32 contexts, halves made of single groups
+    agreed to 0.87 when two independent bases agreed to 0.33.
     """
     halves = []
     member = blocks(m.counts)
@@ -157,7 +162,8 @@ def half_pos(
 
 
 def reliability(m: Moments) -> Float[Tensor, " state"]:
-    """Mean cosine over positions between the positional bases of two halves of the contexts."""
+    """Mean over positions of the cosine between the positional bases of two halves of the contexts;
+    NaN with one group."""
     halves = half_pos(m)
     if halves is None:
         return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
@@ -165,7 +171,8 @@ def reliability(m: Moments) -> Float[Tensor, " state"]:
 
 
 def _agreement(m: Moments) -> Float[Tensor, " state"]:
-    """Correlation over contexts of the means of the window's two ends, summed over coordinates."""
+    """Correlation, over contexts, of the means of the window's two ends, with variances and
+    covariances summed over coordinates; NaN where it is not defined."""
     start, end = m.window
     width, c = half_width(end - start), m.contexts
     sums = m.sums.sum(0)
@@ -174,7 +181,7 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
     a, b = sums[:, start : start + width].mean(1) / c, sums[:, end - width : end].mean(1) / c
     aa, bb, ab = m.halves.sum(0).unbind(-1)
     var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
-    floor = 1e-12 * (aa + bb)  # below it the difference is rounding
+    floor = 1e-12 * (aa + bb)  # a smaller difference of sums of squares is rounding
     defined = (var_a > floor) & (var_b > floor)
     # 1e-300 only keeps the unused quotients finite
     covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
@@ -182,7 +189,7 @@ def _agreement(m: Moments) -> Float[Tensor, " state"]:
 
 
 def spans(states: Sequence[int]) -> str:
-    """Integers as text, runs as spans.
+    """Integers as text, with runs of three or more as spans.
 
     >>> spans([0, 12, 13, 14, 20, 21])
     '0, 12 to 14, 20, 21'

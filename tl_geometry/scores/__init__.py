@@ -1,4 +1,5 @@
-"""Attention scores as a sum of terms, and the share of each term in what a head attends to."""
+"""What makes a head attend where it does? Attention scores as an exact sum of terms, and the share
+of each term in them."""
 
 from __future__ import annotations
 

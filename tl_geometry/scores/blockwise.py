@@ -1,6 +1,6 @@
-"""Scores of a head, a block of query rows at a time: row-centred scores, how far attention differs
-from uniform, and the energies of the terms. Called by :func:`tl_geometry.scores.sums.share_sums`
-and by the sweep over writers, neither of which may hold all scores of all heads at once."""
+"""What do the shares need of a head's scores when no full score matrix may be held? A block of
+query rows at a time: row-centred scores, attention minus uniform attention, and the energies of the
+terms. Called by :func:`tl_geometry.scores.sums.share_sums` and by the sweep over writers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tl_geometry.base.rows import KeyRanges, mask_facts, mask_form, row_center
 from tl_geometry.base.transfer import floats
 
 BLOCK = 64
-"""Query rows handled at a time: scores of a block stay in the cache of a CPU core, and products
-with them are still large enough to be fast."""
+"""Query rows per block: its scores stay in the cache of a CPU core, and products with them are
+still large enough to be fast."""
 
 
 class Block(NamedTuple):
-    """Query rows ``start`` to ``stop``: all of them see keys 0 to ``full``, ``mask`` says which of
-    ``full`` to ``end`` each one sees. ``n_keys`` is the number of keys that each row sees, at least
-    one."""
+    """Query rows ``start <= i < stop`` of a mask. All of them see the keys before ``full``, none
+    sees a key from ``end`` on, and ``mask`` (its ``key`` axis is ``full`` to ``end``) says which
+    of those between each row sees. ``n_keys`` is the number of keys that each row sees, but at
+    least one, because it divides."""
 
     start: int
     stop: int
@@ -34,8 +35,9 @@ class Block(NamedTuple):
 
 
 class BlockScores(NamedTuple):
-    """Total scores of one block, row-centred (``centred``), the bias among them (row-centred as
-    well), and attention minus uniform attention (``moved``)."""
+    """Total scores of one block, row-centred (``centred``, over the keys before ``block.end``), the
+    bias among them (row-centred as well), and attention minus uniform attention, ``p - u``
+    (``moved``)."""
 
     block: Block
     centred: Float[Tensor, "batch head query key"]
@@ -51,21 +53,21 @@ class PlaneIndex(NamedTuple):
 
 
 def form_of(mask: Bool[Tensor, "batch query key"] | KeyRanges) -> str:
-    """The form that all contexts share (:func:`~tl_geometry.base.rows.mask_form`); a GPU is waited
-    for, where the mask lies on one."""
+    """The form of a mask that all contexts share (:func:`~tl_geometry.base.rows.mask_form`), else
+    ``"other"``. Reading it from a GPU waits for that GPU."""
     if isinstance(mask, Tensor) and len(mask) > 1:
         return "other"
     return mask_form(floats(mask_facts(mask if isinstance(mask, KeyRanges) else mask[0])))
 
 
 def blocks_of(mask: Tensor | KeyRanges, query: Tensor, form: str | None = None) -> Iterator[Block]:
-    """Blocks of query rows of a mask ``[batch query key]`` of a known ``form``, for scores of
-    ``query``: all rows see the keys before the block under a causal mask, all keys under a full
-    one; any other mask is taken as it comes."""
+    """Blocks of query rows of a mask ``[batch query key]``, in the dtype of ``query``. ``form``
+    (:func:`form_of`, where ``None``) says which keys need no mask: under a causal mask those before
+    the block, under a full one all, under any other none."""
     if isinstance(mask, KeyRanges):
         yield from _blocks_of_ranges(mask, query)
         return
-    n_queries, length = mask.shape[-2:]  # some queries of a context are fewer than its keys
+    n_queries, length = mask.shape[-2:]  # callers may ask for some queries and all keys
     form = form or form_of(mask)
     causal, everything = form == "causal", form == "full"
     for start in range(0, n_queries, BLOCK):
@@ -79,10 +81,12 @@ def blocks_of(mask: Tensor | KeyRanges, query: Tensor, form: str | None = None) 
 
 
 def _blocks_of_ranges(ranges: KeyRanges, query: Tensor) -> Iterator[Block]:
-    """The same where each query sees a range of keys: no mask of all of them is formed."""
+    """:func:`blocks_of` where each query sees a range of keys: only the mask of one block is formed
+    at a time."""
     for start in range(0, len(ranges.stop), BLOCK):
         rows = slice(start, min(start + BLOCK, len(ranges.stop)))
         first, stop = ranges.first[rows], ranges.stop[rows]
+        # `full` counts from key 0: nothing is common to all rows once a window has left key 0
         full, end = 0 if int(first.max()) else int(stop.min()), int(stop.max())
         mask = ranges[rows][None, None, :, full:end].to(query)
         n_keys = ranges.counts[rows].clamp(min=1)[None, None, :, None].to(query)
@@ -100,20 +104,24 @@ def block_scores(
     gain: bool = True,
     form: str | None = None,
 ) -> Iterator[BlockScores]:
-    """Scores ``query . key + bias`` block by block of query rows, with ``moved`` if ``gain``.
+    """Scores ``query . key + bias``, one block of query rows after another, with ``moved`` if
+    ``gain``.
 
-    ``key_shift`` is what was subtracted from all keys beforehand. Row-centring does not see it, a
-    soft cap does. ``form`` is that of the mask (:func:`form_of`), where it is known.
+    ``key_shift`` is what was subtracted from all keys beforehand. Row-centring removes it, but a
+    soft cap acts on the scores themselves and needs it back. ``form`` is that of the mask
+    (:func:`form_of`), where it is known.
     """
     bias_centred = allowed = None
-    if bias is not None:  # a number for each cell, beside which a mask is small
+    # a bias holds a number for each cell already, so the mask may be held as cells too
+    if bias is not None:
         cells = mask.cells.unsqueeze(0).to(bias.device) if isinstance(mask, KeyRanges) else mask
         allowed = cells.unsqueeze(1)
         bias_centred = row_center(bias, allowed)
-    # what the key shift, and with each block's mean row-centring, takes out of a row
+    # what was taken out of each row and a soft cap needs back, [batch head query 1]: the key shift,
+    # the mean of the bias, and in each block the mean that centred_scores returns
     level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
     if bias is not None and allowed is not None and bias_centred is not None and level is not None:
-        # all allowed keys of a row have the same difference, which is the row's mean
+        # bias - bias_centred is the mean of the bias at every allowed key: amax picks one
         level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
     for block in blocks_of(mask, query, form):
         rows = slice(block.start, block.stop)
@@ -134,13 +142,16 @@ def contracted(
     planes: PlaneIndex | None = None,
 ) -> Float[Tensor, "batch head plane pair"]:
     """``sum_ij W_ij X_ij`` of all terms X of queries and keys, by rotary plane (without ``planes``
-    all coordinates are one); rows of W sum to zero.
+    all coordinates are one plane). Rows of W sum to zero.
 
-    A term is summed over the coordinates of a plane in place of all of them: the same products.
+    ``tables`` are the keys of all parts side by side, ``[batch head key (part d_head)]``. By plane,
+    the products ``q_a[i, e] (W k_b)[i, e]`` are summed over the coordinates e of a plane in place
+    of all of them.
     """
     weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
     if planes is None:
-        pairs = (rows @ weighted.mT).sum(2, dtype=torch.float64)  # a product for each query
+        # one small product [query part, key part] per query, then a float64 sum over queries
+        pairs = (rows @ weighted.mT).sum(2, dtype=torch.float64)
         return pairs.flatten(2).unsqueeze(2)
     # one key part at a time, so that no product holds all pairs of parts
     by_key_part = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(rows.shape[3])]
@@ -154,14 +165,16 @@ def contracted(
 def centred_scores(
     query: Tensor, key: Tensor, block: Block
 ) -> tuple[Float[Tensor, "batch head query key"], Tensor]:
-    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product;
-    and the means that were taken out."""
+    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product,
+    and the means that were taken out, ``[batch head query 1]``. ``query`` is
+    ``[batch head query d_head]``, the rows of the block; ``key`` holds all keys."""
     seen = key[:, :, : block.end]
     key_sum = seen[:, :, : block.full].sum(2, keepdim=True)
     if block.end > block.full:
         key_sum = key_sum + block.mask @ seen[:, :, block.full :]
     mean = (query * key_sum).sum(-1, keepdim=True) / block.n_keys
     row_means = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
+    # beta=-1 subtracts the row means inside the product
     centred = torch.baddbmm(
         row_means, query.flatten(0, 1), seen.flatten(0, 1).mT, beta=-1
     ).unflatten(0, query.shape[:2])
@@ -180,12 +193,12 @@ def moved_attention(
     """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
 
     With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits
-    where attention is nearly uniform. ``level`` is what row-centring took out of the scores, which
-    a soft cap sees.
+    where attention is nearly uniform. ``level [batch head query 1]`` is what was taken out of the
+    scores of each row; it is put back before a soft cap and not needed without one.
     """
     masked_keys = slice(block.full, block.end)
     if softcap is None or level is None:
-        # a masked zero is never above the largest allowed of a row whose mean is zero
+        # masked cells hold zero, and the largest allowed score of a centred row is at least zero
         w = centred - centred.amax(-1, keepdim=True)
     else:
         w = softcap * torch.tanh((centred + level) / softcap)
@@ -194,7 +207,7 @@ def moved_attention(
         w -= w.amax(-1, keepdim=True)
     w.expm1_()
     w[..., masked_keys] *= block.mask
-    # in float64: it cancels against the count where one key has everything
+    # in float64: where one key gets all attention the sum is about 1 - n_keys, and n_keys is added
     summed = w.sum(-1, keepdim=True, dtype=torch.float64)
     w.sub_((summed / block.n_keys).to(w)).div_((summed + block.n_keys).to(w))
     # the mean has been subtracted from masked cells as well
@@ -203,8 +216,9 @@ def moved_attention(
 
 
 class KeyMoments:
-    """Sum and second moment of the keys before a block, in float64 (float32 loses three digits on
-    small terms)."""
+    """Sums of the keys before a block and of their products, for the energies of the terms:
+    ``sum_ij (q_i . k_j)^2 = <sum_i q_i q_i^T, sum_j k_j k_j^T>`` needs no cell. In float64, because
+    float32 loses three digits on small terms."""
 
     def __init__(self, keys: Float[Tensor, "batch head key part d_head"]) -> None:
         batch, heads, _, parts, width = keys.shape
@@ -223,10 +237,11 @@ class KeyMoments:
     def energies(
         self, rows: Float[Tensor, "batch head query part d_head"], block: Block
     ) -> Float[Tensor, "batch head part part"]:
-        """``sum_ij X~^2`` of all pairs of parts for the rows of one block. Blocks come in order:
-        the keys before ``block.full``, which all rows see, count by their moments, the others cell
-        by cell."""
-        if block.full < self.end:  # a sliding window has left the first keys: begin again
+        """``sum_ij X~^2`` of all pairs (query part, key part) for the rows of one block. Keys
+        before ``block.full``, which all rows see, enter by their moments, the others cell by cell.
+        Call it for the blocks in order: the moments grow from block to block."""
+        # fewer common keys than before (a sliding window has left the first ones): begin again
+        if block.full < self.end:
             self.end = 0
             self.sums.zero_()
             self.squares.zero_()
@@ -253,5 +268,5 @@ class KeyMoments:
             cells *= rearrange(block.mask, "b h i j -> b h 1 i 1 j")
             energy += torch.linalg.vector_norm(cells, dim=-1).double().square().sum(3)
             sums += cells.sum(-1)
-        # row-centring takes from a row's energy its squared sum over the number of keys
+        # sum (x - mean)^2 = sum x^2 - (sum x)^2 / n for each row
         return energy - (sums.square() / block.n_keys.unsqueeze(2)).sum(3)

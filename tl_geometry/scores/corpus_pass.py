@@ -1,5 +1,5 @@
-"""One pass over a corpus in which a context of every batch is verified: the loop behind the sweep
-over heads, the sweep over writers, composition and features.
+"""How does a whole corpus go through the model once, with one context of every batch verified? The
+loop behind the sweep over heads, the sweep over writers, composition and features.
 
 ::
 
@@ -30,7 +30,8 @@ from tl_geometry.models.model_view import ModelView
 def rows_per_batch(
     view: ModelView, length: int, bytes_per_context: int, budget: int, batch_size: int | None
 ) -> int:
-    """Contexts of one forward pass: ``batch_size``, or the default, as far as the budget allows."""
+    """Contexts of one forward pass: ``batch_size``, or the default for prompts of ``length`` tokens
+    (:func:`~tl_geometry.models.batches.batch_of`), but no more than ``budget`` bytes allow."""
     n_contexts = budget // bytes_per_context
     what = "memory_budget"
     expected = f"at least {bytes_per_context} bytes for one context of {length} positions"
@@ -42,13 +43,13 @@ def rows_per_batch(
 
 
 class CorpusPass:
-    """Batches of ``rows`` contexts with a progress bar, and what is known so far: ``contexts`` that
-    were read, the hash of their tokens, and whether all began with BOS (a batch counts from when it
-    is handed out).
+    """Iterates over batches of at most ``rows`` contexts with a progress bar. ``contexts`` is the
+    number that was read and ``token_hash`` their hash, without the batch at hand;
+    ``begins_with_bos`` says whether all contexts so far, with the batch at hand, began with BOS.
 
-    Of each batch one context is verified, another row each time, because a hook may leave some rows
-    as they are. All queries of the first context are compared, then
-    :data:`~tl_geometry.models.batches.SAMPLED` queries of each.
+    One context of each batch is verified, at another row each time, because a user's hook may
+    change some rows only. All queries of the first context are compared, later
+    :data:`~tl_geometry.models.batches.SAMPLED` queries per context.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class CorpusPass:
                 self.begins_with_bos = self.begins_with_bos and begins
                 self.row = another_row(self.row, len(batch), draws)
                 yield batch
-                # after the yield: `first` holds as long as the first batch is worked on
+                # after the yield, so that `first` is true while the caller works on the first batch
                 self.contexts += len(batch)
                 self.token_hash = hash_tokens(batch, self.token_hash)
                 bar.update(len(batch))
@@ -84,15 +85,15 @@ class CorpusPass:
         return self.contexts == 0
 
     def sample(self, verify: Callable[..., None] | None = None) -> dict[str, Any]:
-        """Arguments of :meth:`ModelView.run_layers` and ``run_written`` that have the sampled
-        context verified; ``verify`` is called with its view (and its writers) for checks of the
-        caller's own."""
+        """Keyword arguments for :meth:`ModelView.run_layers` and ``run_written`` that make them
+        verify the sampled context. ``verify`` is called with its view (and its writers) for further
+        checks by the caller."""
         queries = None if self.first else SAMPLED
         return {"sample": (self.row, verify or _nothing_more), "queries": queries}
 
     def provenance(self, drop: int, **about: Any) -> Provenance:
-        """What was read; the first ``drop`` positions were left out. ``about`` are further fields
-        of the provenance."""
+        """What was read; the window begins at ``drop``. ``about`` adds fields of the provenance or
+        replaces them."""
         return self.view.provenance(
             **{
                 "corpus": self.source.corpus,
@@ -108,4 +109,4 @@ class CorpusPass:
 
 
 def _nothing_more(*_: object) -> None:
-    """No further check: the layer has been compared with the model by now."""
+    """No further check: the pass itself compares the sampled context with the model."""

@@ -1,5 +1,6 @@
-"""What a sweep measures on request (``detail=``): ablations, shapes of terms, intervals and nulls.
-Most of it holds one term of a few contexts as a matrix, which the shares do not need."""
+"""What does a sweep measure beyond shares, on request (``detail=``)? Ablations, shapes of terms,
+intervals and nulls. ``sweep_heads`` keeps one :class:`Details` per layer. Ablations and shapes hold
+one term of a few contexts as a matrix, which the shares do not need."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ DETAILS = (
     *("ablation", "toeplitz", "offsets", "contrast", "nulls", "intervals"),
     *("planes", "energy"),
 )
-"""Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes; the last two are sums beside the
-shares and need no term as a matrix."""
+"""Names that ``detail=`` of :func:`tl_geometry.sweep_heads` takes. The last two do not come here:
+:func:`~tl_geometry.scores.sums.share_sums` takes them with the shares."""
 
 
 def score(
@@ -43,7 +44,14 @@ def score(
 
 
 class Details:
-    """Sums in progress of one layer."""
+    """Sums in progress of one layer; call :meth:`begin`, :meth:`update` for each step of a few
+    contexts, and :meth:`end` for each batch, then :meth:`finish` once.
+
+    ``effects`` holds, by the name of the removed term, summed distances ``[tv or kl, head]``;
+    ``offsets`` sums by offset of three terms, ``mask`` the offsets that the mask allows;
+    ``contrasts`` the token-identity contrast. ``groups`` are projections for the batch at hand,
+    ``left_out`` and ``null`` what intervals and p-values are made from.
+    """
 
     def __init__(self, wanted: Sequence[str], drop: int, seed: int) -> None:
         self.wanted, self.drop, self.seed = set(wanted), drop, seed
@@ -64,7 +72,7 @@ class Details:
             options = {"instead": "the other details", "error": UnsupportedModelError}
             require(layer.added is None, "detail='nulls'", expected=expected, got=got, **options)
         if self.wanted & {"nulls", "intervals"}:
-            # projections are made for each batch, sums go on over batches
+            # projections belong to one batch; the sums and the null go on over all batches
             self.groups = groups = GroupProjections(layer, basis)
             self.left_out = self.left_out or LeaveOut(groups.share)
             if "nulls" in self.wanted:
@@ -78,8 +86,8 @@ class Details:
         tokens: Int[Tensor, "batch position"],
         own: Sequence[int],
     ) -> None:
-        """Take in some contexts of one layer; ``own`` are their groups in the basis, where they are
-        asked for."""
+        """Take in some contexts of one layer: ``rows`` of the batch, with their ``parts`` and
+        ``tokens``. ``own`` are their groups in the basis (-1: none), for intervals and nulls."""
         self.contexts += len(tokens)
         if "ablation" in self.wanted:
             self._ablation(layer, parts)
@@ -89,7 +97,8 @@ class Details:
             self.left_out.add(self.groups.sums(layer, rows, self.drop), own)
 
     def end(self) -> None:
-        """End a batch of one layer: keep only sums, because all layers are held at once."""
+        """End a batch of one layer: drop the projections, because the details of all layers are
+        held at once."""
         self.groups = None
         if self.left_out is not None:
             self.left_out.settle()
@@ -100,14 +109,15 @@ class Details:
             self.left_out.to_cpu()
 
     def resampled(self, contexts: int) -> Resampled:
-        """Shares with groups of contexts left out; ``contexts`` are those of the basis."""
+        """Shares with groups of contexts left out; ``contexts`` is the number of contexts in the
+        basis."""
         assert self.left_out is not None
         return self.left_out.table(contexts)
 
     def _shapes(
         self, layer: LayerView, parts: ProjectedParts, tokens: Int[Tensor, "batch position"]
     ) -> None:
-        """How terms depend on the offset and on equal tokens."""
+        """Sums by offset and by equal tokens of row-centred terms, without dropped positions."""
         positions = slice(self.drop, None)
         inside = layer.allowed[positions, positions]
 
@@ -133,11 +143,11 @@ class Details:
             self.contrasts = contrasts if self.contrasts is None else self.contrasts + contrasts
 
     def _ablation(self, layer: LayerView, parts: ProjectedParts) -> None:
-        """How far the pattern moves without each term."""
+        """Distance of the pattern (total variation, KL) from the pattern without each term."""
         total = score(parts.q.sum(0), parts.k.sum(0))
         total = total if layer.bias is None else total + layer.bias
         before, allowed = layer.logits(total)
-        # of what is dropped the queries go, the keys stay in the softmax
+        # dropped queries are left out; dropped keys stay, as the model's softmax has them
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
         for name, remaining in _without_each_term(total, parts, layer):
             after = layer.logits(remaining)[0]
@@ -146,7 +156,8 @@ class Details:
             self.effects[name] = self.effects.get(name, torch.zeros_like(distances)) + distances
 
     def table(self, contexts: int) -> dict[str, Float[Tensor, "head ..."]]:
-        """Finished quantities by column name, heads first; ``contexts`` are those of the basis."""
+        """Finished quantities by column name, head axis first; ``contexts`` is the number of
+        contexts in the basis."""
         columns: dict[str, Tensor] = {}
         for name, (tv, kl) in self.effects.items():
             columns |= {f"tv_{name}": tv / self.contexts, f"kl_{name}": kl / self.contexts}
@@ -163,8 +174,8 @@ class Details:
 
     @staticmethod
     def beside(layers: Sequence[Details], contexts: int) -> dict[str, Tensor]:
-        """The tables of several layers, their heads in order; ``contexts`` are those of the
-        basis."""
+        """The tables of several layers as one, their heads in order; ``contexts`` is the number of
+        contexts in the basis."""
         tables: list[Mapping[str, Tensor]] = [d.table(contexts) for d in layers]
         names = tables[0] if tables else ()
         columns = {name: torch.cat([table[name] for table in tables]) for name in names}
@@ -177,8 +188,8 @@ class Details:
 def _without_each_term(
     total: Float[Tensor, "batch head query key"], parts: ProjectedParts, layer: LayerView
 ) -> Iterator[tuple[str, Tensor]]:
-    """The scores without each term in turn."""
-    # the loops below go through the terms in the order of their names
+    """Name of each term, and the scores ``[batch head query key]`` without it."""
+    # query part outside, key part inside: the order of term_names
     names, flat = iter(term_names(PARTS)), total.flatten(0, 1)
     queries, keys = (rearrange(x, "part b i h e -> part (b h) i e") for x in (parts.q, parts.k))
     for q in queries:

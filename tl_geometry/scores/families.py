@@ -1,6 +1,6 @@
-"""What is a layer's input split into? A family of parts: position and context, writers, or tensors
-of the caller. ``split_scores``, ``split_values`` and ``explain_logit`` take any of these three, and
-a subclass of :class:`Family` of your own."""
+"""Which additive parts is a layer's input split into? A family names and computes them: position
+and context, writers, or tensors of the caller. ``split_scores``, ``split_values`` and
+``explain_logit`` take any of these three, and a subclass of :class:`Family` of your own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tl_geometry.models.writers import GRAINS, Written, writer_names
 from tl_geometry.scores.terms import ALIBI
 
 BIAS = "bias"
-"""Name of the part that holds the constants, and the mean where it is not apart."""
+"""Name of the part that holds the constants of norm and projection, and the mean unless that is a
+part of its own."""
 STREAM_PARTS = (
     ("pos", "cvec"),
     ("pos", "ctx", "resid"),
@@ -41,8 +42,8 @@ ELSEWHERE = {
     "paper": "tl_geometry.papers.split_presets:paper",
     "reference": "tl_geometry.papers.split_presets:reference",
 }
-"""Sweeps by writers, and projections of the published presets: their packages import this one, so
-they are loaded only when asked for."""
+"""Functions of packages that import this one, loaded only when asked for: sweeps by writers, and
+the projections of the published presets."""
 
 
 def load(name: str) -> Any:
@@ -54,15 +55,16 @@ def load(name: str) -> Any:
 class Family:
     """Additive parts of a layer's input.
 
-    ``names`` are those of the parts, in order; the constants of norm and projection come before
-    them as ``"bias"``. A subclass gives ``names`` and :meth:`parts`.
+    ``names`` are those of the parts, in order; the splitter puts the constants of norm and
+    projection before them as ``"bias"``. A subclass gives ``names`` and :meth:`parts`.
     """
 
     names: tuple[str, ...]
     normalized: bool = False
-    """Whether the parts are those of the normed input."""
+    """Whether the parts sum to the normed input (without gain and bias) instead of the input."""
     positional: bool = False
-    """Whether the first two parts are the mean and the positional vectors of a basis."""
+    """Whether the first two parts are the mean and the positional vectors of a basis. The splitter
+    then adds the mean to ``"bias"`` unless ``"mean"`` is among ``names``."""
 
     def parts(self, layer: LayerView) -> dict[str, Float[Tensor, "batch position d_model"]]:
         """Tensors that sum to the layer's input."""
@@ -70,8 +72,8 @@ class Family:
 
 
 class PositionAndContext(Family):
-    """Mean, positional vectors and context of a basis; :meth:`parts` always gives the mean first,
-    though it is only among ``names`` where it is kept apart from the constants."""
+    """Mean, positional vectors and context of a basis. :meth:`parts` always gives the mean first;
+    ``names`` has it only where the caller wants it apart from the constants."""
 
     positional = True
 
@@ -91,7 +93,7 @@ class PositionAndContext(Family):
         parts = {"mean": mean.expand_as(h), "pos": pos.expand_as(h)}
         if "ctx" in self.names:
             start, stop = basis.window
-            # a prompt that ends before the window still gives one position
+            # a prompt that ends before the window still averages over one position
             window = slice(min(start, length - 1), max(min(stop, length), 1))
             ctx = cvec[:, window].mean(1, keepdim=True).expand_as(h)
             parts |= {"ctx": ctx, "resid": cvec - ctx}
@@ -102,7 +104,8 @@ class PositionAndContext(Family):
 
 class Writers(Family):
     """What each embedding, head and MLP wrote (``grain="writers"``), or attention and MLP of each
-    block (``"blocks"``), into the input of the last of ``layers``; zeros in the layers before."""
+    block (``"blocks"``). The names are those of the last of ``layers``, so that all layers have
+    the same parts; what has not written yet is zero."""
 
     def __init__(self, view: ModelView, grain: str, layers: Sequence[int]) -> None:
         self.grain = grain
@@ -110,7 +113,7 @@ class Writers(Family):
         self.written: Written | None = None
 
     def take(self, written: Written) -> None:
-        """Take the writers of the next layer's input."""
+        """Receive what was written into the next layer's input; :meth:`parts` reads it."""
         self.written = written
 
     def parts(self, layer: LayerView) -> dict[str, Float[Tensor, "batch position d_model"]]:
@@ -120,8 +123,9 @@ class Writers(Family):
 
 
 class GivenParts(Family):
-    """Tensors of the caller's own, ``[batch position d_model]``, or with a first axis of all layers
-    or of the chosen ``layers``."""
+    """Tensors of the caller's own: ``[batch position d_model]``, the same for every layer, or
+    ``[layer batch position d_model]``, with one for each layer of the model (the final state may
+    follow) or one for each of ``layers``."""
 
     def __init__(self, parts: UserParts, layers: Sequence[int], n_layers: int) -> None:
         reserved = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
@@ -138,7 +142,7 @@ class GivenParts(Family):
         coarsest = max([layer.roundoff, *(unit_roundoff(v.dtype) for v in parts.values())])
         difference = total - layer.h.double()
         error = float(difference.abs().max())
-        # before the general error, because this mistake has a remedy of its own
+        # this mistake has a remedy of its own, so its error comes before the general one
         _refuse_added(layer, difference)
         fits = error <= max(reconstruction_bound(coarsest, size), 1e-12 * size)
         expected = f"parts that sum to the input of layer {layer.layer}"
@@ -162,12 +166,12 @@ class GivenParts(Family):
 
 
 def _refuse_added(layer: LayerView, difference: Tensor) -> None:
-    """Refuse parts that hold the positional embedding of a model that adds it after the norm, not
-    to the stream."""
+    """Refuse parts that contain the positional embedding where the model does not add it to the
+    stream but, after the norm, to the inputs of queries and keys (Shortformer)."""
     if layer.added is None:
         return
     embedding = layer.added.embedding.double().expand_as(difference)
-    # rounding is far below 0.1%, and other parts are not off by this very embedding
+    # 0.1%: far above rounding, and no other mistake differs by exactly this embedding
     far = float((difference - embedding).abs().max()) > 1e-3 * float(embedding.abs().max())
     expected = f"parts that sum to the input of layer {layer.layer}"
     got = "the positional embedding among them"
@@ -181,7 +185,8 @@ def family_of(
     basis: PositionContext | None,
     layers: Sequence[int],
 ) -> Family:
-    """The family that ``parts`` means, or an error that lists what is possible."""
+    """The family that the argument ``parts`` stands for, or an error that lists what is possible;
+    ``layers`` are the blocks to be split."""
     if basis is not None:
         require_basis(basis)
     if isinstance(parts, Family):

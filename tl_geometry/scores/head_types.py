@@ -1,10 +1,10 @@
-"""Which heads attend to the previous token, to an equal token, or to what followed it (induction
-heads): scores on repeated random tokens, with their baselines. :func:`tl_geometry.sweep_heads`
-prints them beside the shares.
+"""Which heads attend to the previous token, to an equal token, or to the token that followed it
+(induction heads)? Scores on repeated random tokens, with their baselines;
+:func:`tl_geometry.sweep_heads` prints them beside the shares.
 
-On a random sequence repeated several times nothing but position and repetition can be attended to,
-so the attention that a head pays to a fixed set of keys names its type (the synthetic input of Song
-& Zhong 2023, Fig. 4). With the pattern A, query i, key j:
+A random sequence that is repeated has no structure but position and repetition. The attention that
+a head pays to a fixed set of keys then names its type (the synthetic input of Song & Zhong 2023,
+Fig. 4). With the pattern A, query i, key j:
 
     previous-token   A[i, i-1]                                    i >= 1
     neighbourhood    sum over 1 <= i-j <= 3 of A[i, j]            i >= 1
@@ -39,13 +39,13 @@ NEIGHBOURS = 3
 """How many tokens before its own a neighbourhood head may attend to, as in Song & Zhong 2023."""
 SEQUENCES = 12
 """Sequences of repeated random tokens that a model's heads are scored on, each from a range of ids
-of its own where the vocabulary is large."""
+of its own where the vocabulary is large. More than the 10 rows that standard errors need."""
 
 
 def detection_patterns(
     tokens: Int[Tensor, "batch position"],
 ) -> dict[str, Bool[Tensor, "batch query key"]]:
-    """The keys that each type of head attends to, as masks over ``[query key]``.
+    """For each type of head the keys that it attends to, as a mask ``[batch query key]``.
 
     >>> {k: int(v.sum()) for k, v in detection_patterns(torch.tensor([[5, 6, 5, 6]])).items()}
     {'previous': 3, 'duplicate': 2, 'same': 6, 'neighbourhood': 6, 'induction': 2}
@@ -69,12 +69,12 @@ def detection_patterns(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadTypes:
-    """Scores of each type between 0 and 1, per head, and what uniform attention would score. Types
-    without a query are NaN.
+    """Scores of each type per head, between 0 and 1, and the ``baselines`` that uniform attention
+    would score. ``queries`` counts the queries that a score averages over; without any it is NaN.
 
-    ``errors`` are standard errors over the rows of tokens, NaN below 10 rows: of the mean of the
-    rows' scores, weighted by their queries. With rows from different ranges of ids
-    (:func:`token_ranges`) they hold the choice of tokens as well.
+    ``errors`` are standard errors of the scores over the rows of tokens, weighted by the queries of
+    each row; NaN below 10 rows. With rows from different ranges of ids (:func:`token_ranges`) they
+    also cover the choice of tokens.
     """
 
     scores: dict[str, Float[Tensor, "*layer head"]]
@@ -84,8 +84,8 @@ class HeadTypes:
 
 
 class Detection:
-    """What the scores of all layers on some tokens share, on one device: the keys and queries that
-    count for each type, and the baselines. ``allowed`` is the mask (causal for ``None``)."""
+    """Scores patterns of any layer on given tokens. The keys and queries that count for each type,
+    and the baselines, are computed once. ``allowed`` is the mask (causal for ``None``)."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Detection:
         }
         counted = {name: keys & queries_of[name].unsqueeze(-1) for name, keys in keys_of.items()}
         self.queries = {name: int(queries.sum()) for name, queries in queries_of.items()}
-        # a type without a query is NaN, not zero
+        # NaN in place of a count of zero, so that a type without a query has no score
         self.counts = {name: count or torch.nan for name, count in self.queries.items()}
         self.baselines = {
             name: float((uniform * keys).sum()) / self.counts[name]
@@ -118,7 +118,7 @@ class Detection:
         self.queries_of = {name: q.sum(-1).double().to(device) for name, q in queries_of.items()}
 
     def scores(self, pattern: Float[Tensor, "*layer batch head query key"]) -> HeadTypes:
-        """The scores of some patterns, on their device."""
+        """The scores of patterns, on their device; any axes in front of ``batch`` are kept."""
         scores, errors = {}, {}
         for name, counted in self.counted.items():
             row_sums = (pattern * counted.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
@@ -174,15 +174,16 @@ def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) 
 
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
-    """Ids to draw from: 1,000 to 9,999 where the vocabulary has them (rarely special tokens), else
-    all above the ``avoid`` ids of its lower half.
+    """Half-open range of ids to draw from: 1,000 to 9,999 in a large vocabulary (rarely special
+    tokens; the ids of Song & Zhong 2023's code), else all above the ``avoid`` ids in its lower
+    half.
 
     >>> token_range(50257), token_range(100, avoid=[0])
     ((1000, 10000), (1, 100))
     """
     if d_vocab >= 2 * HIGH_TOKEN:
         return 1000, HIGH_TOKEN
-    # above an id in the upper half too few ids would be left to draw from
+    # above an avoided id in the upper half too few ids would be left to draw from
     low = max([a + 1 for a in avoid if a is not None and a < d_vocab // 2], default=0)
     return low, d_vocab
 
@@ -190,9 +191,9 @@ def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, in
 def token_ranges(
     d_vocab: int, avoid: Sequence[int | None] = (), *, count: int = SEQUENCES
 ) -> list[tuple[int, int]]:
-    """``count`` equal ranges of ids from common to rare where the vocabulary is large, else the one
-    of :func:`token_range`. The first 1,000 and the last fiftieth, where special tokens stand, are
-    left out.
+    """``count`` equal ranges of ids from common to rare in a large vocabulary, else the one range
+    of :func:`token_range`. The first 1,000 ids and the last fiftieth are left out, because special
+    tokens are there.
 
     A head may copy common tokens and not rare ones: SmolLM2's L17H5 has an induction score of 0.72
     on the ids up to 10,000 and of 0.56 on rare ones.
@@ -217,9 +218,9 @@ def measure_types(
     batch: int = SEQUENCES,
     seed: int = 1234,
 ) -> HeadTypes:
-    """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model, two
-    copies of up to 32 tokens; where the vocabulary is large, each row is drawn from another range
-    of ids."""
+    """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model:
+    ``batch`` rows of two copies of up to 32 tokens, in a large vocabulary each row from another
+    range of ids. The default seed is that of Song & Zhong 2023's code."""
     bos = bos and view.bos_id is not None
     ranges = token_ranges(view.d_vocab, [view.bos_id], count=batch)
     period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos)
@@ -239,7 +240,7 @@ def measure_types(
 
     def hook(layer: int) -> Callable[[Tensor], None]:
         def take(pattern: Tensor) -> None:
-            # a model spread over several devices: patterns of a few heads are small
+            # layers may lie on several devices; these patterns are small enough to be moved
             types[layer] = detection.scores(pattern.detach().float().to(view.device))
 
         return take

@@ -1,10 +1,10 @@
-"""Which group of terms (or term) a head is labelled with: the one that comes first both by
+"""Which group of terms (or which term) drives a head? Its label is the one that comes first both by
 covariance and by gain. Every table of shares prints it.
 
 A covariance share counts all cells of a row alike, a gain share by the attention that is paid to
-them. Removing a term costs what it does to attention, so a label by covariance alone can name what
-the head does not need: in a published induction circuit it says position where gain and removal
-say content. Where the two disagree there is no label, and both are named.
+them. Removing a term matters only as far as it changes attention, so a label by covariance alone
+can name a term that the head does not need: in a published induction circuit it says position where
+gain and removal say content. Where the two disagree there is no label, and both are named.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 UNCLEAR, UNIFORM = "unclear", "uniform"
 """Labels of a head without a clear winner, and of one that spreads its attention evenly."""
 SHARE_OVER, MARGIN_OVER = 0.5, 0.1
-"""A label needs more than half of the covariance, so that it outweighs everything else together,
-and this lead over the second by both shares, about what repeated samples of a corpus differ by."""
+"""A label needs more than half of the covariance, so that its term outweighs all others together,
+and a lead of more than 0.1 over the second by both shares, about the difference between repeated
+samples of a corpus."""
 
 
 class Ranking(NamedTuple):
-    """What comes first by one share: its index, its share, its lead over the second, and whether
-    it leads clearly."""
+    """The term that comes first by one kind of share, for each head: its index, its share, its lead
+    over the second (``margin``), and whether the lead is clear."""
 
     first: Int[Tensor, " head"]
     share: Float[Tensor, " head"]
@@ -36,7 +37,8 @@ class Ranking(NamedTuple):
     def of(
         shares: Float[Tensor, "head term"], certain: Bool[Tensor, " head"] | None = None
     ) -> Ranking:
-        """``certain`` says in which heads the interval of the lead excludes zero, where known."""
+        """``certain`` says for which heads the interval of the lead excludes zero; ``None`` where
+        no intervals were computed."""
         ranked, order = shares.sort(dim=-1, descending=True, stable=True)
         several = shares.shape[1] > 1
         margin = (
@@ -44,14 +46,16 @@ class Ranking(NamedTuple):
         )
         clear = margin > MARGIN_OVER
         clear = clear if certain is None else clear & certain
-        # added to share and margin, it makes heads NaN of which any share is NaN
+        # added below: a head with any NaN share gets a NaN share and margin
         nan_or_zero = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
         return Ranking(order[:, 0], ranked[:, 0] + nan_or_zero, margin + nan_or_zero, clear)
 
 
 class Dominant(NamedTuple):
-    """Label of each head, and what it rests on: what comes first by covariance, its share and its
-    lead over the second; the same by gain; and a remark where the two name different things."""
+    """Label of each head, and what it rests on: the name that comes first by covariance
+    (``by_cs``), its ``share`` and its lead over the second (``margin``); the same by gain; and a
+    flag where the two name different terms. The order of the fields is that of columns in a sweep.
+    """
 
     labels: tuple[str, ...]
     by_cs: tuple[str, ...]
@@ -86,7 +90,7 @@ def dominant(
         return Dominant(no_names, no_names, unknown, unknown, no_names, unknown, unknown, no_names)
     by_cs, by_gs = (Ranking.of(x, c) for x, c in zip((cs, gs), certain, strict=True))
     uniform, no_gain = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
-    # a head without a gain share has nothing that disagrees, so it gets no flag
+    # without a gain share nothing disagrees, so there is no flag (and, without a lead, no label)
     agree = (by_cs.first == by_gs.first) | no_gain
     clear = by_cs.clear & by_gs.clear & agree & (by_cs.share > SHARE_OVER)
     labels, first_by_cs, first_by_gs, flags = [], [], [], []

@@ -1,22 +1,27 @@
-"""The samples behind the intervals of a sweep (``detail="intervals"``): covariance and gain shares
-with groups of contexts left out of the corpus and of the basis.
+"""How sure are the shares of a sweep? Covariance and gain shares with groups of contexts left out
+of the corpus and of the basis, from which jackknife intervals follow. Called by ``sweep_heads`` for
+``detail="intervals"``, and by :mod:`tl_geometry.scores.position_null`, which uses the same sums.
 
-Mean and positional vectors are estimates, often from the very contexts whose shares are asked for,
-so that shares of position are too high, and no resampling of contexts alone sees it. With s the
-share in which every context uses a basis without its own group, a delete-group jackknife leaves
-group g out of the contexts and of every basis::
+Mean and positional vectors are estimates, often from the very contexts whose shares are measured.
+Shares of position are then too high, and resampling contexts alone does not show it. So in the
+share s every context uses a basis without its own group, and a delete-group jackknife leaves group
+g out of the contexts and of every basis::
 
     s_(-g)   contexts outside g; a context of group o uses the basis of all groups but o and g
 
-Parts are linear in the sums of the groups: with the shares ``w_g = n_g / C`` and the queries (or
-keys) ``M_g`` and ``P_g`` of ``w_g`` times mean and positional vectors of group g, any such basis L
-has ``bias = sum_(g not in L) c M_g``, ``pos = sum_(g not in L) c P_g``, ``c = 1 / (1 - sum_(g in L)
-w_g)``, and cvec is the rest. So one contraction with 2 G + 1 parts, added up by the contexts' own
-groups, gives all of them.
+No such basis is projected by itself, because parts are linear in the sums of the groups. Let
+``w_g = n_g / C`` be the share of the contexts in group g, and ``M_g`` and ``P_g`` the queries (or
+keys) of ``w_g`` times the mean and the positional vectors of group g. The basis without the groups
+in L has::
 
-Contexts that the basis does not hold have no own group. Then basis and contexts are two independent
-sources of error, each with its jackknife: over the groups of the basis, and over contiguous blocks
-of contexts. The same holds for contexts of the basis that lie in few of its groups.
+    bias = c sum_(g not in L) M_g,   pos = c sum_(g not in L) P_g,   c = 1 / (1 - sum_(g in L) w_g)
+
+and cvec is the rest. So the sums of all pairs of 2 G + 1 parts (all ``M_g``, all ``P_g``, and what
+remains), kept apart by the own group of the contexts, give every ``s_(-g)``.
+
+Contexts that are not in the basis have no own group. Basis and contexts are then two independent
+sources of error, each with its own jackknife: over the groups of the basis, and over contiguous
+blocks of contexts. Contexts of the basis that lie in few of its groups are treated alike.
 """
 
 from __future__ import annotations
@@ -40,17 +45,17 @@ from tl_geometry.scores.sums import ShareSums, share_sums
 
 NONE: frozenset[int] = frozenset()
 BLOCKS = 8
-"""Blocks of contexts, at least (twice as many at most), that are left out in turn: as many as a
-basis has groups by default."""
+"""Contexts are summed in at least this many contiguous blocks (given as many contexts) and at most
+twice as many: about as many as a basis has groups by default."""
 UNEVEN = 2.0
-"""For one jackknife to serve both, each group of the basis must hold its share of the sweep's
-contexts within this factor."""
+"""One jackknife serves basis and contexts only if each group's share of the sweep's contexts is its
+share of the basis within this factor."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupBasis:
-    """Mean and positional vectors of each group of contexts of one state, and the share of the
-    contexts in each."""
+    """Mean and positional vectors of one state in each group of contexts, and the group's ``share``
+    of the contexts."""
 
     mean: Float[Tensor, "group d_model"]
     pos: Float[Tensor, "group position d_model"]
@@ -58,7 +63,8 @@ class GroupBasis:
 
     @staticmethod
     def of(basis: PositionContext, layer: int, length: int) -> GroupBasis:
-        """The groups of a basis that hold contexts, in their order."""
+        """The groups of a basis that hold contexts, in their order, over the first ``length``
+        positions; each mean is over the window of the basis."""
         used = basis.group_counts.nonzero().flatten()
         counts = basis.group_counts[used].double()
         means = basis.group_sums[used, basis.index(layer)] / counts[:, None, None]
@@ -69,8 +75,9 @@ class GroupBasis:
 def own_groups(
     basis: PositionContext, tokens: Int[Tensor, "batch position"]
 ) -> Int[Tensor, " batch"]:
-    """The group of the basis (counted among those that hold contexts) of each context, by the hash
-    of its tokens; -1 for contexts that the basis does not hold."""
+    """The group of the basis that each context belongs to, found by the hash of its tokens; -1 for
+    contexts that are not in the basis. Groups are numbered as in :meth:`GroupBasis.of`, without
+    empty ones."""
     unknown = torch.full((len(tokens),), -1)
     groups, hashes = basis.group_of, basis.token_hashes
     if groups is None or hashes is None:
@@ -78,7 +85,7 @@ def own_groups(
     index_among_used = (basis.group_counts > 0).long().cumsum(0) - 1
     order = hashes.argsort(stable=True)
     context_hashes = row_hashes(tokens)
-    # a hash above all of the basis is clamped to the last, which it does not equal
+    # a hash above all others is clamped to the last place, whose hash differs from it
     nearest = torch.searchsorted(hashes[order], context_hashes).clamp(max=len(order) - 1)
     return torch.where(
         hashes[order][nearest] == context_hashes, index_among_used[groups[order[nearest]]], unknown
@@ -91,16 +98,16 @@ def group_parts(
     pos: Float[Tensor, "group batch position head d_head"],
     share: Float[Tensor, " group"],
 ) -> Float[Tensor, "part batch position head d_head"]:
-    """The 2 G + 1 parts whose sum is ``q``: bias and pos of each group times its share, and the
-    rest."""
+    """The 2 G + 1 parts whose sum is ``q`` (queries or keys): the bias of each group times its
+    share, the pos of each, and the rest."""
     weight = share.to(q).reshape(-1, 1, 1, 1, 1)
     bias_and_pos = torch.cat([bias * weight, pos * weight])
     return torch.cat([bias_and_pos, (q - bias_and_pos.sum(0)).unsqueeze(0)])
 
 
 def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor, "part column"]:
-    """Bias, pos and cvec of the basis without some groups as sums of the parts of
-    :func:`group_parts`.
+    """Bias, pos and cvec (``part``) of the basis without some groups, as weighted sums of the
+    2 G + 1 parts of :func:`group_parts` (``column``).
 
     >>> without(torch.tensor([0.25, 0.75]), {0})[:2, :4].round(decimals=2).tolist()
     [[0.0, 1.3300000429153442, 0.0, 0.0], [0.0, 0.0, 0.0, 1.3300000429153442]]
@@ -112,28 +119,29 @@ def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor,
     bias_and_pos = torch.stack(
         [torch.cat([bias, share.new_zeros(1)]), torch.cat([pos, share.new_zeros(1)])]
     )
-    # all parts sum to the query with weight one, so that cvec takes what bias and pos leave
+    # the three rows must sum to one in every column, so that bias + pos + cvec is the whole query
     return torch.cat(
         [bias_and_pos, (torch.ones_like(bias_and_pos[0]) - bias_and_pos.sum(0)).unsqueeze(0)]
     )
 
 
 def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
-    """The groups of each row."""
+    """The numbers of the groups in each row."""
     return [frozenset(row.nonzero().flatten().tolist()) for row in member]
 
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Covariance and gain shares of all contexts (the first sample), then with each group left out,
-    jackknife by jackknife; ``sizes`` are the groups' shares of the contexts, by jackknife."""
+    """Covariance and gain shares, as samples: the first from all contexts, then one with each group
+    left out, jackknife after jackknife. ``sizes`` holds, for each jackknife, the share of the
+    contexts in each of its groups."""
 
     cs: Float[Tensor, "head sample term"]
     gs: Float[Tensor, "head sample term"]
     sizes: tuple[tuple[float, ...], ...]
 
     def interval(self, values: Float[Tensor, "head sample *batch"]) -> Interval:
-        """Interval of anything linear in the shares, from its value in each sample."""
+        """Jackknife interval of a linear function of the shares, from its value in each sample."""
         samples = values[:, 1:].split([len(sizes) for sizes in self.sizes], dim=1)
         jackknives = [
             LeftOut(sample.transpose(0, 1), values.new_tensor(sizes))
@@ -142,7 +150,7 @@ class Resampled:
         return jackknife_interval(values[:, 0], jackknives)
 
     def grouped(self, member: Float[Tensor, "term group"]) -> Resampled:
-        """The same for groups of terms."""
+        """The same for groups of terms (position, content, mixed)."""
         return Resampled(self.cs @ member, self.gs @ member, self.sizes)
 
     def select(self, heads: Int[Tensor, " head"]) -> Resampled:
@@ -151,8 +159,12 @@ class Resampled:
 
 
 class LeaveOut:
-    """Sums in progress of one layer: numerators and gains of all pairs of the 2 G + 1 parts, by own
-    group and block of contexts."""
+    """Sums in progress of one layer: numerators and gains of all pairs of the 2 G + 1 parts, by
+    (own group, block of contexts).
+
+    ``counts`` are the contexts behind each sum, ``done`` all contexts so far, ``block`` the
+    contexts per block, which doubles whenever 2 :data:`BLOCKS` blocks are full.
+    """
 
     def __init__(self, share: Float[Tensor, " group"]) -> None:
         self.share = share
@@ -161,8 +173,8 @@ class LeaveOut:
         self.done, self.block = 0, 1
 
     def add(self, sums: ShareSums, own: Sequence[int]) -> None:
-        """Take in the sums of some contexts, in the order of the corpus, where they are: neighbours
-        of one group and block together."""
+        """Take in the sums of the next contexts of the corpus, on their device. ``own`` is the
+        group of each; consecutive contexts of one group and block are added at once."""
         start = 0
         while start < len(own):
             block = self.done // self.block
@@ -179,8 +191,8 @@ class LeaveOut:
             start = stop
 
     def settle(self) -> None:
-        """Move the sums together: strewn among the temporaries of a layer they would keep its
-        memory from being used again (2 GB on SmolLM2)."""
+        """Copy the sums into one piece of memory. Scattered among the temporaries of a layer they
+        would prevent the allocator from reusing its memory (2 GB on SmolLM2)."""
         self._moved(ShareSums.stack(list(self.sums.values())))
 
     def to_cpu(self) -> None:
@@ -200,7 +212,7 @@ class LeaveOut:
             self.counts[key] = self.counts.get(key, 0) + counts[group, block]
 
     def _counted(self, axis: int) -> dict[int, int]:
-        """Contexts by own group or by block."""
+        """Contexts by own group (``axis`` 0) or by block (1)."""
         contexts: dict[int, int] = {}
         for key, count in self.counts.items():
             contexts[key[axis]] = contexts.get(key[axis], 0) + count
@@ -208,8 +220,8 @@ class LeaveOut:
 
     @property
     def spread(self) -> bool:
-        """Whether the contexts are those of the basis, about evenly: then a group is left out of
-        both at once."""
+        """Whether the contexts are all in the basis and spread over its groups as the basis is,
+        within :data:`UNEVEN`: then a group is left out of both at once."""
         owned = self._counted(0)
         expected = (self.share * self.done).tolist()
         return -1 not in owned and all(
@@ -224,9 +236,10 @@ class LeaveOut:
         contexts: bool = False,
         blocks: frozenset[int] = NONE,
     ) -> Tensor:
-        """Covariance and gain shares ``[2 head term]`` without some groups of the basis (and, with
-        ``contexts``, without their contexts), or without some blocks of contexts; each context by
-        the basis without all groups that are ``joined`` with its own."""
+        """Covariance and gain shares ``[2 head term]``, with ``left_out`` groups removed from every
+        basis (with ``contexts`` also from the contexts), or with some ``blocks`` of contexts
+        removed. ``joined`` maps each group to all groups left out with it; a context uses a basis
+        without those joined with its own."""
         numerators, totals = torch.zeros(()), torch.zeros(())
         for (group, block), sums in self.sums.items():
             if (contexts and group in left_out) or block in blocks:
@@ -245,11 +258,11 @@ class LeaveOut:
         return numerators / torch.where(totals > 0, totals, torch.nan).unsqueeze(-1)
 
     def table(self, contexts: int) -> Resampled:
-        """The shares with each group left out; NaN where basis or sweep have too few contexts or
-        groups for an interval (``contexts`` of the basis).
+        """The shares with each group left out. ``contexts`` is the number of contexts in the basis;
+        NaN where basis or sweep have too few contexts or groups for an interval.
 
-        Groups of fewer than 8 contexts are left out together with their neighbours, as topics go on
-        over several windows; with fewer than four such blocks there is no interval.
+        Groups of fewer than 8 contexts are left out together with their neighbours, because topics
+        continue over several windows; with fewer than four such blocks there is no interval.
         """
         counts = (self.share * contexts).round().long()
         groups, together = sets_of(blocks(counts)), self.spread
@@ -260,7 +273,7 @@ class LeaveOut:
         complete = self._shares(joined)
         fewest = min(len(groups), len(groups if together else context_blocks))
         if fewest < FEWEST_GROUPS or self.done < FEWEST:
-            # two groups without shares, so that intervals come out as NaN
+            # all contexts and two groups, the fewest that a jackknife takes: its interval is NaN
             unknown = complete.new_full((*complete.shape[:2], 3, complete.shape[2]), torch.nan)
             return Resampled(unknown[0], unknown[1], ((0.5, 0.5),))
         samples = [self._shares(joined, members, contexts=together) for members in groups]
@@ -276,7 +289,8 @@ class LeaveOut:
 
 class GroupProjections:
     """Mean and positional vectors of the groups of one layer's input, projected to queries and keys
-    and turned with the position."""
+    and rotated by position, without the frozen scales. In ``mapped`` the ``part`` axis is mean and
+    pos."""
 
     def __init__(self, layer: LayerView, basis: PositionContext) -> None:
         groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
@@ -285,12 +299,13 @@ class GroupProjections:
         for which in ("q", "k"):
             mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
             pos = layer.projected(groups.pos.to(layer.h), which)
-            # the mean is the same at every position until it is turned
+            # expanded before the rotation, which makes the mean differ by position
             mean_and_pos = torch.stack([mean.expand_as(pos), pos])
             self.mapped[which] = layer.turned(mean_and_pos, which)
 
     def sums(self, layer: LayerView, rows: slice, drop: int) -> ShareSums:
-        """Numerators and gains of all pairs of the parts for some contexts."""
+        """Numerators and gains of all pairs of the 2 G + 1 parts, for the contexts ``rows`` of the
+        batch; the first ``drop`` positions are left out."""
         parts: list[Tensor] = []
         for which, projected in (("q", layer.q), ("k", layer.k)):
             scale = layer.scale if which == "q" else 1.0

@@ -1,5 +1,5 @@
-"""Which frequencies carry the scores of a rotary model: shares of rotary planes and of bands of
-wavelengths, the tables that ``.planes()`` of a split's shares and of a sweep returns."""
+"""Which frequencies carry the scores of a rotary model? Tables of the shares of rotary planes and
+of bands of wavelengths. ``.planes()`` of a split's shares and of a sweep returns them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class BandTable(TermResult):
     """Shares of bands of wavelengths, by term, for each head: what :meth:`PlaneTable.by_band`
     returns.
 
-    ``cs`` and ``gs`` sum over bands and terms to one (less what is in no band, and ALiBi).
+    ``cs`` and ``gs`` sum over bands and terms to one, less the share of planes in no band and of
+    ALiBi.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -88,10 +89,11 @@ class BandTable(TermResult):
 class PlaneTable(TermResult):
     """Shares of each rotary plane, by term, for each head: what :meth:`ShareTable.planes` returns.
 
-    ``cs = sum X~^(m) . S~ / sum S~^2`` and ``gs``, the same with ``p - u`` in place of S~, sum over
-    planes and terms to one; with ALiBi, whose term is in no plane, to one less its share.
-    ``wavelength`` is in tokens (infinite for what is not rotated); ``head_planes`` are the
-    planes themselves, in prompts of ``length`` tokens, which the default bands depend on.
+    ``cs = sum X~^(m) . S~ / sum S~^2`` and ``gs = sum (p - u) . X^(m) / sum (p - u) . S`` for plane
+    m of each term X (:mod:`tl_geometry.scores.sums`). Each sums to one over planes and terms; with
+    ALiBi, whose term is in no plane, to one less its share. ``wavelength`` is in tokens (infinite
+    for what is not rotated); ``head_planes`` are the planes themselves, in prompts of ``length``
+    tokens, which the default bands depend on.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -125,7 +127,7 @@ class PlaneTable(TermResult):
         prompt's length), ``far`` and ``pass`` (not rotated), or bands of your own."""
         chosen = default_bands(self.length) if bands is None else dict(bands)
         member = {name: self.head_planes.inside(Band(*band)) for name, band in chosen.items()}
-        # no Band holds what is not rotated: it is a band of its own
+        # a Band never contains what is not rotated, so that is always a band of its own
         member |= {PASS: self.head_planes.chosen(PASS)}
         weight = torch.stack(list(member.values()), 1).to(self.cs)
         cs, gs = (

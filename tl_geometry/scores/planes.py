@@ -1,12 +1,13 @@
-"""Rotary planes of attention scores: the coordinates of a head in groups that turn together.
+"""Which coordinates of a head does a choice of rotary planes mean? A rotary plane is a pair of
+coordinates that rotate together. Splits, tables, views and edits by plane ask here.
 
 With rotated queries and keys ``q~, k~`` plane m of a term is
 
     X_ab^(m)[i, j] = sum_{e in plane m} q~_a[i, e] k~_b[j, e],   sum_m X_ab^(m) = X_ab
 
-and, for constant q and k, a function ``cos(theta_m (i - j) + phase)`` of the offset. Its wavelength
-``2 pi / theta_m`` is in tokens. Planes are chosen by their number, by a :class:`Band` of
-wavelengths, or by the name of a default band:
+For constant q and k it is proportional to ``cos(theta_m (i - j) + phase)``, a function of the
+offset, whose wavelength ``2 pi / theta_m`` is in tokens. Planes are chosen by their number, by a
+:class:`Band` of wavelengths, or by the name of a default band:
 
     near    wavelength <= 16           turns within a few tokens
     middle  16 < wavelength <= T       turns at least once in a prompt of T tokens
@@ -34,11 +35,12 @@ from tl_geometry.models.rotary import RotaryPlanes
 NEAR = 16
 """The longest wavelength, in tokens, of the default band ``near``."""
 PASS = "pass"
-"""Name of the band of what is not rotated."""
+"""Name of the band of coordinates that are not rotated."""
 
 
 class Band(NamedTuple):
-    """Planes with ``over < wavelength <= up_to`` (tokens); what is not rotated is in none."""
+    """Planes with ``over < wavelength <= up_to`` (tokens). Coordinates that are not rotated are in
+    no band of wavelengths."""
 
     over: float
     up_to: float
@@ -62,8 +64,10 @@ def default_bands(length: int) -> dict[str, Band]:
 
 @dataclass(frozen=True, eq=False)
 class HeadPlanes:
-    """The planes of some heads in prompts of ``length`` tokens: the plane of each coordinate, and
-    the frequency of each plane in radians per token (NaN where a head has fewer planes)."""
+    """The planes of some heads in prompts of ``length`` tokens: the number of the ``plane`` of each
+    coordinate, and the frequency ``theta`` of each plane in radians per token. Coordinates that are
+    not rotated are one plane of frequency zero; ``theta`` is NaN where a head has fewer planes than
+    others."""
 
     plane: Int[Tensor, "head d_head"]
     theta: Float[Tensor, "head plane"]
@@ -80,7 +84,7 @@ class HeadPlanes:
 
     @staticmethod
     def unturned(heads: int, d_head: int, length: int) -> HeadPlanes:
-        """One plane for all coordinates, which is not rotated."""
+        """Heads without rotation: all coordinates are one plane of frequency zero."""
         plane = torch.zeros(heads, d_head, dtype=torch.int64)
         return HeadPlanes(plane, torch.zeros(heads, 1, dtype=torch.float64), length)
 
@@ -91,17 +95,18 @@ class HeadPlanes:
 
     def inside(self, band: Band) -> Bool[Tensor, "head plane"]:
         """Which planes a band holds."""
-        # a frequency of NaN, of a plane that the head lacks, compares false
+        # NaN, the frequency of a plane that the head lacks, compares false
         turned = self.theta.abs() > 0
         return turned & (self.wavelength > band.over) & (self.wavelength <= band.up_to)
 
     def chosen(self, planes: PlanesLike) -> Bool[Tensor, "head plane"]:
-        """Which planes are meant, per head; planes that a head does not have are none."""
+        """The planes of each head that a choice means; planes that a head lacks are never
+        chosen."""
         if isinstance(planes, str):
             bands = default_bands(self.length)
             name = checks.choice(planes, (*bands, PASS), "planes")
             return self.theta == 0 if name == PASS else self.inside(bands[name])
-        # before the sequences: a Band is itself a tuple
+        # a Band is a tuple, so it must be recognised before sequences
         if isinstance(planes, Band):
             expected, got = "over < up_to, both at least 0", tuple(planes)
             require(0 <= planes.over < planes.up_to, "planes", expected=expected, got=got)
@@ -136,7 +141,7 @@ class HeadPlanes:
 
 
 def describe_planes(planes: PlanesLike) -> str:
-    """How a choice of planes is named in captions and flags.
+    """The name of a choice of planes in captions and flags.
 
     >>> describe_planes(["near", 7]), describe_planes(Band(0, 16))
     ('near, 7', 'wavelengths over 0 up to 16')

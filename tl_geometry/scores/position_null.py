@@ -1,24 +1,28 @@
-"""Does position explain more of a head's scores than noise would? The null share and the p-value of
-``detail="nulls"``, from draws in which the groups of a basis no longer agree on what a position is.
+"""Does position explain more of a head's scores than noise would? The null share and the p-value
+that ``sweep_heads`` gives for ``detail="nulls"``, from draws in which the groups of a basis no
+longer agree on the vector of a position.
 
-A basis is the average of G groups of contexts. Without position the mean vectors ``M_g`` of the
-groups are noise, and as sums of contexts about normal, so that any rotation of the G groups among
-each other is as likely as what was seen (Langsrud 2005, rotation tests)::
+A basis is the average of G groups of contexts, with mean vectors ``M_g`` of each group. Without
+position these are noise, about normal because each is an average of many contexts. The
+``sqrt(w_g) M_g``, with w_g the share of the contexts in group g, then have one covariance, so that
+every orthogonal mixture of them is as likely as what was seen (Langsrud 2005, rotation tests)::
 
-    M(r) = sum_g r_g sqrt(w_g) M_g,   |r| = 1,   w_g the share of the contexts in group g
+    M(r) = sum_g r_g sqrt(w_g) M_g,   |r| = 1
 
-The basis is ``r_g = sqrt(w_g)``. With position this direction stands out, as all groups hold the
-same vectors. The p-value is the share of random directions r in which position explains as much;
-the null share is the mean over directions without their part along the basis, in which what all
-groups have in common cancels while noise stays as large. Nothing is shifted along the window, so
-that correlation between positions, however strong, is kept.
+The basis is ``r_g = sqrt(w_g)``. Where there is position this direction stands out, because all
+groups contain the same vectors. The p-value is the share of random directions r in which position
+explains as much. The null share is the mean over directions orthogonal to that of the basis: there
+whatever all groups share cancels, and noise keeps its size. Nothing is shifted along the window, so
+correlation between positions is kept, however strong.
 
-What moves is what the label calls position: ``pos`` of queries and keys; in a rotary model also the
-rotated means of the keys (relative position), and those of the queries as far as they are noise.
-Contexts of the basis turn with their groups: sums of queries times keys over contexts stay what
-they are, but for products with the mean query, which are linear in the keys (:func:`odd_products`).
-All draws are bilinear forms in one table of pairs of groups, which the intervals need as well
-(:mod:`tl_geometry.scores.leave_out`).
+What is mixed is what the label calls position: ``pos`` of queries and keys; in a rotary model also
+the rotated means of the keys (relative position), and of the rotated mean of the queries the part
+that is noise. Contexts of the basis change with their groups. Sums over them of queries times keys
+stay the same, because the mixture is orthogonal, except for products with the mean query, which are
+linear in the keys (:func:`odd_products`). All draws are bilinear forms in one table of pairs of
+groups, which the intervals need as well (:mod:`tl_geometry.scores.leave_out`).
+
+In names here "turned" means mixed in this way, not the rotary rotation.
 """
 
 from __future__ import annotations
@@ -39,21 +43,23 @@ from tl_geometry.scores.projection import Side
 from tl_geometry.scores.sums import share_sums
 
 DRAWS = 1_999
-"""Random directions: the smallest p-value is 1 / 2000, with which 3 of 270 heads are below 0.05
-after correction for all 270."""
+"""Random directions. The smallest p-value is then 1 / 2000: three such heads among 270 are below
+0.05 after the correction for all 270 (1 / 2000 * 270 / 3 = 0.045)."""
 CHUNK = 256
-"""Directions at a time, so that a table of groups for each stays small."""
+"""Directions computed at a time, which bounds the tables ``[head direction part part]``."""
 DEPENDENT = 0.1
-"""Groups are not independent where at most this share of random orders has neighbours as alike as
-those of the corpus: topics of two groups each reject in 13% of the cases, and are let through in
-2%."""
+"""No p-value where at most this share of random orders of the groups has neighbours as similar as
+the order of the corpus: the groups are then not independent. Topics that cover two groups each
+would make the test reject in 13% of the cases; with this check 2% of them get a p-value."""
 
 
 class Turned(NamedTuple):
-    """What the draws of one layer are made of; part 0 is the mean, then what turns of each group
-    (times its share of the contexts).
+    """What the draws of one layer need besides sums over contexts.
 
-    ``kept`` is how far the mean query is known from noise (one where it does not turn).
+    ``odd`` are the products of :func:`odd_products`; its parts are the mean, then what turns of
+    each group, times the group's share of the contexts. ``kept`` is the share of the mean query's
+    squared norm that is not sampling noise (one where the mean does not turn). ``independence`` is
+    that of the groups (:func:`independence`).
     """
 
     odd: Float[Tensor, "head part part group"]
@@ -64,9 +70,11 @@ class Turned(NamedTuple):
 def mean_parts(
     layer: LayerView, groups: GroupProjections, which: str
 ) -> tuple[Float[Tensor, "group position head d_head"], Tensor]:
-    """Bias and pos of each group as an average context of the batch scales them."""
+    """Bias and pos of each group, both ``[group position head d_head]``, with the frozen scales and
+    constants averaged over the contexts of the batch."""
     side = Side.of(layer, which, normalized=groups.normalized)
-    frozen = side.frozen.square().mean(0, keepdim=True).sqrt()  # they enter as squares
+    # root mean square, because the scales enter the sums of squares squared
+    frozen = side.frozen.square().mean(0, keepdim=True).sqrt()
     side = replace(side, frozen=frozen, constant=side.constant.mean(0, keepdim=True))
     scale = layer.scale if which == "q" else 1.0
     bias, pos = side.bias_and_pos(groups.mapped[which].unsqueeze(2), scale=scale)
@@ -79,11 +87,12 @@ def odd_products(
     allowed: Bool[Tensor, "query key"],
     drop: int,
 ) -> Float[Tensor, "head part part group"]:
-    """``sum X~_ab . Y~_g``: terms of all parts times the mean query (part 0) with the keys of each
-    group (parts 1 on).
+    """``sum X~_ab . Y~_g`` over rows and keys: every term X_ab of the parts, times the scores Y_g
+    of the mean query (part 0) with the keys of group g (part g + 1).
 
-    The groups stand as contexts of :func:`~tl_geometry.scores.sums.share_sums`; a last part makes
-    the whole query the mean, and the whole key that of the group.
+    :func:`~tl_geometry.scores.sums.share_sums` multiplies terms by total scores. So each group
+    takes the place of a context, and one more part is added to queries and keys, such that the
+    total query is the mean and the total key that of the group.
     """
     groups, parts = len(key) - 1, len(key)
     q = query.unsqueeze(1).expand(-1, groups, -1, -1, -1)
@@ -102,9 +111,10 @@ def independence(
     *,
     ordered: bool,
 ) -> float:
-    """The share of orders of the groups in which neighbours are as alike as in that of the corpus
-    (one unless ``ordered``): small where a topic goes on from one group to the next. Zero where all
-    groups are the same (one prompt many times), as they tell nothing of noise."""
+    """The share of random orders of the groups in which neighbours are as similar as in the order
+    of the corpus (one unless ``ordered``). It is small where a topic continues from one group to
+    the next. Zero where all groups are the same (one prompt many times): they show no noise to
+    compare with."""
     deviations = vectors - share.to(vectors) @ vectors
     gram = (deviations @ deviations.mT).double().cpu()
     # float32 projections of equal groups differ by rounding, about 1e-6 of their size
@@ -115,22 +125,24 @@ def independence(
     orders = [torch.randperm(len(gram), generator=generator) for _ in range(DRAWS)]
     order = torch.stack([torch.arange(len(gram)), *orders])
     alike = gram[order[:, :-1], order[:, 1:]].sum(1)
-    tie = 1e-9 * gram.abs().sum()  # orders that differ by rounding alone are equal
+    tie = 1e-9 * gram.abs().sum()  # orders that differ by less differ by rounding: ties count
     return float((alike >= alike[0] - tie).double().mean())
 
 
 def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> Turned:
-    """What the draws of a layer need beside the table of pairs of its groups."""
+    """:class:`Turned` of one layer, from the first batch."""
     weight = groups.share.to(layer.h).reshape(-1, 1, 1, 1)
     (q_bias, q_pos), (k_bias, k_pos) = (mean_parts(layer, groups, w) for w in "qk")
     mean, zero = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
     reliability = torch.ones(q_bias.shape[2]).double()
     if layer.rotary:
+        # the mean's sampling variance, by the spread of the groups (G - 1 degrees of freedom)
         noise = ((q_bias - mean).square() * weight).sum((0, 1, 3)) / max(1, len(weight) - 1)
+        # 1e-30 only avoids 0 / 0 for a head whose mean query is zero
         reliability = (1 - noise / mean.square().sum((0, 1, 3)).clamp(min=1e-30)).clamp(min=0)
         q_pos, k_pos = q_pos + q_bias, k_pos + k_bias
     query, key = torch.cat([mean, q_pos * weight]), torch.cat([zero, k_pos * weight])
-    # topics are constant along the window: only rotated means hold them
+    # a topic shifts the mean of its contexts; pos has no mean, so only rotated means contain topics
     key_vectors = k_pos[:, drop:].flatten(1)
     p_independent = independence(key_vectors, groups.share, seed, ordered=layer.rotary)
     return Turned(
@@ -139,15 +151,16 @@ def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> 
 
 
 class PositionNull:
-    """The draws of one layer, made once; its table follows from the sums of the intervals."""
+    """The null of one layer, set up with the first batch; :meth:`table` evaluates the draws on the
+    sums that :class:`~tl_geometry.scores.leave_out.LeaveOut` has collected."""
 
     def __init__(self, layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> None:
         self.share, self.rotary, self.seed = groups.share.cpu(), layer.rotary, seed
         self.turned = turned(layer, groups, drop, seed)
 
     def directions(self) -> tuple[Float[Tensor, "sample group"], Float[Tensor, "row group"]]:
-        """The basis and random directions, and the latter without their part along the basis, as
-        multiples of each group's share."""
+        """``c_g = r_g / sqrt(w_g)``, so that ``M(r) = sum_g c_g w_g M_g``: for the basis (all ones)
+        and :data:`DRAWS` random directions, and for these made orthogonal to the basis."""
         generator = torch.Generator().manual_seed(self.seed)
         of_basis = self.share.sqrt()
         r = torch.randn(DRAWS, len(of_basis), generator=generator, dtype=torch.float64)
@@ -157,8 +170,9 @@ class PositionNull:
         return torch.cat([of_basis.unsqueeze(0), r]) / of_basis, off_basis / of_basis
 
     def pairs(self, sums: LeaveOut) -> tuple[Tensor, Tensor, Tensor]:
-        """Numerators of all pairs of the mean and of what turns of each group, what no draw holds
-        (ALiBi), and the totals, over all contexts."""
+        """Sums over all contexts: numerators ``[head part part]`` of all pairs of the mean and of
+        what turns of each group; those of ALiBi ``[head]``, which is position in the model and in
+        no draw; and the totals ``[head]``."""
         entries = list(sums.sums.values())
         numerators = torch.stack([s.numerators for s in entries]).sum(0)
         total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in entries]).sum(0)
@@ -170,7 +184,7 @@ class PositionNull:
         each_group = torch.cat(
             [identity if self.rotary else 0 * identity, identity, zero_column], 1
         )
-        # the mean sums the bias of all groups; of a group turns pos, and bias where it is rotated
+        # rows: the mean is the bias of all groups; of each group turns pos, and bias where rotary
         change = torch.cat([mean, each_group])
         table = numerators[:, : n_parts * n_parts].unflatten(1, (n_parts, n_parts))
         pairs = einsum(change, table, change, "a m, h m n, b n -> h a b")
@@ -182,24 +196,26 @@ class PositionNull:
         known: int,
         draws: Float[Tensor, "sample group"],
     ) -> Float[Tensor, "head sample"]:
-        """``sum X~ . S~`` of the position terms in every draw; ``known`` contexts are the basis's
-        and turn with it."""
+        """``sum X~ . S~`` of the position terms in every draw; ``known`` is the number of contexts
+        that are in the basis and change with their groups."""
         chunks, reliability = [], self.turned.kept
         for c in draws.split(CHUNK):
-            # the turned group means hold the mean too: it keeps what they do not sum up to
+            # with rotation what turns of each group contains the mean, c . w times in all: the part
+            # "mean" keeps the rest
             mean = (1 - c @ self.share) if self.rotary else torch.ones(len(c)).double()
             mean_weight = mean * reliability.unsqueeze(1)  # [head sample]
             query = torch.cat([mean_weight.unsqueeze(-1), c.expand(len(reliability), -1, -1)], -1)
             key = torch.cat([torch.full_like(c[:, :1], float(not self.rotary)), c], 1)
+            # summed over the contexts of the basis, keys change by known sum_g (c_g - 1) w_g M_g
             moved = einsum(self.turned.odd, c - 1, "h a b g, s g -> h s a b")
             table = pairs.unsqueeze(1) + known * reliability.reshape(-1, 1, 1, 1) * moved
             chunks.append(einsum(query, table, key, "h s a, h s a b, s b -> h s"))
         return torch.cat(chunks, 1)
 
     def table(self, sums: LeaveOut, contexts: int) -> dict[str, Float[Tensor, " head"]]:
-        """Mean and 95% point of the null share, and the p-value of position: NaN where the sweep or
-        its basis (of ``contexts``) has too few contexts or groups, and where the groups are not
-        independent (:func:`independence`)."""
+        """Mean and 95% quantile of the null share, and the p-value of position. The p-value is NaN
+        where the sweep or its basis (of ``contexts``) has too few contexts or groups, and where the
+        groups are not independent (:func:`independence`)."""
         pairs, alibi, total = self.pairs(sums)
         total = torch.where(total > 0, total, torch.nan).unsqueeze(1)
         n_own = sum(count for (group, _), count in sums.counts.items() if group >= 0)
@@ -211,7 +227,7 @@ class PositionNull:
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
         few = min(sums.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
         unknown = torch.isnan(position[:, 0]) | few | (self.turned.independence <= DEPENDENT)
-        # a quantile takes no NaN: it comes back with 0 * null
+        # quantile refuses NaN, so it is replaced first; adding 0 * null restores it
         return {
             "cs_position_null": null.mean(1),
             "cs_position_null_95": null.nan_to_num().quantile(0.95, 1) + 0 * null[:, 0],
@@ -220,8 +236,9 @@ class PositionNull:
 
 
 def adjusted(p: Float[Tensor, " head"]) -> Float[Tensor, " head"]:
-    """p-values adjusted for the number of heads by Benjamini and Hochberg 1995: of the heads below
-    0.05 at most 5% have no position, on average. NaN stays and counts for nothing.
+    """p-values adjusted for the number of heads (Benjamini and Hochberg 1995): of the heads below
+    0.05 at most 5%, on average, have no effect of position. NaN stays NaN and is not counted as a
+    head.
 
     >>> adjusted(torch.tensor([0.01, 0.04, torch.nan, 0.02], dtype=torch.float64)).tolist()
     [0.03, 0.04, nan, 0.03]

@@ -1,14 +1,14 @@
-"""Projects parts of a layer's input to queries, keys and values: for splits, sweeps and edits of a
-live model.
+"""Which query, key or value does a part of a layer's input give? The projection of parts, called by
+splits, sweeps and edits of a live model.
 
 With every scale frozen a layer's queries are linear in additive parts of its input (keys and values
 alike)::
 
     q_a = map(p_a) * frozen          q = sum_a q_a + constant
 
-The constant of norm and projection goes with ``bias``, and so does the mean where it is no part of
-its own. A positional embedding that reaches queries and keys beside the stream (``added``) is in
-the constant, but it is position: it is moved to ``pos``.
+The constant of norm and projection belongs to ``bias``, and so does the mean unless it is a part of
+its own. A positional embedding that is added to queries and keys and not to the stream (``added``)
+is in the constant, but it is position: it is moved to ``pos``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ class ProjectedParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Side:
-    """How parts of one layer's input become its queries, keys or values."""
+    """How parts of one layer's input become its queries, keys or values.
+
+    ``map`` is linear, the same for all tokens; ``frozen`` the scales of this forward pass (one over
+    the norm's, and over a QK-norm's); ``constant`` the bias of norm and projection, scaled and
+    rotated alike; ``added`` what queries or keys get from a positional embedding that is not in
+    the stream, ``None`` without one.
+    """
 
     map: LinearMap
     frozen: Float[Tensor, "batch position head"]
@@ -81,11 +87,12 @@ class Side:
         scale: float = 1.0,
         out: Tensor | None = None,
     ) -> Float[Tensor, "part ... batch position head d_head"]:
-        """``bias`` and ``pos`` from the mapped mean and positional vectors: the frozen scale, the
-        constants where they belong, and ``scale`` times all of it."""
+        """``bias`` and ``pos`` (the ``part`` axis) from the mapped mean and positional vectors:
+        times the frozen scale, plus the constants, and all of it times ``scale``. The result is
+        written to ``out`` where that is given."""
         parts = torch.mul(mapped, self.frozen.unsqueeze(-1) * scale, out=out)
         parts[0].add_(self.constant, alpha=scale)
-        # the constant holds the added positional embedding, which is position
+        # the constant contains the added positional embedding, which belongs to pos
         if self.added is not None:
             parts[0].sub_(self.added, alpha=scale)
             parts[1].add_(self.added, alpha=scale)
@@ -93,8 +100,8 @@ class Side:
 
 
 class MappedBasis(NamedTuple):
-    """Mean and pos of one layer's input after the maps, ``[mean or pos, head, position, d_head]``,
-    without the frozen scales.
+    """Mean and pos (the ``part`` axis) of one layer's input after the maps, without the frozen
+    scales, so that they serve for every batch.
 
     ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
     """
@@ -119,14 +126,13 @@ def project_basis(layer: LayerView, basis: PositionContext, length: int) -> Mapp
 def split_layer(
     layer: LayerView, mapped: MappedBasis, rows: slice, *, start: int = 0
 ) -> ProjectedParts:
-    """Queries (with the score scale) and keys of bias, pos and cvec for some contexts; cvec is the
-    rest of the model's own.
-
-    Positions from ``start`` on. The parts lie in memory as
-    :func:`tl_geometry.scores.sums.share_sums` goes through them, heads first.
+    """Queries (with the score scale) and keys of bias, pos and cvec, for the contexts ``rows`` and
+    positions from ``start`` on. cvec is the remainder of the model's own queries and keys, so these
+    parts always add up; the sweep checks cvec separately.
     """
     batch, length, heads, width = layer.q[rows, start:].shape
-    # heads first in memory, parts first as seen: share_sums reorders them without a copy
+    # memory in the order in which share_sums reads, [batch head position part d_head]: its
+    # rearrangement then needs no copy
     size = (batch, heads, length, len(PARTS), width)
     q, k = (
         rearrange(x.new_empty(size), "b h i part e -> part b i h e") for x in (layer.q, layer.k)
@@ -146,7 +152,8 @@ def split_layer(
 
 
 def split_heads(layer: LayerView, mapped: MappedBasis, heads: list[int]) -> ProjectedParts:
-    """The parts of some heads of a whole batch, with gradients: new memory throughout."""
+    """:func:`split_layer` for some heads of a whole batch, in new tensors: autograd refuses the
+    ``out=`` that :func:`split_layer` uses, and edits of a live model need gradients."""
     projected: list[Tensor] = []
     for which, mean_and_pos, total in (("q", mapped.q, layer.q), ("k", mapped.k, layer.k)):
         side = Side.of(layer, which, normalized=mapped.normalized)

@@ -1,12 +1,13 @@
-"""Relative position: how scores depend on the offset i - j of query and key. Functions of a split
-(:func:`offset_profile`, :func:`offset_share`) and of a model (:func:`relative_kernel`).
+"""How do attention scores depend on relative position, the offset i - j of query and key? Public
+functions of a split (:func:`offset_profile`, :func:`offset_share`) and of a model
+(:func:`relative_kernel`); the report's section on rotary planes calls the first.
 
 - **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
-  exactly a function of the offset: with the projected mean and constants q, k before rotation,
-  ``kappa(D) = sum_m kappa_m(D)``, ``kappa_m(D) = scale <R_D q, k>`` in plane m
-  ``= c_m cos(theta_m D) + s_m sin(theta_m D)``.
+  exactly a function of the offset. With q and k the projected mean and constants before rotation,
+  and R_D the rotation by D positions, it is ``kappa(D) = sum_m kappa_m(D)``, where plane m gives
+  ``kappa_m(D) = scale <R_D q, k> = c_m cos(theta_m D) + s_m sin(theta_m D)``.
 - **Profile** of any term or plane: its mean over the cells at each offset.
-- **Share** of the scores that a function of the offset explains for prompts that it was not fitted
+- **Share** of the scores that a function of the offset explains, in prompts that it was not fitted
   on.
 """
 
@@ -81,7 +82,7 @@ class RelativeKernel(Result):
     @property
     def peak(self) -> Float[Tensor, "head plane"]:
         """The offset in tokens at which each plane is largest; NaN for what is not rotated."""
-        # a plane that turns backwards has its peak at the mirrored phase
+        # a negative frequency mirrors the phase
         phase = torch.remainder(torch.atan2(self.sine, self.cosine) * self.theta.sign(), math.tau)
         return phase / torch.where(self.theta == 0, torch.nan, self.theta.abs())
 
@@ -91,7 +92,7 @@ class RelativeKernel(Result):
         """The kernel of each plane at ``offsets``, by default 0 to
         ``head_planes.length - 1``."""
         distances = torch.arange(self.head_planes.length) if offsets is None else offsets
-        # NaN marks planes that a head lacks, which add nothing
+        # planes that a head lacks are NaN: as zeros they add nothing
         angle = torch.nan_to_num(self.theta).unsqueeze(-1) * distances.double()
         cosine, sine = (torch.nan_to_num(x).unsqueeze(-1) for x in (self.cosine, self.sine))
         return cosine * angle.cos() + sine * angle.sin()
@@ -122,8 +123,8 @@ def relative_kernel(
     Args:
         basis: from ``decompose(model, tokens, normalize=True)``.
         layers, heads: which heads, all by default.
-        length: positions of the pass whose rotation is used (some scaled bases depend on it), by
-            default those that the basis has seen.
+        length: positions of the forward pass whose rotation is used (some scaled rotary bases
+            depend on it), by default the positions that the basis has seen.
 
     Raises ``GeometryError`` for a basis of the states themselves and for models without rotation,
     ``UnsupportedModelError`` for QK-norm, whose scale varies by token:
@@ -171,7 +172,8 @@ def relative_kernel(
 def _kernel_of(
     layer: LayerView, basis: PositionContext
 ) -> tuple[RotaryPlanes, Float[Tensor, "row head plane"]]:
-    """The planes of a layer, and the cosine and sine coefficients of its heads' kernels."""
+    """The planes of a layer, and the coefficients of its heads' kernels: row 0 the cosines', row 1
+    the sines'."""
     turn = layer.turn
     if turn is None:
         expected = "a rotary model"
@@ -191,22 +193,24 @@ def _kernel_of(
     q = (layer.q_map(mean) + layer.q_constant[:1])[0, :1].double()
     k = (layer.k_map(mean) + layer.k_constant[:1])[0, :1].double()
     zero_cosine = torch.zeros(1, turn.cos.shape[-1]).to(q)
-    # turned by a quarter, q gives the sine coefficients
+    # <R_D q, k> = cos(theta D) <q, k> + sin(theta D) <J q, k> in a plane, J the quarter turn
     quarter = rotate(q, zero_cosine, torch.ones_like(zero_cosine), turn.pairing)
     products = torch.stack([q * k, quarter * k])[:, 0] * layer.scale
     by_plane = products.new_zeros(*products.shape[:2], len(planes.theta))
     summed = by_plane.index_add_(-1, planes.plane.to(by_plane.device), products).cpu()
-    summed[1, :, planes.theta == 0] = 0  # what is not rotated is a constant
+    # coordinates that are not rotated have no quarter turn: their plane is a constant
+    summed[1, :, planes.theta == 0] = 0
     return planes, summed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetProfile(Result):
-    """Mean of a term at each offset i - j from ``first`` on, with the bounds of its ``level``
-    interval over prompts (the basis as given): what :func:`offset_profile` returns.
+    """Mean of a term at each offset i - j from ``first`` on, with ``low`` and ``high`` the bounds
+    of its ``level`` interval over prompts: what :func:`offset_profile` returns. The basis is taken
+    as given, so the interval does not cover its sampling error.
 
-    In units of the score before any soft cap; NaN where no cell has the offset. Bounds are NaN for
-    fewer than 10 prompts.
+    In units of the score before any soft cap; NaN where no cell has the offset. ``cells`` counts
+    the cells of one prompt. Bounds are NaN for fewer than 10 prompts.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -256,16 +260,18 @@ def offset_profile(
     drop: int | None = None,
     level: float = 0.95,
 ) -> OffsetProfile:
-    """Mean of a term of a split at each offset, over the allowed cells of the kept queries and
-    keys, and a t interval over prompts.
+    """Mean of a term of a split (all terms together for ``None``) at each offset, over the allowed
+    cells without the first ``drop`` queries and keys, and a t interval over prompts.
 
     ``mean_D = mean over prompts of (mean over cells with i - j = D)``. For (bias, bias) on a
-    normalised basis of a rotary model it is the kernel, and its band has no width.
+    normalised basis of a rotary model without QK-norm it is the kernel, the same in every prompt,
+    so that its interval has no width.
     """
     require(0 < level < 1, "level", expected="between 0 and 1", got=level)
     start, allowed = _start_and_mask(split, drop)
     term_matrix = _matrix(split, term)[..., start:, start:].double()
     batch, heads, length, _ = term_matrix.shape
+    # i - j + length - 1, so that the most negative offset has index 0
     index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
     index = index.flatten().to(term_matrix.device)
     size = 2 * length - 1
@@ -278,7 +284,7 @@ def offset_profile(
     if batch >= FEWEST:
         half_width = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
         bound = means.std(0) * half_width
-    # argmax finds the first offset that any head's mask allows
+    # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
     trimmed = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
     profile, low, high, counts = trimmed
@@ -306,13 +312,16 @@ def offset_share(
     """Share of the row-centred scores (or of one term) that row-centred indicators of the offset
     explain, cross-validated.
 
-    Prompts are cut into ``groups`` contiguous groups g; the profile ``beta_(-g)`` is fitted on the
-    others, ``share = 1 - sum_g |S~_g - D~ beta_(-g)|^2 / sum_g |S~_g|^2``: at most one, negative
-    where the profile of other prompts does harm. Its null is zero: without a profile that all
-    prompts have in common 5 to 8% of shares are above it. Prompts of one text belong in one group,
-    which by default holds 8 prompts (:func:`prompt_groups`); then 10% are above zero where the
-    prompts are of 8 texts, 13% of 2 to 4 texts, and of fewer than 16 prompts the share speaks of
-    their texts only.
+    Prompts are cut into ``groups`` contiguous groups g. The profile ``beta_(-g)`` is fitted on all
+    other groups by least squares, with S~ the row-centred scores and D~ the row-centred indicators,
+    and ``share = 1 - sum_g |S~_g - D~ beta_(-g)|^2 / sum_g |S~_g|^2``. It is at most one, and
+    negative where the profile of other prompts predicts worse than none.
+
+    Its null value is zero: without a profile common to all prompts, 5 to 8% of shares are above it.
+    Prompts of one text belong in one group, which by default holds 8 prompts
+    (:func:`prompt_groups`). If each text has a profile of its own, 10% of shares are above zero
+    with 8 texts and 13% with 2 to 4. With fewer than 16 prompts the share holds for their texts
+    only.
     """
     batch = split.q.shape[1]
     groups = prompt_groups(batch) if groups is None else groups
@@ -334,8 +343,9 @@ def offset_share(
 def prompt_groups(prompts: int) -> int:
     """Groups of :func:`offset_share`: 8, or as many as hold 8 prompts each, at least 2.
 
-    Consecutive prompts are often of one text. Where each eight had a profile in common and all had
-    none, eight groups of 2 gave a share above zero in 81% of simulations, of 4 in 40%.
+    Consecutive prompts are often of one text. In simulations where each run of eight prompts shared
+    a profile and all prompts together had none, eight groups of 2 prompts gave a share above zero
+    in 81% of repeats, eight groups of 4 in 40%.
 
     >>> prompt_groups(12), prompt_groups(40), prompt_groups(200)
     (2, 5, 8)
@@ -350,7 +360,8 @@ def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
     explained = torch.zeros_like(pooled.energy)
     for group in groups:
         gram = (pooled.gram - group.gram)[used][:, used]
-        # row means make the dummies dependent: what is smaller than 1e-10 is rounding
+        # the dummies sum to a row constant, so the Gram matrix is singular: eigenvalues below 1e-10
+        # of the largest are rounding
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
         beta = (pooled.sums - group.sums)[:, used] @ inverse
         fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")

@@ -1,10 +1,10 @@
-"""What a term does besides its share: how far the pattern moves without it, how much of it depends
-on the offset alone, and whether it prefers equal tokens. Called for ``detail=`` of a sweep and by
-the profiles of relative position.
+"""What does a term do besides its share? How far does the pattern move without it, how much of it
+depends on the offset alone, and is it larger at equal tokens? Called for ``detail=`` of a sweep and
+for the offset share of relative position.
 
 All functions take scores as matrices (``[batch head query key]``), row-centred where they say so,
-and give sums that add up over contexts; :mod:`tl_geometry.scores.sums` has the shares, which need
-no matrices.
+and return sums that add up over contexts. The shares, which need no matrices, are in
+:mod:`tl_geometry.scores.sums`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Distance(NamedTuple):
 
 
 class Pattern:
-    """``softmax(scores)`` over the allowed keys, and how far other patterns are from it: from the
-    scores themselves, so that tiny probabilities do no harm.
+    """``softmax(scores)`` over the allowed keys, and the distance of other patterns from it. The
+    KL divergence comes from the scores, not from logarithms of probabilities that may underflow.
 
     >>> scores = torch.tensor([[0.0, 0.0], [50.0, 0.0]])  # all on key 0
     >>> pattern = Pattern(scores, torch.ones(2, 2, dtype=torch.bool).tril())
@@ -53,10 +53,11 @@ class Pattern:
         return torch.where(self.allowed, scores, torch.finfo(scores.dtype).min)
 
     def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
-        """From this pattern to ``softmax(other)``."""
+        """Distance from this pattern p to ``q = softmax(other)``, ``KL(p || q)``."""
         masked = self._masked(other)
         masked -= masked.amax(-1, keepdim=True)
-        q = masked.softmax(-1)  # its largest is one over the sum, as the largest score is zero
+        # the largest score is zero now, so that -log(max q) is the log of the softmax's sum
+        q = masked.softmax(-1)
         kl = (self.log_p - masked).mul_(self.p).sum(-1) - q.amax(-1).log()
         # rounding may leave a divergence just below zero
         kl, tv = kl.clamp(min=0), q.sub_(self.p).abs_().sum(-1) / 2
@@ -67,8 +68,13 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetSums(Sums):
-    """Sums of a row-centred term by offset i - j, per head; ``+`` adds contexts. Offsets run from
-    -(T - 1) to T - 1."""
+    """Sums of a row-centred term by offset i - j, per head; ``+`` adds contexts. The offset axis
+    runs from -(T - 1) to T - 1.
+
+    ``sums`` is the term summed over the cells at each offset, ``counts`` the number of allowed
+    cells there, ``gram`` the inner products of the row-centred offset dummies (indicators of each
+    offset), ``energy`` the term's sum of squares.
+    """
 
     sums: Float[Tensor, "*head offset"]
     counts: Float[Tensor, " offset"]
@@ -82,7 +88,7 @@ class OffsetSums(Sums):
 
     @property
     def toeplitz_r2(self) -> Float[Tensor, "*head"]:
-        """Share of the term's energy that is a function of the offset alone: R2 of its regression
+        """Share of the term's energy that is a function of the offset alone: R^2 of its regression
         on offset dummies and row means.
 
         The row means belong to the regression because a centred row of ``f(i - j)`` is no longer a
@@ -90,7 +96,8 @@ class OffsetSums(Sums):
         NaN for a term without energy.
         """
         used = self.counts > 0
-        # row means make the dummies dependent: what is smaller than 1e-10 is rounding
+        # the dummies sum to a row constant, so the Gram matrix is singular: eigenvalues below 1e-10
+        # of the largest are rounding
         inverse = torch.linalg.pinv(self.gram[used][:, used], hermitian=True, rtol=1e-10)
         sums = self.sums[..., used]
         fitted = einsum(sums, inverse, sums, "... offset, offset other, ... other -> ...")
@@ -98,8 +105,9 @@ class OffsetSums(Sums):
 
 
 class Offsets(NamedTuple):
-    """Of a mask: the place of each cell's offset, cells at each offset, and inner products of the
-    row-centred offset dummies."""
+    """What :func:`offset_sums` needs of a mask: the index of each cell's offset on the offset axis
+    (``places``), the allowed cells at each offset, and the inner products of the row-centred offset
+    dummies."""
 
     places: Int[Tensor, "query key"]
     counts: Float[Tensor, " offset"]
@@ -107,7 +115,7 @@ class Offsets(NamedTuple):
 
     @staticmethod
     def of(allowed: Bool[Tensor, "query key"]) -> Offsets:
-        """Those of a mask."""
+        """The offsets of a mask."""
         queries, keys = allowed.shape
         query_positions, key_positions = (
             torch.arange(n, device=allowed.device) for n in (queries, keys)
@@ -117,6 +125,7 @@ class Offsets(NamedTuple):
         dummies = inside.new_zeros(queries, queries + keys - 1).scatter_(1, places, inside)
         shares = dummies / inside.sum(-1, keepdim=True).clamp(min=1)
         counts = dummies.sum(0)
+        # sum over rows of (d - mean d)(d' - mean d'), where each row has each offset at most once
         return Offsets(places, counts, torch.diag(counts) - dummies.mT @ shares)
 
 
@@ -147,15 +156,15 @@ def offset_sums(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContrastSums(Sums):
-    """Counts, sums and squares of a row-centred term over earlier keys with the query's token (row
-    0) and with another (row 1)."""
+    """Statistics of a row-centred term at cells whose key has the query's token (``row`` 0) and at
+    cells whose key has another (``row`` 1); ``column`` is number of cells, sum, sum of squares."""
 
     values: Float[Tensor, "row column *head"]
 
     @property
     def contrast(self) -> Float[Tensor, "*head"]:
-        """Mean over same-token pairs minus mean over different-token pairs, in pooled standard
-        deviations; NaN without either."""
+        """Mean over same-token pairs minus mean over different-token pairs, in units of their
+        pooled standard deviation; NaN where either has fewer than two pairs."""
         n, total, squares = self.values.unbind(1)
         mean = total / torch.where(n > 1, n, torch.nan)
         pooled = (squares - n * mean.square()).clamp(min=0).sum(0) / (n.sum(0) - 2)
@@ -167,8 +176,7 @@ def contrast_sums(
     tokens: Int[Tensor, "batch position"],
     allowed: Bool[Tensor, "query key"],
 ) -> ContrastSums:
-    """Sums behind the token-identity contrast, over pairs of different positions that the mask
-    allows.
+    """Sums behind the token-identity contrast, over allowed cells (query, key) off the diagonal.
 
     >>> tokens = torch.tensor([[3, 4, 3, 4]])
     >>> match = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).float() + 0.1 * torch.arange(4.0)

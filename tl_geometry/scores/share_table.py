@@ -1,4 +1,4 @@
-"""What each term and each group of terms explains of each head's scores: the table of shares that
+"""How much of each head's scores does each term, and each group of terms, explain? The table that
 ``split.shares()`` returns, and the base of the table of a sweep."""
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ COLUMNS = (
 )
 """Columns of a share table without intervals."""
 INTERVAL = ("corrected", "low", "high")
-"""Columns of an interval, behind the name of the share: ``cs_low``, ``gs_high``."""
+"""Suffixes of the columns of an interval, after the name of the share: ``cs_low``, ``gs_high``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Marginals(Result):
-    """Shares of each part on the query side (summed over key parts) and on the key side: what
-    :meth:`ShareTable.marginals` returns.
+    """Shares of each part on the query side (summed over key parts) and on the key side (summed
+    over query parts): what :meth:`ShareTable.marginals` returns.
 
-    ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is that of the table.
+    ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is the attention paid to
+    positions that were left out (:class:`ShareTable`).
     """
 
     sides: ClassVar = ("query", "key")
@@ -49,8 +50,8 @@ class Marginals(Result):
 
 
 class Level(NamedTuple):
-    """Sums of the terms, or of the groups of terms, with their names, and their shares with groups
-    of contexts left out where intervals were asked for."""
+    """One level of the table, terms or groups of terms: names, sums, and where intervals were asked
+    for the shares with groups of contexts left out."""
 
     names: tuple[str, ...]
     sums: ShareSums
@@ -79,14 +80,17 @@ class Level(NamedTuple):
         return dominant(self.sums.cs, self.sums.gs, self.names, certain=certain)
 
     def _certain(self, shares: Tensor, samples: Tensor) -> Bool[Tensor, " head"]:
-        """Heads whose interval of the margin (largest share less the second) excludes zero."""
+        """Heads for which the interval of the margin (largest share minus the second) excludes
+        zero. ``shares [head term]`` say which two terms are first, ``samples [head sample term]``
+        give the margin of these two in each sample."""
         order = shares.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)
         top_two = samples.gather(2, order[:, None, :2].expand(-1, samples.shape[1], -1))
         assert self.resampled is not None
         return self.resampled.interval(top_two[..., 0] - top_two[..., 1]).low > 0
 
     def columns(self) -> list[Tensor]:
-        """Shares, with their intervals where there are any, then the sums behind them."""
+        """Columns ``[head name]``: shares, each followed by its interval where there is one, then
+        the sums behind them. The order is that of :data:`COLUMNS`."""
         cs, gs = ([] if x is None else list(x[:3]) for x in (self.interval, self.gain_interval))
         sums = self.sums
         shares = [sums.cs, *cs, sums.gs, *gs, sums.es]
@@ -98,19 +102,20 @@ class ShareTable(TermResult):
     """Shares of every term, and of the groups position, content and mixed, for each head.
 
     ``cs = numerators / total`` and ``gs = gains / gain_total`` of the pooled ``sums`` add up to one
-    over the terms and over the groups; ``es = energies / (sum of energies)``, that of a group being
-    the sum over its terms (NaN for writers, and in a sweep without ``detail="energy"``). Terms are
-    pairs of ``parts``, then ALiBi where there is one. ``drop`` first queries and keys were left
-    out; ``dropped_mass`` is the attention paid to them (mean over the other queries), which no
-    share describes. A uniform head has NaN shares.
+    over the terms and over the groups; ``es = energies / (sum of energies)``, for a group the sum
+    over its terms (NaN for writers, and in a sweep without ``detail="energy"``). Terms are pairs of
+    ``parts``, then ALiBi where there is one. The first ``drop`` queries and keys were left out;
+    ``dropped_mass`` is the attention that the other queries pay to these keys (mean over queries),
+    which no share describes. A uniform head has NaN shares.
 
     Labels need the same name first by covariance and by gain
     (:func:`tl_geometry.scores.labels.dominant`); where the two disagree the row has a ``flag``.
 
     Where intervals were asked for, ``resampled`` holds the shares with groups of contexts left out
-    (:mod:`tl_geometry.scores.leave_out`): :attr:`intervals`, :attr:`gain_intervals`, those of the
-    groups, and labels only where the intervals of both margins exclude zero. ``head_planes`` are
-    the rotary planes of sums by plane, where these were asked for (:meth:`planes`).
+    (:mod:`tl_geometry.scores.leave_out`). Then :attr:`intervals`, :attr:`gain_intervals` and those
+    of the groups exist, and a head has a label only where the intervals of both margins exclude
+    zero. ``head_planes`` are the rotary planes of the sums by plane, where these were asked for
+    (:meth:`planes`).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -163,7 +168,7 @@ class ShareTable(TermResult):
     def _groups(self) -> Level:
         groups, terms = self.groups, self.terms
         member = torch.tensor([[group_of(t) == g for g in groups] for t in terms]).to(self.cs)
-        member = member.reshape(len(terms), len(groups))  # where there are no groups
+        member = member.reshape(len(terms), len(groups))  # without groups the tensor lacks an axis
         summed = ("numerators", "energies", "gains")
         sums = self.sums.mapped(lambda name, x: x @ member if name in summed else x)
         return Level(groups, sums, self.resampled and self.resampled.grouped(member))
@@ -188,7 +193,8 @@ class ShareTable(TermResult):
         """Covariance shares ``[head term]`` corrected for the bias of an estimated basis, with 95%
         bounds and standard errors; ``None`` where they were not asked for.
 
-        The corrected shares sum to one as the shares do; a share itself may lie outside.
+        The corrected shares sum to one as the shares do. A share itself may lie outside its
+        interval, which is about the corrected value.
         """
         return self._terms.interval
 
@@ -226,12 +232,12 @@ class ShareTable(TermResult):
 
     @property
     def margin(self) -> Float[Tensor, " head"]:
-        """Distance of the largest share to the second."""
+        """Largest covariance share of a term minus the second largest."""
         return self.by_term.margin
 
     def marginals(self) -> Marginals:
         """Shares of each part by side: on the query side summed over the key parts, on the key side
-        over the query parts."""
+        over the query parts. ALiBi counts as a part on both."""
         names = tuple(dict.fromkeys(part for pair in self.pairs for part in pair))
         member = [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
         weight = torch.tensor(member).to(self.cs)
@@ -251,8 +257,8 @@ class ShareTable(TermResult):
     def planes(self) -> PlaneTable:
         """Shares of each rotary plane, by term: which frequencies carry the scores.
 
-        A model without rotation has one plane, which is all of each term. Of a split's shares, and
-        of a sweep with ``detail="planes"``.
+        A split's shares have them, a sweep's with ``detail="planes"``. A model without rotation has
+        one plane, which holds all of each term.
         """
         numerators, gains = self.sums.plane_numerators, self.sums.plane_gains
         if numerators is None or gains is None or self.head_planes is None:
@@ -262,7 +268,7 @@ class ShareTable(TermResult):
         return PlaneTable(
             provenance=self.provenance,
             heads=self.heads,
-            # ALiBi, the last term, is in no plane
+            # without ALiBi, the last term, which is in no plane
             terms=self.terms[: len(self.parts) ** 2],
             head_planes=self.head_planes,
             cs=numerators / sums.known(sums.total)[:, None, None],
@@ -271,7 +277,7 @@ class ShareTable(TermResult):
         )
 
     def _mass(self) -> Float[Tensor, " head"]:
-        """Attention paid to what was left out, NaN where it is not known."""
+        """Attention paid to keys that were left out: zero if there are none, NaN if unknown."""
         unknown = torch.full_like(self.sums.total, torch.nan if self.drop else 0.0)
         return unknown if self.dropped_mass is None else self.dropped_mass
 
@@ -291,7 +297,7 @@ class ShareTable(TermResult):
                 best = labels[level_index]
                 label = (float(best.margin[h]), float(best.gain_margin[h]), best.flags[h], mass[h])
                 for t, name in enumerate(level.names):
-                    # the second level are the groups, whose rows name no term
+                    # columns "term" and "group": a row has one of them
                     names = (None, name) if level_index else (name, None)
                     *shares, numerator, gain, energy = (
                         column[h][t] for column in columns[level_index]

@@ -1,18 +1,21 @@
-"""Exact split of attention scores and head outputs by parts of the residual stream.
+"""Which pairs of parts of the residual stream make up a head's attention scores? The public
+function ``split_scores`` and its result :class:`ScoreSplit`; the report calls it too, and views
+draw the result.
 
 1. One forward pass gives each layer's input h and its frozen scales
    (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is split is
    ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
 2. h is split into additive parts: the mean and the constants of norm and projection (``bias``),
    ``pos``, ``cvec``, or the caller's own.
-3. Each part is projected by itself to queries and keys, linearly because the scales are frozen;
-   no part is what the others leave over.
-4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms; with ALiBi they sum to the model's scores
-   before any soft cap, which is checked against the model's own numbers, and refused otherwise.
+3. Each part is projected by itself to queries and keys, linearly because the scales are frozen. No
+   part is computed as the remainder of the others, so that the sum in step 4 is a real check.
+4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms. Together with ALiBi they sum to the model's
+   scores before any soft cap. This is checked against the model's own numbers; a split that does
+   not add up is refused.
 
-Song & Zhong 2023, Eq. 7, made exact: the equation leaves out LayerNorm, biases and rotation, and
-the published code passes each part through LayerNorm by itself, so that its four parts do not sum
-to the scores (``preset="paper"``, ``preset="reference"``).
+This is Song & Zhong 2023, Eq. 7, made exact. The equation leaves out LayerNorm, biases and rotation
+(``preset="paper"``); the published code passes each part through LayerNorm by itself
+(``preset="reference"``). The terms of neither sum to the scores.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class Terms(Mapping[tuple[str, str], Tensor]):
     def rows(
         self, term: tuple[str, str] | str, queries: slice
     ) -> Float[Tensor, "batch head query key"]:
-        """Some query rows of one term."""
+        """One term at some query rows: ``key`` is all keys, ``query`` the rows of ``queries``."""
         split, pair = self._split, self.pair(term)
         if split.bias is not None and pair == (ALIBI, ALIBI):
             # a copy, as all other terms are: writing to one leaves the split as it is
@@ -103,12 +106,16 @@ class ScoreSplit(TermResult):
     """Attention scores of some heads as a sum of terms.
 
     ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
-    labels the head axis with (layer, head), ``allowed`` is the mask (``mask`` holds it as cells, of
-    a long prompt as ranges of keys). ``checks`` are the
-    reconstruction errors (layer, what, error, bound), ``reconstruction`` their summary. ``softcap``
-    is infinite and ``sinks`` minus infinite for heads without one. ``planes`` are the rotary planes
-    of the heads: which coordinates turn together, and how fast (without a rotation all coordinates
-    are one plane of frequency zero).
+    labels the head axis with (layer, head). ``bias`` is ALiBi, ``None`` without it. ``allowed`` is
+    the mask as cells; ``mask`` holds the same, for a long prompt as ranges of keys. ``softcap`` is
+    infinite and ``sinks`` (logits) minus infinite for heads without one. ``planes`` are the rotary
+    planes of the heads: which coordinates turn together, and how fast (without a rotation all
+    coordinates are one plane of frequency zero). ``scores`` are the model's own before any soft
+    cap, held with ``preset="reference"`` only.
+
+    ``checks`` are the reconstruction errors (layer, what, error, bound), ``reconstruction`` their
+    summary. ``scale`` is A of the bounds, the largest product of the parts' absolute values
+    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`).
 
     Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
     ``"reference"`` lacks (its terms do not sum to the scores).
@@ -149,9 +156,9 @@ class ScoreSplit(TermResult):
         ``"far"``, ``"pass"``, a number, a :class:`tl_geometry.scores.planes.Band` of wavelengths in
         tokens, or several of these.
 
-        Every term is the part of it that these planes carry, so that terms add up over planes that
-        make up all. ALiBi is in none. Total, pattern and shares are then those of this part, not
-        the model's; ``checks`` stay those of the whole.
+        Every term becomes the part of it that these planes carry; over disjoint choices that cover
+        all planes these parts add up to the term. ALiBi is in no plane. Total, pattern and shares
+        are then those of this part, not the model's; ``checks`` stay those of the whole.
         """
         exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
         require(exact, "on_planes", expected="preset='exact'", got=got)
@@ -194,7 +201,8 @@ class ScoreSplit(TermResult):
         return torch.where(self.mask[:, queries].to(rows.device), rows, -torch.inf)
 
     def row_blocks(self) -> Iterator[slice]:
-        """All query rows, a few at a time, of which ``[batch head row key]`` is small."""
+        """All query rows in slices, so that ``[batch head row key]`` has at most
+        :data:`~tl_geometry.models.row_pass.ROW_CELLS` cells (but at least one row)."""
         batch, length, heads = self.q.shape[1:4]
         step = max(1, ROW_CELLS // (batch * heads * length))
         return (slice(start, start + step) for start in range(0, length, step))
@@ -217,15 +225,16 @@ class ScoreSplit(TermResult):
         cap = self.softcap[:, None, None]
         if bool(torch.isinf(cap).all()):
             return total
+        # inf tanh(total / inf) is NaN, and c tanh(-inf / c) = -c would admit a forbidden key
         outside = torch.isinf(cap) | torch.isneginf(total)
         return torch.where(outside, total, cap * torch.tanh(total / cap))
 
     def pattern(self) -> Float[Tensor, "batch head query key"]:
-        """Attention pattern: softmax over the allowed keys, with the sink's share left out where a
-        head has one.
+        """Attention pattern: softmax over the allowed keys. Where a head has a sink, the sink takes
+        part in the softmax and its share is left out, so that rows sum to less than one.
 
         With ``preset="reference"`` the first token is deleted from the keys, as in the published
-        figure (the model attends to it).
+        figure, although the model does attend to it.
         """
         self.require_dense("pattern")
         return self.pattern_rows(ALL)
@@ -260,7 +269,7 @@ class ScoreSplit(TermResult):
             provenance=self.provenance,
             heads=self.heads,
             parts=self.parts,
-            # from the order by layer back to that of `heads`
+            # the sums are in the order of layers; `heads` may have another
             sums=sums.select(torch.cat(indices_of).argsort(), "head"),
             drop=start,
             dropped_mass=self._dropped_mass(start) if start else None,
@@ -270,10 +279,10 @@ class ScoreSplit(TermResult):
 
     def top_cells(self, k: int, term: tuple[str, str] | str | None = None) -> TopCells:
         """The ``k`` cells of each head and query row with the largest ``|X|`` of a term, or (by
-        default) with the highest total score, to which most attention is paid before a soft cap.
+        default) with the highest total score, which get the most attention.
 
-        Exact, from a few rows at a time, so that no term is held as a matrix; cells of one size in
-        the order of their keys.
+        The result is exact. Rows are computed a few at a time, so that no term is held as a matrix;
+        equal cells come in the order of their keys.
 
         >>> import tl_geometry as tlg
         >>> model = tlg.zoo.embedded()
@@ -301,7 +310,8 @@ class ScoreSplit(TermResult):
             bias=None if self.bias is None else self.bias[indices],
             drop=drop,
             softcap=cap if math.isfinite(cap) else None,
-            energy=CONSTANTS not in self.parts,  # not of writers, which are too many
+            # only splits by writers have this part, and their pairs are too many for energies
+            energy=CONSTANTS not in self.parts,
             planes=PlaneIndex(self.planes.plane[first], self.planes.theta.shape[1]),
         )
         return sums.pooled()
@@ -355,9 +365,10 @@ def split_scores(
     """Split attention scores exactly into terms of position and context, or of any additive parts
     of the stream.
 
-    ``q_a = ((p_a A / s) gain) W_Q`` for each part ``p_a`` of a layer's input, with the norm's scale
-    s (and QK-norm's) frozen at its value for the whole input, then rotated;
-    ``X_ab = scale q_a . k_b``; the constant ``(norm bias) W_Q + b_Q`` joins ``bias``.
+    ``q_a = ((p_a A / s) gain) W_Q`` for each part ``p_a`` of a layer's input, then rotated. A is
+    the centring of LayerNorm (the identity for RMSNorm); the norm's scale s (and QK-norm's) is
+    frozen at its value for the whole input. ``X_ab = scale q_a . k_b``; the constant
+    ``(norm bias) W_Q + b_Q`` joins ``bias``.
 
     Args:
         tokens: prompts of equal length: a string or strings (with ``prepend_bos``), ids
@@ -365,19 +376,23 @@ def split_scores(
         basis: from :func:`tl_geometry.decompose` of the same model; not needed with the
             caller's own ``parts`` and with writers (shares then leave out a BOS token).
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
-        parts: ``("pos", "cvec")`` (with ``bias`` holding mean and constants),
-            ``("pos", "ctx", "resid")``, either with ``"mean"`` first to keep the mean apart from
-            the constants, or a mapping from names to tensors ``[batch position d_model]`` (or
-            ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum
-            to the stream;
-            ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
-            (attention and MLP of a block as wholes), with ``"constants"`` for what is written
-            whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares; or
-            a :class:`tl_geometry.scores.families.Family` of your own.
+        parts: what the stream is split into, one of
+
+            - ``("pos", "cvec")``, with ``bias`` holding mean and constants, or
+              ``("pos", "ctx", "resid")``; either with ``"mean"`` first to keep the mean apart from
+              the constants;
+            - a mapping from names to tensors ``[batch position d_model]`` (or
+              ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum
+              to the stream;
+            - ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
+              (attention and MLP of a block as wholes), with ``"constants"`` for what is written
+              whatever the tokens (:mod:`tl_geometry.models.writers`) and without energy shares;
+            - a :class:`tl_geometry.scores.families.Family` of your own.
         preset: ``"exact"``; ``"paper"``: the equation as printed,
             ``p_a W_Q W_K^T p_b / sqrt(d_head)`` without LayerNorm, biases and rotation;
             ``"reference"``: the published code, each of ``pos`` and ``h - pos`` through the whole
             LayerNorm and biases by itself. The last two do not sum to the scores.
+        memory_budget: bytes, 2 GiB by default.
         cache: a TransformerLens ``ActivationCache`` of these tokens, in place of running the model.
 
     Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on
@@ -388,15 +403,14 @@ def split_scores(
     basis it is the "mean-mean" term.
 
     Prompts of thousands of tokens run in blocks of query rows
-    (:mod:`tl_geometry.models.row_pass`) and are kept as queries and keys: memory grows with their
-    length, ``.shares()`` and ``.top_cells(k)`` work, a term as a matrix raises ``BudgetError``
-    where it exceeds ``memory_budget``.
+    (:mod:`tl_geometry.models.row_pass`), and only their queries and keys are kept. Memory then
+    grows with the length, not with its square: ``.shares()`` and ``.top_cells(k)`` work, and a term
+    as a matrix raises ``BudgetError`` where it exceeds ``memory_budget``.
 
-    Raises ``ReconstructionError`` where the terms do not sum to the model's scores, ``BudgetError``
-    where queries and keys of long prompts, or all terms of others, would exceed ``memory_budget``
-    bytes, ``GeometryError`` for a basis of
-    another model, positions beyond the basis, parts that do not sum, and a normalised basis with
-    another preset than ``"exact"``.
+    Raises ``ReconstructionError`` where the terms do not sum to the model's scores; ``BudgetError``
+    where the terms as matrices (of long prompts and of writers: queries and keys) would exceed
+    ``memory_budget``; ``GeometryError`` for a basis of another model, positions beyond the basis,
+    parts that do not sum, and a normalised basis with another preset than ``"exact"``.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -414,6 +428,7 @@ def split_scores(
     family = family_of(view, parts, basis, layers_of)
     splitter = Splitter(view, family, layers_of, preset)
     by_writers = isinstance(family, Writers)
+    # a cache holds whole prompts, and "reference" keeps the model's scores as a matrix
     on_rows = no_rows if preset == "exact" and cache is None else None
     as_factors = by_writers or (on_rows is not None and view.in_rows(prompts.tokens.shape[1]))
     size = _size(view, prompts, len(chosen), len(splitter.names), as_factors)
@@ -426,7 +441,8 @@ def split_scores(
 
     each_layer(view, prompts, cache, splitter.layers, on_layer, family, on_rows)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]
-    pick = torch.tensor([order.index(head) for head in chosen], device=device)  # as asked for
+    # layers come in the order of the forward pass, the result in the order asked for
+    pick = torch.tensor([order.index(head) for head in chosen], device=device)
 
     def joined(field: str, axis: int) -> Tensor:
         """A field of all layers, its heads in the order asked for."""
@@ -468,11 +484,12 @@ def _products(q: Tensor, k: Tensor, queries: slice) -> Float[Tensor, "batch head
 
 
 def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, factors: bool) -> int:
-    """Bytes that a split may come to hold: all terms as matrices; of writers, whose terms are too
-    many to be formed all at once, and of long prompts their queries and keys (``factors``)."""
+    """Bytes that a split may come to hold: all terms as matrices, or with ``factors`` queries and
+    keys alone (for long prompts, and for writers, whose terms are never formed all at once)."""
     queries = len(prompts) * heads * prompts.tokens.shape[1]
     numbers_per_query = parts**2 * prompts.tokens.shape[1]
     if factors:
+        # of few heads the parts before projection, [part batch position d_model], are larger
         numbers_per_query = 2 * parts * max(view.d_head, view.d_model // heads)
     # half precision is computed in float32
     return numbers_per_query * queries * max(4, view.dtype.itemsize)

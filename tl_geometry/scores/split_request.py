@@ -1,6 +1,7 @@
-"""Checks of what a split was asked for (does the basis fit, does memory suffice), and the layers of
-its prompts, from a forward pass or a cache: what ``split_scores``, ``split_values`` and
-``explain_logit`` share."""
+"""Can this split be made, and on which activations? Checks that basis and memory suffice, the views
+of the layers from a forward pass or a cache, and the provenance of the result. Called by
+``split_scores`` and ``split_values``; ``explain_logit`` and ``trace_logit`` use the checks and the
+provenance."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tl_geometry.models.writers import Written, run_written
 from tl_geometry.scores.families import Family, Writers
 
 CACHE_TOLERANCE = 0.02
-"""Relative difference of a state beyond which a cache is one of other tokens: above the rounding of
-half precision."""
+"""Relative difference of a token's state (in Euclidean norm) beyond which a cache is taken for one
+of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
 def check_request(
@@ -56,9 +57,9 @@ def each_layer(
     family: Family,
     on_rows: OnRows | None = None,
 ) -> None:
-    """Views of the layers, from one forward pass or from a cache of these tokens; each after the
-    writers of its input, where the family needs them. With ``on_rows`` long prompts run in blocks
-    of rows."""
+    """Call ``on_layer`` with the view of each layer, from one forward pass or from a cache of these
+    tokens. A family of writers first receives what was written into the layer's input. With
+    ``on_rows`` long prompts run in blocks of query rows."""
     if cache is not None:
         _check_cache(view, rows, cache)
     if isinstance(family, Writers):
@@ -81,15 +82,15 @@ def each_layer(
 
 
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
-    """Refuse a cache whose first state is not what the model makes of these tokens (far beyond
-    rounding, at any of them)."""
+    """Refuse a cache whose first state differs from what the model computes for these tokens, at
+    any of them, by more than :data:`CACHE_TOLERANCE`."""
     shape = tuple(prompts.tokens.shape)
     mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
     expected = "an ActivationCache, or a mapping from hook names"
     require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
     name = next((name for name in view.state_hooks if name in cache), None)
     if name is None or tuple(cache[name].shape[:2]) != shape:
-        return  # refused with the layer
+        return  # the view of the layer refuses it, with an error of its own
     state = view.activations(prompts.tokens, [name])[name].float()
     error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
@@ -107,7 +108,8 @@ def provenance_of(
     *,
     after_bos: bool = False,
 ) -> Provenance:
-    """What a split was computed from; without a basis the window starts at 0, or ``after_bos``."""
+    """What a split was computed from. The window starts where the basis's does; without a basis at
+    0, or with ``after_bos`` at 1 where the prompts begin with BOS."""
     start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
     # a prompt that ends before the window keeps its last position
     start = min(start, rows.tokens.shape[1] - 1)

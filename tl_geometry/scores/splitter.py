@@ -1,5 +1,6 @@
-"""Projects the parts of a layer's input to queries, keys and values, and checks that the terms add
-up to the model's scores. Called by ``split_scores``, ``split_values`` and ``explain_logit``."""
+"""Which queries, keys and values does each part of a layer's input give, and do the terms add up to
+the model's scores? ``split_scores``, ``split_values`` and ``explain_logit`` call :class:`Splitter`;
+sweeps and edits by term take :func:`rounding_flags` and :func:`is_relative` from here."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ PRESETS = ("exact", "paper", "reference")
 @dataclass(frozen=True, eq=False)
 class HeadTerms:
     """The terms of the chosen heads of one layer: queries (with the score scale) and keys by part,
-    and what else makes the scores."""
+    and what else makes the scores.
+
+    ``bias`` is ALiBi. ``scores`` are the model's own, with ``preset="reference"`` only. ``scale``
+    is A of the bounds in ``checks``. ``rotary`` says that (bias, bias) holds the mean of a rotary
+    model, ``relative`` that no frozen scale varies by token: both decide how that term is shown
+    (:func:`tl_geometry.scores.terms.bias_label`).
+    """
 
     layer: int
     heads: tuple[int, ...]
@@ -76,6 +83,7 @@ class Splitter:
         expected = "a basis of the states themselves, as published"
         instead = "decompose(model, tokens, normalize=False), or preset='exact'"
         require(fits, what, expected=expected, got="a normalised basis", instead=instead)
+        # the paper's terms have no constants; the published code leaves the mean in the content
         leading = {"exact": (BIAS,), "paper": ("mean",), "reference": ()}[preset]
         self.names = (*leading, *family.names)
 
@@ -132,8 +140,8 @@ class Splitter:
     def _project(
         self, layer: LayerView, which: str
     ) -> Float[Tensor, "part batch position head d_head"]:
-        """Each part projected by itself, the constants with ``bias``; no part is what the others
-        leave over."""
+        """Each part projected by itself, the constants with ``bias``. No part is the remainder of
+        the others, so that :meth:`_compare` is a real check."""
         side = Side.of(layer, which)
         parts = torch.stack(list(self.family.parts(layer).values()))
         if not self.family.positional:
@@ -147,7 +155,8 @@ class Splitter:
         return torch.stack([bias, *([scaled[0]] if mean_apart else []), pos, *scaled[2:]])
 
     def _published(self, layer: LayerView) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the parts as the paper, or its code, has them."""
+        """Queries and keys ``[part batch position head d_head]`` as the paper, or its code,
+        computes them."""
         require(
             layer.added is None,
             "preset",
@@ -175,7 +184,8 @@ class Splitter:
         in_rows = layer.pattern is None and layer.scores is None
         for rows, allowed, total, size in score_blocks(layer, q, k, heads):
             sizes.take(allowed, total, size)
-            if in_rows:  # the model's were compared with these as they came
+            if in_rows:
+                # in blocks of rows the model's scores were compared with these, then dropped
                 own = scores_of(layer.q[:, rows, heads], layer.k[:, :, heads], layer.scale)
                 score_errors.append(torch.where(allowed, total - own, 0.0).abs().max())
             capped = soft_cap(total, layer.softcap)
@@ -191,6 +201,7 @@ class Splitter:
             checks.append((layer.layer, "sum pattern", _largest(pattern_errors), bound))
         if layer.scores is not None or in_rows:
             bound = reconstruction_bound(layer.roundoff, scale)
+            # by the triangle inequality: terms to recomputed scores, plus these to the model's
             model = layer.reconstruction.checks.get("scores", (0.0, 0.0))[0] if in_rows else 0.0
             checks.append((layer.layer, "sum scores", _largest(score_errors) + model, bound))
         require_reconstruction(checks, f"split of layer {layer.layer}")
@@ -205,7 +216,8 @@ def _largest(errors: Sequence[Tensor]) -> float:
 
 
 class ScoreBlock(NamedTuple):
-    """Scores of some query rows, summed over all parts, and what their rounding grows with."""
+    """Scores of some query rows, summed over all parts, and the ``size`` that their rounding is
+    proportional to (products of the parts' absolute values)."""
 
     rows: slice
     allowed: Bool[Tensor, "row key"]
@@ -214,7 +226,8 @@ class ScoreBlock(NamedTuple):
 
 
 class PartSizes:
-    """The largest product of absolute values of the parts, and how far scores spread in a row."""
+    """Collects, block by block, the largest product of absolute values of the parts (A of the
+    bounds) and how far scores spread in each row."""
 
     def __init__(self) -> None:
         self.sizes: list[Tensor] = []
@@ -225,12 +238,13 @@ class PartSizes:
         self.sizes.append(torch.where(allowed, size, 0.0).max())
         lowest = torch.where(allowed, total, torch.inf).amin(-1)
         highest = torch.where(allowed, total, -torch.inf).amax(-1)
+        # a row of two "keys", lowest and highest: head_spreads needs no others
         several = (allowed.sum(-1) > 1).unsqueeze(-1).expand(-1, 2)
         self.extremes.append((torch.stack([lowest, highest], -1), several))
 
     def settled(self) -> tuple[float, Float[Tensor, " head"]]:
-        """The largest product, and :func:`head_spreads` of all rows, of which the lowest and the
-        highest score suffice; read together."""
+        """The largest product, and :func:`head_spreads` of all rows. Both are copied to the CPU
+        together, because each copy waits for a GPU."""
         extremes, several = zip(*self.extremes, strict=True)
         spreads = head_spreads(torch.cat(extremes, 2), torch.cat(several))
         scale, spreads = on_cpu([torch.stack(self.sizes).max(), spreads])
@@ -246,6 +260,7 @@ def score_blocks(
 ) -> Iterator[ScoreBlock]:
     """Sums of the terms of some queries and all keys, a few rows at a time."""
     batch, length = q.shape[1:3]
+    # indexing a range resolves the slice, a step included, to positions
     step, places = max(1, ROW_CELLS // (batch * q.shape[3] * length)), range(length)[queries]
     for start in range(0, len(places), step):
         block = places[start : start + step]
@@ -260,8 +275,9 @@ def _sum_and_size(
     heads: Tensor | slice,
     queries: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
-    """Scores of some queries (after the scale) with all keys, summed over all parts; and what
-    rounding grows with, the product of the sums of their absolute values."""
+    """Scores of some queries (after the scale) with all keys, summed over all parts, and
+    ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|``, which their rounding is proportional to.
+    Both are ``[batch head query key]``."""
     q = q[:, :, queries]
     total, size = (
         einsum(a, b, "batch query head e, batch key head e -> batch head query key")
@@ -280,10 +296,11 @@ def rounding_flags(
     queries: slice = slice(None),
     heads: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
-    """:func:`judge_rounding` for the parts of some queries (after the scale) and of all keys, of
-    ``heads`` (all)."""
+    """:func:`judge_rounding` for the parts of some queries (after the scale) and of all keys;
+    ``heads`` are those on the head axis, ``None`` for all of the layer's."""
+    # a view that was not verified has no A: the largest |q| |k| bounds its scores instead
     unsplit = layer.reconstruction.scale or float(
-        q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()  # of a layer without checks
+        q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()
     )
     pick = slice(None) if heads is None else torch.tensor(heads, device=q.device)
     sizes = PartSizes()
@@ -306,7 +323,7 @@ def _of_heads(
 def masks_of(
     layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
 ) -> Bool[Tensor, "head query key"] | KeyRanges:
-    """The masks of the chosen heads; as ranges where the prompts ran in blocks of rows."""
+    """The masks of the chosen heads; ranges of keys where the prompts ran in blocks of rows."""
     masks = [terms.mask for terms in layers]
     ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
     if not ranges:
@@ -318,6 +335,6 @@ def masks_of(
 
 
 def is_relative(layer: LayerView) -> Bool[Tensor, ""]:
-    """Whether no frozen scale varies by token, so that products of constants depend on the rotation
-    alone."""
+    """Whether all frozen scales are one (a normalised basis and no QK-norm), so that products of
+    constant queries and keys depend on the rotation alone."""
     return ((layer.q_scale == 1) & (layer.k_scale == 1)).all()

@@ -1,5 +1,5 @@
-"""How much of a head's scores each term explains: covariance, gain and energy shares, exactly and
-without a term as a matrix. Called by ``split.shares()`` and every sweep.
+"""How much of a head's scores does each term explain? Covariance, gain and energy shares, computed
+exactly and without a term as a matrix. Called by ``split.shares()`` and every sweep.
 
 A score is a sum of terms, ``S = sum_ab X_ab`` with ``X_ab[i, j] = q_a[i] . k_b[j]`` over the parts
 a of the query stream and b of the key stream (plus a bias such as ALiBi). Softmax ignores a
@@ -9,19 +9,21 @@ constant added to a row, so terms are compared row-centred over the allowed keys
     covariance share  cs_X = sum X~ . S~ / sum S~^2       (sums to one over the terms; may be < 0)
     energy share      es_X = sum X~^2 / sum_Y sum Y~^2    (between 0 and 1; sums to one)
 
-with both sums over all contexts and rows. A cell counts by the attention that is paid to it in
+with both sums over all contexts and rows. These two count all cells of a row alike. The gain share
+weights each cell by the attention that it gets beyond its even share:
 
     gain share        gs_X = sum_i G_X(i) / sum_i G_S(i),   G_X(i) = sum_j (p_ij - u_ij) X_ij
 
-where p is the softmax of S over the allowed keys and u spreads the row evenly: it is additive,
-blind to a constant of each row, and ``G_S(i) = KL(p_i || u) + KL(u || p_i)``, how far the row is
-from uniform. With a soft cap p is that of the capped scores while X and S are those before it;
-sinks are left out of p.
+where p is the softmax of S over the allowed keys and u is uniform over them. G is additive over
+terms and does not change with a constant per row, and ``G_S(i) = KL(p_i || u) + KL(u || p_i)`` is
+how far the row is from uniform. With a soft cap p is that of the capped scores while X and S are
+those before it; sinks are left out of p.
 
-No term is needed as a matrix: with ``S~`` formed once, ``sum X~_ab . S~`` is
-``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred), the gain is the
-same with ``p - u`` in place of S~, and ``sum X~^2`` is a quadratic form of the queries in the
-moments of the keys seen so far, taken in blocks of query rows.
+No term is needed as a matrix. With ``S~`` formed once, ``sum X~_ab . S~`` is
+``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred). The gain is the
+same with ``p - u`` in place of S~. ``sum X~^2`` is a quadratic form of the queries in the second
+moments of the keys, taken in blocks of query rows
+(:class:`~tl_geometry.scores.blockwise.KeyMoments`).
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ class ShareSums(Sums):
     ``total`` is ``sum S~^2``, ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the
     total that rounding alone could leave; ``cells`` counts the allowed keys of query rows with at
     least two, for each head, because masks differ between layers (sliding windows).
-    ``plane_numerators`` and ``plane_gains`` are those of the terms of queries and keys in each
-    rotary plane, where asked for.
+    ``plane_numerators`` and ``plane_gains`` are numerators and gains of the coordinates of each
+    rotary plane, where asked for. The ``pair`` axis is (query part, key part), flattened; the
+    ``term`` axis is the same and then the bias, where there is one
+    (:func:`tl_geometry.scores.terms.term_pairs`).
     """
 
     numerators: Float[Tensor, "*context head term"]
@@ -77,8 +81,8 @@ class ShareSums(Sums):
 
     @staticmethod
     def beside(layers: Sequence[ShareSums]) -> ShareSums:
-        """Pooled sums of several layers, their heads in order; layers with fewer rotary planes than
-        others are filled up with zeros."""
+        """Pooled sums of several layers as one, with their heads in order on the head axis. Rotary
+        planes that a layer lacks are zeros."""
         planes = [s.plane_gains.shape[-2] for s in layers if s.plane_gains is not None]
 
         def filled(name: str, value: Tensor) -> Tensor:
@@ -109,7 +113,7 @@ class ShareSums(Sums):
         return self.total <= self.floor
 
     def known(self, total: Float[Tensor, "*context head"]) -> Float[Tensor, "*context head"]:
-        """A total to divide by: NaN where a head is uniform."""
+        """``total`` as a divisor: NaN where a head is uniform, so that its shares are NaN."""
         return torch.where(self.uniform, torch.nan, total)
 
 
@@ -129,20 +133,20 @@ def share_sums(
 ) -> ShareSums:
     """Numerators, gains and energies of all terms per context, without a term as a matrix.
 
-    ``q`` and ``k`` are the projected parts after any rotation, keys expanded to the heads, ``q``
-    times the attention scale; ``allowed [query key]`` or ``[batch query key]`` (causal for
-    ``None``), or the range of keys of each query, which takes no memory for each cell;
-    ``bias [... head query key]`` is added to the scores and becomes the last term. The first
-    ``drop`` queries and keys are left out. ``softcap`` c makes the pattern behind the gains
-    that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN, ``gain=False`` the gains.
-    ``planes`` says which rotary plane each coordinate lies in, for sums by plane as well.
-    ``working_set`` bounds the bytes held at a time. ``form`` is that of the mask, where it is known
-    (:func:`~tl_geometry.base.rows.mask_form`). Half precision is computed in float32; sums are
-    float64.
+    ``q`` and ``k`` are the projected parts after any rotation, grouped keys expanded to the heads,
+    ``q`` times the attention scale. ``allowed`` is ``[query key]`` or ``[batch query key]`` (causal
+    for ``None``), or the range of keys of each query, which holds no cells;
+    ``bias [head query key]`` (or with a batch axis in front) is added to the scores and becomes the
+    last term. The first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern
+    behind the gains that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN,
+    ``gain=False`` the gains. ``planes`` says which rotary plane each coordinate lies in, for sums
+    by plane as well. ``working_set`` bounds the bytes held at a time. ``form`` is that of the mask,
+    where it is known (:func:`~tl_geometry.base.rows.mask_form`). Half precision is computed in
+    float32; sums are float64.
 
-    Cost per head and token over one product of all queries with all keys: about parts + 1 such
-    products for the numerators, parts more for the gains, parts (parts + BLOCK / d_head) d_head /
-    keys for the energies.
+    The cost, in products of all queries with all keys of a head: about parts + 1 for the
+    numerators, parts more for the gains, and parts (2 d_head + parts BLOCK) / keys for the
+    energies.
 
     >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
     >>> sums = share_sums(q, k).pooled()
@@ -165,7 +169,8 @@ def share_sums(
     form = form or ("causal" if allowed is None else form_of(mask))
     planes = planes and planes._replace(plane=planes.plane.to(q.device))
     parts, batch, queries, heads, width = q.shape
-    # of scores, and of the softmax behind the gains
+    # numbers of one head and context: a block of scores (the softmax behind the gains takes two
+    # more), queries and keys by part, and a block of all pairs of parts for the energies
     score_rows = (1 + 2 * gain) * min(BLOCK, queries)
     cells = queries * (score_rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
     step = max(1, working_set // (q.element_size() * heads * cells))
@@ -205,8 +210,11 @@ def _sums(
     gain: bool,
     form: str,
 ) -> ShareSums:
-    """Sums of a few contexts. Keys are first shifted by their mean over positions: row-centring
-    does not see it, rounding does."""
+    """Sums of a few contexts.
+
+    The mean over positions is first subtracted from the keys. That changes each row of a term by a
+    constant, which row-centring removes, and leaves smaller numbers to round.
+    """
     parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
@@ -239,10 +247,13 @@ def _sums(
         if block_bias is not None:
             squares = block_bias.square().sum((-2, -1), dtype=torch.float64)
             of_bias["energies"] += squares.unsqueeze(-1)
-    unit = 32 * unit_roundoff(q.dtype)  # as in models.reconstruction: 32 u of the largest product
+    # rounding of a score is at most 32 u |q| |k|, as in models.reconstruction; the squares of all
+    # cells sum to at most (32 u)^2 sum |q|^2 sum |k|^2
+    unit = 32 * unit_roundoff(q.dtype)
     floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
     allowed_keys = mask.counts if isinstance(mask, KeyRanges) else mask.sum(-1)
-    several = torch.where(allowed_keys > 1, allowed_keys, 0)  # one key: nothing to choose
+    # a row with one key has no choice: its centred scores are zero
+    several = torch.where(allowed_keys > 1, allowed_keys, 0)
     by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
     if not gain:
         by_plane.pop("plane_gains", None)

@@ -1,14 +1,16 @@
-"""All heads of all layers in one streamed pass: what drives each head, and what type of head it is.
+"""What drives each attention head of a model, and what type of head is it? The public function
+``sweep_heads`` answers for all heads of all layers in one streamed pass; the report and the causal
+test of dominant terms call it too.
 
-Each batch runs once through the model; as soon as a layer's attention has been computed its queries
-and keys are split (frozen norm scale) and the sums behind the shares are updated, a few contexts at
-a time, so that no term exists as a matrix:
+Each batch runs once through the model. As soon as a layer's attention has been computed, its
+queries and keys are split (frozen norm scale) and the sums behind the shares are updated, a few
+contexts at a time, so that no term exists as a matrix:
 
-1. mean and pos are projected once per layer and divided by the frozen scale (parts of the normed
-   input, from a normalised basis, are not), cvec is the rest of the model's own q and k;
-2. of one context of every batch, another row each time, the model's queries, keys, scores and
-   patterns are recomputed from the stream; of the first, cvec is also projected explicitly, because
-   parts of which one is the rest add up whatever mean and pos are;
+1. Mean and pos are projected once per layer and divided by the frozen norm scale (with a normalised
+   basis there is none). cvec is the remainder of the model's own q and k.
+2. For one context of every batch, at another row each time, the model's queries, keys, scores and
+   patterns are recomputed from the stream. For the first one cvec is also projected explicitly: a
+   remainder makes the parts add up whatever mean and pos are, so the sum alone proves nothing.
 3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators, gains and energies.
 
 Head types come from repeated random tokens made for the model.
@@ -64,7 +66,8 @@ from tl_geometry.scores.sweep_table import SweepTable
 from tl_geometry.scores.terms import bias_label
 
 WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
-"""Bytes that one step works on: about the cache of a CPU core, enough to fill a GPU."""
+"""Bytes that one step works on, by type of device: about the cache of a CPU core, or enough to fill
+a GPU."""
 
 
 @overload
@@ -127,25 +130,25 @@ def sweep_heads(
             (the same scores, other terms; see :func:`tl_geometry.split_scores`). The first
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
-        parts: ``"writers"`` or ``"blocks"`` for who wrote what each head reads: a
-            :class:`~tl_geometry.circuits.WriterSweep` with the share of every earlier head, MLP and
-            embedding on the query and on the key side. It needs no basis (which then only
-            says how many positions to leave out; without one a BOS token is).
+        parts: ``("pos", "cvec")``, or ``"writers"`` or ``"blocks"`` for who wrote what each head
+            reads: a :class:`~tl_geometry.circuits.WriterSweep` with the share of every earlier
+            head, MLP and embedding on the query and on the key side. Writers need no basis; a basis
+            then only says how many positions to leave out, and without one a BOS token is left out.
         layers: blocks to look at, all by default.
         detail: more to measure, at a cost: ``"ablation"`` (total variation and KL of the pattern
             without each term), ``"toeplitz"`` and ``"offsets"`` (how far the positional terms
             depend on i - j only, and the mean by offset), ``"contrast"`` (token identity in
             cvec-cvec), ``"intervals"`` (95% intervals of the shares, corrected for the bias of a
             basis made from the same contexts; then a head is labelled only where the margin's
-            interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (the share of
-            position where what the groups of the basis have in common cancels, its p-value, and
-            the p-value adjusted for the number of heads by Benjamini and Hochberg;
+            interval excludes zero; :mod:`tl_geometry.scores.leave_out`), ``"nulls"`` (the share
+            that position has by noise alone, the p-value of the share of position, and the p-value
+            adjusted for the number of heads by Benjamini and Hochberg;
             :mod:`tl_geometry.scores.position_null`), ``"energy"`` (energy shares ``es_X =
             sum X~^2 / sum_Y sum Y~^2``, NaN without); and ``"planes"`` (shares of rotary planes,
             ``.planes()``), at no further cost.
-        memory_budget: bytes held for one batch. batch_size: contexts of one batch, where the budget
-            allows.
-        prepend_bos: with text only.
+        memory_budget: bytes held for one batch.
+        batch_size: contexts of one batch, fewer where the budget does not allow them.
+        prepend_bos: whether strings get the BOS token; with text only.
 
     Returns a :class:`SweepTable`, one row per head: ``.to_dataframe()``, ``.top("induction", 10)``,
     ``.shares()``.
@@ -193,7 +196,7 @@ def sweep_heads(
     sums = _SweepSums(view, basis, chosen, source.length, wanted, memory_budget, seed)
     stream = CorpusPass(view, source, contexts_per_batch, progress=progress, seed=seed)
     for batch in stream:
-        # a batch without BOS settles it; after one with BOS another may come without
+        # one batch without BOS decides; while all have BOS a later one may not, so None for now
         basis.check_model(view, None if stream.begins_with_bos else False)
         sums.begin(batch)
         options = stream.sample(sums.verify)
@@ -209,8 +212,9 @@ def sweep_heads(
 
 
 def _bytes_per_context(view: ModelView, length: int) -> int:
-    """What one context holds in a forward pass: a layer's pattern and scores, its vectors, and the
-    step that works on them; in blocks of rows, a block of these and the vectors of all layers."""
+    """Bytes that one context holds in a forward pass (an estimate): a layer's pattern and scores,
+    its vectors, and the step that works on them; in blocks of rows, one block of pattern and scores
+    and the vectors of all layers."""
     width = view.n_heads * view.d_head
     cells, vectors = 2 * view.n_heads * length**2, 14 * width + 8 * view.d_model
     if view.in_rows(length):
@@ -220,14 +224,14 @@ def _bytes_per_context(view: ModelView, length: int) -> int:
 
 
 def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) -> None:
-    """Compare cvec by subtraction with its explicit projection, within 32 u A (4 u A in half
-    precision), A the sizes of what is summed."""
+    """Compare cvec by subtraction (part 2 of ``parts``) with its explicit projection, within 32 u A
+    (4 u A in half precision); A is the sum of absolute values of what is added up."""
     layer = layer.normalized() if basis.provenance.normalized else layer
     row = basis.index(layer.layer)
     h = layer.h.double()
     mean, pos = basis.mean[row].to(h), basis.pos_seen[row, : h.shape[1]].to(h)
     cvec64 = h - (mean + pos)
-    # parts that cancel are rounded as large as they are
+    # where parts cancel, rounding grows with their norms, not with that of h; 1e-300 avoids 0 / 0
     norms = (x.norm(dim=-1) for x in (mean, pos, cvec64))
     cancellation = max(
         1.0, float((sum(norms, torch.zeros(())) / h.norm(dim=-1).clamp(min=1e-300)).max())
@@ -253,9 +257,11 @@ def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) 
 
 
 class _SweepSums:
-    """Sums in progress over one pass, where the layers are; they are moved once, at the end.
-    ``batch`` are the tokens that the model is running over, ``own`` the group of the basis that
-    each context is of, for intervals."""
+    """Sums in progress over one pass, by layer, on the layers' devices; they are moved once, at the
+    end. ``batch`` are the tokens that the model is running over, ``own`` the group of the basis
+    that each of its contexts belongs to (for intervals and nulls), ``mass`` the attention paid to
+    dropped keys, ``blunt`` flags of layers where rounding hides errors (the keys of a dict, which
+    keep their order)."""
 
     def __init__(
         self,
@@ -290,17 +296,17 @@ class _SweepSums:
         self.relative: dict[int, Tensor] = {}
         self.own: list[int] = []
         self.softcap, self.rotary = False, True
-        self.blunt: dict[str, None] = {}  # layers where rounding hides errors, in order
+        self.blunt: dict[str, None] = {}
 
     def begin(self, batch: Tensor) -> None:
-        """Begin a batch."""
+        """Begin a batch of tokens, before the model runs over it."""
         self.batch = batch
         if {"intervals", "nulls"} & set(self.detail):
             self.own = own_groups(self.basis, batch).tolist()
 
     def verify(self, layer: LayerView) -> None:
-        """Check one context of a batch explicitly; the view has verified its own scores. What does
-        not depend on the context is checked once."""
+        """Check the parts of the sampled context; the pass itself has compared the layer with the
+        model. cvec is checked in the first batch only."""
         index = layer.layer
         read = layer.normalized() if self.basis.provenance.normalized else layer
         self.relative[index] = is_relative(read) & self.relative.get(index, True)
@@ -312,13 +318,14 @@ class _SweepSums:
         self.blunt |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k, queries))
 
     def on_rows(self, layer: int, start: int, pattern: Tensor) -> None:
-        """Attention that some query rows of one batch pay to the keys that are left out."""
+        """Add the attention that query rows from ``start`` on pay to dropped keys: part of a mean
+        over kept queries, summed over contexts (the table divides by their number)."""
         rows = pattern[:, :, max(0, self.drop - start) :, : self.drop]
         mass = rows.sum((0, 2, 3), dtype=torch.float64) / (self.length - self.drop)
         self.mass[layer] = self.mass.get(layer, torch.zeros_like(mass)) + mass
 
     def on_layer(self, layer: LayerView) -> None:
-        """Take in one layer of one batch."""
+        """Take in one layer of one batch, a few contexts at a time."""
         index, mapped = layer.layer, self._projection(layer)
         self.softcap = self.softcap or layer.softcap is not None
         self.rotary = self.rotary and layer.rotary
@@ -326,7 +333,8 @@ class _SweepSums:
         if self.detail:
             details = self.details.setdefault(index, Details(self.detail, self.drop, self.seed))
             details.begin(layer, self.basis)
-        start = 0 if details else self.drop  # only details look at what is dropped
+        # details read dropped positions too; shares alone do without them from the start
+        start = 0 if details else self.drop
         bias = None if layer.bias is None else layer.bias[..., start:, start:]
         if self.by_plane and index not in self.planes:
             self.planes[index] = planes = rotary_planes(layer)
@@ -360,8 +368,9 @@ class _SweepSums:
         return min(limit, max(1, self.memory_budget // 4))
 
     def _step(self, layer: LayerView, limit: int) -> int:
-        """Contexts that are split at a time: for each, three parts of queries and keys with their
-        temporaries (18 vectors) and five blocks of 64 rows of scores."""
+        """Contexts that are split at a time, by an estimate of the numbers that one holds per head:
+        three parts of queries and keys with their temporaries (18 vectors), five blocks of 64 rows
+        of scores, and one block of all nine pairs of parts (energies)."""
         _, length, heads, width = layer.q.shape
         numbers = heads * (length * (5 * BLOCK + 18 * width) + 9 * BLOCK * BLOCK)
         return max(1, limit // (layer.q.element_size() * numbers))
@@ -371,14 +380,14 @@ class _SweepSums:
         mapped = self.projected.get(layer.layer)
         if mapped is None:
             mapped = project_basis(layer, self.basis, self.length)
-            # queries and keys of every layer
+            # this layer's bytes, queries and keys, times the number of layers
             size = mapped.q.numel() * mapped.q.element_size() * 2 * len(self.layers)
             if size <= self.memory_budget // 8:
                 self.projected[layer.layer] = mapped
         return mapped
 
     def flags(self) -> tuple[str, ...]:
-        """Remarks for the reader."""
+        """Flags of the result: what was left out, and what to be careful about."""
         start = [f"queries and keys before position {self.drop} left out"] if self.drop else []
         return (*start, *(["scores before the soft cap"] if self.softcap else []), *self.blunt)
 

@@ -1,5 +1,5 @@
-"""The table that :func:`tl_geometry.sweep_heads` returns, one row per head, and its selection and
-display."""
+"""What drives each head, in one row per head? The table that :func:`tl_geometry.sweep_heads`
+returns, its selection (``.top``) and its display."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ LABEL = (
     *("dominant_{}", "{}_by_cs", "{}_share", "{}_margin"),
     *("{}_by_gs", "{}_gain", "{}_gain_margin", "{}_flag"),
 )
-"""Columns of a label, of groups and of terms: the fields of
+"""Columns of a label, with "group" or "term" for the braces: the fields of
 :class:`tl_geometry.scores.labels.Dominant`, in their order."""
 NUMBERS = ("{}_share", "{}_margin", "{}_gain", "{}_gain_margin")
-"""Those of them that are numbers."""
+"""The numeric ones of :data:`LABEL`."""
 ENDS = ("corrected", "corrected_low", "corrected_high")
-"""Columns of the interval of a group's share, behind its name."""
+"""Suffixes of the columns of an interval, after share and group: ``cs_position_corrected``."""
 READ = (
     *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
     *("induction", "previous", "group_by_cs", "group_by_gs", "dominant_term"),
 )
-"""Columns that a reader of a sweep needs, the most needed first."""
+"""Columns that are shown where there is no room for all, the most important first."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SweepColumns(TermResult):
-    """Some columns of a sweep, as it shows itself."""
+    """Some columns of a sweep table, for its display."""
 
     cells: dict[str, list[object]]
 
@@ -58,15 +58,15 @@ class SweepTable(ShareTable):
 
     ``dominant_group`` is the group that is first by covariance (``group_by_cs``, with its share
     ``group_share`` and its lead ``group_margin``) and by gain (``group_by_gs``, ``group_gain``,
-    ``group_gain_margin``), each with a clear lead; else ``"unclear"``, and ``group_flag`` says
-    where the two name different groups. Likewise for terms. ``dropped_mass`` is the attention that
-    no share describes.
+    ``group_gain_margin``), each with a clear lead; else ``"unclear"``. ``group_flag`` says where
+    covariance and gain name different groups. Likewise for terms. ``dropped_mass`` is the attention
+    to left-out keys, which no share describes.
 
-    ``types[name]`` and ``baselines[name]`` are the head-type scores (see
-    :mod:`tl_geometry.scores.head_types`) on repeated random tokens and what uniform attention would
-    score, ``type_errors`` their standard errors over twelve sequences (of as many ranges of ids in
-    a large vocabulary); ``details`` holds what ``detail=`` asked for, one tensor per quantity,
-    heads first.
+    ``types[name]`` are the head-type scores on repeated random tokens
+    (:mod:`tl_geometry.scores.head_types`), ``baselines[name]`` what uniform attention would score,
+    ``type_errors`` standard errors of the scores over twelve sequences (in a large vocabulary each
+    from another range of ids). ``details`` holds what ``detail=`` asked for, one tensor per
+    quantity, head axis first.
     """
 
     types: dict[str, Float[Tensor, " head"]]
@@ -85,7 +85,7 @@ class SweepTable(ShareTable):
         return list(zip(*self._cells().values(), strict=True))
 
     def _cells(self) -> dict[str, list[object]]:
-        """The table by columns."""
+        """All columns by name, each with a value per head."""
         layers, heads = zip(*self.heads, strict=True)
         cells: dict[str, Any] = {"layer": layers, "head": heads}
         for level, best in (("group", self.by_group), ("term", self.by_term)):
@@ -104,7 +104,8 @@ class SweepTable(ShareTable):
         return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
     def _bounds(self) -> dict[str, Float[Tensor, " head"]]:
-        """Corrected shares of the groups with their intervals, where they were asked for."""
+        """Columns of the corrected shares of the groups and their intervals; empty where these were
+        not asked for."""
         bounds: dict[str, Tensor] = {}
         for share, interval in (("cs", self.group_intervals), ("gs", self.group_gain_intervals)):
             if interval is None or not self.groups:
@@ -115,7 +116,7 @@ class SweepTable(ShareTable):
         return bounds
 
     def _measured(self) -> tuple[str, ...]:
-        """Kinds of shares that were measured: energies only where ``detail`` asked for them."""
+        """Which shares were measured: energies only where ``detail`` asked for them."""
         return ("cs", "gs") if bool(self.sums.energies.isnan().all()) else ("cs", "gs", "es")
 
     def _types(self) -> list[str]:
@@ -125,9 +126,10 @@ class SweepTable(ShareTable):
         return sorted(name for name, value in self.details.items() if value.dim() == 1)
 
     def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
-        """The ``n`` heads with the largest values of a numeric column, in order (``"induction"``,
-        ``"cs_pos-pos"``, ...); NaN last. The name of a group or term alone is its covariance
-        share: ``"position"``."""
+        """The ``n`` heads with the largest values of a numeric column (``"induction"``,
+        ``"cs_pos-pos"``, ...), largest first (smallest first with ``ascending``), NaN last;
+        ``None`` for all heads. The name of a group or term alone means its covariance share:
+        ``"position"``."""
         cells = self._cells()
         column = f"cs_{column}" if column in (*self.groups, *self.terms) else column
         text_columns = [
@@ -149,7 +151,8 @@ class SweepTable(ShareTable):
         return self.select(order[:n])
 
     def text(self, limit: int | None = None) -> str:
-        """The columns that a reader needs as aligned plain text, no wider than the terminal."""
+        """The columns :data:`READ` as aligned plain text: as many as fit the width of the terminal,
+        but at least three."""
         width, cells = shutil.get_terminal_size().columns, self._cells()
         shown = self._reader_columns(cells, len(READ)).text(limit)
         for count in range(len(READ) - 1, 2, -1):
@@ -163,7 +166,7 @@ class SweepTable(ShareTable):
         return self._reader_columns(self._cells(), len(READ))._repr_html_()
 
     def _reader_columns(self, cells: dict[str, list[object]], count: int) -> SweepColumns:
-        """The first ``count`` columns that a reader needs, and where the others are."""
+        """The first ``count`` columns of :data:`READ`, with a flag that says where all are."""
         chosen = [column for column in READ if column in cells][:count]
         more = f"{len(chosen)} of {len(cells)} columns (all: .to_dataframe(), render.heads)"
         return SweepColumns(

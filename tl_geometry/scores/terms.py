@@ -1,5 +1,5 @@
-"""The terms of an attention score: their names, the groups that they belong to, and how they are
-shown to a reader. Used by every table and figure that names terms."""
+"""What are the terms of an attention score called, which group does each belong to, and how is it
+shown to a reader? Used by every table and figure that names terms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ ALIBI = "alibi"
 CONTEXT_PARTS = ("cvec", "ctx", "resid")
 """Parts of the stream that depend on the context."""
 POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
-"""Parts of the stream that do not."""
+"""Parts that do not depend on the context."""
 GROUPS = ("position", "content", "mixed")
 """Groups of terms: no context part on either side, on both sides, on one side."""
 BIAS_BIAS = "bias-bias"
 """The term of mean and constants on both sides."""
+# the term itself, and the columns of a sweep about it: shares, and ablation effects (tv, kl)
 _ABOUT_BIAS = {f"{about}{BIAS_BIAS}" for about in ("", "cs_", "gs_", "es_", "tv_", "kl_")}
 
 
 def term_pairs(parts: Sequence[str], *, alibi: bool = False) -> tuple[tuple[str, str], ...]:
-    """(query part, key part) of the terms, in the order of the flattened ``[query part, key part]``
-    table.
+    """(query part, key part) of the terms, in the order of every term axis: the flattened table
+    ``[query part, key part]``, then ALiBi where there is one.
 
     >>> term_pairs(("pos", "cvec"))
     (('pos', 'pos'), ('pos', 'cvec'), ('cvec', 'pos'), ('cvec', 'cvec'))
@@ -60,12 +61,12 @@ def group_of(term: str) -> str | None:
 
 
 def bias_label(*, rotary: bool, relative: bool) -> str:
-    """How (bias, bias) is shown, bias being the mean and the constants of norm and projection. In a
-    rotary model position lives there.
+    """The name under which (bias, bias) is shown. ``bias`` is the mean with the constants of norm
+    and projection; in a rotary model both are rotated, so that their product depends on position.
 
     ``relative`` says that no frozen scale varies by token (a normalised basis and no QK-norm): then
     the term is exactly a function of the offset i - j. Otherwise it is the product of two means,
-    divided by scales of the prompt at hand.
+    divided by the norm scales of each prompt's tokens.
 
     >>> [bias_label(rotary=r, relative=e) for r, e in ((False, False), (True, False), (True, True))]
     ['bias-bias', 'mean-mean', 'relative position']
@@ -74,8 +75,8 @@ def bias_label(*, rotary: bool, relative: bool) -> str:
 
 
 def label(name: str, bias_label: str = BIAS_BIAS) -> str:
-    """How a term, a group of terms or a column about one is shown to a reader; keys stay as they
-    are.
+    """How a term, a group of terms or a column about one is shown to a reader. Only the display
+    changes: in code, files and data frames the term stays ``"bias-bias"``.
 
     >>> [label(name, "mean-mean") for name in ("bias-bias", "gs_bias-bias", "pos-cvec")]
     ['mean-mean', 'gs_mean-mean', 'pos-cvec']
@@ -85,8 +86,8 @@ def label(name: str, bias_label: str = BIAS_BIAS) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TermResult(Result):
-    """Base of results that name terms: ``bias_label`` is how (bias, bias) is shown
-    (:func:`bias_label`), its key is always the same."""
+    """Base of results that name terms; ``bias_label`` is how they show (bias, bias)
+    (:func:`bias_label`)."""
 
     bias_label: str = BIAS_BIAS
 

@@ -1,6 +1,6 @@
-"""The strongest cells of each head and query row of a split, exactly, a few rows at a time:
-``split.top_cells(k)``. For prompts that are too long to look at every score.
-"""
+"""Which keys have the largest scores, for each head and query of a split? Behind
+``split.top_cells(k)``: exact, a few query rows at a time, for prompts that are too long to look at
+every score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tl_geometry.scores.split import ScoreSplit
 
 NO_KEY = -1
-"""The key of a cell that a row does not have, because it sees fewer keys."""
+"""Stands for a key where a row sees fewer than k keys."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,7 +44,8 @@ class TopCells(Result):
 
 
 def top_cells(split: ScoreSplit, k: int, term: tuple[str, str] | None) -> TopCells:
-    """:meth:`ScoreSplit.top_cells`: cells by the size of a term, or by the total score."""
+    """:meth:`ScoreSplit.top_cells`: cells by the absolute value of a term, or by the total
+    score."""
     length = split.k.shape[2]
     require(1 <= k <= length, "k", expected=f"1 to {length}, the keys of a prompt", got=k)
     keys, values = [], []
@@ -67,18 +68,19 @@ def top_cells(split: ScoreSplit, k: int, term: tuple[str, str] | None) -> TopCel
 
 
 def largest_first(x: Float[Tensor, "*row key"], k: int) -> Int[Tensor, "*row cell"]:
-    """Places of the ``k`` largest numbers of each row, largest first, equal ones in their order.
+    """Indices of the ``k`` largest numbers of each row, largest first, equal ones in their order.
 
-    ``topk`` alone may take any of several equal numbers.
+    ``topk`` alone may take any of several equal numbers, so rows with such ties are sorted in full.
 
     >>> largest_first(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0]), 3).tolist()
     [1, 3, 2]
     """
     values, places = x.topk(k)
     last = values[..., -1:]
-    # rows of which topk left some that equal the last it took
+    # rows in which numbers equal to the last one taken were left behind
     tied = (x == last).sum(-1) > (values == last).sum(-1)
     places[tied] = x[tied].sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # by key first, so that the stable sort by value leaves equal numbers in the order of their keys
     places = places.sort(-1).values
     order = x.gather(-1, places).sort(dim=-1, descending=True, stable=True).indices
     return places.gather(-1, order)

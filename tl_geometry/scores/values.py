@@ -1,17 +1,18 @@
-"""What each source part (position, context, a writer) makes a head write into the stream, and its
-direct effect on chosen logits: an exact split of head outputs, ``split_values``.
+"""What does each source part (position, context, a writer) make a head write into the stream, and
+what is its direct effect on chosen logits? The public function ``split_values``; circuits and
+interventions take :func:`target_ids` and :func:`trained_head` from here.
 
-With the pattern A and the norm scale frozen, the mixed value of a head is linear in the parts of
-its layer's input,
+With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
+of its layer's input,
 
-    z[i] = sum_j A[i, j] v[j],    v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),
+    z[i] = sum_j pattern[i, j] v[j],   v = sum_a ((p_a A / s) gain) W_V + ((norm bias) W_V + b_V),
     output = z W_O,
 
-so that ``z_a`` of each part sum to the model's own ``hook_z`` (checked). With a normalised basis
-the parts are those of the normed input and no norm scale is frozen,
-``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit is the output through the
-final norm with its scale frozen, ``((output A) / s_final) gain W_U`` (direct logit attribution, by
-source part).
+where A is the centring of LayerNorm (the identity for RMSNorm). The ``z_a`` of all parts sum to the
+model's own ``hook_z`` (checked). With a normalised basis the parts are those of the normed input
+and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit
+is the output through the final norm with its scale frozen, ``((output A) / s_final) gain W_U``
+(direct logit attribution, by source part).
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ from tl_geometry.scores.splitter import Splitter
 class ValueSplit(Result):
     """Outputs of some heads as sums over source parts.
 
-    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` its write into the stream
-    (without b_O, which belongs to the layer, and before the norm of models with a norm after
-    attention). ``logits`` is the direct effect ``[part batch position head token]`` on
-    ``token_ids``, where they were asked for.
+    ``z[part]`` is the mixed value of each head before W_O; :meth:`output` is its write into the
+    stream (without b_O, which belongs to the layer, and before the norm of models with a norm after
+    attention). ``logits`` is the direct effect on ``token_ids``, where they were asked for; its
+    last axis has one entry for each of them, not the whole vocabulary.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -101,7 +102,7 @@ class ValueSplit(Result):
 
     @property
     def norm(self) -> Float[Tensor, "head part"]:
-        """RMS norm of what each part writes."""
+        """Root mean square, over prompts and positions, of the norm of what each part writes."""
         squares = [self.output(p).double().square().sum(-1).mean((0, 1)) for p in self.parts]
         return torch.stack(squares, -1).sqrt()
 
@@ -180,7 +181,7 @@ def split_values(
 
 
 def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
-    """Ids of tokens that are given as ids or as texts of one token each, one or several."""
+    """Ids of one or several tokens, each given as an id or as the text of a single token."""
     token_ids: list[int] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
@@ -198,8 +199,8 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
 def _mixed(
     layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check], flags: list[str]
 ) -> Float[Tensor, "part batch position head d_head"]:
-    """``z`` of each part for the chosen heads, checked against the model's values and mixed
-    values."""
+    """``z`` of each part for the chosen heads. The sums over parts of ``values`` and of z are
+    compared with the model's ``v`` and ``z``; results are added to ``checks`` and ``flags``."""
     if layer.pattern is None or layer.v is None or layer.z is None:
         expected = "hooks of pattern, values and z"
         fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
@@ -214,6 +215,7 @@ def _mixed(
         error = float((summed - model[:, :, heads]).abs().max())
         checks.append((layer.layer, name, error, reconstruction_bound(unit, float(bound.max()))))
     require_reconstruction(checks, f"values of layer {layer.layer}")
+    # rounding is judged against the z of a typical token: the median over tokens of its largest |z|
     largest = layer.z[:, :, heads].abs().amax(-1)
     typical = rearrange(largest, "b i h -> h (b i)").median(dim=1).values
     scales, what = (float(layer.v.abs().max()), float(size.max())), f"values of layer {layer.layer}"
@@ -224,7 +226,8 @@ def _mixed(
 def trained_head(
     view: ModelView, *, instead: str = "split_values without token_ids="
 ) -> OutputHead:
-    """The output head, where logits can be read off the last state; else a refusal."""
+    """The output head of a model whose logits are a norm and a trained linear map of the last
+    state; refuses other models. ``instead`` is what the error recommends."""
     what = f"logits of {view.name}"
     if not view.head_trained:
         expected, got = "a trained output head", "one that was newly initialised"
@@ -238,7 +241,8 @@ def trained_head(
 
 
 def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
-    """Refuse logits where heads do not write straight into a stream that a linear map reads."""
+    """Refuse direct effects where a head's output does not reach the final linear map unchanged but
+    for the final norm."""
     trained_head(view)
     direct = not any(view.layer_facts(layer).norm_after for layer in layers)
     what, expected = f"logits of {view.name}", "heads that write straight into the stream"
@@ -249,10 +253,11 @@ def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
 def _direct_effects(
     view: ModelView, token_ids: Sequence[int], tokens: Tensor, z: Tensor, W_O: Tensor
 ) -> Float[Tensor, "part batch position head d_vocab"]:
-    """Direct effect on some logits of what each part makes the heads write into the stream."""
+    """Direct effect of each part on some logits; the last axis is ``token_ids``."""
     head, last = trained_head(view), view.state_hooks[-1]
     h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
     directions = head.directions(list(token_ids)).to(W_O)
+    # W_O and readout first: no output [part batch position head d_model] is formed
     path = einsum(W_O, directions, "head e d, token d -> head e token")
     effects = einsum(
         z, path, "part batch position head e, head e token -> part batch position head token"
