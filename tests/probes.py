@@ -1,8 +1,8 @@
 """Which tests evaluate a piece of code? :mod:`tests.mutate` asks before it plants a fault there.
 
-:func:`probed` writes a call of ``reached(number)`` around each expression, or before each
+:func:`probed` writes a call of ``__reached__(number)`` around each expression, or before each
 statement, that is asked for; all else, and every line number, stays as it is. The call gives None,
-so that ``(reached(3) or x)`` is ``x``. Running a file costs no more than without, where tracing
+so that ``(__reached__(3) or x)`` is ``x``. Running a file costs no more than without, where tracing
 every line would cost half as much again.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from tests.faults import Fault, starts_of_lines
 
-NAME = "reached"
+NAME = "__reached__"
 """The built-in function that probed code calls."""
 NOTES = "PROBE_NOTES"
 """The environment variable with the folder for what other processes reach."""

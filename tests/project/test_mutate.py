@@ -104,9 +104,10 @@ def test_quick_tests_of_the_package_come_first() -> None:
         "tests/scores/test_quick.py": mutate.TestFile({"d": 12.0, "e": 900.0}, {"0": ["d"]}),
         "tests/scores/test_elsewhere.py": mutate.TestFile({"f": 1.0}, {"1": ["f"]}),
     }
-    tests, seconds = mutate.tests_of(fault, 0, covered)
-    assert tests == ["d", "a", "tests/scores/test_slow.py"]
-    assert seconds == 12 + 4 + 30 + 60
+    assert mutate.tests_of(fault, 0, covered) == [
+        (["d", "a"], 12.0 + 4.0),
+        (["tests/scores/test_slow.py"], 30.0 + 60.0),
+    ]
 
 
 def test_the_map_knows_which_tests_evaluate_a_fault(
