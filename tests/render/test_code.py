@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import tl_geometry
 from tests.browser import Browser, as_cells, payload, without_policy
 from tests.render.test_graph_means_view import average, pair
 from tests.render.test_graph_view import traced
@@ -42,7 +41,7 @@ def test_the_code_of_a_panel_gives_its_values(panels: Any, centered: bool) -> No
     split = dataclasses.replace(synthetic(2, 9), bias=torch.randn(2, 9, 9))
     chosen = panels_of(split, panels)
     drawn = draw_panels(split, chosen, centered=centered).values
-    names = {"split": split, "tl_geometry": tl_geometry}
+    names = {"split": split}
     for panel, code in enumerate(panel_code(chosen, centered)):
         found = eval(code, names)[0].double()
         torch.testing.assert_close(found[split.allowed], drawn[:, panel][split.allowed])
@@ -51,7 +50,7 @@ def test_the_code_of_a_panel_gives_its_values(panels: Any, centered: bool) -> No
 def check_split(browser: Browser, split: ScoreSplit, page_text: str) -> None:
     """Of every panel of every head at some cells."""
     rows = "[...document.querySelectorAll('.read b')].map(b => [+b.dataset.value, +b.dataset.half])"
-    names = {"split": split, "tl_geometry": tl_geometry}
+    names = {"split": split}
     with browser.open(page_text, width=900) as page:
         page.wait("document.body.dataset.drawn")
         for head in range(page.evaluate("DATA.heads.length")):

@@ -34,6 +34,7 @@ FALLBACK = 300_000
 DARK = (
     'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
     'body[data-theme="dark"]{--tlg-dark:1px}'
+    '@media(prefers-color-scheme:dark){body[data-theme="auto"]{--tlg-dark:1px}}'
 )
 """Tells a frame that the page around it is dark. A sandboxed frame cannot see that page. So this
 style of the outer page (JupyterLab, VS Code, Colab, furo) makes the frame one pixel higher, and the

@@ -201,7 +201,7 @@ def panel_code(panels: dict[str, list[Term]], centered: bool) -> list[str]:
     ]
     scores.append("split.total()")
     if centered:
-        scores = [f"tl_geometry.base.rows.row_center({x}, split.allowed)" for x in scores]
+        scores = [f"split.centered({x})" for x in scores]
     return [*scores, "split.pattern()"]
 
 

@@ -1,17 +1,14 @@
-"""Which pairs of parts of the residual stream make up a head's attention scores? The public
-function ``split_scores`` and its result :class:`ScoreSplit`; the report calls it too, and views
-draw the result.
+"""Which pairs of parts of the residual stream make up a head's attention scores? ``split_scores``
+and its result :class:`ScoreSplit` answer; the report calls it too, and views draw the result.
 
-1. One forward pass gives each layer's input h and its frozen scales
-   (:class:`tl_geometry.models.layer_view.LayerView`). With a normalised basis what is split is
-   ``x = norm(h)`` without gain and bias, which the layer reads linearly: no norm scale is frozen.
+1. One forward pass gives each layer's input h and its frozen scales. With a normalised basis what
+   is split is ``x = norm(h)`` without gain and bias: no norm scale is frozen.
 2. h is split into additive parts: the mean and the constants of norm and projection (``bias``),
    ``pos``, ``cvec``, or the caller's own.
 3. Each part is projected by itself to queries and keys, linearly because the scales are frozen. No
    part is computed as the remainder of the others, so that the sum in step 4 is a real check.
-4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms. Together with ALiBi they sum to the model's
-   scores before any soft cap. This is checked against the model's own numbers; a split that does
-   not add up is refused.
+4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms. With ALiBi they sum to the model's scores
+   before any soft cap, which is checked against the model's own: what does not add up is refused.
 
 This is Song & Zhong 2023, Eq. 7, made exact. The equation leaves out LayerNorm, biases and rotation
 (``preset="paper"``); the published code passes each part through LayerNorm by itself
@@ -34,7 +31,7 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import BudgetError, fail, listed, require
-from tl_geometry.base.rows import KeyRanges
+from tl_geometry.base.rows import KeyRanges, row_center
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext
@@ -113,12 +110,10 @@ class ScoreSplit(TermResult):
     coordinates are one plane of frequency zero). ``scores`` are the model's own before any soft
     cap, held with ``preset="reference"`` only.
 
-    ``checks`` are the reconstruction errors (layer, what, error, bound), ``reconstruction`` their
-    summary. ``scale`` is A of the bounds, the largest product of the parts' absolute values
-    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`).
-
-    Its table (``to_dataframe``, ``to_latex``) is that of :meth:`shares`, which the preset
-    ``"reference"`` lacks (its terms do not sum to the scores).
+    ``checks`` are the reconstruction errors, ``reconstruction`` their summary. ``scale`` is A of
+    the bounds, the largest product of the parts' absolute values
+    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`). Its table is that of
+    :meth:`shares`, which the preset ``"reference"`` lacks (its terms do not sum to the scores).
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -154,11 +149,9 @@ class ScoreSplit(TermResult):
     def on_planes(self, planes: PlanesLike) -> ScoreSplit:
         """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
         ``"far"``, ``"pass"``, a number, a :class:`tl_geometry.scores.planes.Band` of wavelengths in
-        tokens, or several of these.
-
-        Every term becomes the part of it that these planes carry; over disjoint choices that cover
-        all planes these parts add up to the term. ALiBi is in no plane. Total, pattern and shares
-        are then those of this part, not the model's; ``checks`` stay those of the whole.
+        tokens, or several of these. Every term becomes the part of it that these planes carry; over
+        disjoint choices that cover all planes these parts add up to the term. ALiBi is in no plane.
+        Total, pattern and shares are those of this part; ``checks`` stay those of the whole.
         """
         exact, got = self.provenance.preset == "exact", f"preset={self.provenance.preset!r}"
         require(exact, "on_planes", expected="preset='exact'", got=got)
@@ -181,6 +174,10 @@ class ScoreSplit(TermResult):
         """
         self.require_dense("total")
         return self.total_rows(ALL)
+
+    def centered(self, scores: Tensor) -> Float[Tensor, "batch head query key"]:
+        """Scores without the mean of their row over the allowed keys, which softmax ignores."""
+        return row_center(scores, self.allowed)
 
     def summed(self) -> Float[Tensor, "batch head query key"]:
         """:meth:`total` at every cell, allowed or not."""
@@ -396,16 +393,15 @@ def split_scores(
         cache: a TransformerLens ``ActivationCache`` of these tokens, in place of running the model.
 
     Frozen scales make terms attributions, not interventions: pos-pos of a token still depends on
-    its norm in this prompt. With a basis of ``decompose(..., normalize=True)`` the parts are those
+    its norm here. With a basis of ``decompose(..., normalize=True)`` the parts are those
     of the normed input, ``q_a = (p_a gain) W_Q``, and nothing of the norm is frozen (a QK-norm's
     scale still is): the same scores, other terms. Then (bias, bias) of a rotary model without
     QK-norm is exactly a function of the offset i - j, and is shown as "relative position"; on a raw
     basis it is the "mean-mean" term.
 
-    Prompts of thousands of tokens run in blocks of query rows
-    (:mod:`tl_geometry.models.row_pass`), and only their queries and keys are kept. Memory then
-    grows with the length, not with its square: ``.shares()`` and ``.top_cells(k)`` work, and a term
-    as a matrix raises ``BudgetError`` where it exceeds ``memory_budget``.
+    Prompts of thousands of tokens run in blocks of query rows, and only their queries and keys are
+    kept, so that memory grows with the length, not with its square. ``.shares()`` and
+    ``.top_cells(k)`` work; a term as a matrix may raise ``BudgetError``.
 
     Raises ``ReconstructionError`` where the terms do not sum to the model's scores; ``BudgetError``
     where the terms as matrices (of long prompts and of writers: queries and keys) would exceed
