@@ -51,10 +51,16 @@ html_static_path = ["_static"]
 html_extra_path = ["llms.txt"]
 html_css_files = ["site.css"]
 html_js_files = ["versions.js"]
+# one link to the repository in place of links to the source of each page: many pages are generated
 html_theme_options = {
-    "source_repository": "https://github.com/tl-geometry/tl-geometry/",
-    "source_branch": "main",
-    "source_directory": "docs/",
+    "footer_icons": [
+        {
+            "name": "Source on GitHub",
+            "url": "https://github.com/tl-geometry/tl-geometry",
+            "html": "Source on GitHub",
+            "class": "",
+        }
+    ]
 }
 myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence", "attrs_inline"]
 myst_heading_anchors = 3

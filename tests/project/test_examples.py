@@ -32,7 +32,10 @@ from tl_geometry.scores.details import DETAILS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "guide").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "paper" / "gallery.md"),
+    *sorted([*DOCS.glob("*.md"), *(DOCS / "guide").glob("*.md")]),
+]
 START = DOCS / "guide" / "index.md"
 """Defines what the pages of the guide begin with: model, windows, basis, prompt."""
 APART = (DOCS / "recipes.md", DOCS / "how_to.md")
