@@ -371,9 +371,14 @@ class _Watch:
 
 
 def identity(fault: Fault) -> tuple[str, ...]:
-    """A fault by its file and texts, which hold when lines move."""
-    text = (ROOT / fault.path).read_text().splitlines()[fault.line - 1].strip()
+    """A fault by its file and texts, which hold when lines move and comments change."""
+    text = code_of((ROOT / fault.path).read_text().splitlines()[fault.line - 1])
     return fault.path, text, fault.before, fault.after
+
+
+def code_of(line: str) -> str:
+    """A line without its indentation and its comment."""
+    return line.split("  #")[0].strip()
 
 
 def equivalents() -> set[tuple[str, ...]]:
