@@ -242,6 +242,8 @@ def test_pseudo_sentences_are_consecutive_chunks_without_newlines():
     )  # the short last chunk is left out
     assert not found.has_bos
     assert len(pseudo_sentences(view, text, 5, n=2)) == 2
+    assert pseudo_sentences(view, text, 5, corpus="a novel").corpus == "a novel"
+    assert pseudo_sentences(view, text * 4).tokens.shape == (2, 50)  # as published
     with pytest.raises(GeometryError, match="n: expected 1 to 6 chunks, got 7"):
         pseudo_sentences(view, text, 5, n=7)
 

@@ -122,6 +122,11 @@ def test_removing_everything_leaves_the_constants() -> None:
 def test_swapping_with_the_same_prompts_changes_nothing() -> None:
     model = tiny("bridge", "llama")
     plain = model(PROMPTS)
+    with (
+        pytest.raises(GeometryError, match="other: expected tokens"),
+        swap_edge(model, PROMPTS, "L0H1", "L1H2", other=PROMPTS[:, 1:]),
+    ):
+        pass
     with swap_edge(model, PROMPTS, "L0H1", "L1H2", other=PROMPTS):
         assert torch.allclose(model(PROMPTS), plain, atol=1e-5)
     with swap_edge(model, PROMPTS, "L0H1", "L1H2"):

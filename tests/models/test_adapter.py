@@ -29,6 +29,7 @@ from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, states_from_cache, view
 from tl_geometry.models.forward import collect
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.states import state_of
 from tl_geometry.models.support import check_model
 
 MODEL_CLASSES = ["bridge", "hooked"] if HAS_HOOKED else ["bridge"]
@@ -200,6 +201,15 @@ def test_bad_tokens_are_refused(model_class: str, ids: Tensor, text: str) -> Non
     with pytest.raises(GeometryError) as error:
         view(tiny(model_class, "gpt2")).run(ids, {})
     assert text in str(error.value)
+
+
+def test_every_state_is_found_by_its_hook_and_no_other() -> None:
+    before, last = [f"blocks.{layer}.hook_resid_pre" for layer in range(3)], "blocks.2.{}"
+    assert [state_of(name, 4) for name in before] == [0, 1, 2]
+    assert state_of(last.format("hook_resid_post"), 4) == 3
+    for name in (last.format("hook_resid_post"), "blocks.0.hook_z"):
+        with pytest.raises(GeometryError, match="a number from 0 to 2 or a hook"):
+            state_of(name, 3)
 
 
 def test_missing_and_silent_hooks_are_named() -> None:

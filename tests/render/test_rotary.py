@@ -93,6 +93,9 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
     assert np.allclose(totals, planes.total_cs[row].numpy(), atol=1e-9)
     middle = [bar.get_x() + bar.get_width() / 2 for bar in bars[:2]]
     assert np.allclose(middle, np.log10([2 * math.pi, 200 * math.pi]), atol=1e-5)
+    bars_axis = drawn.figure.axes[0]
+    ticks = [f"$10^{{{tick:.0f}}}$" for tick in bars_axis.get_xticks()]
+    assert [label.get_text() for label in bars_axis.get_xticklabels()] == ticks
     curve = drawn.figure.axes[1].lines[0]
     assert np.allclose(curve.get_ydata(), profile.mean[0].numpy())
     assert np.allclose(curve.get_xdata(), profile.offsets.numpy())

@@ -261,3 +261,16 @@ def test_seeds_change_what_is_random() -> None:
     assert not torch.equal(weights[0], weights[2])
     does = [planted_circuit.planted_circuit("learned", seed).does for seed in (0, 3)]
     assert does[0] != does[1]
+
+
+@pytest.mark.parametrize("name", sorted(trained.TASKS))
+def test_batches_of_a_task_are_those_of_their_step(name: str) -> None:
+    """Whatever was drawn before, and another in every step and seed."""
+    task = trained.TASKS[name]
+    first, _ = task.batch_at(3, 5)
+    torch.manual_seed(99)
+    again, targets = task.batch_at(3, 5)
+    assert torch.equal(first, again)
+    assert len(again) == len(targets) == task.batch
+    assert not torch.equal(first, task.batch_at(3, 6)[0])
+    assert not torch.equal(first, task.batch_at(4, 5)[0])
