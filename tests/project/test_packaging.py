@@ -30,6 +30,12 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
         check=True,
     )
     wheel = tmp_path / done.stdout.strip().splitlines()[-1]
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))
+        shown = packed.read(name).decode().split("\n\n", 1)[1]
+    links = re.findall(r"\]\(([^)]*)\)", shown)
+    assert len(links) > 20
+    assert all(link.startswith("https://") for link in links), "a package index has no files"
     target = tmp_path / "site"
     command = [
         sys.executable,
