@@ -4,17 +4,20 @@ use the clipboard."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from tests.browser import Browser, as_cells, payload, without_policy
+from tests.render.test_browser import table
 from tests.render.test_graph_means_view import average, pair
 from tests.render.test_graph_view import traced
 from tests.render.test_logit_view import explained
 from tests.splits import synthetic
 from tl_geometry import render
+from tl_geometry.base.results import Result
 from tl_geometry.render import split_view
 from tl_geometry.render.page import PageView
 from tl_geometry.render.split_view import draw_panels, panel_code, panels_of
@@ -160,6 +163,30 @@ def test_nodes_of_an_average_and_of_a_comparison_are_those_of_the_graph() -> Non
         found = [graph.values[int(node["lookup"])] for node in data["nodes"]]
         means = [float(values.mean()) for values in found]
         assert [node["value"] for node in data["nodes"]] == pytest.approx(means, rel=1e-4)
+
+
+def check_heads(browser: Browser, given: Result, page_text: str) -> None:
+    """Of every column of two heads."""
+    with browser.open(page_text, width=1100) as page:
+        page.wait("document.body.dataset.drawn")
+        for column in page.evaluate("Object.keys(DATA.columns)"):
+            page.evaluate(f"choose.value = {column!r}; choose.onchange(); 0")
+            for head in (0, 3):
+                page.evaluate(f"show({head}); 0")
+                shown = page.evaluate(f"DATA.columns[state.value].values[{head}]")
+                found = float(eval(page.evaluate(CODE), {"table": given}))
+                assert found == pytest.approx(math.nan if shown is None else shown, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_the_code_of_a_head_gives_its_number(browser: Browser) -> None:
+    given = table()
+    check_heads(browser, given, render.heads(given).page)
+    free = without_policy(render.heads(given).page)
+    with pytest.raises(AssertionError):
+        check_heads(
+            browser, given, free.replace("${head}), ${column}", "${1 - head % 2}), ${column}")
+        )
 
 
 def check_logit(browser: Browser, view: PageView, names: dict[str, Any]) -> None:

@@ -79,6 +79,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "canvas": [width, height],
         "columns": {
             readable[name]: {
+                "name": name,
                 "values": [rounded(v) for v in values.tolist()],
                 "scale": scale(name, values),
             }
@@ -89,14 +90,15 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "read": READ,
         "value": readable[chosen],
     }
-    # 708 is the width of a page of text, 24 its padding; numbers stand in rows of six, 34 high
+    # 708 is the width of a page of text, 24 its padding; numbers stand in rows of six, 34 high,
+    # below a line of code
     return PageView(
         "heads",
         data,
         title=title or "Every number of every head",
         caption=caption,
         width=max(width, 708) + 24,
-        height=150 + height + 34 * READ // 6 + caption_height(f"{caption} {NULL}"),
+        height=172 + height + 34 * READ // 6 + caption_height(f"{caption} {NULL}"),
         image=functools.partial(head_grid, sweep, chosen),
         source=sweep.provenance.line(),
         null=NULL,

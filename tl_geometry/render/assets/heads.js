@@ -13,7 +13,7 @@ for (const column of Object.keys(DATA.columns)) make('option', DATA.said[column]
 choose.value = state.value;
 const [, barPen] = board(300, 30, tools);
 const [sheet, pen] = board(...DATA.canvas, make('div', null, {class: 'scroll'}));
-const where = make('div', null, {class: 'where'}), box = make('div', null, {class: 'read'});
+const where = make('div', null, {class: 'where'}), code = codeLine(), box = make('div', null, {class: 'read'});
 const readings = {};
 const names = [...Object.keys(DATA.words), ...Object.keys(DATA.columns)];
 names.sort((a, b) => /-/.test(a) - /-/.test(b));  // single terms last
@@ -49,6 +49,8 @@ function draw() {
 }
 function show(i) {
   where.textContent = `${name(i)} (click a head to keep its numbers here)`;
+  const [row, head] = DATA.heads[i], column = JSON.stringify(DATA.columns[state.value].name);
+  code.show(`table.to_dataframe().set_index(["layer", "head"]).loc[(${DATA.layers[row]}, ${head}), ${column}]`);
   for (const [column, node] of Object.entries(readings)) {
     const v = column in DATA.words ? DATA.words[column][i] : DATA.columns[column].values[i];
     node.textContent = column in DATA.words ? v : number(v); node.dataset.value = v ?? '';
@@ -63,7 +65,7 @@ const over = i => { if (i !== state.over) { state.over = i; show(i ?? state.head
 sheet.onpointermove = event => { const i = headAt(event); sheet.style.cursor = i === null ? '' : 'pointer'; over(i); };
 sheet.onpointerleave = () => over(null);
 sheet.onclick = event => { const i = headAt(event); if (i !== null) { state.head = i; show(i); draw(); } };
-choose.onchange = () => { state.value = choose.value; draw(); };
+choose.onchange = () => { state.value = choose.value; show(state.head); draw(); };
 dark.onchange = draw;
 show(0); draw();
 document.body.dataset.drawn = performance.now();
