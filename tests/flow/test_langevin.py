@@ -17,6 +17,7 @@ from torch import Tensor
 from tl_geometry import GeometryError
 from tl_geometry.base.linalg import rotation_exp
 from tl_geometry.flow.alignment import fit_aligned_bases, proper_rotations
+from tl_geometry.flow.geodesic import GeodesicPath
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.flow.residuals import flow_map
 
@@ -311,3 +312,12 @@ def test_errors_name_what_was_expected():
         dataclasses.replace(model, rate=-0.1)
     with pytest.raises(GeometryError, match="method: expected one of 'exact', 'euler', got 'rk4'"):
         model.simulate(noise(1, 3), [2.0], method="rk4")
+
+
+def test_a_state_begins_its_interval_at_its_own_time() -> None:
+    """0.7 lies below itself in single precision."""
+    times = torch.tensor([0.1, 0.7, 2.0], dtype=torch.float64)
+    path = GeodesicPath(torch.eye(2).double().repeat(3, 1, 1), torch.ones(3, 2).double(), times)
+    assert path.locate(0.7) == (1, 0.0)
+    assert path.locate(0.1) == (0, 0.0)
+    assert path.locate(2.0) == (1, 1.0)

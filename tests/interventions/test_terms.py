@@ -377,6 +377,10 @@ def test_necessity_and_sufficiency_are_as_they_must_be(name: str) -> None:
     assert previous.change("swap", "induction_loss").value.abs() < 1e-3
     assert any("its swap is no control" in flag for flag in previous.provenance.flags)
     assert not any("its swap is no control" in flag for flag in copying.provenance.flags)
+    # swapped with the same position nothing changes: against that swap, as against clean, removal
+    # costs; against itself there is nothing to test
+    assert previous.removal_p("swap", "induction_loss") < 0.01
+    assert math.isnan(previous.removal_p("remove", "induction_loss"))  # nothing differs
     nothing = necessity_sufficiency(model, ids, basis, "L0H0", "content", **options)
     assert nothing.necessity["loss"] == pytest.approx(0, abs=1e-4)
     assert nothing.sufficiency["loss"] == pytest.approx(0, abs=1e-4)

@@ -82,6 +82,9 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
     assert sorted(t for members in groups.values() for t in members) == sorted(split.terms)
     assert ("alibi", "alibi") in groups["position"]
     assert groups["position-content"] == [(a, b) for a in ("bias", "pos") for b in ("ctx", "resid")]
+    rows, columns, places = split_view._layout(split, panels_of(split, "terms"))
+    assert (rows, columns) == (4, 5)
+    assert places == [*(divmod(i, 4) for i in range(16)), (2, 4), (0, 4), (1, 4)]  # ALiBi below
     drawn = draw_panels(split, groups)
     inside = split.allowed[:, None]
     torch.testing.assert_close(
