@@ -79,7 +79,7 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
         "canvas": [width, height],
         "columns": {
             readable[name]: {
-                "name": name,
+                "at": list(sweep.columns()).index(name),
                 "values": [rounded(v) for v in values.tolist()],
                 "scale": scale(name, values),
             }

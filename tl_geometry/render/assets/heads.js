@@ -49,8 +49,7 @@ function draw() {
 }
 function show(i) {
   where.textContent = `${name(i)} (click a head to keep its numbers here)`;
-  const [row, head] = DATA.heads[i], column = JSON.stringify(DATA.columns[state.value].name);
-  code.show(`table.to_dataframe().set_index(["layer", "head"]).loc[(${DATA.layers[row]}, ${head}), ${column}]`);
+  code.show(`table.to_dataframe().iloc[${i}, ${DATA.columns[state.value].at}]`);
   for (const [column, node] of Object.entries(readings)) {
     const v = column in DATA.words ? DATA.words[column][i] : DATA.columns[column].values[i];
     node.textContent = column in DATA.words ? v : number(v); node.dataset.value = v ?? '';
