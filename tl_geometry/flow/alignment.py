@@ -138,9 +138,9 @@ def inverse_values(
     """``1 / S``, and 0 for singular values below ``rtol`` times the largest: maps drop those
     directions.
 
-    ``rtol`` lies well above the float64 rounding that
-    :func:`tl_geometry.base.linalg.numerical_rank` cuts at: the states come from a float32 model,
-    and a tiny singular value would magnify their rounding.
+    Directions in which the states do not vary are dropped; the rounding of float32 states, about
+    1e-7 of the largest, stays. ``rtol`` lies above the float64 rounding that
+    :func:`tl_geometry.base.linalg.numerical_rank` cuts at.
 
     >>> inverse_values(torch.tensor([2.0, 0.0])).tolist()
     [0.5, 0.0]
