@@ -276,6 +276,24 @@ def test_a_training_run_overwrites_only_its_own(name: str, tmp_path: Path) -> No
     assert path.read_text() == "mine"
 
 
+def test_a_lock_whose_file_goes_away_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder ends between two looks at the path: the first look still sees the file."""
+    path, taken = tmp_path / ".lock", list[int]()
+
+    def flock(handle: int, operation: int) -> None:
+        if not taken:
+            path.unlink()
+        taken.append(handle)
+
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr("fcntl.flock", flock)
+    with run_files.lock(path):
+        assert len(taken) == 2
+        assert path.is_file()
+
+
 def test_a_lock_is_of_one_process_and_leaves_no_trace(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text("12345\n")  # left behind by a process that is gone

@@ -31,6 +31,7 @@ from tl_geometry.papers import (
     random_tokens,
 )
 from tl_geometry.papers.contents import EXPERIMENTS
+from tl_geometry.papers.figures import training_curves
 from tl_geometry.papers.formats import (
     ALPHABET,
     Problem,
@@ -341,6 +342,14 @@ def test_halves_are_measured_apart() -> None:
         torch.cat([smooth, smooth[:1], smooth])[None], 33, 4
     )  # the row before the second half is in neither
     assert joined["roughness_second"] == pytest.approx(float(joined["roughness_first"]))
+
+
+def test_more_groups_than_colours_are_drawn() -> None:
+    rows = [{"seed": 0, "step": s, "task": str(t), "rank": t} for s in (0, 1) for t in range(8)]
+    figure = training_curves(rows, ["rank"], by="task", caption="").figure
+    lines = figure.axes[0].lines
+    assert [float(line.get_ydata()[0]) for line in lines] == list(range(8))
+    assert lines[0].get_color() == lines[6].get_color() != lines[1].get_color()
 
 
 def test_a_tokenizer_that_cannot_be_had_is_said_so() -> None:

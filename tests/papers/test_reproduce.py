@@ -384,6 +384,10 @@ def test_windows_are_shortened_to_the_model_and_said_so(bridge: Any, ids: Tensor
         bridge, ids, settings=dataclasses.replace(SMALL, length=512), progress=False
     )
     assert "windows of 32 tokens, not 512" in found.provenance.flags
+    found = papers.song_zhong(
+        bridge, ids, settings=dataclasses.replace(SMALL, topic_length=512), progress=False
+    )
+    assert "windows of topics of 32 tokens, not 512" in found.provenance.flags
 
 
 def test_errors_say_what_to_do(bridge: Any, ids: Tensor, tmp_path: Path) -> None:

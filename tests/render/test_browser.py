@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from tests.browser import HOSTILE, Browser, as_cells
 from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.render import split_view
 from tl_geometry.render.head_view import head_grid
-from tl_geometry.render.page import PageView
+from tl_geometry.render.page import PageView, _shown
 from tl_geometry.render.space import SpaceView
 from tl_geometry.report.page import document
 from tl_geometry.report.section import Draft
@@ -107,19 +109,23 @@ def pages(tokens: list[str]) -> dict[str, PageView]:
     }
 
 
-def table(model: str = "synthetic") -> Result:
+COLUMNS = ("layer", "head", "dominant_term", "cs_position", "induction")
+
+
+def table(model: str = "synthetic", columns: Sequence[str] = COLUMNS) -> Result:
     """A table with a row for each of five heads, words and NaN in it."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Table(Result):
         def columns(self) -> list[str]:
-            return ["layer", "head", "dominant_term", "cs_position", "induction"]
+            return list(columns)
 
         def rows(self) -> list[list[object]]:
-            return [
+            rows = [
                 [l, h, f"{model}{l}", (l - h) / 2, torch.nan if (l, h) == (0, 1) else 0.25 * l]
                 for l, h in HEADS
             ]
+            return [row[: len(columns)] for row in rows]
 
     return Table(provenance=Provenance(model=model))
 
@@ -168,6 +174,33 @@ def test_a_frame_is_dark_where_the_page_around_it_is(
             "t => document.querySelector(t).getBoundingClientRect()))"
         )
         assert page.evaluate(covered), "the image lies below the live view"
+
+
+@pytest.mark.parametrize(("theme", "system"), [("auto", True), ("auto", False), ("light", True)])
+def test_a_frame_asks_the_system_where_the_page_around_it_does(
+    theme: str, system: bool, browser: Browser
+) -> None:
+    """Furo's three themes: dark is in the test above by its own mark."""
+    shown = render.split(synthetic(1, 4))._repr_mimebundle_()["text/html"]
+    whole = f'<body data-theme="{theme}">{shown}</body>'
+    with browser.open(as_cells(whole), dark=system, height=1200) as page:
+        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
+        page.wait(f"dark.matches === {str(theme == 'auto' and system).lower()}", frame=1)
+
+
+def test_rows_of_numbers_and_names_show_every_character() -> None:
+    """Also where a name follows a number; a row of numbers stays the object that it was."""
+    numbers = [1.0, 2.0]
+    shown = _shown({"row": [1, "\u202eevil"], "numbers": numbers})
+    assert "\u202e" not in shown["row"][1]
+    assert shown["row"][0] == 1
+    assert shown["numbers"] is numbers
+
+
+def test_a_table_of_words_alone_has_no_map() -> None:
+    words = ["layer", "head", "dominant_term"]
+    with pytest.raises(GeometryError, match="table: expected a column of numbers"):
+        render.heads(table(columns=words))
 
 
 def test_a_frame_that_missed_its_change_wears_it_with_its_size(browser: Browser) -> None:

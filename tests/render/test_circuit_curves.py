@@ -27,6 +27,7 @@ def test_curves_intervals_and_the_null(tmp_path: Any) -> None:
     null = lines["2 random circuits"]
     assert np.allclose(null.get_ydata(), edges.random_f.mean(0).numpy())
     assert not np.allclose(null.get_ydata(), chosen.get_ydata())
+    assert "those of integrated" in view.null
     assert axis.get_xlabel() == "edges kept (%)"
     assert view.save(tmp_path / "curve.html").stat().st_size > 1000
     inside = faithfulness_curve(edges, ax=axis)

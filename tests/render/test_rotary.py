@@ -99,6 +99,14 @@ def test_bars_are_the_shares_and_the_curve_is_the_profile() -> None:
     curve = drawn.figure.axes[1].lines[0]
     assert np.allclose(curve.get_ydata(), profile.mean[0].numpy())
     assert np.allclose(curve.get_xdata(), profile.offsets.numpy())
+    assert "95% interval over prompts" in drawn.caption
+    few = dataclasses.replace(profile, low=profile.low * math.nan, high=profile.high * math.nan)
+    assert "interval" not in render.head_planes(planes, few).caption
+    turned = planes.head_planes
+    equal = dataclasses.replace(turned, theta=turned.theta.clamp(min=0.1, max=0.1))
+    same = dataclasses.replace(planes, head_planes=equal)
+    widths = [p.get_width() for c in containers(render.head_planes(same, profile)) for p in c]
+    assert min(widths) > 0.1, "planes of one wavelength stand in one place"
     alone = render.head_planes(planes, heads="L1H3")
     assert len(alone.figure.axes) == 1
     with pytest.raises(GeometryError, match="heads of the table and the profile"):

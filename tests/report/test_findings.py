@@ -102,11 +102,13 @@ def geometry() -> Any:
     return weight_geometry(model, decompose(model, ids, progress=False), rank=3)
 
 
-def skips(forgotten: float = 6.0) -> SkipMap:
-    """Two blocks: the first costs what SKIPS says, the second twice as much."""
+def skips(forgotten: float = 6.0, forgotten_error: float | None = None) -> SkipMap:
+    """Two blocks: the first costs what SKIPS says, the second twice as much; ``forgotten`` is the
+    cost of a forgotten state, with its standard error."""
     values = {}
     for name, (kl, error) in SKIPS.items():
-        kl = forgotten if name == "mean" else kl
+        if name == "mean":
+            kl, error = forgotten, error if forgotten_error is None else forgotten_error
         shown = {"kl": kl, "kl_se": error, "loss_increase": 0.7 * kl, "top1": 0.5, "top5": 0.5}
         for metric, value in shown.items():
             table = torch.full((3, 3), torch.nan, dtype=torch.float64)
@@ -282,6 +284,7 @@ def check_words(module: Any) -> None:
         module.smooth(positional_report(basis(0.0))),
         module.dominance(effects(better=0.0)),
         module.skipped(skips(forgotten=1.6)),
+        module.skipped(skips(forgotten_error=3.0)),  # the null is not known well enough
         module.truncated(curve(last=3.0)),
         module.truncated(curve(last=0.0, middle=3.0)),  # all directions carry everything
         module.smooth(positional_report(in_one_order())),
@@ -511,6 +514,13 @@ def test_no_finding_about_position_where_it_is_unreliable() -> None:
     table = basis().anova(null=null_basis())
     low = torch.full_like(table.pos_reliability, 0.4)
     assert not clear(findings.position_share(dataclasses.replace(table, pos_reliability=low)))
+    one = table.pos_reliability.clone()
+    one[0] = 0.4  # of a state that is not compared then
+    for reliability, others in ((table.pos_reliability, "any other."), (one, "any other that has")):
+        found = findings.position_share(dataclasses.replace(table, pos_reliability=reliability))
+        assert clear(found)
+        assert found is not None
+        assert f"more than of {others}" in found.said
     report = positional_report(basis())
     report = dataclasses.replace(report, values={**report.values, "split_half": low})
     assert not clear(findings.smooth(report))
