@@ -347,8 +347,8 @@ def test_halves_are_measured_apart() -> None:
 def test_more_groups_than_colours_are_drawn() -> None:
     rows = [{"seed": 0, "step": s, "task": str(t), "rank": t} for s in (0, 1) for t in range(8)]
     figure = training_curves(rows, ["rank"], by="task", caption="").figure
-    lines = figure.axes[0].lines
-    assert [float(line.get_ydata()[0]) for line in lines] == list(range(8))
+    lines: Any = figure.axes[0].lines
+    assert [line.get_ydata()[0] for line in lines] == list(range(8))
     assert lines[0].get_color() == lines[6].get_color() != lines[1].get_color()
 
 
