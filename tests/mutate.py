@@ -14,7 +14,7 @@ fails. A fault is
 Which tests evaluate which of the drawn faults, and how long each takes, is found first: the whole
 suite runs once with probes (:mod:`tests.probes`), and the answer is kept in ``--map``. A file that
 fails without a fault is left out. ``--results`` is read first, so that a run goes on where it
-stopped.
+stopped; faults that were out of time are planted again, with the ``--limit`` of the new run.
 
 A test file takes seconds, and so does the import of torch and TransformerLens. So one process
 imports them, and tests run in forks of it, which import only the package and its tests.
@@ -59,11 +59,9 @@ IMPORTED_ONCE = (
 """What most test files import and no fault changes."""
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 """The environment of the tests: no network, and one thread for each of several processes."""
-ONLY_PROCESSES = tuple(
+NOT_ASKED = tuple(
     f"tests/project/test_{name}.py"
-    for name in (
-        *("benchmarks", "notebooks", "packaging", "site_links", "types", "skips", "mutate"),
-    )
+    for name in ("benchmarks", "notebooks", "packaging", "site_links", "types", "skips", "mutate")
 )
 """Slow tests of what is around the library, which look at none of its numbers."""
 GOAL, WORST = 0.85, 0.75
@@ -71,7 +69,7 @@ GOAL, WORST = 0.85, 0.75
 QUICK = 20.0
 """Seconds of the tests that run first. They notice most faults."""
 PATIENCE = 4
-"""A test file that takes this many times as long as without the fault, and a minute, hangs."""
+"""Tests that take this many times as long as without the fault, and a minute, hang."""
 
 
 class TestFile(NamedTuple):
@@ -146,7 +144,7 @@ def _all_faults() -> list[Fault]:
 def map_of(chosen: list[Fault], workers: int) -> dict[str, TestFile]:
     """Run each test file alone with probes at the ``chosen`` faults, which count from 0."""
     names = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py")}
-    names = sorted(names.difference(ONLY_PROCESSES))
+    names = sorted(names.difference(NOT_ASKED))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         tree = copy_of_tree(Path(folder))
         by_file: dict[str, dict[int, Fault]] = defaultdict(dict)
@@ -170,11 +168,11 @@ def _tests_of_file(tree: Path, name: str) -> TestFile | None:
 def run(
     chosen: list[Fault], covered: dict[str, TestFile], results: Path, limit: float, workers: int
 ) -> list[Verdict]:
-    """The verdicts of the ``chosen`` faults; those in the file ``results`` are not run again."""
-    past = (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
-    known = {Fault(*entry[0]): Verdict(Fault(*entry[0]), *entry[1:]) for entry in past}
+    """The verdicts of the ``chosen`` faults; those in the file ``results`` are not run again,
+    unless they were out of time."""
+    past = results.read_text().splitlines() if results.exists() else []
+    verdicts = [Verdict(Fault(*fault), *rest) for fault, *rest in map(json.loads, past)]
+    known = {verdict.fault: verdict for verdict in verdicts if verdict.outcome != "out of time"}
     judged = equivalents()
     trees: SimpleQueue[Path] = SimpleQueue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:

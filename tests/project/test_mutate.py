@@ -96,6 +96,32 @@ def _judged_in(tmp_path: Path, limit: float) -> str:
     return mutate.judge(fault, 0, covered, tmp_path, limit)[0]
 
 
+@pytest.mark.parametrize(("before", "after"), [("survived", "survived"), ("out of time", "caught")])
+def test_only_what_was_undecided_is_planted_again(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = mutate.draw(1, seed=5)[0]
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps(mutate.Verdict(fault, before, "")) + "\n")
+    monkeypatch.setattr(mutate, "copy_of_tree", lambda folder: folder)
+    monkeypatch.setattr(mutate, "judge", lambda *_: ("caught", "a test"))
+    for _ in range(2):  # what is added to the file counts the second time
+        (verdict,) = mutate.run([fault], {}, results, limit=1, workers=1)
+        assert verdict.outcome == after
+
+
+def test_tests_run_in_the_order_asked_for(tmp_path: Path) -> None:
+    """Whatever order a suite gives itself."""
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_collection_modifyitems(items):\n    items.reverse()\n"
+    )
+    text = "".join(f"def test_{name}():\n    raise ValueError\n\n" for name in ("one", "two"))
+    (tmp_path / "test_order.py").write_text(text)
+    for names in (("one", "two"), ("two", "one")):
+        tests = [f"test_order.py::test_{name}" for name in names]
+        assert mutate.pytest_in(tmp_path, tests).failed == tests[0]
+
+
 def test_quick_tests_of_the_package_come_first() -> None:
     fault = Fault("tl_geometry/scores/sums.py", 9, "constant", "1", "2", 0, 1)
     covered = {
