@@ -1,5 +1,5 @@
 """Which pairs of parts of the residual stream make up a head's attention scores? ``split_scores``
-and its result :class:`ScoreSplit` answer; the report calls it too, and views draw the result.
+answers with a :class:`ScoreSplit`, which views draw; the report calls it too.
 
 1. One forward pass gives each layer's input h and its frozen scales. With a normalised basis what
    is split is ``x = norm(h)`` without gain and bias: no norm scale is frozen.
@@ -10,9 +10,7 @@ and its result :class:`ScoreSplit` answer; the report calls it too, and views dr
 4. ``X_ab[i, j] = scale q_a[i] . k_b[j]`` are the terms. With ALiBi they sum to the model's scores
    before any soft cap, which is checked against the model's own: what does not add up is refused.
 
-This is Song & Zhong 2023, Eq. 7, made exact. The equation leaves out LayerNorm, biases and rotation
-(``preset="paper"``); the published code passes each part through LayerNorm by itself
-(``preset="reference"``). The terms of neither sum to the scores.
+This is Song & Zhong 2023, Eq. 7, made exact; presets give what is printed and the published code.
 """
 
 from __future__ import annotations
@@ -175,7 +173,9 @@ class ScoreSplit(TermResult):
         self.require_dense("total")
         return self.total_rows(ALL)
 
-    def centered(self, scores: Tensor) -> Float[Tensor, "batch head query key"]:
+    def centered(
+        self, scores: Float[Tensor, "batch head query key"]
+    ) -> Float[Tensor, "batch head query key"]:
         """Scores without the mean of their row over the allowed keys, which softmax ignores."""
         return row_center(scores, self.allowed)
 
