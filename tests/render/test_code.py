@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import tl_geometry as tlg
 from tests.browser import Browser, as_cells, payload, without_policy
 from tests.render.test_browser import table
 from tests.render.test_graph_means_view import average, pair
 from tests.render.test_graph_view import traced
 from tests.render.test_logit_view import explained
 from tests.splits import synthetic
+from tests.tiny import tiny, tokens
 from tl_geometry import render
 from tl_geometry.base.results import Result
 from tl_geometry.render import split_view
@@ -163,6 +165,24 @@ def test_nodes_of_an_average_and_of_a_comparison_are_those_of_the_graph() -> Non
         found = [graph.values[int(node["lookup"])] for node in data["nodes"]]
         means = [float(values.mean()) for values in found]
         assert [node["value"] for node in data["nodes"]] == pytest.approx(means, rel=1e-4)
+
+
+@pytest.mark.parametrize("measured", ["sweep", "weights"])
+def test_the_place_of_a_column_is_that_in_the_data_frame(measured: str) -> None:
+    """Of numbers of any name: a reader sees "relative position", the table keeps its own key."""
+    model, prompts = tiny("bridge", "llama"), tokens(12, 16)
+    basis = tlg.decompose(model, prompts, normalize=True, progress=False)
+    raw = tlg.decompose(model, prompts, progress=False)
+    given: Result = (
+        tlg.sweep_heads(model, prompts, basis, progress=False)
+        if measured == "sweep"
+        else tlg.weight_geometry(model, raw)
+    )
+    frame, shown = given.to_dataframe(), payload(render.heads(given))["columns"]
+    assert len(shown) > 10
+    for column in shown.values():
+        values = [math.nan if v is None else v for v in column["values"]]
+        assert frame.iloc[:, column["at"]].tolist() == pytest.approx(values, rel=1e-4, nan_ok=True)
 
 
 def check_heads(browser: Browser, given: Result, page_text: str) -> None:

@@ -35,6 +35,7 @@ NUMBERED = 160
 
 def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
     """Map of layers and heads: choose the number that it shows, click a head for its whole row.
+    A line of code gives the number of the head under the mouse; ``table`` in it is ``sweep``.
 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
