@@ -1,9 +1,10 @@
 """``python -m tests.scores.long_prompt_memory trace 8192``: what a function takes for one prompt of
-so many tokens on a small rotary model, in a process of its own. Prints the time of the processor in
-seconds and the peak of memory above the start in MiB."""
+so many tokens on a small rotary model. Prints the time of the processor in seconds and the peak of
+memory above the start in MiB. ``--cells N``, for tests: blocks of N cells, at any length."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -35,15 +36,17 @@ def long_llama(length: int) -> ModelView:
     return tlg.view(from_hf(hf, None, model_class="bridge", name="tiny-llama"))
 
 
-def main(name: str, length: int) -> None:
-    """Measure one function; ``"whole"`` is ``decompose`` of whole prompts."""
+FUNCTIONS = ("split", "sweep", "explain", "trace", "decompose", "whole")
+"""What can be measured; ``"whole"`` is ``decompose`` of whole prompts."""
+
+
+def measured(name: str, length: int) -> tuple[float, float]:
+    """Seconds and MiB of one function."""
     model = long_llama(length)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 256, (1, length), generator=generator)
     windows = torch.randint(3, 256, (2, length), generator=generator)
-    assert model.in_rows(length)
-    if name == "whole":
-        row_pass.LONG = 2**62
+    assert model.in_rows(length) == (name != "whole")
 
     def decompose() -> tlg.PositionContext:
         few: dict[str, Any] = {"batch_size": 1, "groups": 2, "keep": 0, "keep_ctx": False}
@@ -62,8 +65,24 @@ def main(name: str, length: int) -> None:
         start = time.process_time()
         routes[name]()
         seconds = time.process_time() - start
-    sys.stdout.write(f"{seconds:.1f} {used.mib:.1f}\n")
+    return seconds, used.mib
+
+
+def main() -> None:
+    """What the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", choices=FUNCTIONS, nargs="+")
+    parser.add_argument("length", type=int)
+    parser.add_argument("--cells", type=int)
+    given = parser.parse_args()
+    if given.cells is not None:
+        row_pass.LONG, row_pass.ROW_CELLS = 0, given.cells
+    long = row_pass.LONG
+    for name in given.names:
+        row_pass.LONG = 2**62 if name == "whole" else long
+        seconds, mib = measured(name, given.length)
+        sys.stdout.write(f"{name} {seconds:.1f} {mib:.1f}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()
