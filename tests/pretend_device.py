@@ -289,16 +289,14 @@ def moved_after_a_look() -> None:
 
 
 def made(what: str, **changes: Any) -> Any:
-    """A small model on the CPU: ``"embedded"``, ``"split"`` (the same as a HookedTransformer), or
-    an architecture of :mod:`tests.tiny`."""
+    """A small model on the CPU: ``"split"`` (the embedded model as a HookedTransformer), or an
+    architecture of :mod:`tests.tiny`."""
     import tl_geometry as tlg
     from tests.tiny import hf_model
     from tl_geometry.models import from_hf
 
     if what == "split":
         return tlg.zoo.embedded(model_class="hooked")
-    if what == "embedded":
-        return tlg.zoo.embedded()
     return from_hf(hf_model(what, **changes), None, name="tiny")
 
 
