@@ -289,14 +289,14 @@ def moved_after_a_look() -> None:
 
 
 def made(what: str, **changes: Any) -> Any:
-    """A small model on the CPU: ``"split"`` (the embedded model as a HookedTransformer), or an
-    architecture of :mod:`tests.tiny`."""
-    import tl_geometry as tlg
+    """A small model on the CPU: an architecture of :mod:`tests.tiny`, or ``"split"``, a GPT-2 of
+    four blocks as a HookedTransformer."""
     from tests.tiny import hf_model
     from tl_geometry.models import from_hf
 
     if what == "split":
-        return tlg.zoo.embedded(model_class="hooked")
+        gpt2 = hf_model("gpt2", n_layer=4)
+        return from_hf(gpt2, None, model_class="hooked", name="tiny")
     return from_hf(hf_model(what, **changes), None, name="tiny")
 
 
