@@ -30,6 +30,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
         check=True,
     )
     wheel = tmp_path / done.stdout.strip().splitlines()[-1]
+    assert wheel.stat().st_size < 5_000_000
     with zipfile.ZipFile(wheel) as packed:
         (name,) = (n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))
         shown = packed.read(name).decode().split("\n\n", 1)[1]

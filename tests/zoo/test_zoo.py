@@ -120,6 +120,20 @@ def test_the_card_describes_the_files() -> None:
     ]
 
 
+def test_stored_weights_are_rounded() -> None:
+    stored = model()
+    before = {name: weight.clone() for name, weight in stored.named_parameters()}
+    assert any(weight.unique().numel() > 10_000 for weight in before.values())
+    train_embedded.round_weights(stored)
+    assert all(torch.equal(weight, before[name]) for name, weight in stored.named_parameters())
+    fresh = train_embedded.new_model()
+    before = {name: weight.clone() for name, weight in fresh.named_parameters()}
+    train_embedded.round_weights(fresh)
+    for name, weight in fresh.named_parameters():
+        assert torch.allclose(weight, before[name], rtol=2.0**-14, atol=0)
+    assert not torch.equal(fresh.transformer.wte.weight, before["transformer.wte.weight"])
+
+
 def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
     tokenizer = zoo.tokenizer()
     text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"

