@@ -141,6 +141,19 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
     assert "s/SHA256/" in workflow
 
 
+def test_the_version_and_its_date_are_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    cited = dict(
+        line.split(": ", 1)
+        for line in (ROOT / "CITATION.cff").read_text().splitlines()
+        if line.startswith(("version: ", "date-released: "))
+    )
+    assert newest is not None
+    assert newest[1] == f"{version} ({cited['date-released']})"
+    assert cited["version"] == version
+
+
 def test_readme_begins_with_the_two_commands() -> None:
     blocks = re.findall(
         r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
