@@ -779,6 +779,7 @@ def test_published_numbers_stand_beside_ours():
     rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
     assert rows["alpha"][1:3] == (0.64, 0.64)
     assert rows["lambda"][1] == 0.18
+    assert rows["mean |kurtosis|, untrained"][3] > 0
     assert math.isclose(rows["alpha"][3], math.exp(rows["ln alpha"][3]), rel_tol=1e-9)
     assert rows["SVM accuracy, tau = 1"][2] == 0.51
     assert rows["alpha"][4:6] == (0.1, "agrees" if 0.54 <= rows["alpha"][3] <= 0.74 else "differs")

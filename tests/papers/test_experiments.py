@@ -321,6 +321,26 @@ def test_formats_column_by_column() -> None:
         randomise(rows, "half", 50, half=4)
 
 
+@pytest.mark.parametrize(("random_share", "holds"), [(0.4, True), (0.41, False)])
+def test_half_of_a_share_is_the_bound_in_every_seed(random_share: float, holds: bool) -> None:
+    text, trained = [[0.1, 0.8, 0.4]] * 2, [[0.9, 0.4, 0.2], [0.9, random_share, 0.2]]
+    claim = random_tokens._low_frequency(text, trained, "full", "the other states", slice(1, None))
+    assert claim.holds is holds
+
+
+def test_one_colour_is_one_position_in_every_panel() -> None:
+    from matplotlib import pyplot as plt
+
+    from tl_geometry.papers.figures import _draw_plane
+
+    _, axis = plt.subplots()
+    pos = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)).double()
+    dots = _draw_plane(axis, pos - pos.mean(0), half=8, start=1)
+    plt.close("all")
+    assert (dots.norm.vmin, dots.norm.vmax) == (1, 12)
+    assert [len(each.get_offsets()) for each in axis.collections] == [7, 5]
+
+
 def test_halves_are_measured_apart() -> None:
     angle = torch.linspace(0, 3, 32, dtype=torch.float64)
     smooth = torch.stack([angle.cos(), angle.sin(), angle, angle**2], dim=-1)

@@ -14,8 +14,10 @@ import torch
 from tqdm import tqdm
 
 from tests.reports import model_directory, report
+from tl_geometry import zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import Dominance
+from tl_geometry.models import view as view_of
 from tl_geometry.report import TITLES, contents, flow, folder, heads, measures
 from tl_geometry.report import build as building
 from tl_geometry.report.budget import PARTS, Budget, threads_for
@@ -206,6 +208,23 @@ def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
     assert bool(heads_table.group_intervals.low.isfinite().all())
     change = Dominance.load(tmp_path / "dominant_only.safetensors").change("random term")
     assert bool(change.low.isfinite())
+
+
+def test_windows_that_were_made_shorter_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = view_of(zoo.embedded())
+    request = building.Request(contexts=None, length=None, budget="quick")
+    texts = request.texts()
+    budget = Budget("quick", n_layers=4, d_model=128)
+    windows, smaller = building.choose_sizes(request, view, texts, budget)
+    assert not [words for words in smaller if "in place of" in words]  # the twin
+    length = windows.tokens.shape[1]
+    monkeypatch.setattr(building, "SUMS", 1)
+    monkeypatch.setattr(building, "SHORTEST", length // 2)
+    windows, smaller = building.choose_sizes(request, view, texts, budget)
+    shorter = windows.tokens.shape[1]
+    assert shorter < length
+    words = f"windows of {shorter} tokens in place of {length} (--budget quick)"
+    assert words in smaller
 
 
 def test_too_few_windows_for_a_label_are_a_card(
