@@ -95,7 +95,7 @@ def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
     script = pictures.code(SCRIPTS["induction"])
     assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
     assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
-    assert re.findall(r"!\[.*\]\((.*)\)", README) == [
+    assert re.findall(r"!\[[^]]*\]\(([^)]*)\)", README) == [
         f"docs/_static/{name}.png" for name in ("tokens", "induction")
     ]
     marked = [line for line in script.splitlines() if line.endswith("# the one line to change")]
