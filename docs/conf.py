@@ -26,10 +26,13 @@ import latex2mathml.converter
 from docutils import nodes
 from mdit_py_plugins.anchors.index import slugify
 from PIL import Image
+from sphinx_gallery.sorting import ExplicitOrder
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(DOCS)]
+from pictures import SHAPE, THUMBNAILS, thumbnail  # noqa: E402
+
 from tl_geometry import Result  # noqa: E402 (of this tree, whatever is installed)
 
 project = "tl_geometry"
@@ -92,6 +95,8 @@ sphinx_gallery_conf = {
         f"gallery/{question}"
         for question in ("logits", "heads", "removal", "states", "weights", "sphere", "flow")
     ],
+    "within_subsection_order": ExplicitOrder([f"{name}.py" for name in THUMBNAILS]),
+    "thumbnail_size": SHAPE,
     "plot_gallery": False,  # pictures are stored: see place_pictures
     "image_scrapers": (),
     "reset_modules": (),
@@ -373,13 +378,12 @@ def write_pages(*_: Any) -> None:
 
 
 def place_pictures(*_: Any) -> None:
-    """Copy the stored pictures to where sphinx-gallery looks for those of a run, so that thumbnails
-    are made of them."""
+    """Put a part of each stored picture where sphinx-gallery looks for those of a run, so that
+    thumbnails are made of them."""
     for script in (DOCS / "gallery").glob("*/*.py"):
         folder = DOCS / "examples" / script.parent.name / "images"
         folder.mkdir(parents=True, exist_ok=True)
-        picture = DOCS / "_static" / f"{script.stem}.png"
-        shutil.copy(picture, folder / f"sphx_glr_{script.stem}_001.png")
+        thumbnail(script.stem).save(folder / f"sphx_glr_{script.stem}_001.png")
 
 
 def show_results(_: Any, page: str, text: list[str]) -> None:

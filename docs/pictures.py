@@ -24,6 +24,32 @@ DOCS = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((DOCS / "gallery").glob("*/*.py"))}
 FIRST = "induction"
 """The script that README shows."""
+THUMBNAILS = {
+    "tokens": (0, 0, 400),
+    "graph": (500, 0, 400),
+    "text": (0, 290, 500),
+    "head_types": (330, 0, 320),
+    "heads": (0, 0, 345),
+    "induction": (405, 315, 460),
+    "writers": (680, 740, 400),
+    "planes": (0, 0, 400),
+    "removal": (0, 0, 480),
+    "faithfulness": (0, 0, 500),
+    "shares": (0, 0, 550),
+    "curves": (0, 0, 410),
+    "incoherence": (0, 0, 550),
+    "weights": (0, 0, 350),
+    "surrogates": (0, 0, 560),
+    "sphere": (90, 60, 420),
+    "steps": (0, 0, 560),
+    "truncation": (0, 0, 560),
+    "skipping": (0, 0, 450),
+}
+"""The examples of each question in the order in which a newcomer reads them; of each picture, the
+left, top and width of the part that its card in the gallery shows: whole, its text would be too
+small to read."""
+SHAPE = (400, 280)
+"""Pixels of a card's picture."""
 LARGEST, WIDEST, MARGIN = 400_000, 1600, 12
 """Bytes of an interactive page that is kept; pixels of a picture's width and margin."""
 
@@ -65,6 +91,14 @@ def trimmed(png: bytes) -> Image.Image:
     if image.width > WIDEST:
         image = image.resize((WIDEST, round(image.height * WIDEST / image.width)))
     return image
+
+
+def thumbnail(name: str) -> Image.Image:
+    """The part of a stored picture that its card shows."""
+    left, top, width = THUMBNAILS[name]
+    with Image.open(DOCS / "_static" / f"{name}.png") as image:
+        height = min(width * SHAPE[1] // SHAPE[0], image.height - top)
+        return image.crop((left, top, left + width, top + height))
 
 
 def draw(name: str) -> None:

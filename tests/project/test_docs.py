@@ -71,6 +71,19 @@ def test_every_question_of_the_gallery_has_a_place_in_it() -> None:
     assert headers == set(re.findall(r'"(\w+)"', order[1]))
 
 
+def test_every_example_has_a_card_whose_text_is_not_shrunk_to_nothing() -> None:
+    assert set(pictures.THUMBNAILS) == set(SCRIPTS)
+    for name, (left, top, width) in pictures.THUMBNAILS.items():
+        with Image.open(DOCS / "_static" / f"{name}.png") as image:
+            assert left + width <= image.width, name
+            assert top < image.height, name
+        part = pictures.thumbnail(name)
+        assert part.width == width <= 1.4 * pictures.SHAPE[0], name
+        assert part.height <= 1.4 * pictures.SHAPE[1], name
+        assert len(set(part.convert("L").tobytes())) > 10, f"{name}: hardly anything on it"
+    assert len(set(Image.new("L", pictures.SHAPE, "white").tobytes())) == 1
+
+
 def test_the_code_of_an_example_is_the_script_without_its_text(tmp_path: Path) -> None:
     script = tmp_path / "x.py"
     script.write_text('"""Title\n=====\n\nText.\n"""\n\nx = "\\n"\n\ny = 2\n', "utf-8")
@@ -95,9 +108,11 @@ def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
     script = pictures.code(SCRIPTS["induction"])
     assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
     assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
-    assert re.findall(r"!\[.*\]\((.*)\)", README) == [
-        f"docs/_static/{name}.png" for name in ("tokens", "induction")
+    assert re.findall(r"^\[!\[[^]]*\]\(([^)]*)\)\]\(([^)]*)\)$", README, re.MULTILINE) == [
+        ("docs/_static/tokens.png", "docs/_static/graph.html"),
+        ("docs/_static/induction.png", "docs/_static/induction.html"),
     ]
+    assert README.count("![") == 2
     marked = [line for line in script.splitlines() if line.endswith("# the one line to change")]
     assert [line.split(" = ")[0] for line in marked] == ["model"]
     assert change.splitlines()[-1].startswith("model = TransformerBridge.boot_transformers(")

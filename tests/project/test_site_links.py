@@ -14,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-SITE = Path(__file__).resolve().parents[2] / "docs" / "_build" / "html"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SITE, PICTURES = DOCS / "_build" / "html", DOCS / "pictures.py"
 LINKS = {"a": "href", "img": "src", "link": "href", "script": "src", "iframe": "src"}
 
 
@@ -67,6 +68,17 @@ def test_a_page_of_the_api_begins_with_its_main_functions_and_names_examples() -
     assert max(rows) < min(entries)
     used = page[entries[0] :].split("Examples that use it", 1)[1]
     assert "examples/heads/induction.html" in used[:600]
+
+
+@pytest.mark.usefixtures("built")
+def test_the_gallery_shows_examples_in_the_order_of_reading() -> None:
+    page = (SITE / "examples" / "index.html").read_text("utf-8")
+    cards = page[page.index('class="sphx-glr-thumbnails"') :]
+    shown = re.findall(r"sphx_glr_(\w+)_thumb", cards)
+    order = re.findall(r'^    "(\w+)": \(\d+, \d+, \d+\),$', PICTURES.read_text("utf-8"), re.M)
+    assert shown == order
+    assert shown[0] == "tokens"
+    assert len(shown) > 15
 
 
 @pytest.mark.usefixtures("built")
