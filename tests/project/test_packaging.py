@@ -37,8 +37,8 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     links = re.findall(r"\]\(([^)]*)\)", shown)
     assert len(links) > 20
     assert all(link.startswith("https://") for link in links), "a package index has no files"
-    place = "github.com/tl-geometry/tl-geometry/blob/main/docs/_static/graph.html"
-    assert f"/main/docs/_static/tokens.png)](https://{place})" in shown, "a picture with a link"
+    page = "https://tl-geometry.github.io/tl-geometry/main/_static/graph.html"
+    assert f"/main/docs/_static/tokens.png)]({page})" in shown, "a picture with a link"
     target = tmp_path / "site"
     command = [
         sys.executable,
