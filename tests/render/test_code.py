@@ -16,6 +16,7 @@ from tests.render.test_browser import table
 from tests.render.test_graph_means_view import average, pair
 from tests.render.test_graph_view import traced
 from tests.render.test_logit_view import explained
+from tests.render.test_rotary import tables
 from tests.splits import synthetic
 from tests.tiny import tiny, tokens
 from tl_geometry import render
@@ -23,6 +24,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.render import split_view
 from tl_geometry.render.page import PageView
 from tl_geometry.render.split_view import draw_panels, panel_code, panels_of
+from tl_geometry.scores import OffsetProfile, PlaneTable, offset_profile
 from tl_geometry.scores.split import ScoreSplit
 
 CODE = "document.querySelector('.code code').textContent"
@@ -159,6 +161,55 @@ def test_the_code_of_a_node_gives_its_number_and_its_edges(browser: Browser) -> 
             check_graph(browser, free.replace(old, new))
 
 
+def check_edges(browser: Browser, graph: Any, page_text: str) -> None:
+    """Of every edge in the lists of some nodes."""
+    picked = (
+        "[...cards.querySelectorAll('.edge')].map(b => { b.click(); const row = b.parentElement; "
+        "return [+row.dataset.value, row.querySelector('code').textContent]; })"
+    )
+    seen = 0
+    with browser.open(page_text, width=1100, height=1200) as page:
+        page.wait("document.body.dataset.drawn")
+        for node in range(0, page.evaluate("N.length"), 2):
+            page.evaluate(f"choose({node}); 0")
+            for value, code in page.evaluate(picked):
+                # a comparison has a weight in each of its graphs, NaN where it lacks the edge
+                found = eval(code, {"graph": graph}).nan_to_num().mean()
+                assert float(found) == pytest.approx(value, rel=1e-3)
+                seen += 1
+            assert page.evaluate("cards.querySelectorAll('.line .code').length <= 1")
+        page.assert_harmless()
+    assert seen > 30
+
+
+@pytest.mark.slow
+def test_the_code_of_an_edge_gives_its_weight(browser: Browser) -> None:
+    for graph in (traced(), average(), pair()):
+        text = render.graph_page(graph).page
+        check_edges(browser, graph, text)
+        assert text.count("DATA.at[e]") == 1
+        wrong = without_policy(text).replace("DATA.at[e]", "e")
+        with pytest.raises(AssertionError):
+            check_edges(browser, graph, wrong)
+
+
+@pytest.mark.slow
+def test_a_click_on_a_line_gives_the_code_of_its_edge(browser: Browser) -> None:
+    graph = traced()
+    with browser.open(render.graph_page(graph).page, width=1100, height=1200) as page:
+        page.wait("document.body.dataset.drawn")
+        edge, at, x, y = page.evaluate(
+            "(p => { const e = +p.dataset.edge, m = p.getPointAtLength(p.getTotalLength() / 2), "
+            "s = svg.getBoundingClientRect(); return [e, DATA.at[e], s.left + m.x, s.top + m.y]; })"
+            "([...svg.querySelectorAll('path[data-edge]')].find(p => p.getBBox().width > 300))"
+        )
+        page.click(x, y)
+        code = "cards.querySelector('.line .code code').textContent"
+        page.wait(f"{code} === 'graph.weights[{at}]'", timeout=10)
+        assert page.evaluate(f"state.node === DATA.edges[{edge}][1]")
+        page.assert_harmless()
+
+
 def test_nodes_of_an_average_and_of_a_comparison_are_those_of_the_graph() -> None:
     for graph in (average(), pair()):
         data = payload(render.graph_page(graph))
@@ -205,6 +256,79 @@ def test_the_code_of_a_head_gives_its_number(browser: Browser) -> None:
     shifted = without_policy(render.heads(given).page).replace("[${i},", "[${i + 1},")
     with pytest.raises(AssertionError):
         check_heads(browser, given, shifted)
+
+
+def check_planes(
+    browser: Browser, planes: PlaneTable, profile: OffsetProfile, page_text: str
+) -> None:
+    """Of every cell, band, bar and dot, for every head and both shares."""
+    numbers = ".atlas button, .side rect, .side circle, .side .key:has(b)"
+    hovered = (
+        f"[...document.querySelectorAll('{numbers}')].map(n => {{ "
+        "n.dispatchEvent(new PointerEvent('pointerenter')); "
+        f"return [{CODE}, +(n.querySelector('b') ?? n).dataset.value]; }})"
+    )
+    names = {"planes": planes, "profile": profile}
+    with browser.open(page_text, width=1000, height=1000) as page:
+        page.wait("document.body.dataset.drawn")
+        for share in ("cs", "gs"):
+            page.evaluate(f"choose.value = '{share}'; choose.onchange(); 0")
+            for head in range(len(planes.heads)):
+                page.evaluate(f"show({head}); 0")
+                each = page.evaluate(hovered)
+                for code, value in each:
+                    # bars hold whole numbers of 1/10,000, all else has four digits
+                    rel, half = (0, 6e-5) if ".sum()" in code else (1e-3, 0)
+                    assert float(eval(code, names)) == pytest.approx(value, rel=rel, abs=half)
+                assert len(each) > len(planes.heads) + 6
+        page.assert_harmless()
+
+
+@pytest.mark.slow
+def test_the_code_of_rotary_planes_gives_their_numbers(browser: Browser) -> None:
+    planes, split = tables()
+    # offsets below -31 are not shown
+    profile = dataclasses.replace(offset_profile(split), first=-40)
+    text = render.bands_page(planes, profile).page
+    check_planes(browser, planes, profile, text)
+    free = without_policy(text)
+    for old, new in [
+        ("[${i}, ${b}]", "[${i}, 0]"),
+        ("total_${state.share}", "total_cs"),
+        ("[${i}, ${m}, ", "[${i}, 0, "),
+        ("DATA.terms[g]", "DATA.terms[0]"),
+        ("DATA.profile.rows[i]", "0"),
+        ("offsets[k] - DATA.profile.first", "k"),
+    ]:
+        assert free.count(old) == 1, old
+        with pytest.raises(AssertionError):
+            check_planes(browser, planes, profile, free.replace(old, new))
+
+
+@pytest.mark.slow
+def test_a_click_keeps_the_code_of_a_plane(browser: Browser) -> None:
+    planes, _ = tables()
+    middle = "(r => [r.left + r.width / 2, r.top + r.height / 2])({}.getBoundingClientRect())"
+    tallest = (
+        "[...document.querySelectorAll('rect')].reduce((a, b) => "
+        "+a.getAttribute('height') > +b.getAttribute('height') ? a : b)"
+    )
+    with browser.open(render.bands_page(planes).page, width=1000) as page:
+        page.wait("document.body.dataset.drawn")
+        first = page.evaluate(CODE)
+        assert first.startswith("planes.by_band().total_cs[")
+        x, y = page.evaluate(middle.format(tallest))
+        page.hover(x, y)
+        page.wait(f"{CODE}.startsWith('planes.cs[')", timeout=10)
+        bar = page.evaluate(CODE)
+        page.hover(5, 5)
+        page.wait(f"{CODE} === {first!r}", timeout=10)
+        page.click(x, y)
+        page.hover(*page.evaluate(middle.format("cells[0]")))
+        page.wait(f"{CODE}.startsWith('planes.by_band().total_cs[0, ')", timeout=10)
+        page.hover(5, 5)
+        page.wait(f"{CODE} === {bar!r}", timeout=10)
+        page.assert_harmless()
 
 
 def check_logit(browser: Browser, view: PageView, names: dict[str, Any]) -> None:

@@ -34,6 +34,52 @@ def check_split(browser: Browser, page_text: str) -> None:
         page.assert_harmless()
 
 
+def check_start(browser: Browser, page_text: str) -> None:
+    """The sheet opens at its start; a mark that was chosen stays in sight in a narrower window."""
+    start = "sheet.scrollLeft === 0 && sheet.scrollTop === 0"
+    with browser.open(page_text, width=400) as page:
+        page.wait("document.body.dataset.drawn")
+        assert page.evaluate("sheet.scrollWidth > sheet.clientWidth")
+        page.evaluate("new Promise(requestAnimationFrame)")  # the observer has seen the sheet
+        assert page.evaluate(start)
+        page.evaluate("slider.value = 20; slider.oninput(); 0")
+        assert page.evaluate(start)
+    with browser.open(page_text, width=1280) as page:
+        page.wait("document.body.dataset.drawn")
+        last = "N.reduce((best, n, i) => i && n.position > N[best].position ? i : best, 1)"
+        page.evaluate(f"choose({last}); 0")
+        page.resize(400, 900)
+        page.wait(
+            "(([a, b]) => a.left > b.left && a.right < b.right)"
+            "([pressed(), sheet].map(n => n.getBoundingClientRect()))",
+            timeout=5,
+        )
+
+
+def test_a_graph_opens_at_its_start(browser: Browser) -> None:
+    text = render.graph_page(traced()).page
+    check_start(browser, text)
+    free = without_policy(text)
+    assert free.count("if (state.node) reveal();") == 1
+    for new in ("reveal();", ""):
+        with pytest.raises((AssertionError, TimeoutError)):
+            check_start(browser, free.replace("if (state.node) reveal();", new))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_no_code_of_a_graph_is_cut(whole: bool, browser: Browser) -> None:
+    text = render.graph_page(traced()).page
+    if not whole:
+        text = without_policy(text).replace("white-space:pre-wrap;overflow-wrap:anywhere", "")
+    cut = "[...document.querySelectorAll('code')].filter(c => c.scrollWidth > c.clientWidth).length"
+    for width in (400, 1280):
+        with browser.open(text, width=width) as page:
+            page.wait("document.body.dataset.drawn")
+            page.evaluate("choose(3); cards.querySelector('.edge').click(); 0")
+            assert (page.evaluate(cut) == 0) == whole
+            assert page.evaluate(FITS)
+
+
 def test_a_split_fits_its_window(browser: Browser) -> None:
     text = render.split(synthetic(1, 25)).page
     check_split(browser, text)

@@ -377,7 +377,7 @@ def test_figures_show_the_readable_names_and_the_gains() -> None:
     assert (
         head_view.head_grid(table, "cs_bias-bias").title == "Every head: share of relative position"
     )
-    assert head_view.scale("gs_position", torch.tensor([0.2])) == (-1.0, 1.0)
+    assert head_view.scale("gs_position", torch.tensor([0.25])) == (-0.3, 0.3)
     for share, values in (("cs", table.group_cs), ("gs", table.group_gs)):
         drawn = sweeps.head_shares(table, share=share)
         image = np.asarray(drawn.figure.axes[0].images[0].get_array())

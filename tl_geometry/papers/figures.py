@@ -155,6 +155,7 @@ def state_cosines(
     figure, axes = canvas(len(basis.states), size=(1.9, 2.0))
     image = None
     for axis, state, pos in zip(axes, basis.states, basis.pos, strict=True):
+        # cosines have one scale in all figures, so that states can be compared
         image = draw_matrix(axis, positional.normalized_gram(pos), -1.0, 1.0)
         axis.set_title(f"state {state}", fontsize=8)
         if labels:

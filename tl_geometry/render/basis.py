@@ -211,6 +211,7 @@ def gram(basis: PositionContext, state: int, *, ax: Axes | None = None) -> View:
         vectors["contexts"] = basis.ctx[row, order[evenly]]
     rows, _ = linalg.normalize_rows(torch.cat([*vectors.values()]))
     figure, axis = one_axes(ax, (0.75 * WIDTH, 4.2))
+    # cosines have one scale in all figures, so that states can be compared
     image = draw_matrix(axis, rows @ rows.T, -1.0, 1.0)
     positions = len(vectors["positions"])
     axis.axhline(positions - 0.5, color="k", lw=0.6)

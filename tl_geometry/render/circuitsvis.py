@@ -87,6 +87,7 @@ def attention_heads(
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
     causal = bool(((values[:, later] == 0) | (values[:, later] == -torch.inf)).all())
     visible = checks.finite(values.tril() if causal else values, "attention")
+    # a pattern has the same colours on every page: 1 is all of the attention that a query pays
     top = 1.0 if what == "pattern" else float(visible.abs().max()) or 1.0
     caption = (
         f"{what[0].upper()}{what[1:]} by query (row) and key (column), {len(texts)} tokens; full "
@@ -148,7 +149,9 @@ def _image(
         axis.set_title(drawable(name), fontsize=8)
         axis.set_xticks(range(len(named)), named, rotation=90, fontsize=6)
         axis.set_yticks(range(len(named)), named, fontsize=6)
-    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.6)
+    bar = figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.6)
+    # as on the page: without negative values, white is the lower end
+    bar.ax.set_ylim(-top if bool((values < 0).any()) else 0.0, top)
     return View(figure, title=TITLE, caption=caption)
 
 

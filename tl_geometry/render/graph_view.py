@@ -48,7 +48,8 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     does by the attention that it moves. A slider sets how much is shown. A click (or the arrow
     keys) chooses a node and shows its edges, and for a head the attention that it paid and who
     wrote its query and its keys. Each list sums to the number of the node. Lines of code give this
-    number, and the edges of a list, from ``graph``.
+    number, the edges of a list, and a single edge (a click on its line, or on its number in a list)
+    from ``graph``.
 
     Args:
         graph: from :func:`tl_geometry.trace_logit`; or an average from
@@ -151,6 +152,7 @@ def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
             [s, t, edge_type, rounded(w, 4), mark, *(rounded(x, 3) for x in more)]
             for s, t, edge_type, w, mark, more in zip(*columns, numbers, strict=True)
         ],
+        "at": edges.tolist(),
         "tokens": [[i, *graph.columns[i]] for i in sorted(named) if i != NOWHERE],
         "blocks": graph.blocks,
         "target": graph.target,

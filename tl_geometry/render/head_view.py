@@ -5,9 +5,11 @@ page; :mod:`tl_geometry.render.sweeps` draws several maps side by side."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,7 +19,6 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View, draw_matrix, drawable, one_axes, whole_ticks
 from tl_geometry.render.page import PageView, caption_height, rounded
-from tl_geometry.scores.head_types import HEAD_TYPES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,8 @@ READ = 24
 """How many numbers of a head the page shows unfolded: four rows of six."""
 NUMBERED = 160
 """Most cells of a map that have their number written in them."""
+ENDS = (10, 12, 16, 20, 24, 30, 40, 50, 60, 80, 100)
+"""Two digits of the ends of a colour scale. Most have a quarter that is a round number too."""
 
 
 def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
@@ -40,10 +43,9 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
             such as weight geometry.
-        value: column shown first, by default the share of position. The scale of covariance and
-            gain shares runs from -1 to 1, that of energy shares and head types from 0 to 1, that of
-            other columns to their largest absolute value. NaN is hatched; heads that the table
-            lacks are blank.
+        value: column shown first, by default the share of position. The colour scale of a column
+            ends at its largest absolute value, rounded up (:func:`scale`). NaN is hatched; heads
+            that the table lacks are blank.
         title: title of the page.
 
     >>> import tl_geometry as tlg
@@ -118,7 +120,7 @@ def head_grid(sweep: Result, value: str | None = None) -> View:
     shown = in_words(str(sweep.readable(name)))
     draw_map(axis, pairs, columns[name], "", *scale(name, columns[name]))
     axis.set_ylabel("layer")
-    figure.colorbar(axis.images[0], ax=axis, shrink=0.8)
+    map_bar([axis])
     return View(
         figure,
         title=f"Every head: {shown}",
@@ -164,24 +166,28 @@ def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tenso
     return [(int(str(layer)), int(str(head))) for layer, head in pairs], numeric
 
 
-def scale(name: str, values: Float[Tensor, " head"]) -> tuple[float, float]:
-    """Ends of the colour scale: -1 to 1 for covariance and gain shares, 0 to 1 for energy shares
-    and head types, else up to the largest absolute value (from 0, or with both signs from its
-    negative).
+def scale(name: str, values: Float[Tensor, "..."]) -> tuple[float, float]:
+    """Ends of the colour scale: the largest absolute value, rounded up, and 0; or its negative, for
+    columns with a negative value and for covariance and gain shares. Shares beyond -1 and 1 are
+    beyond the scale.
 
-    >>> values = torch.tensor([0.5, 2.0])
-    >>> scale("kl_pos-pos", values), scale("cs_pos-pos", values), scale("induction", values)
-    ((0.0, 2.0), (-1.0, 1.0), (0.0, 1.0))
-    >>> scale("loss_change", -values)
-    (-2.0, 2.0)
+    >>> values = torch.tensor([0.05, 0.23])
+    >>> scale("induction", values), scale("cs_pos-pos", values), scale("loss_change", -values)
+    ((0.0, 0.24), (-0.24, 0.24), (-0.24, 0.24))
+    >>> scale("gs_pos-pos", 10 * values)
+    (-1.0, 1.0)
     """
-    if name.startswith(("cs_", "gs_")):
-        return (-1.0, 1.0)
-    if name.startswith("es_") or name.endswith("_uniform") or name in HEAD_TYPES:
-        return (0.0, 1.0)
     finite = torch.where(torch.isfinite(values), values, 0.0)
     high = float(finite.abs().max()) or 1.0
-    return (-high if bool((finite < 0).any()) else 0.0, high)
+    unit = 10.0 ** (math.floor(math.log10(high)) - 1)
+    # three digits: 12 * 0.1 is 1.2000000000000002
+    ends = (float(f"{digits * unit:.3g}") for digits in ENDS)
+    high = next(end for end in ends if high <= end * (1 + 1e-9))
+    share = name.startswith(("cs_", "gs_"))
+    if share:
+        # shares of a gain near 0 are huge in single heads, and would pale all others
+        high = min(high, 1.0)
+    return (-high if share or bool((finite < 0).any()) else 0.0, high)
 
 
 def draw_map(
@@ -209,6 +215,18 @@ def draw_map(
         text = f"{round(value, 2) + 0.0:.2f}" if abs(value) < 10 else f"{value:.3g}"
         look = {"fontsize": 6.5, "color": "black" if bright else "white"}
         axis.text(column, row, text, ha="center", va="center", **look)
+
+
+def map_bar(axes: Sequence[Axes], label: str = "") -> None:
+    """The colour bar of maps of one scale: its ends have their numbers, and are pointed where a
+    value lies beyond them."""
+    images = [axis.images[0] for axis in axes]
+    low, high = images[0].get_clim()
+    values = np.abs([np.asarray(image.get_array()) for image in images])
+    beyond = bool((values > high * (1 + 1e-9)).any())
+    ticks = [low + quarter * (high - low) / 4 for quarter in range(5)]
+    bar = {"ticks": ticks, "extend": "both" if beyond else "neither"}
+    axes[0].figure.colorbar(images[0], ax=axes, shrink=0.8, label=label, **bar)
 
 
 def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:

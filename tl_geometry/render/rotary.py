@@ -112,7 +112,8 @@ def bands_page(
 ) -> PageView:
     """:func:`band_atlas` as an interactive page. A click or the arrow keys choose a head. Beside
     the map the page shows its planes (the share of each by its wavelength, position and content
-    stacked) and, if the head has a profile, its mean score at each offset.
+    stacked) and, if the head has a profile, its mean score at each offset. A line of code gives the
+    number under the mouse from ``planes`` or ``profile``; a click keeps it.
 
     Args:
         planes: from ``sweep_heads(..., detail="planes").planes()``.
@@ -134,14 +135,15 @@ def bands_page(
     require(not missing, "profile", expected="heads of the table", got=missing)
     first = profiled[0] if profiled else _strongest(planes)
     layers = sorted({layer for layer, _ in planes.heads})
-    bands, words = planes.by_band(), _in_words(planes.length)
+    bands, groups, words = planes.by_band(), _groups(planes), _in_words(planes.length)
     totals = {"cs": bands.total_cs, "gs": bands.total_gs}
     data = {
         "heads": [[layers.index(layer), number] for layer, number in planes.heads],
         "layers": layers,
         "count": 1 + max(number for _, number in planes.heads),
         "bands": [[name, words[name], BANDS[name]] for name in bands.bands],
-        "groups": [[name, GROUPS[name]] for name in _groups(planes)],
+        "groups": [[name, GROUPS[name]] for name in groups],
+        "terms": [member.nonzero()[:, 0].tolist() for member in groups.values()],
         "shares": {
             name: {"bands": _rows(total), "planes": _stacked(planes, name)}
             for name, total in totals.items()
@@ -153,7 +155,7 @@ def bands_page(
         "share": "cs",
         "head": planes.heads.index(first),
     }
-    # height: 19 pixels for a row of the map (planes.css), at least 520 for the plots beside it
+    # height: 19 pixels for a row of the map (planes.css), at least that of the plots beside it
     return PageView(
         "planes",
         data,
@@ -162,7 +164,7 @@ def bands_page(
         "wavelengths with the largest share of the head's scores, the stronger the larger that "
         "share. Choose a head, by a click or the arrow keys, to see its planes.",
         width=1000,
-        height=max(520, 200 + 19 * len(layers)) + (0 if profile is None else 40),
+        height=max(520 if profile is None else 720, 200 + 19 * len(layers)),
         image=functools.partial(band_atlas, planes),
         source=planes.provenance.line(),
         null=NULL,
@@ -200,9 +202,14 @@ def _profile(planes: PlaneTable, profile: OffsetProfile) -> dict[str, Any]:
     """The offset profiles for the page, by the number of the head."""
     shown = profile.offsets.abs() < REACH
     curves = [_rows(x[:, shown]) for x in (profile.mean, profile.low, profile.high)]
-    at = {str(planes.heads.index(h)): list(c) for h, *c in zip(profile.heads, *curves, strict=True)}
-    said = f"mean of {profile.term}, with its {profile.level:.0%} interval over prompts"
-    return {"offsets": profile.offsets[shown].tolist(), "heads": at, "said": said}
+    heads = [str(planes.heads.index(h)) for h in profile.heads]
+    return {
+        "offsets": profile.offsets[shown].tolist(),
+        "first": profile.first,
+        "heads": {h: list(c) for h, *c in zip(heads, *curves, strict=True)},
+        "rows": {h: row for row, h in enumerate(heads)},
+        "said": f"mean of {profile.term}, with its {profile.level:.0%} interval over prompts",
+    }
 
 
 def _rows(values: Tensor) -> list[list[float | None]]:

@@ -414,6 +414,7 @@ def _image(
     high, wide = n + math.ceil(n * (0.14 if single else 0.06)), n + math.ceil(n * 0.06)
     signed = matplotlib.colormaps[DIVERGING].with_extremes(over=BEYOND[0], under=BEYOND[1])
     score = ScalarMappable(Normalize(-top, top), signed)
+    # a pattern has the same colours on every page: 1 is all of the attention that a query pays
     pattern = ScalarMappable(Normalize(0, 1), SEQUENTIAL)
     # one image for all panels; what is not painted stays transparent
     sheet = np.zeros(((rows - 1) * high + n, (columns - 1) * wide + n, 4), dtype=np.uint8)

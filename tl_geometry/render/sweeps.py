@@ -3,9 +3,11 @@ heads? Maps of all heads side by side. The report and the gallery draw them."""
 
 from __future__ import annotations
 
+import torch
+
 from tl_geometry.base.errors import choice
 from tl_geometry.render.figure import WIDTH, View, canvas
-from tl_geometry.render.head_view import draw_map
+from tl_geometry.render.head_view import draw_map, map_bar, scale
 from tl_geometry.scores.sweep import SweepTable
 
 
@@ -34,9 +36,9 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
         values, said = sweep.group_gs, "its gain"
     figure, axes = canvas(len(sweep.groups), size=(WIDTH / 3, _height(sweep)), sharey=True)
     for axis, group, column in zip(axes, sweep.groups, values.T, strict=True):
-        draw_map(axis, sweep.heads, column, group, -1.0, 1.0)
+        draw_map(axis, sweep.heads, column, group, *scale(f"{share}_", values))
     axes[0].set_ylabel("layer")
-    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="share")
+    map_bar(axes, "share")
     destroyed = sweep.details.get(f"{share}_position_null")
     null = "Shares have no null here."
     if destroyed is not None and bool(destroyed.isfinite().any()):
@@ -75,11 +77,12 @@ def head_types(sweep: SweepTable) -> View:
     """
     names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
     figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 2), _height(sweep)))
+    ends = scale("", torch.stack([sweep.types[name] for name in names]))
     for axis, name in zip(axes, names, strict=True):
         title = f"{name} (uniform {sweep.baselines[name]:.2f})"
-        draw_map(axis, sweep.heads, sweep.types[name], title, 0.0, 1.0)
+        draw_map(axis, sweep.heads, sweep.types[name], title, *ends)
     axes[0].set_ylabel("layer")
-    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="attention")
+    map_bar(axes, "attention")
     return View(
         figure,
         title="Which heads are previous-token or induction heads?",

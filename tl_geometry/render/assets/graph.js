@@ -22,10 +22,10 @@ const about = n => `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}` + 
 const dash = (mark, wide) => DATA.dashes[mark - 1].map(length => (length * Math.max(1, wide / 2)).toFixed(1)).join(' ');
 
 make('h1', DATA.title);
-make('p', 'Discs are heads, squares MLPs, triangles tokens. A mark is as large as what it writes towards the logit, its ring as wide as what it does by the attention that it moves; lines are value edges. Red is for the logit, blue against it. ' + (DATA.legend ? DATA.legend + ' ' : '') + 'Click a mark, or go from mark to mark with the arrow keys.', {class: 'how'});
+make('p', 'Discs are heads, squares MLPs, triangles tokens. A mark is as large as what it writes towards the logit, its ring as wide as what it does by the attention that it moves; lines are value edges. Red is for the logit, blue against it. ' + (DATA.legend ? DATA.legend + ' ' : '') + 'Click a mark, or go from mark to mark with the arrow keys. A click on a line, or on a number in a list, gives the code of that edge.', {class: 'how'});
 const tools = make('div', null, {class: 'row tools'}), label = make('label', 'nodes ', null, tools);
 const slider = make('input', null, {type: 'range', min: 1, max: N.length, value: DATA.start, 'aria-label': 'nodes shown'}, label);
-slider.oninput = () => { state.count = +slider.value; draw(); reveal(); };
+slider.oninput = () => { state.count = +slider.value; arrange(); };
 const said = make('output', '', {class: 'shown'}, tools);
 const sheet = make('div', null, {class: 'sheet', role: 'group', 'aria-label': 'graph'});
 const blocks = make('div', null, {class: 'blocks', 'aria-hidden': 'true'}, sheet);
@@ -97,7 +97,9 @@ function draw() {
     const thick = 0.7 + 7 * Math.sqrt(Math.abs(weight) / largest) ** 1.5, options = {d: `M${x0},${y0} C${x0},${middle} ${x1},${middle} ${x1},${y1}`, 'stroke-width': thick.toFixed(2), opacity: own.has(e) ? 0.9 : 0.3, 'data-edge': e};
     if (marked) options['stroke-dasharray'] = dash(marked, thick);
     else if (DASHES[type]) options['stroke-dasharray'] = DASHES[type];
-    add('path', options, svg).style.stroke = colour(weight);
+    const path = add('path', options, svg);
+    path.style.stroke = colour(weight);
+    path.onclick = () => { choose(t); pick(e); };
   }
   N.forEach((n, i) => seen[i] && mark(n, i, at.points.get(i)));
   for (const [r, y] of at.lines) {
@@ -152,6 +154,8 @@ function step(event, i, x, y) {
 function choose(i) { state.node = i; draw(); explain(); }
 /* Scroll the sheet, and not the page around it, until a mark is seen. */
 const pressed = () => svg.querySelector('[aria-pressed=true]');
+/* A new layout keeps the chosen mark in sight; until one is chosen, the sheet shows its start. */
+function arrange() { draw(); if (state.node) reveal(); }
 function reveal() {
   const [x, y] = pressed().getAttribute('transform').match(/[-\d.]+/g).map(Number);
   const right = sheet.clientWidth - 60, low = sheet.clientHeight - 50;
@@ -165,11 +169,11 @@ function list(title, about, edges, end, total, parent, type) {
   make('h3', title, null, card);
   if (about) make('p', about, null, card);
   const order = [...edges].sort((a, b) => Math.abs(DATA.edges[b][3]) - Math.abs(DATA.edges[a][3])).slice(0, 12);
-  const shown = order.map(e => [N[DATA.edges[e][end]], DATA.edges[e][3], DATA.edges[e][end], DATA.edges[e][2], note(DATA.edges[e].slice(5))]);
+  const shown = order.map(e => [N[DATA.edges[e][end]], DATA.edges[e][3], DATA.edges[e][end], DATA.edges[e][2], note(DATA.edges[e].slice(5)), e]);
   const rest = total === null ? 0 : total - shown.reduce((sum, s) => sum + s[1], 0);
   const longest = Math.max(...shown.map(s => Math.abs(s[1])), Math.abs(rest)) || 1;
-  for (const [n, weight, i, read, beside] of shown) {
-    const row = line(weight, longest, card);
+  for (const [n, weight, i, read, beside, e] of shown) {
+    const row = line(weight, longest, card, e);
     const text = name(n) + (type === null ? `, its ${TYPES[read]}` : '');
     const button = make('button', text, {type: 'button', title: text}, row);
     button.onclick = () => { choose(i); reveal(); };
@@ -185,11 +189,17 @@ function list(title, about, edges, end, total, parent, type) {
   const lookup = N[state.node].lookup;  // an average and a comparison have no such function
   if (lookup.startsWith('graph.') && type !== null) codeLine(card).show(`graph.${end ? 'edges_from' : 'edges_into'}(${lookup}, '${TYPES[type]}')`);
 }
-function line(weight, longest, card) {
+function line(weight, longest, card, e) {
   const row = make('div', null, {class: 'line', 'data-value': weight}, card), track = make('i', null, {'aria-hidden': 'true'}, row);
   make('u', null, {style: `width:${50 * Math.abs(weight) / longest}%;${weight < 0 ? 'right' : 'left'}:50%;background:${colour(weight)}`}, track);
-  make('b', say(weight), null, row);
+  if (e === undefined) make('b', say(weight), null, row);
+  else make('button', say(weight), {type: 'button', class: 'edge', title: 'code of this edge', 'data-edge': e}, row).onclick = () => pick(e);
   return row;
+}
+/* The code of an edge, below its number. */
+function pick(e) {
+  cards.querySelector('.line .code')?.remove();
+  codeLine(cards.querySelector(`[data-edge="${e}"]`).parentElement).show(`graph.weights[${DATA.at[e]}]`);
 }
 /* What is known of the chosen node. */
 function explain() {
@@ -227,7 +237,7 @@ function explain() {
 addEventListener('beforeprint', () => { sheet.style.zoom = Math.min(1, 680 / sheet.scrollWidth); });
 addEventListener('afterprint', () => { sheet.style.zoom = ''; });
 let wide = 0;
-new ResizeObserver(() => { if (sheet.clientWidth !== wide) { wide = sheet.clientWidth; draw(); reveal(); } }).observe(sheet);
+new ResizeObserver(() => { if (sheet.clientWidth !== wide) { wide = sheet.clientWidth; arrange(); } }).observe(sheet);
 dark.addEventListener('change', draw);
-draw(); explain(); reveal();
+draw(); explain();
 document.body.dataset.drawn = performance.now();

@@ -3,7 +3,7 @@ const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head
 const state = {value: DATA.value, head: 0, over: null};
 const number = v => v === null ? 'NaN' : (v && Math.abs(v) < 1e-4 ? v.toExponential(1) : String(+v.toPrecision(Math.abs(v) < 1000 ? 3 : 6))).replaceAll('-', '−');
 /* The same in the width of a cell: what is nothing on the scale of the others is 0. */
-const brief = v => { const text = number(+v.toPrecision(2)); return text.length <= 6 ? text : Math.abs(v) < 0.001 ? '0' : number(v.toExponential(0)); };
+const brief = v => { const text = number(+v.toPrecision(2)); return text.length <= 6 ? text : Math.abs(v) < 0.001 ? '0' : v.toExponential(0).replaceAll('-', '−'); };
 const name = i => `L${DATA.layers[DATA.heads[i][0]]}H${DATA.heads[i][1]}`;
 
 make('h1', DATA.title);
@@ -29,6 +29,7 @@ function draw() {
   const {values, scale: [low, high]} = DATA.columns[state.value], holes = hatch(pen);
   pen.clearRect(0, 0, ...DATA.canvas); barPen.clearRect(0, 0, 300, 30);
   bar(barPen, 24, 2, 200, high, low < 0, '', low);
+  if (values.some(v => Math.abs(v) > high)) for (const [end, x] of [['under', 8], ['over', 228]]) { barPen.fillStyle = rgb(BEYOND[end]); barPen.fillRect(x, 2, 12, 10); }
   pen.textBaseline = 'middle';
   for (let row = 0; row < rows; row++) for (let head = 0; head < DATA.count; head++) {
     const i = grid.get(row * DATA.count + head), x = LEFT + head * c, y = TOP + row * H, v = i === undefined ? undefined : values[i];

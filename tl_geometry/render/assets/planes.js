@@ -3,6 +3,9 @@ const SVG = 'http://www.w3.org/2000/svg', WIDE = 560, TALL = 200, LEFT = 46, RIG
 const number = (v, n = 3) => v === null ? 'none' : String(+v.toPrecision(n)).replace('-', '−');
 const name = i => `L${DATA.layers[DATA.heads[i][0]]}H${DATA.heads[i][1]}`;
 const shares = () => DATA.shares[state.share];
+/* The band of a head with the largest share, and the code of that share. */
+const best = i => { const values = shares().bands[i].map(v => v ?? 0); return values.indexOf(Math.max(...values)); };
+const bandCode = (i, b) => `planes.by_band().total_${state.share}[${i}, ${b}]`;
 const grid = new Map(DATA.heads.map(([row, head], i) => [row * DATA.count + head, i]));
 
 make('h1', DATA.title);
@@ -24,6 +27,7 @@ DATA.layers.forEach((layer, row) => {
     const i = grid.get(row * DATA.count + head);
     if (i === undefined) { make('span', null, null, atlas); continue; }
     cells[i] = make('button', null, {type: 'button', tabindex: -1}, atlas);
+    offer(cells[i], () => bandCode(i, best(i)));
     cells[i].onclick = () => show(i);
     cells[i].onkeydown = event => step(event, row, head);
   }
@@ -32,6 +36,12 @@ make('span', '', {class: 'axis'}, atlas);
 for (let head = 0; head < DATA.count; head++) make('span', DATA.count > 16 && head % 4 ? '' : head, {class: 'axis'}, atlas);
 const side = make('div', null, {class: 'side', 'aria-live': 'polite'}, both);
 
+/* The line of code is that of the number under the mouse, else that of the last one clicked. */
+function offer(node, code) {
+  node.onpointerenter = () => state.code.show(code());
+  node.onpointerleave = () => state.code.show(state.kept);
+  node.onclick = () => { state.kept = code(); };
+}
 function step(event, row, head) {
   const by = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]}[event.key];
   const to = by && head + by[1] >= 0 && head + by[1] < DATA.count ? grid.get((row + by[0]) * DATA.count + head + by[1]) : undefined;
@@ -40,11 +50,11 @@ function step(event, row, head) {
 }
 function colour() {
   cells.forEach((cell, i) => {
-    const values = shares().bands[i].map(v => v ?? 0), best = values.indexOf(Math.max(...values));
-    const strength = 15 + 85 * Math.min(1, Math.max(0, values[best]));
-    cell.style.background = `color-mix(in srgb, ${DATA.bands[best][2]} ${strength}%, var(--paper))`;
-    cell.dataset.band = DATA.bands[best][0]; cell.dataset.value = values[best];
-    cell.title = `${name(i)}: ${DATA.bands[best][0]} ${number(values[best])}`;
+    const [band, , hue] = DATA.bands[best(i)], value = shares().bands[i][best(i)] ?? 0;
+    const strength = 15 + 85 * Math.min(1, Math.max(0, value));  // of 1, which is all of a head
+    cell.style.background = `color-mix(in srgb, ${hue} ${strength}%, var(--paper))`;
+    cell.dataset.band = band; cell.dataset.value = value;
+    cell.title = `${name(i)}: ${band} ${number(value)}`;
     cell.setAttribute('aria-label', cell.title);
   });
 }
@@ -91,6 +101,7 @@ function bars(i) {
       if (v >= 0) top = to; else bottom = to;
       const bar = add(svg, 'rect', {x: x(centre[m] - width / 2), width: x(width) - x(0), y: y(Math.max(from, to)), height: Math.abs(y(from) - y(to)), fill: DATA.groups[g][1], 'data-value': v, 'data-wave': waves[m] ?? '', 'data-group': DATA.groups[g][0]});
       if (waves[m] === null) { bar.setAttribute('stroke', 'var(--ink)'); bar.setAttribute('stroke-dasharray', '3 2'); }
+      offer(bar, () => `planes.${state.share}[${i}, ${m}, [${DATA.terms[g].join(', ')}]].sum()`);
       add(bar, 'title', {}, `${waves[m] === null ? 'not rotated' : `wavelength ${number(waves[m])} tokens`}: ${DATA.groups[g][0]} ${number(v)}`);
     });
   });
@@ -109,7 +120,12 @@ function curve(i) {
   const points = values => values.map((v, k) => v === null ? null : `${x(offsets[k])},${y(v)}`).filter(p => p);
   if (low.every(v => v !== null)) add(svg, 'polygon', {points: [...points(high), ...points(low).reverse()].join(' '), class: 'between'});
   add(svg, 'polyline', {points: points(mean).join(' '), class: 'curve'});
-  mean.forEach((v, k) => { if (v !== null) add(add(svg, 'circle', {cx: x(offsets[k]), cy: y(v), r: 2.2, class: 'dot', 'data-offset': offsets[k], 'data-value': v}), 'title', {}, `offset ${offsets[k]}: ${number(v)}`); });
+  mean.forEach((v, k) => {
+    if (v === null) return;
+    const dot = add(svg, 'circle', {cx: x(offsets[k]), cy: y(v), r: 2.2, class: 'dot', 'data-offset': offsets[k], 'data-value': v});
+    offer(dot, () => `profile.mean[${DATA.profile.rows[i]}, ${offsets[k] - DATA.profile.first}]`);
+    add(dot, 'title', {}, `offset ${offsets[k]}: ${number(v)}`);
+  });
   for (let o = 0; o <= offsets.at(-1); o += 8) if (o >= offsets[0]) add(svg, 'text', {x: x(o), y: LOW + 13, 'text-anchor': 'middle'}, o);
   add(svg, 'text', {x: (LEFT + RIGHT) / 2, y: LOW + 26, 'text-anchor': 'middle'}, 'offset, query minus key (tokens)');
 }
@@ -125,7 +141,9 @@ function show(i) {
     const key = make('span', null, {class: 'key'}, line);
     make('i', null, {style: `background:${colour}`}, key); make('span', `${band} `, null, key);
     make('b', number(v, 2), {'data-band': band, 'data-value': v ?? ''}, key);
+    offer(key, () => bandCode(i, b));
   });
+  state.code = codeLine(side); state.kept = bandCode(i, best(i)); state.code.show(state.kept);
   const said = make('p', `Share of ${choose.selectedOptions[0].textContent} of each plane: `, {class: 'said'}, side);
   DATA.groups.forEach(([group, colour]) => { const key = make('span', null, {class: 'key'}, said); make('i', null, {style: `background:${colour}`}, key); make('span', group, null, key); });
   bars(i);
