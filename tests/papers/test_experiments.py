@@ -338,7 +338,8 @@ def test_one_colour_is_one_position_in_every_panel() -> None:
     dots = _draw_plane(axis, pos - pos.mean(0), half=8, start=1)
     plt.close("all")
     assert (dots.norm.vmin, dots.norm.vmax) == (1, 12)
-    assert [len(each.get_offsets()) for each in axis.collections] == [7, 5]
+    offsets: list[Any] = [each.get_offsets() for each in axis.collections]
+    assert [len(each) for each in offsets] == [7, 5]
 
 
 def test_halves_are_measured_apart() -> None:
