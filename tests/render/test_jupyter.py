@@ -20,6 +20,7 @@ import pytest
 from tests.browser import FITS, Browser, Page
 from tests.render.test_graph_view import traced
 from tests.render.test_split import synthetic
+from tests.render.test_widths import AS_HIGH, see
 from tl_geometry import render
 from tl_geometry.render.page import PageView
 
@@ -139,6 +140,7 @@ def test_an_untrusted_notebook_shows_the_image_and_a_trusted_one_the_view(
         )
         text = page.evaluate(f"document.querySelector('{OUTPUT}').innerText")
         assert "jp-theme" not in text
+        assert "tlg" not in text
         page.tab.close()
     lab.trust()
     for dark, width in ((False, 1300), (True, 1300), (True, 400)):
@@ -151,6 +153,8 @@ def test_an_untrusted_notebook_shows_the_image_and_a_trusted_one_the_view(
                 "the theme of the notebook, not the system's"
             )
             assert page.evaluate(FITS, frame=frame)
+            see(page, frame)
+            page.wait(AS_HIGH, frame=frame, timeout=10)
         inside = (
             f"(o => o.scrollWidth <= o.clientWidth + 1)(document.querySelector('{OUTPUT}"
             " .jp-RenderedHTMLCommon') ?? document.body)"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.browser import FITS, Browser, as_cells, without_policy
+from tests.browser import COVERED, FITS, Browser, Page, as_cells, without_policy
+from tests.render.test_browser import bundle, table
+from tests.render.test_circuitsvis import figures
 from tests.render.test_graph_view import traced
 from tests.render.test_logit_view import explained
+from tests.render.test_rotary import tables
 from tests.splits import synthetic
 from tl_geometry import render
+from tl_geometry.render.page import PageView
+from tl_geometry.scores import offset_profile
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +97,16 @@ def test_a_split_fits_its_window(browser: Browser) -> None:
             check_split(browser, free.replace(old, new))
 
 
+def test_the_text_of_a_split_is_broken_into_lines(browser: Browser) -> None:
+    """Also tokens between which no browser breaks a line."""
+    text = render.split(synthetic(1, 25)).page
+    for page_text, fits in ((text, True), (text.replace("display:inline-block;", ""), False)):
+        with browser.open(without_policy(page_text), width=400) as page:
+            page.wait("document.body.dataset.drawn")
+            strip = "document.querySelector('.text')"
+            assert page.evaluate(f"{strip}.scrollWidth <= {strip}.clientWidth") == fits
+
+
 def test_a_narrow_page_has_both_colour_bars(browser: Browser) -> None:
     with browser.open(render.split(synthetic(1, 9)).page, width=400) as page:
         page.wait("document.body.dataset.drawn")
@@ -103,7 +116,7 @@ def test_a_narrow_page_has_both_colour_bars(browser: Browser) -> None:
         assert colour == pytest.approx([33, 145, 140, 255], abs=4)
 
 
-def paper(page: Any) -> None:
+def paper(page: Page) -> None:
     """A sheet of paper with its margins."""
     page.wait("document.body.dataset.drawn")
     page.tab.emulate_media(media="print")
@@ -130,10 +143,94 @@ def test_paper_cuts_nothing(prepared: bool, browser: Browser) -> None:
         assert page.evaluate(whole) == prepared
 
 
-def test_the_frame_of_a_logit_is_as_tall_as_its_page(browser: Browser) -> None:
-    rest = "innerHeight - document.querySelector('body > p:last-of-type').getBoundingClientRect()"
-    for explanations in (explained(), explained(writers=True)):
-        view = render.logit_page(explanations)
-        with browser.open(as_cells(view.html()), width=1200) as page:
-            page.wait("document.body.dataset.drawn", frame=1)
-            assert -40 < page.evaluate(f"{rest}.bottom", frame=1) < 120
+def views() -> list[PageView]:
+    """One of each type of page."""
+    planes, split = tables()
+    return [
+        render.split(synthetic(1, 25)),
+        render.split(synthetic(2, 30), panels="terms"),
+        render.heads(table()),
+        render.logit_page(explained()),
+        render.logit_page(explained(writers=True)),
+        render.graph_page(traced()),
+        render.bands_page(planes, offset_profile(split)),
+        bundle(),
+        figures()["heads"],
+    ]
+
+
+def see(page: Page, frame: int) -> None:
+    """Scroll to a frame: out of sight, browsers observe no sizes in it."""
+    page.frames[frame].frame_element().scroll_into_view_if_needed()
+
+
+def check_frames(browser: Browser, shown: list[str], width: int, *, dark: bool = False) -> None:
+    """Frames are as wide as the window allows and as high as their pages."""
+    body = f'<body data-theme="{"dark" if dark else "light"}">'
+    with browser.open(as_cells(body, *shown), width=width) as page:
+        for frame in range(1, len(shown) + 1):
+            page.wait("document.body.dataset.drawn", frame=frame)
+            see(page, frame)
+            page.wait(AS_HIGH, frame=frame, timeout=10)
+            assert page.evaluate(FITS, frame=frame), frame
+            assert page.evaluate("dark.matches", frame=frame) == dark
+        assert page.evaluate(FITS)
+        page.assert_harmless()
+
+
+AS_HIGH = """(r => document.documentElement.scrollHeight <= innerHeight && r >= 0 && r < 13)(
+  innerHeight - document.body.getBoundingClientRect().bottom)"""
+
+
+@pytest.mark.parametrize("width", [400, 736, 1280])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_frames_have_the_size_of_their_pages(width: int, dark: bool, browser: Browser) -> None:
+    check_frames(browser, [view.html() for view in views()], width, dark=dark)
+
+
+def test_a_frame_without_its_script_or_of_fixed_width_is_seen(browser: Browser) -> None:
+    shown = render.split(synthetic(1, 25)).html()
+    for old, new in (("tlgHeight", "unheard"), ("width:100%", "width:732px")):
+        assert old in shown
+        with pytest.raises((AssertionError, TimeoutError)):
+            check_frames(browser, [shown.replace(old, new)], 400)
+
+
+def test_a_frame_follows_its_page(browser: Browser) -> None:
+    """What a reader opens, and another width, change its height; the image behind it stays
+    covered."""
+    shown = render.logit_page(explained())._repr_mimebundle_()["text/html"]
+    height = "document.querySelector('iframe').clientHeight"
+    with browser.open(as_cells(shown), width=736) as page:
+        page.wait("document.body.dataset.drawn", frame=1)
+        page.wait(AS_HIGH, frame=1, timeout=10)
+        before = page.evaluate(height)
+        for opened, compared in (("false", "<"), ("true", "=="), (None, "<")):
+            change = f"d.open = {opened}" if opened else "d.remove()"
+            page.evaluate(
+                f"document.querySelectorAll('details').forEach(d => {{ {change}; }})", frame=1
+            )
+            page.wait(f"{height} {compared} {before}", timeout=10)
+            page.wait(AS_HIGH, frame=1, timeout=10)
+        assert page.evaluate(COVERED)
+        page.resize(400, 900)
+        page.wait(AS_HIGH, frame=1, timeout=10)
+
+
+def test_only_a_frame_sets_its_own_height(browser: Browser) -> None:
+    """Another frame, another message and what is no height change nothing."""
+    other = "<iframe id='other' sandbox='allow-scripts' srcdoc='<p>other</p>'></iframe>"
+    shown = render.split(synthetic(1, 9)).html()
+    heights = "[...document.querySelectorAll('iframe')].map(f => f.clientHeight)"
+    with browser.open(as_cells(shown, other), width=736) as page:
+        page.wait("document.body.dataset.drawn", frame=1)
+        page.wait(AS_HIGH, frame=1, timeout=10)
+        before = page.evaluate(heights)
+        page.evaluate("parent.postMessage({tlgHeight: 900}, '*')", frame=2)
+        for message in ("{tlgHeight: 'x'}", "{tlgHeight: -5}", "{}", "null", "'text'"):
+            page.evaluate(f"parent.postMessage({message}, '*')", frame=1)
+        page.evaluate("new Promise(r => setTimeout(r, 200))")
+        assert page.evaluate(heights) == before
+        page.evaluate("parent.postMessage({tlgHeight: 900}, '*')", frame=1)
+        page.wait(f"{heights}[0] === 900", timeout=10)
+        assert page.errors == []

@@ -80,7 +80,6 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
         image=functools.partial(graph_figure, drawn),
         source=drawn.source,
         null=drawn.null,
-        fluid=True,
     )
 
 

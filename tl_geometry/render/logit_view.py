@@ -115,7 +115,6 @@ def logit_page(
         image=functools.partial(logit_figure, each[first], marks),
         source=each[first].provenance.line(),
         null=EXACT,
-        fluid=True,
     )
     size, instead = len(view.page), "fewer explanations"
     require(size <= LARGEST, "explanations", expected="a page of 2 MB", got=size, instead=instead)

@@ -31,21 +31,25 @@ ASSETS = files("tl_geometry.render") / "assets"
 """Scripts and styles of the pages."""
 FALLBACK = 300_000
 """Most bytes of the image that a notebook or a report holds beside a page."""
+STEP = 10
+"""Heights of frames are multiples of so many pixels."""
 DARK = (
     'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
-    'body[data-theme="dark"]{--tlg-dark:1px}'
-    '@media(prefers-color-scheme:dark){body[data-theme="auto"]{--tlg-dark:1px}}'
+    'body[data-theme="dark"]{--tlg-dark:2px}'
+    '@media(prefers-color-scheme:dark){body[data-theme="auto"]{--tlg-dark:2px}}'
 )
 """Tells a frame that the page around it is dark. A sandboxed frame cannot see that page. So this
-style of the outer page (JupyterLab, VS Code, Colab, furo) makes the frame one pixel higher, and the
-script in the frame looks for that pixel."""
+style of the outer page (JupyterLab, VS Code, Colab, furo) makes the frame two pixels higher than a
+multiple of :data:`STEP`, and the script in the frame looks for these pixels. (One pixel is lost to
+rounding when the reader zooms.)"""
 
 
 @dataclass(eq=False, repr=False)
 class PageView:
     """An interactive figure. It shows itself in a notebook; ``save`` writes a page that opens
-    offline, or a PNG, SVG or PDF of ``image``. A ``fluid`` page is as wide as its container, and
-    ``width`` pixels at most.
+    offline, or a PNG, SVG or PDF of ``image``. In a notebook it is as wide as its container, and
+    ``width`` pixels at most. ``height`` is an estimate for a wide container, where the frame begins
+    (see :func:`listener`).
 
     ``script`` names the file in ``assets/`` that draws ``data``. ``library`` is the text of another
     script (plotly, circuitsvis) that the first may start."""
@@ -60,7 +64,6 @@ class PageView:
     image: Callable[[], View]
     source: str = ""
     null: str = ""
-    fluid: bool = False
     library: str = ""
 
     def payload(self) -> Mapping[str, Any]:
@@ -76,34 +79,31 @@ class PageView:
 
     @property
     def scripts(self) -> tuple[str, ...]:
-        """Hashes of the scripts that the page may run."""
-        return allowed_scripts(self.script, self.library)
+        """Hashes of the scripts that the page and its frame run."""
+        return (*allowed_scripts(self.script, self.library), script_hash(listener()))
 
     def html(self, png: str = "", *, lazy: bool = False) -> str:
-        """The page in a frame of its own and of fixed size, so that several work side by side.
+        """The page in a frame of its own, so that several work side by side.
 
         ``png`` (base64) lies behind the frame. A reader sees it where frames are forbidden: in
         notebooks that are not trusted, on code hosts, in e-mail. A ``lazy`` frame is drawn when a
         reader comes near it.
         """
-        wide = f"width:100%;max-width:{self.width}px" if self.fluid else f"width:{self.width}px"
-        size = f"{wide};height:calc({self.height}px + var(--tlg-dark, 0px));border:0"
-        # the script compares this height with that of its frame (see DARK)
-        page = self.page.replace("<html ", f'<html data-height="{self.height}" ', 1)
+        height = STEP * math.ceil(self.height / STEP)
+        page = self.page.replace("<html ", "<html data-framed ", 1)
         title, page = html.escape(self.title), html.escape(page)
-        place = "grid-area:1/1" if png else "display:block"
+        # both in one cell of a grid: where there is no frame, the image alone sets the height
+        place = "grid-area:1/1;width:100%"
         loading = ' loading="lazy"' if lazy else ""
-        attributes = f'sandbox="allow-scripts"{loading} style="{place};{size}" srcdoc="{page}"'
+        size = f"{place};height:calc({height}px + var(--tlg-dark, 0px));border:0"
+        attributes = f'sandbox="allow-scripts"{loading} style="{size}" srcdoc="{page}"'
         frame = f'<iframe title="{title}" {attributes}></iframe>'
         if png:
-            # both in one cell of a grid: where there is no frame, the image alone sets the height
-            fit = f"{place};width:100%;max-height:{self.height}px"
-            fit += ";object-fit:contain;object-position:0 0"
-            image = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">'
-            holder = f"display:grid;grid-template-columns:minmax(0,1fr);max-width:{self.width}px"
-            frame = f'<div style="{holder}">{image}{frame}</div>'
-        around = f'<div style="overflow-x:auto">{frame}</div>'
-        return f"<style>{DARK}</style>{around}{folded(self.source)}"
+            fit = f"{place};max-height:{height}px;object-fit:contain;object-position:0 0"
+            frame = f'<img alt="{title}" style="{fit}" src="data:image/png;base64,{png}">{frame}'
+        holder = f"display:grid;grid-template-columns:minmax(0,1fr);max-width:{self.width}px"
+        frame = f'<div class="tlg-frame" style="{holder}">{frame}</div>'
+        return f"<style>{DARK}</style>{frame}<script>{listener()}</script>{folded(self.source)}"
 
     def png(self) -> str:
         """The image with its title as base64, for places where frames are forbidden."""
@@ -160,6 +160,12 @@ def document(title: str, data: Mapping[str, Any], script: str, library: str = ""
 def allowed_scripts(script: str, library: str = "") -> tuple[str, ...]:
     """Hashes of the script of a page and of the library that it may start, for its policy."""
     return tuple(script_hash(text) for text in (_code(script), library) if text)
+
+
+def listener() -> str:
+    """The script beside a frame. The page in the frame posts its height, and this script gives the
+    frame that height. Where it may not run, the frame keeps its first height and scrolls."""
+    return _asset("frame.js").strip()
 
 
 def _asset(name: str) -> str:

@@ -168,7 +168,6 @@ def bands_page(
         image=functools.partial(band_atlas, planes),
         source=planes.provenance.line(),
         null=NULL,
-        fluid=True,
     )
 
 

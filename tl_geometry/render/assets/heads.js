@@ -66,6 +66,6 @@ sheet.onpointermove = event => { const i = headAt(event); sheet.style.cursor = i
 sheet.onpointerleave = () => over(null);
 sheet.onclick = event => { const i = headAt(event); if (i !== null) { state.head = i; show(i); draw(); } };
 choose.onchange = () => { state.value = choose.value; show(state.head); draw(); };
-dark.onchange = draw;
+dark.addEventListener('change', draw);
 show(0); draw();
 document.body.dataset.drawn = performance.now();

@@ -157,7 +157,7 @@ function why(card, pair, h, p, open) {
 }
 function update() { title.textContent = at().title; cards(); paint(); }
 new ResizeObserver(draw).observe(text);
-dark.onchange = paint;
+dark.addEventListener('change', paint);
 update();
 see(at().position);
 document.body.dataset.drawn = performance.now();

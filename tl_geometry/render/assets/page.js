@@ -1,13 +1,18 @@
 const DATA = JSON.parse(document.getElementById('data').textContent);
-/* Dark where the page around is dark: a frame is a pixel higher there, whatever the system prefers. */
-const tall = +document.documentElement.dataset.height;
-const dark = matchMedia(tall ? `(min-height: ${tall + 0.5}px)` : '(prefers-color-scheme: dark)');
-const worn = document.documentElement.classList;
-const wear = () => worn.toggle('dark', dark.matches);
-dark.addEventListener('change', wear);
-/* Chromium loses the change of a frame that is drawn before it has its size. */
-addEventListener('resize', () => worn.contains('dark') === dark.matches || dark.dispatchEvent(new Event('change')));
+/* Dark where the page around is dark: a frame is two pixels higher there than a multiple of ten (with the rounding of a zoomed page: one to three), whatever the system prefers. */
+const framed = 'framed' in document.documentElement.dataset, worn = document.documentElement.classList;
+const system = matchMedia('(prefers-color-scheme: dark)'), dark = Object.assign(new EventTarget(), {matches: false});
+function wear() {
+  const rest = innerHeight % 10;
+  dark.matches = framed ? rest > 0 && rest < 4 : system.matches;
+  if (worn.contains('dark') !== dark.matches) { worn.toggle('dark'); dark.dispatchEvent(new Event('change')); }
+}
 wear();
+if (framed) {
+  addEventListener('resize', wear);
+  /* A frame that comes into view is as high as its page, where the page around hears it (frame.js). */
+  new ResizeObserver(() => parent.postMessage({tlgHeight: document.body.getBoundingClientRect().height}, '*')).observe(document.body);
+} else system.addEventListener('change', wear);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const SIGNED = {light: [[5,48,97],[67,147,195],[255,255,255],[214,96,77],[103,0,31]], dark: [[120,190,255],[40,98,160],[16,16,18],[168,60,44],[255,160,130]]};
 const PLAIN = [[68,1,84],[59,82,139],[33,145,140],[94,201,98],[253,231,37]];

@@ -1,5 +1,5 @@
 make('h1', DATA.title);
-const gd = make('div', null, {id: 'space'});
+const gd = make('div', null, {id: 'space'}, make('div', null, {class: 'scroll'}));
 gd.style.cssText = 'width:760px;height:470px';
 make('p', DATA.caption + ' Drag to turn, scroll to zoom.');
 
@@ -14,7 +14,8 @@ function dress() {
   code.textContent = new TextDecoder().decode(await inflate(DATA.library));
   document.head.append(code);
   await Plotly.newPlot(gd, DATA.figure.data, DATA.figure.layout, DATA.figure.config);
-  dark.onchange = () => Plotly.relayout(gd, dress());
-  await dark.onchange();
+  const redress = () => Plotly.relayout(gd, dress());
+  dark.addEventListener('change', redress);
+  await redress();
   document.body.dataset.drawn = performance.now();
 })().catch(error => { gd.textContent = 'This figure could not be drawn: ' + error; });

@@ -98,7 +98,7 @@ const short = i => { const t = [...texts(i)]; return t.length > 10 ? t.slice(0, 
 
 /* A page of its own has cells as large as its window allows; a frame has its size. */
 function fit() {
-  if (tall) return;
+  if (framed) return;
   const size = Math.min((innerWidth - 132) / across - 16, (0.75 * innerHeight - 76) / down - 22) / n;
   DATA.cell = Math.max(least, size < 3 ? size : Math.floor(size)); side = n * DATA.cell;
   DATA.canvas = [108 + across * (side + 16), 76 + down * (side + 22)];
@@ -210,7 +210,7 @@ function listen() {
   heads.onchange = () => { state.head = +heads.value; update(); };
   slider.oninput = () => { state.limit = DATA.high * 10 ** (slider.value / 50); update(); };
   slider.ondblclick = () => { state.limit = DATA.limit; slider.value = Math.round(50 * Math.log10(DATA.limit / DATA.high)); update(); };
-  dark.onchange = update;
+  dark.addEventListener('change', update);
   addEventListener('resize', () => { fit(); drawBar(); draw(); });
 }
 fit();
