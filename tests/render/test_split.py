@@ -300,8 +300,10 @@ def test_map_of_heads_holds_the_table() -> None:
     data = payload(view)
     frame = table.to_dataframe()
     assert data["value"] == "induction"
-    assert data["columns"]["induction"]["scale"] == [0, 1]
-    assert data["columns"]["cs_position"]["scale"] == [-1, 1]
+    for name, low in (("induction", 0), ("cs_position", -1)):
+        scale, largest = data["columns"][name]["scale"], frame[name].abs().max()
+        assert scale == [low * scale[1], scale[1]]
+        assert largest <= scale[1] < 1.34 * largest
     assert [data["layers"][l] for l, _ in data["heads"]] == frame["layer"].tolist()
     for name, column in data["columns"].items():
         stored = np.array([np.nan if v is None else v for v in column["values"]])

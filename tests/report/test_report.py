@@ -66,8 +66,10 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
     assert "<img src=x" not in html
     assert "&lt;img src=x onerror" in html
     own = (Path(tlg.__file__).parent / "report" / "assets" / "report.js").read_text()
-    assert re.findall(r"<script[^>]*>(.*?)</script>", html, re.DOTALL) == [own]
+    scripts = set(re.findall(r"<script[^>]*>(.*?)</script>", html, re.DOTALL))
+    assert scripts == {own, render_page.listener()}
     policy = html.partition('content="')[2].partition('"')[0]
+    assert all(render_page.script_hash(script) in policy for script in scripts)
     assert "default-src 'none'" in policy
     assert "unsafe-inline" not in policy.partition("script-src")[2]
     assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", html)
