@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.browser import COVERED, FITS, Browser, Page, as_cells, without_policy
@@ -215,6 +217,23 @@ def test_a_frame_follows_its_page(browser: Browser) -> None:
         assert page.evaluate(COVERED)
         page.resize(400, 900)
         page.wait(AS_HIGH, frame=1, timeout=10)
+
+
+@pytest.mark.parametrize("theme", ["auto", "dark"])
+def test_the_site_leaves_a_live_view_above_its_image(theme: str, browser: Browser) -> None:
+    css = (Path(__file__).parents[2] / "docs" / "_static" / "site.css").read_text("utf-8")
+    shown = render.split(synthetic(1, 9))._repr_mimebundle_()["text/html"]
+    covered = (
+        f"{COVERED} && (r => document.elementFromPoint(r.left + r.width / 2, r.top + 9))"
+        "(document.querySelector('img').getBoundingClientRect()).tagName === 'IFRAME'"
+    )
+    spare = ":not(:where(.tlg-frame > img))"
+    assert css.count(spare) == 3
+    for style, above in ((css, True), (css.replace(spare, ""), False)):
+        cell = f'<style>{style}</style><body data-theme="{theme}"><article>{shown}</article></body>'
+        with browser.open(as_cells(cell), width=736, height=1200, dark=True) as page:
+            page.wait("document.body.dataset.drawn", frame=1)
+            assert page.evaluate(covered) == above
 
 
 def test_only_a_frame_sets_its_own_height(browser: Browser) -> None:
