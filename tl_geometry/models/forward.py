@@ -112,10 +112,14 @@ class Runner:
         """The runner of a pass over ``tokens`` that reads and extends a cache of the keys and
         values before them."""
         runner = copy.copy(self)
-        runner.kwargs = {"use_cache": True, "past_key_values": cache}
         if self.class_name == "HookedTransformer":
             # without a mask it asks its tokenizer for one, and may have no tokenizer
             runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
+            return runner
+        accepted = inspect.signature(self.model.original_model.forward).parameters
+        # transformers 5.24 has given the argument another name
+        name = "past_key_values" if "past_key_values" in accepted else "cache"
+        runner.kwargs = {"use_cache": True, name: cache}
         return runner
 
     def empty_cache(self, batch: int, config: Any = None) -> Any:
