@@ -192,7 +192,7 @@ def test_frames_have_the_size_of_their_pages(width: int, dark: bool, browser: Br
 
 def test_a_frame_without_its_script_or_of_fixed_width_is_seen(browser: Browser) -> None:
     shown = render.split(synthetic(1, 25)).html()
-    for old, new in (("tlgHeight", "unheard"), ("width:100%", "width:732px")):
+    for old, new in (("data?.tlgHeight", "data?.unheard"), ("width:100%", "width:732px")):
         assert old in shown
         with pytest.raises((AssertionError, TimeoutError)):
             check_frames(browser, [shown.replace(old, new)], 400)
