@@ -29,7 +29,7 @@ def check_split(browser: Browser, page_text: str) -> None:
         assert 800 < page.evaluate(f"{CANVAS}.width") <= 1176
         assert page.evaluate(FITS)
         page.resize(400, 900)
-        page.wait(f"{CANVAS}.width < 800")
+        page.wait(f"{CANVAS}.width < 800", timeout=10)
         page.evaluate("point(9, 4); 0")
         assert page.evaluate(FITS)
         x, y = page.evaluate(f"(([a, b], r) => [r.left + a, r.top + b])(corner(0), {CANVAS})")
