@@ -32,7 +32,7 @@ ASSETS = files("tl_geometry.render") / "assets"
 FALLBACK = 300_000
 """Most bytes of the image that a notebook or a report holds beside a page."""
 STEP = 10
-"""Heights of frames are multiples of so many pixels."""
+"""Heights of frames are multiples of so many pixels (frame.js and page.js count in tens too)."""
 DARK = (
     'body[data-jp-theme-light="false"],body.vscode-dark,html[theme="dark"],'
     'body[data-theme="dark"]{--tlg-dark:2px}'
