@@ -111,13 +111,14 @@ def markdown(rows: Iterable[Outcome], report: Callable[[str], object]) -> str:
         "",
         "Made by `python -m benchmarks.calibration > benchmarks/calibration.md`. Each row "
         "simulates an interval, a p-value or a null in its own setting with a known truth. "
-        f"Promised: coverage of {COVERAGE.low:.0%} to {COVERAGE.high:.0%} for nominal 95% (no "
-        f"single term below {SINGLE:.0%}), size of {SIZE.low:.0%} to {SIZE.high:.0%} for nominal "
-        f"5%, up to {AT_MOST.high:.0%} for nulls that say at most 5%, {HALF.low:.0%} to "
-        f"{HALF.high:.0%} for a null that is one more draw, each within three Monte-Carlo errors; "
-        "more coverage and a smaller size than that err on the safe side. Rows 'of before' are "
-        "what a correction replaced. Autocorrelation is the strongest in the row: the correlation "
-        "of neighbouring positions, and what consecutive samples have in common.",
+        f"Promised are: for a nominal 95% interval a coverage of {COVERAGE.low:.0%} to "
+        f"{COVERAGE.high:.0%} (of no single term below {SINGLE:.0%}); for a nominal 5% test a size "
+        f"of {SIZE.low:.0%} to {SIZE.high:.0%}; for a test whose size is at most 5% up to "
+        f"{AT_MOST.high:.0%}; and, where the null is one more random draw, that it is exceeded in "
+        f"{HALF.low:.0%} to {HALF.high:.0%} of repeats. Each holds within three Monte-Carlo "
+        "errors; a larger coverage or a smaller size errs on the safe side. Rows 'of before' are "
+        "methods that a correction replaced. Autocorrelation is the strongest in the row: the "
+        "correlation of neighbouring positions, or what consecutive samples have in common.",
         "",
         "| setting | generator | autocorrelation | fewest | nominal | measured "
         "| Monte-Carlo error | worst term | repeats | promise |",

@@ -29,6 +29,7 @@ from tl_geometry import render
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.render import graph_nodes, graph_view
 from tl_geometry.render.graph_nodes import DrawnGraph
+from tl_geometry.render.writers import logit_figure
 
 
 @cache
@@ -80,6 +81,24 @@ def check_numbers(module: Any) -> None:
     every = [graph.leaf_values, graph.head_values, graph.mlp_values]
     written = sum(float(x.abs().sum()) for x in every) + abs(graph.constant_value)
     assert data["written"] == near(written, rel=1e-4)
+
+
+def test_a_negative_logit_has_a_minus_sign_in_every_caption() -> None:
+    graph = dataclasses.replace(traced(), value=-0.094, values=-traced().values)
+    view = render.graph_page(graph)
+    assert "T is −0.0940, before" in view.caption
+    assert "the logit −0.09 of" in view.title
+    model = tlg.zoo.embedded()
+    ids = tlg.zoo.default_windows(model, 16, n=1).tokens
+    logits = model(ids)[0, 14]
+    found = tlg.explain_logit(model, ids, 14, (int(logits.argmin()), int(logits.argmax())), top=4)
+    found = dataclasses.replace(found, target_tokens=("a-b", "c"))
+    logit = f"−{-found.logit:.2f}"
+    page, figure = render.logit_page(found), logit_figure(found)
+    assert f"they sum to {logit}" in page.caption
+    assert f"the model's logit is {logit}" in page.caption
+    assert f"sums to {logit}; the logit at position 14 is {logit}." in figure.caption
+    assert f"the logit {logit} of “a-b” minus “c”" in figure.title  # a token keeps its hyphen
 
 
 def test_faults_of_the_numbers_are_seen() -> None:

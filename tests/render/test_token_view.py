@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.html import signed
 from tl_geometry.base.results import Provenance
 from tl_geometry.circuits.logit_graph import TokenTable
 from tl_geometry.render import token_attribution
@@ -54,8 +55,8 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
     assert torch.tensor(shown).allclose(expected)
     numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 6.5]
     assert f"{float(given.value[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
-    assert f"and the constants ({float(given.value[-1]):+.3g}) sum to" in view.caption
-    assert f"{float(given.value.sum()):.4g}" in view.caption
+    assert f"and the constants ({signed(float(given.value[-1]), '+.3g')}) sum to" in view.caption
+    assert signed(float(given.value.sum()), ".4g") in view.caption
     red, blue = scale.to_rgba([5.0, -5.0])
     assert red[0] > red[2]  # positive is red
     assert blue[2] > blue[0]

@@ -72,6 +72,15 @@ def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def signed(value: float, digits: str = ".2f") -> str:
+    """A number in a sentence, with the minus sign of the axes and not a hyphen.
+
+    >>> signed(-0.094), signed(0.5, "+.1f")
+    ('−0.09', '+0.5')
+    """
+    return format(value, digits).replace("-", "−")
+
+
 def token_text(token: str) -> str:
     r"""A token made visible: a space as ``␣``, a newline as ``⏎``, a tab as ``⇥``, other control
     and direction marks as ``\uXXXX``, nothing as ``∅``.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tl_geometry.base.html import signed
 from tl_geometry.flow.alignment import top_directions
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import LAWS
@@ -223,7 +224,9 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
     whole_numbers(axis.xaxis)
     fits = [(law, report.law(law)) for law in laws]
     parameters = [
-        f"{law}: alpha {fit.alpha:.3g}, lambda {fit.rate:.3g}, R² {fit.r2:.2f}" for law, fit in fits
+        f"{law}: alpha {signed(fit.alpha, '.3g')}, lambda {signed(fit.rate, '.3g')}, "
+        f"R² {signed(fit.r2)}"
+        for law, fit in fits
     ]
     caption = (
         "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by "

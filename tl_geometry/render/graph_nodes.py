@@ -94,7 +94,7 @@ def _one(graph: LogitGraph) -> DrawnGraph:
     components = (graph.leaf_values, graph.head_values, graph.mlp_values)
     texts: Sequence[str] = graph.str_tokens or [f"<{i}>" for i in graph.token_ids]
     nodes, edges = len(graph.names), len(graph.weights)
-    logit = f"{graph.value:.2f}".replace("-", "−")
+    logit = html.signed(graph.value)
     target = " minus ".join(f"“{html.token_text(t)}”" for t in graph.target_tokens)
     of_nodes = ("names", "layers", "heads_of", "positions", "values", "moved", "totals")
     same = (*of_nodes, "attention", "sources", "targets", "edge_types", "weights")
@@ -115,7 +115,7 @@ def _one(graph: LogitGraph) -> DrawnGraph:
         columns=tuple((shown_token(text), str(i)) for i, text in enumerate(texts)),
         title=_finding(graph, graph.positions.tolist(), f"the logit {logit} of {target}"),
         target=" − ".join(html.token_text(t) for t in graph.target_tokens),
-        value=f"T is {graph.value:.4f}, before any soft cap.",
+        value=f"T is {html.signed(graph.value, '.4f')}, before any soft cap.",
         kept=f"all that carry {graph.keep:.0%}",
         null=f"{SUMS} {FIRST_ORDER}",
         source=graph.provenance.line(),
@@ -130,7 +130,7 @@ def _average(graph: AverageGraph) -> DrawnGraph:
     interval = f" (95%: {graph.value_low:.2f} to {graph.value_high:.2f})"
     few = graph.value_low != graph.value_low  # true for NaN: too few prompts for an interval
     value = f"{graph.value:.4f}{'' if few else interval}".replace("-", "−")
-    mean = f"{graph.value:.2f}".replace("-", "−")
+    mean = html.signed(graph.value)
     has_interval = (
         "no intervals: these take 10 prompts" if few else "with 95% intervals in the lists"
     )
@@ -161,7 +161,7 @@ def _comparison(graph: GraphComparison) -> DrawnGraph:
     # 0: both graphs have it; 1: only the first; 2: only the second
     only = lambda kept: torch.where(kept.all(1), 0, torch.where(kept[:, 0], 1, 2))  # noqa: E731
     node_marks, values = only(graph.kept), graph.values.mean(1)
-    first, other = (f"{float(v):.2f}".replace("-", "−") for v in graph.values[_logit(graph)])
+    first, other = (html.signed(float(v)) for v in graph.values[_logit(graph)])
     share = lambda x, chance: f"{x:.0%} (by chance {chance:.0%})"  # noqa: E731
     nodes = share(graph.node_jaccard, graph.node_jaccard_by_chance)
     edges = share(graph.edge_jaccard, graph.edge_jaccard_by_chance)
@@ -277,7 +277,7 @@ def _finding(graph: LogitGraph | AverageGraph, places: Sequence[object], logit: 
     if not len(heads):
         return f"What wrote {logit}"
     node = int(heads[graph.values[heads].abs().argmax()])
-    value = f"{float(graph.values[node]):+.2f}".replace("-", "−")
+    value = html.signed(float(graph.values[node]), "+.2f")
     return f"{graph.names[node]} at {places[node]} wrote {value} of {logit}"
 
 

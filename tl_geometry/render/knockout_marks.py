@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from tl_geometry.base import html
 from tl_geometry.base.errors import fail
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.circuits.logits import LogitExplanation
@@ -68,5 +69,5 @@ def knockout_sentence(direct: float, effect: float, reach: float) -> str:
     """
     change = "adds" if effect > 0 else "costs"
     around = f" ± {reach:.2f}" if math.isfinite(reach) else ""
-    written = f"{round(direct, 2) + 0.0:.2f}".replace("-", "−")  # + 0.0: no minus zero
+    written = html.signed(round(direct, 2) + 0.0)  # + 0.0: no minus zero
     return f"writes {written}, removing it {change} {abs(effect):.2f}{around}"

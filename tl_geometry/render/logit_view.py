@@ -238,9 +238,10 @@ def _listed(bars: Iterable[tuple[str, float]], most: int, what: str) -> Bars:
 
 
 def _caption(found: LogitExplanation) -> str:
+    total, logit = (html.signed(value, ".4f") for value in (found.total, found.logit))
     return (
         f"Contributions to the logit before any soft cap, every later norm frozen at its scale: "
-        f"they sum to {found.total:.4f}, the model's logit is {found.logit:.4f} (difference "
+        f"they sum to {total}, the model's logit is {logit} (difference "
         f"{found.error:.0e} of the sum of sizes); scores are relative to the mean over the allowed "
         f"keys, terms have the query part first."
     )

@@ -104,7 +104,7 @@ def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
         title="What each token contributes to the logit",
         caption=f"Each token has the colour of its value, red for the logit and blue against it; "
         f"values above {MARKED:.0%} of the largest stand below. The tokens and the constants "
-        f"({constants:+.3g}) sum to {total:.4g}.",
+        f"({html.signed(constants, '+.3g')}) sum to {html.signed(total, '.4g')}.",
         null="All parts and the constants add up to the logit exactly: they have no null.",
         source=table.provenance.line(),
     )

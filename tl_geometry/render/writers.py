@@ -148,12 +148,13 @@ def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None
     bars.set_xlabel("\n".join([axis_label, *legend]), fontsize=8)
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
+    total, logit = html.signed(found.total), html.signed(found.logit)
     return View(
         figure,
         title=finding(found),
         caption=f"Above, what all heads wrote from each token; below, the largest pairs of a head "
-        f"and its source. With MLPs, embeddings and constants it sums to {found.total:.2f}; the "
-        f"logit at position {found.position} is {found.logit:.2f}. Scores are relative to the mean "
+        f"and its source. With MLPs, embeddings and constants it sums to {total}; the "
+        f"logit at position {found.position} is {logit}. Scores are relative to the mean "
         "of their row, terms have the query part first.",
         null=EXACT,
         source=found.provenance.line(),
@@ -176,7 +177,7 @@ def _why(found: LogitExplanation, pair: int) -> str:
 
 
 def _signed(value: float, digits: int = 2) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
+    return html.signed(value, f"+.{digits}f")
 
 
 def texts_of(found: LogitExplanation) -> list[str]:
@@ -187,7 +188,7 @@ def texts_of(found: LogitExplanation) -> list[str]:
 def finding(found: LogitExplanation) -> str:
     """A sentence about the largest contribution of a head and its source, for the title."""
     target = " minus ".join(f"“{html.token_text(t)}”" for t in found.target_tokens)
-    logit = f"the logit {found.logit:.2f} of {target}".replace("-", "−")
+    logit = f"the logit {html.signed(found.logit)} of {target}"
     if not found.pairs:
         return f"What wrote {logit}"
     layer, head, source = found.pairs[0]

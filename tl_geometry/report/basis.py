@@ -90,9 +90,9 @@ def _variance(
     if table.ctx_null is not None:
         draft.say(
             "Windows spliced from random places of the same corpus have a context share of "
-            f"{cell(row, 'ctx_null', percent=True)} there: what real windows have beyond that is "
-            "context that lasts longer than a piece of text. The two ends of a window agree with a "
-            f"correlation of {cell(row, 'ctx_agreement')}."
+            f"{cell(row, 'ctx_null', percent=True)} at this state. What real windows have beyond "
+            "that is context that lasts longer than one spliced piece. The two ends of a window "
+            f"have contexts with a correlation of {cell(row, 'ctx_agreement')}."
         )
     short_cell, last_row = Cells("anova", table, rounded=True), len(table.states) - 1
     changes = [

@@ -215,7 +215,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         said=f"{group_name.capitalize()} drives {head}: {shown} of the covariance of its scores."
         if clear
         else f"No evidence that {group_name} drives a head: it makes up {shown} of the scores of "
-        f"{head}, the most of all.",
+        f"{head}, its largest share in any head.",
         beside=f"{cell.interval(row, f'cs_{group}_corrected', percent=True)}; "
         f"{cell(row, null_column, percent=True)} {null_words}; of {len(table.heads)} heads "
         f"{counts} in all",

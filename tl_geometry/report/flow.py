@@ -25,7 +25,7 @@ CHUNK, CHUNKS, FEWEST, SKIPPED = 50, 384, 32, 96
 states and skipped layers."""
 NOISE = (
     "Each point is the mean log variance of what the map from t to t + τ leaves, coloured by t; "
-    "lines are two laws of noise fitted to them. Their rates stand in the table of the nulls."
+    "lines are two laws of noise fitted to them. Their rates are in the table of nulls."
 )
 """How to read the figure of noise, in place of its own caption, which quotes fitted numbers."""
 SHALLOW = 12
@@ -59,8 +59,8 @@ def section(draft: Draft, analysis: Analysis) -> None:
     if count // 2 < view.d_model:
         draft.say(
             f"Half of {count} chunks are fewer than the {view.d_model} dimensions of a state. So "
-            "few always lie in a subspace: that few directions are enough for them says nothing "
-            "about the model."
+            "few always lie in a subspace: it says nothing about the model if few directions are "
+            "enough for them."
         )
     ensemble = None
     with draft.part(what):

@@ -39,11 +39,12 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "forward pass frozen: score = sum over pairs of parts {bias, pos, cvec} of query and key. "
         "Shares are covariances with the whole score over allowed keys; they add up to one and can "
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
-        "'mixed' the rest. Gain shares count a cell by the attention paid to it: the additive part "
-        "of a term in where attention goes. A head is labelled by a group that comes first twice: "
-        "by covariance, with more than half of the score, and by gain. Each time it has a margin "
-        "of 0.1 over the second, whose 95% interval (groups of contexts left out of sweep and "
-        "basis) excludes zero. Other heads are 'unclear'; the table still names the first by each."
+        "'mixed' the rest. Gain shares weight a cell by the attention paid to it; they are the "
+        "additive parts of terms in where attention goes. A head is labelled by a group that comes "
+        "first twice: by covariance, with more than half of the score, and by gain. Each time it "
+        "has a margin of 0.1 over the second, whose 95% interval (groups of contexts left out of "
+        "sweep and basis) excludes zero. Other heads are 'unclear'; the table still names the "
+        "first by each."
     )
     rotary, table = analysis.view.position == "rotary", None
     with draft.part("the sweep over all heads"):

@@ -44,8 +44,8 @@ def section(draft: Draft, analysis: Analysis) -> None:
     with draft.part("what heads write, in tokens"):
         readout = token_readout(analysis.model, matrix="OV")
         draft.say(
-            "A head writes along the singular directions of its W_OV. The fewer of them hold most "
-            "of it, the simpler is what it writes; the table says which tokens each direction "
+            "A head writes along the singular directions of its W_OV. If few directions hold most "
+            "of it, what the head writes is simple. The table says which tokens each direction "
             "reads and writes."
         )
         draft.draw(views.coverage_curves(readout), "coverage")
@@ -55,7 +55,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         positions = range(0, paths.tokens.shape[1], 3) if view.n_layers > DEEP else None
         draft.say(
             "A norm layer puts every state on a sphere. From layer to layer each token of this "
-            "text moves along a path on it, towards what it will be read as."
+            "text moves along a path on it, towards the unembedding of the token that follows."
         )
         draft.draw(views.sphere_paths(paths, positions=positions), "sphere")
         draft.table("paths", paths, "Steps of each token on the sphere")

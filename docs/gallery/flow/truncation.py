@@ -1,9 +1,9 @@
 """How many directions the output needs
 ====================================
 
-Each point is how far the next-token distribution moves when every block keeps only the K leading
-directions of the stream, with two standard errors. The dashed line is the distance between
-unrelated chunks of text.
+Each point says how far the next-token distribution moves (KL divergence) if only the K leading
+directions of the stream are kept after every block, with two standard errors. The dashed line is
+the distance between unrelated chunks of text.
 """
 
 import tl_geometry as tlg

@@ -1,9 +1,9 @@
 """Which heads are previous-token or induction heads
 =================================================
 
-Each cell is a head. Its number is the attention that it pays, on repeated random tokens, to the
-token before, to what followed earlier copies, or to earlier copies; the number in brackets is
-what uniform attention pays.
+Each cell is a head, and each panel a type of head. The number is the attention that the head
+pays, on repeated random tokens, to the token before, to what followed earlier copies, or to
+earlier copies. The number above a panel is what uniform attention pays.
 """
 
 import tl_geometry as tlg

@@ -1,8 +1,8 @@
 """Which of position and content drives each head
 ==============================================
 
-Each cell is a head. Its number is the share of the variance of its scores that terms of position,
-of content, or of both make; the three shares of a head add up to one.
+Each cell is a head. Its number is the share of its scores (by covariance) that terms of position,
+of content, or of both make; the three shares of a head add up to one, and can be negative.
 """
 
 import tl_geometry as tlg

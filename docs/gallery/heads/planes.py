@@ -1,8 +1,8 @@
 """Which wavelengths of a rotary model carry each head
 ===================================================
 
-Each cell is a head of SmolLM2, in the colour of the band of rotary wavelengths with the largest
-share of the covariance of its scores; the stronger the colour, the larger that share. A head in
+Each cell is a head of SmolLM2. Its colour is the band of rotary wavelengths with the largest
+share of the covariance of its scores; the stronger the colour, the larger the share. A head in
 the colour of *near* distinguishes tokens a few positions apart.
 """
 

@@ -2,8 +2,8 @@
 ===========================
 
 Lines run down from the embeddings, heads and MLPs of SmolLM2 to the induction head L18H6, which
-reads what they wrote. A line is as wide as its share of the covariance of the head's scores is
-large, and dashed where the share is negative; ``view.null`` says what randomly turned writers
+reads what they wrote. The wider a line, the larger is its share of the covariance of the head's
+scores; a dashed line has a negative share. ``view.null`` says what writers in random directions
 would give.
 """
 

@@ -1,9 +1,9 @@
 """A logit as a graph back to the tokens
 =====================================
 
-Each mark is a head, an MLP or a token that wrote part of the difference between the logits of "
-Mary" and " John" in SmolLM2; it is as large as what it wrote, red for " Mary" and blue against
-it. In the live page, click a head to see what it read and why it looked there, and move the
+Each mark is a head, an MLP or a token that wrote part of the difference between the logits of two
+names in SmolLM2. The more it wrote, the larger the mark: red for " Mary", blue for " John". In the
+live page, click a head to see what it read and why it looked there, and move the
 slider to see more nodes.
 """
 

@@ -1,11 +1,11 @@
 """How few edges carry a behaviour?
 ================================
 
-After ``if``, the embedded model prefers the argument's name to others. Along the line, it keeps
-the highest-ranked edges and gives every other edge what it has where the argument has another name:
-at 1 the difference of the two names' logits is that of the whole model, at 0 that of the other
-prompt. The ranking is good because the line rises far left of the grey one, random edges of equal
-number.
+After ``if``, the embedded model prefers the argument's name to others. At each point of the line
+it keeps that many of the highest-ranked edges, and every other edge carries what it has in a
+prompt where the argument has another name. At 1 the difference of the two names' logits is that
+of the whole model, at 0 that of the other prompt. The ranking is good because the line rises at
+far fewer edges than the grey one, which keeps as many random edges.
 """
 
 import tl_geometry as tlg

@@ -1,11 +1,11 @@
 """Does a head need the term that explains it?
 ===========================================
 
-Each bar is what the induction loss of the embedded model gains when the scores of L1H0 are edited
-in the running model: *remove* takes content against content out, *keep* leaves only it and the
-constants. The head needs the term because *remove* costs more than *shrink* (all scores made
-smaller by as much) and more than the removal of any other term; *swap* puts the same term of
-another prompt in its place.
+Each bar is the rise of the embedded model's loss on repeated random tokens when the scores of
+L1H0 are edited in the running model: *remove* takes the term of content with content (cvec-cvec)
+out, *keep* leaves only this term and the constants. The head needs the term because *remove*
+costs more than *shrink* (all scores made smaller by as much) and more than the removal of any
+other term; *swap* puts the same term of another prompt in its place.
 """
 
 import tl_geometry as tlg

@@ -2,8 +2,8 @@
 =============================================
 
 Each line is the path of one token of the prompt over the unit sphere, from its embedding (dark)
-to its last state (bright), where its text stands. The picture shows three principal axes of many,
-so distances in it can be smaller than those of the whole space.
+to its last state (bright), which is labelled with the token. The picture shows only three
+principal axes, so distances in it can be smaller than those in the whole space.
 """
 
 import tl_geometry as tlg

@@ -3,7 +3,8 @@
 
 The points are the mean and the largest cosine between positional and context vectors, state by
 state. Where they lie on a dashed line, chance gives the same: random directions, vectors with
-flipped signs, or (for the mean) windows whose positions were exchanged, which have no context.
+flipped signs, or (for the mean) windows in which each position comes from another window, so that
+they have no context.
 """
 
 import tl_geometry as tlg

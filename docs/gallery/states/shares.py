@@ -1,9 +1,10 @@
 """How much of each state is position, and how much is context
 ===========================================================
 
-The three lines of a panel are the shares of the variance of the residual stream, from the
-embedding (state 0) to the last state; they add up to one. The dashed line is the context that
-chance gives (windows spliced from random places), and the right panel is the untrained control.
+The three lines of a panel are the shares of position, context and residual (both together) in the
+variance of the residual stream, from the embedding (state 0) to the last state; they add up to
+one. The dashed line is the context that chance gives (windows spliced from random places), and
+the right panel is the untrained control.
 """
 
 import tl_geometry as tlg

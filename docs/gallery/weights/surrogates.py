@@ -1,7 +1,7 @@
 """Can a part of W_QK stand for the whole?
 =======================================
 
-Each bar is what the loss of the live model gains when W_QK is replaced by one part of it. The
+Each bar is the rise of the live model's loss when W_QK is replaced by one part of it. The
 grey bars are controls; a part that could stand for the whole would have a bar near zero.
 """
 

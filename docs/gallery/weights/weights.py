@@ -1,10 +1,10 @@
 """Does W_QK of a positional head lie in the positional subspace?
 ==============================================================
 
-Blue cells are entries of W_QK above the threshold, in the directions of the basis; the dashed
-frame holds the leading directions of position, and red is the diagonal in the model's own
-coordinates. The number above a panel says how many times as much of W_QK lies in the frame as in
-a random subspace.
+Blue cells are the large entries of W_QK (above a threshold) in the directions of the basis. The
+dashed frame holds the leading directions of position; red is the diagonal of W_QK in the model's
+own coordinates. The number above a panel says how many times as much of W_QK lies in the frame as
+in a random subspace.
 """
 
 import tl_geometry as tlg
