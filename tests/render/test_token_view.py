@@ -55,6 +55,7 @@ def test_the_colour_and_the_numbers_are_those_of_the_table(tmp_path: Path) -> No
     assert torch.tensor(shown).allclose(expected)
     numbers = [t.get_text() for t in axis.texts if t.get_fontsize() == 6.5]
     assert f"{float(given.value[:-1].abs().max()):.2f}" in {text[1:] for text in numbers}
+    assert signed(float(given.value[1]), "+.2f") in numbers
     assert f"and the constants ({signed(float(given.value[-1]), '+.3g')}) sum to" in view.caption
     assert signed(float(given.value.sum()), ".4g") in view.caption
     red, blue = scale.to_rgba([5.0, -5.0])

@@ -34,7 +34,7 @@ SETTINGS = (
     r"Block \d+|[Rr]ank 1,|error of 1 ",
     r"\d+ by (position|content)|[\d,]+ more",  # counts of the rows of a table
     r"cosine of 0 ± 0\.\d+",  # known exactly
-    r"full colour at [\d.]+|float16: read within [\d.]+",
+    r"full colour at [\d.]+|float16: rounded by at most [\d.]+",
     r"error [\d.e−-]+ \([\w ]+; allowed [\d.e−-]+\)",
     r"which hold \d+% of their variance",  # the axes of a picture
 )

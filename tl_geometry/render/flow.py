@@ -70,8 +70,8 @@ def bundle_figure(ensemble: Trajectories) -> View:
 
 
 def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View:
-    """KL divergence over the number of directions kept, beside the distance of unrelated chunks
-    (Sarfati et al. 2025, Fig. 2c).
+    """KL divergence over the number of directions kept, beside the KL between outputs on
+    consecutive chunks (Sarfati et al. 2025, Fig. 2c).
 
     Args:
         curve: from :func:`tl_geometry.flow.truncation_kl`.
@@ -109,7 +109,7 @@ def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View
         title="How many directions does the output need?",
         caption="Each point is how far the next-token distribution moves when states keep K "
         f"directions, with two standard errors. {reached}",
-        null="The dashed lines are the distance of unrelated chunks.",
+        null="The black lines are the KL between the model's own outputs on consecutive chunks.",
         source=curve.provenance.line(),
     )
 

@@ -44,12 +44,12 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     """The graph of a logit as an interactive page: tokens along x, blocks upwards, marks for what
     writes at each position, lines for value edges, red for the logit and blue against it.
 
-    The size of a disc is what the node writes towards the logit; the width of its ring is what it
-    does by the attention that it moves. A slider sets how much is shown. A click (or the arrow
-    keys) chooses a node and shows its edges, and for a head the attention that it paid and who
-    wrote its query and its keys. Each list sums to the number of the node. Lines of code give this
-    number, the edges of a list, and a single edge (a click on its line, or on its number in a list)
-    from ``graph``.
+    The size of a disc is what the node writes towards the logit; the width of its ring is how much
+    it changes the logit by moving the attention of later heads. A slider sets how much is shown. A
+    click (or the arrow keys) chooses a node and shows its edges, and for a head the attention that
+    it paid and who wrote its query and its keys. Each list sums to the number of the node. Lines of
+    code give this number, the edges of a list, and a single edge (a click on its line, or on its
+    number in a list) from ``graph``.
 
     Args:
         graph: from :func:`tl_geometry.trace_logit`; or an average from

@@ -234,8 +234,8 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
     return View(
         figure,
         title=f"Does the {words} still grow with the corpus?",
-        caption="Each line is a state; its points are means over disjoint blocks of so many "
-        "contexts.",
+        caption="Each line is a state; a point is the mean over disjoint blocks that "
+        "have the number of contexts on the x axis.",
         null="A line that is flat at its right end would not change with more text.",
         source=report.provenance.line(),
     )

@@ -369,6 +369,7 @@ def _caption(
     holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
     steps = f"int8 in {2 * (packed.fields['levels'] or 0) + 1} steps of each panel's largest value"
+    rounded = f"rounded by at most {largest * packed.half_step:.1g}"
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     marked = f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""
     said = [
@@ -376,7 +377,7 @@ def _caption(
         f"{tokens} tokens: red raises attention, blue lowers it",
         f"full colour at {top:.3g} on every panel and head{marked}",
         "pattern from 0 to 1",
-        f"{'float16' if packed.exact else steps}: read within {largest * packed.half_step:.1g}",
+        f"{'float16' if packed.exact else steps}: {rounded}",
     ]
     if error is not None:
         said.append(f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})")

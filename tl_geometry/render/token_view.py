@@ -87,6 +87,7 @@ def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
     figure, (axis,) = canvas(size=(across, 0.9 + 0.42 * lines))
     scale = ScalarMappable(Normalize(-limit, limit), DIVERGING)
     font = {"family": "monospace", "va": "center", "clip_on": False}
+    number = {"ha": "center", "fontsize": 6.5, **font}
     for value, token in zip(values, placed, strict=True):
         box = (token.x, token.line - 0.3), len(token.text), 0.6
         axis.add_patch(Rectangle(*box, facecolor=scale.to_rgba(value), edgecolor="#ddd", lw=0.4))
@@ -94,7 +95,7 @@ def token_attribution(table: TokenTable, *, width: int = LINE) -> View:
         middle = token.x + len(token.text) / 2
         axis.text(middle, token.line, token.text, ha="center", fontsize=8, color=colour, **font)
         if abs(value) > MARKED * limit:
-            axis.text(middle, token.line + 0.43, f"{value:+.2f}", ha="center", fontsize=6.5, **font)
+            axis.text(middle, token.line + 0.43, html.signed(value, "+.2f"), **number)
     axis.set(xlim=(0, width), ylim=(lines - 0.3, -0.5))
     axis.axis("off")
     figure.colorbar(scale, ax=axis, label="logit", shrink=0.9, aspect=12)

@@ -102,7 +102,7 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
         figure,
         title="Who wrote what the heads read",
         caption=f"Lines run down from writers to the heads that read them: the {len(edges)} "
-        f"strongest edges by {said}, as wide as it is large, dashed where it is negative.",
+        f"strongest edges by {said}. A wider line has a larger share, a dashed one a negative one.",
         null=f"Randomly turned writers have a {said} of {null:.3f} (root mean square, mean over "
         "edges).",
         source=composition.provenance.line(),

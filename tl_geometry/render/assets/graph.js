@@ -22,7 +22,7 @@ const about = n => `${name(n)}: wrote ${say(n.value)}, moved ${say(n.moved)}` + 
 const dash = (mark, wide) => DATA.dashes[mark - 1].map(length => (length * Math.max(1, wide / 2)).toFixed(1)).join(' ');
 
 make('h1', DATA.title);
-make('p', 'Discs are heads, squares MLPs, triangles tokens. A mark is as large as what it writes towards the logit, its ring as wide as what it does by the attention that it moves; lines are value edges. Red is for the logit, blue against it. ' + (DATA.legend ? DATA.legend + ' ' : '') + 'Click a mark, or go from mark to mark with the arrow keys. A click on a line, or on a number in a list, gives the code of that edge.', {class: 'how'});
+make('p', 'Discs are heads, squares MLPs, triangles tokens. The size of a mark shows what it writes towards the logit; the width of its ring, how much it changes the logit by moving the attention of later heads. Lines are value edges. Red is for the logit, blue against it. ' + (DATA.legend ? DATA.legend + ' ' : '') + 'Click a mark, or go from mark to mark with the arrow keys. A click on a line, or on a number in a list, gives the code of that edge.', {class: 'how'});
 const tools = make('div', null, {class: 'row tools'}), label = make('label', 'nodes ', null, tools);
 const slider = make('input', null, {type: 'range', min: 1, max: N.length, value: DATA.start, 'aria-label': 'nodes shown'}, label);
 slider.oninput = () => { state.count = +slider.value; arrange(); };
@@ -206,7 +206,7 @@ function explain() {
   const n = N[state.node];
   heading.replaceChildren(); cards.replaceChildren();
   make('h2', name(n), null, heading);
-  make('p', (n.shape === 'logit' ? `T = ${minus(n.value.toFixed(4))}` : `It writes ${say(n.value)} towards the logit, and does ${say(n.moved)} by the attention that it moves (first order).`)
+  make('p', (n.shape === 'logit' ? `T = ${minus(n.value.toFixed(4))}` : `It writes ${say(n.value)} towards the logit. By moving the attention of later heads it adds ${say(n.moved)} (first order).`)
     + (n.numbers.length ? (n.shape === 'logit' ? ': ' : ' Written: ') + `${note(n.numbers, n.mark)}.` : ''), {class: 'numbers'}, heading);
   codeLine(heading).show(`graph.values[${n.lookup}]`);
   const of = (edges, type) => edges.filter(e => DATA.edges[e][2] === type);
