@@ -32,7 +32,7 @@ SETTINGS = (
     r"[\d,]+ (windows|chunks|tokens|prompts|draws|dimensions|held-out|layers|trajectories)",
     r"[\d,]+ (blocks|heads|states|maps|rows|columns|sampled|frequencies|contexts|groups)",
     r"Block \d+|[Rr]ank 1,|error of 1 ",
-    r"\d+ by (position|content)|[\d,]+ more",  # counts of the rows of a table
+    r"(position|content) drives \d+|[\d,]+ more",  # counts of the rows of a table
     r"cosine of 0 ± 0\.\d+",  # known exactly
     r"full colour at [\d.]+|float16: rounded by at most [\d.]+",
     r"error [\d.e−-]+ \([\w ]+; allowed [\d.e−-]+\)",

@@ -156,8 +156,8 @@ def edge_scores(
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
 ) -> EdgeScores:
-    """How much of a behaviour each edge makes, from a writer (embedding, head, MLP) to a reader
-    (query of a head, key and value of a group, MLP, output), by gradients.
+    """How much each edge contributes to a behaviour, by gradients. An edge leads from a writer
+    (embedding, head, MLP) to a reader (query of a head, key and value of a group, MLP, output).
 
     ``sum_positions (u_counterfactual - u_clean) . d metric / d x``, the mean over pairs of prompts.
 
@@ -167,8 +167,8 @@ def edge_scores(
         metric: a differentiable function of the logits ``[batch position d_vocab]`` of any batch,
             to one number for each prompt; by default the difference of two logits at the last
             position.
-        method: ``"integrated"``, gradients averaged over ``steps`` runs on first states between
-            those of the two prompts; ``"gradient"``, that of the clean run.
+        method: ``"integrated"``, gradients averaged over ``steps`` runs whose first states lie
+            between those of the two prompts; ``"gradient"``, that of the clean run.
         targets: the tokens of the two logits, for each pair or for all, as ids or texts; by default
             the most likely token after the prompt and after its counterfactual.
         positions: keep scores by position too (pairs of one length).

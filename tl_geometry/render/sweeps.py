@@ -43,7 +43,7 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     null = "Shares have no null here."
     if destroyed is not None and bool(destroyed.isfinite().any()):
         largest = float(destroyed.nan_to_num(-1.0).max())
-        null = f"With position destroyed, position has at most {largest:.2f}."
+        null = f"With position destroyed, the share of position is at most {largest:.2f}."
     return View(
         figure,
         title=title,

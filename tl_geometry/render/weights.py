@@ -261,7 +261,7 @@ def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
     axis.axhline(0, color="k", lw=0.6)
     axis.set(xlabel="what is kept of W_QK", ylabel="change in loss (nats per token)")
     caption = (
-        f"Each bar is what the loss of {effect.clean_loss:.3f} nats rises by when W_QK of "
+        f"Each bar shows how far the loss of {effect.clean_loss:.3f} nats rises when W_QK of "
         f"{head_names(effect.heads)} is replaced by one part of it."
     )
     return View(

@@ -209,7 +209,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     clear &= bool(agrees[row, candidate_index])
     head, shown = head_name(table.heads[row]), cell(row, f"cs_{group}_corrected", percent=True)
     group_name = "relative position" if rotary and group == "position" else group
-    counts = " and ".join(f"{table.by_group.labels.count(g)} by {g}" for g in names)
+    counts = " and ".join(f"{g} drives {table.by_group.labels.count(g)}" for g in names)
     return Finding(
         value=shown,
         said=f"{group_name.capitalize()} drives {head}: {shown} of the covariance of its scores."
@@ -217,8 +217,8 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         else f"No evidence that {group_name} drives a head: it makes up {shown} of the scores of "
         f"{head}, its largest share in any head.",
         beside=f"{cell.interval(row, f'cs_{group}_corrected', percent=True)}; "
-        f"{cell(row, null_column, percent=True)} {null_words}; of {len(table.heads)} heads "
-        f"{counts} in all",
+        f"{cell(row, null_column, percent=True)} {null_words}; {counts} "
+        f"of {len(table.heads)} heads",
         figure="figure-shares",
         clear=clear,
     )
@@ -284,7 +284,7 @@ def smooth(report: PositionalReport) -> Finding | None:
     clear = beyond and float(report[name][row]) > max(nulls.values())
     cell, state = Cells("positional", report, rounded=True), report.states[row]
     shown = cell(row, name, percent=True)
-    held = f"the lowest frequencies hold {shown} of the energy of its cosines"
+    held = f"the lowest frequencies hold {shown} of the energy of its unit positional vectors"
     return Finding(
         value=shown,
         said=f"The positions of state {state} lie on a smooth curve: {held}."
@@ -441,9 +441,7 @@ def skipped(skips: SkipMap) -> Finding | None:
     cell = Cells("skipped_layers", skips, rounded=True)
     shown = cell(row, "kl")
     change = f"moves the next-token distribution by {shown} nats (KL)"
-    map_name = {"flow": "rotation and stretch", "identity": "nothing at all"}.get(
-        map_type, map_type
-    )
+    map_name = {"flow": "rotation and stretch", "identity": "the identity"}.get(map_type, map_type)
     return Finding(
         value=shown,
         said=f"Block {a} is the easiest to do without: a map in its place ({map_name}) {change}."

@@ -39,8 +39,8 @@ def section(draft: Draft, analysis: Analysis) -> None:
         "forward pass frozen: score = sum over pairs of parts {bias, pos, cvec} of query and key. "
         "Shares are covariances with the whole score over allowed keys; they add up to one and can "
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
-        "'mixed' the rest. Gain shares weight a cell by the attention paid to it; they are the "
-        "additive parts of terms in where attention goes. A head is labelled by a group that comes "
+        "'mixed' the rest. Gain shares weight a cell by the attention paid to it; they say "
+        "how much each term adds to where attention goes. A head is labelled by a group that comes "
         "first twice: by covariance, with more than half of the score, and by gain. Each time it "
         "has a margin of 0.1 over the second, whose 95% interval (groups of contexts left out of "
         "sweep and basis) excludes zero. Other heads are 'unclear'; the table still names the "
@@ -102,7 +102,9 @@ def _maps(draft: Draft, table: SweepTable) -> None:
     if null is not None and bool(null.isfinite().any()):
         row = int(null.nan_to_num(-1.0).argmax())
         largest_share = Cells("heads", table, rounded=True)(row, "cs_position_null")
-        null_sentence = f"With position destroyed, position has at most {largest_share}."
+        null_sentence = (
+            f"With position destroyed, the share of position is at most {largest_share}."
+        )
     draft.draw(views.head_shares(table), "shares", null=null_sentence)
     draft.say(
         "A cell that gets no attention counts for little. Weighted by where attention goes, the "

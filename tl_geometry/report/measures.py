@@ -49,8 +49,8 @@ def _position(draft: Draft, analysis: Analysis) -> None:
     draft.say(
         f"At state {state} the rank estimate is {cell(middle, 'rank')} (ScreeNOT), the stable rank "
         f"{cell(middle, 'stable_rank')}, and {cell(middle, 'low_frequency', percent=True)} of the "
-        "cosines' energy lies in the ten lowest frequencies. The published relative norm divides "
-        "by the uncentred states; both forms are in the table."
+        "energy of the unit positional vectors lies in the ten lowest frequencies. The published "
+        "relative norm divides by the uncentred states; both forms are in the table."
     )
     draft.draw(views.measure_curves(report, SHAPE), "position")
     with draft.part("the Fourier transform of the cosines"):

@@ -115,8 +115,8 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     )
     loss = Cells("surrogates", effect)(0, "loss")
     how = (
-        f"Each bar is what the loss of {loss} nats rises by when W_QK of {len(effect.heads)} heads "
-        "is replaced by one part of it."
+        f"Each bar shows how far the loss of {loss} nats rises when W_QK of "
+        f"{len(effect.heads)} heads is replaced by one part of it."
     )
     draft.draw(views.surrogate_bars(effect), "surrogates", how=how)
     draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")

@@ -114,8 +114,8 @@ def sweep_heads(
     progress: bool = True,
     seed: int = 0,
 ) -> Any:
-    """Shares, dominant terms and head types of every head, in one pass over ``tokens`` without a
-    term as a matrix.
+    """Shares, dominant terms and head types of every head, in one pass over ``tokens`` that
+    forms no term as a matrix.
 
     For each head, over all prompts and rows: covariance share ``cs_X = sum X~ . S~ / sum S~^2``,
     and gain share ``gs_X`` (the part in where attention goes) of the terms X over {bias, pos, cvec}
