@@ -217,8 +217,8 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         else f"No evidence that {group_name} drives a head: it makes up {shown} of the scores of "
         f"{head}, its largest share in any head.",
         beside=f"{cell.interval(row, f'cs_{group}_corrected', percent=True)}; "
-        f"{cell(row, null_column, percent=True)} {null_words}; {counts} "
-        f"of {len(table.heads)} heads",
+        f"{cell(row, null_column, percent=True)} {null_words}; of {len(table.heads)} heads "
+        f"{counts}",
         figure="figure-shares",
         clear=clear,
     )
