@@ -76,7 +76,8 @@ class Details:
             self.groups = groups = GroupProjections(layer, basis)
             self.left_out = self.left_out or LeaveOut(groups.share)
             if "nulls" in self.wanted:
-                self.null = self.null or PositionNull(layer, groups, self.drop, self.seed)
+                self.null = self.null or PositionNull(groups.share, self.drop, self.seed)
+                self.null.add(layer, groups)
 
     def update(
         self,

@@ -21,8 +21,6 @@ that is noise. Contexts of the basis change with their groups. Sums over them of
 stay the same, because the mixture is orthogonal, except for products with the mean query, which are
 linear in the keys (:func:`odd_products`). All draws are bilinear forms in one table of pairs of
 groups, which the intervals need as well (:mod:`tl_geometry.scores.leave_out`).
-
-In names here "turned" means mixed in this way, not the rotary rotation.
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ the order of the corpus: the groups are then not independent. Topics that cover 
 would make the test reject in 13% of the cases; with this check 2% of them get a p-value."""
 
 
-class Turned(NamedTuple):
+class DrawTerms(NamedTuple):
     """What the draws of one layer need besides sums over contexts.
 
-    ``odd`` are the products of :func:`odd_products`; its parts are the mean, then what turns of
-    each group, times the group's share of the contexts. ``kept`` is the share of the mean query's
-    squared norm that is not sampling noise (one where the mean does not turn). ``independence`` is
-    that of the groups (:func:`independence`).
+    ``odd`` are the products of :func:`odd_products`; its parts are the mean, then what is mixed of
+    each group, times the group's share of the contexts. ``reliability`` is the share of the mean
+    query's squared norm that is not sampling noise (one where the mean is not mixed).
+    ``independence`` is that of the groups (:func:`independence`).
     """
 
     odd: Float[Tensor, "head part part group"]
-    kept: Float[Tensor, " head"]
+    reliability: Float[Tensor, " head"]
     independence: float
 
 
@@ -129,8 +127,8 @@ def independence(
     return float((alike >= alike[0] - tie).double().mean())
 
 
-def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> Turned:
-    """:class:`Turned` of one layer, from the first batch."""
+def draw_terms(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> DrawTerms:
+    """:class:`DrawTerms` of one layer, from one batch."""
     weight = groups.share.to(layer.h).reshape(-1, 1, 1, 1)
     (q_bias, q_pos), (k_bias, k_pos) = (mean_parts(layer, groups, w) for w in "qk")
     mean, zero = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
@@ -145,18 +143,29 @@ def turned(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> 
     # a topic shifts the mean of its contexts; pos has no mean, so only rotated means contain topics
     key_vectors = k_pos[:, drop:].flatten(1)
     p_independent = independence(key_vectors, groups.share, seed, ordered=layer.rotary)
-    return Turned(
+    return DrawTerms(
         odd_products(query, key, layer.allowed, drop), reliability.double().cpu(), p_independent
     )
 
 
 class PositionNull:
-    """The null of one layer, set up with the first batch; :meth:`table` evaluates the draws on the
-    sums that :class:`~tl_geometry.scores.leave_out.LeaveOut` has collected."""
+    """The null of one layer: call :meth:`add` for each batch; :meth:`table` evaluates the draws on
+    the sums that :class:`~tl_geometry.scores.leave_out.LeaveOut` has collected."""
 
-    def __init__(self, layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> None:
-        self.share, self.rotary, self.seed = groups.share.cpu(), layer.rotary, seed
-        self.turned = turned(layer, groups, drop, seed)
+    def __init__(self, share: Float[Tensor, " group"], drop: int, seed: int) -> None:
+        self.share, self.drop, self.seed = share.cpu(), drop, seed
+        self.contexts = 0
+
+    def add(self, layer: LayerView, groups: GroupProjections) -> None:
+        """Take in a batch. The terms of the draws are averaged over batches, weighted by contexts,
+        because the scales that they are made from grow with the window."""
+        terms = draw_terms(layer, groups, self.drop, self.seed)
+        self.contexts += len(layer.h)
+        weight = len(layer.h) / self.contexts
+        if weight < 1:
+            pairs = zip(self.terms, terms, strict=True)
+            terms = DrawTerms(*(mean + weight * (new - mean) for mean, new in pairs))
+        self.rotary, self.terms = layer.rotary, terms
 
     def directions(self) -> tuple[Float[Tensor, "sample group"], Float[Tensor, "row group"]]:
         """``c_g = r_g / sqrt(w_g)``, so that ``M(r) = sum_g c_g w_g M_g``: for the basis (all ones)
@@ -171,8 +180,8 @@ class PositionNull:
 
     def pairs(self, sums: LeaveOut) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over all contexts: numerators ``[head part part]`` of all pairs of the mean and of
-        what turns of each group; those of ALiBi ``[head]``, which is position in the model and in
-        no draw; and the totals ``[head]``."""
+        what is mixed of each group; those of ALiBi ``[head]``, which is position in the model and
+        in no draw; and the totals ``[head]``."""
         entries = list(sums.sums.values())
         numerators = torch.stack([s.numerators for s in entries]).sum(0)
         total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in entries]).sum(0)
@@ -184,7 +193,7 @@ class PositionNull:
         each_group = torch.cat(
             [identity if self.rotary else 0 * identity, identity, zero_column], 1
         )
-        # rows: the mean is the bias of all groups; of each group turns pos, and bias where rotary
+        # rows: the mean is the bias of all groups; of each group pos is mixed, and bias if rotary
         change = torch.cat([mean, each_group])
         table = numerators[:, : n_parts * n_parts].unflatten(1, (n_parts, n_parts))
         pairs = einsum(change, table, change, "a m, h m n, b n -> h a b")
@@ -198,16 +207,16 @@ class PositionNull:
     ) -> Float[Tensor, "head sample"]:
         """``sum X~ . S~`` of the position terms in every draw; ``known`` is the number of contexts
         that are in the basis and change with their groups."""
-        chunks, reliability = [], self.turned.kept
+        chunks, reliability = [], self.terms.reliability
         for c in draws.split(CHUNK):
-            # with rotation what turns of each group contains the mean, c . w times in all: the part
-            # "mean" keeps the rest
+            # with rotation what is mixed of each group contains the mean, c . w times in all: the
+            # part "mean" keeps the rest
             mean = (1 - c @ self.share) if self.rotary else torch.ones(len(c)).double()
             mean_weight = mean * reliability.unsqueeze(1)  # [head sample]
             query = torch.cat([mean_weight.unsqueeze(-1), c.expand(len(reliability), -1, -1)], -1)
             key = torch.cat([torch.full_like(c[:, :1], float(not self.rotary)), c], 1)
             # summed over the contexts of the basis, keys change by known sum_g (c_g - 1) w_g M_g
-            moved = einsum(self.turned.odd, c - 1, "h a b g, s g -> h s a b")
+            moved = einsum(self.terms.odd, c - 1, "h a b g, s g -> h s a b")
             table = pairs.unsqueeze(1) + known * reliability.reshape(-1, 1, 1, 1) * moved
             chunks.append(einsum(query, table, key, "h s a, h s a b, s b -> h s"))
         return torch.cat(chunks, 1)
@@ -226,7 +235,7 @@ class PositionNull:
         # the basis counts as one of the draws, so that p is never zero
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
         few = min(sums.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
-        unknown = torch.isnan(position[:, 0]) | few | (self.turned.independence <= DEPENDENT)
+        unknown = torch.isnan(position[:, 0]) | few | (self.terms.independence <= DEPENDENT)
         # quantile refuses NaN, so it is replaced first; adding 0 * null restores it
         return {
             "cs_position_null": null.mean(1),
