@@ -21,6 +21,9 @@ that is noise. Contexts of the basis change with their groups. Sums over them of
 stay the same, because the mixture is orthogonal, except for products with the mean query, which are
 linear in the keys (:func:`odd_products`). All draws are bilinear forms in one table of pairs of
 groups, which the intervals need as well (:mod:`tl_geometry.scores.leave_out`).
+
+The bias of ALiBi is position that no noise makes: it is in the scores of every draw and in the
+share of the basis, but in the position share of no draw.
 """
 
 from __future__ import annotations
