@@ -130,8 +130,11 @@ class Trajectories(Result):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
-            # the flow's noise variance is proportional to alpha * lambda, here not positive
-            if law.rate <= 0:
+            # the flow's noise variance is alpha lambda e^{lambda t}; that of the increment law
+            # has |lambda|
+            if law.rate < 0 and law.law == "increment":
+                noise = (-law.alpha, law.rate)
+            elif law.rate <= 0:
                 noise = (0.0, 0.0)
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
                 provenance = provenance.flagged(negative)
