@@ -55,17 +55,19 @@ would make the test reject in 13% of the cases; with this check 2% of them get a
 
 
 class DrawTerms(NamedTuple):
-    """What the draws of one layer need besides sums over contexts.
+    """What the draws of one layer need besides sums over contexts, on the layer's device.
 
     ``odd`` are the products of :func:`odd_products`; its parts are the mean, then what is mixed of
     each group, times the group's share of the contexts. ``reliability`` is the share of the mean
     query's squared norm that is not sampling noise (one where the mean is not mixed).
-    ``independence`` is that of the groups (:func:`independence`).
+    ``gram`` are the products of the groups' keys less their mean, and ``size`` is their sum of
+    squares with it (for :func:`independence`).
     """
 
     odd: Float[Tensor, "head part part group"]
     reliability: Float[Tensor, " head"]
-    independence: float
+    gram: Float[Tensor, "group column"]
+    size: Float[Tensor, ""]
 
 
 def mean_parts(
@@ -102,24 +104,18 @@ def odd_products(
     k = torch.cat([k, (key[1:] - key.sum(0)).unsqueeze(0)])
     sums = share_sums(q, k, allowed, drop=drop, energy=False, gain=False)
     table = sums.numerators.unflatten(-1, (parts + 1, parts + 1))[..., :parts, :parts]
-    return rearrange(table, "g h a b -> h a b g").cpu()
+    return rearrange(table, "g h a b -> h a b g")
 
 
 def independence(
-    vectors: Float[Tensor, "group column"],
-    share: Float[Tensor, " group"],
-    seed: int,
-    *,
-    ordered: bool,
+    gram: Float[Tensor, "group column"], size: Float[Tensor, ""], seed: int, *, ordered: bool
 ) -> float:
     """The share of random orders of the groups in which neighbours are as similar as in the order
     of the corpus (one unless ``ordered``). It is small where a topic continues from one group to
     the next. Zero where all groups are the same (one prompt many times): they show no noise to
     compare with."""
-    deviations = vectors - share.to(vectors) @ vectors
-    gram = (deviations @ deviations.mT).double().cpu()
-    # float32 projections of equal groups differ by rounding, about 1e-6 of their size
-    identical = float(deviations.norm()) <= 1e-5 * float(vectors.norm())
+    # float32 projections of equal groups differ by rounding, about 1e-6 of their norm
+    identical = float(gram.trace()) <= 1e-10 * float(size)
     if identical or not ordered:
         return float(not identical)
     generator = torch.Generator().manual_seed(seed)
@@ -130,12 +126,12 @@ def independence(
     return float((alike >= alike[0] - tie).double().mean())
 
 
-def draw_terms(layer: LayerView, groups: GroupProjections, drop: int, seed: int) -> DrawTerms:
+def draw_terms(layer: LayerView, groups: GroupProjections, drop: int) -> DrawTerms:
     """:class:`DrawTerms` of one layer, from one batch."""
     weight = groups.share.to(layer.h).reshape(-1, 1, 1, 1)
     (q_bias, q_pos), (k_bias, k_pos) = (mean_parts(layer, groups, w) for w in "qk")
     mean, zero = (q_bias * weight).sum(0, keepdim=True), torch.zeros_like(k_bias[:1])
-    reliability = torch.ones(q_bias.shape[2]).double()
+    reliability = torch.ones_like(q_bias[0, 0, :, 0])
     if layer.rotary:
         # the mean's sampling variance, by the spread of the groups (G - 1 degrees of freedom)
         noise = ((q_bias - mean).square() * weight).sum((0, 1, 3)) / max(1, len(weight) - 1)
@@ -144,16 +140,22 @@ def draw_terms(layer: LayerView, groups: GroupProjections, drop: int, seed: int)
         q_pos, k_pos = q_pos + q_bias, k_pos + k_bias
     query, key = torch.cat([mean, q_pos * weight]), torch.cat([zero, k_pos * weight])
     # a topic shifts the mean of its contexts; pos has no mean, so only rotated means contain topics
-    key_vectors = k_pos[:, drop:].flatten(1)
-    p_independent = independence(key_vectors, groups.share, seed, ordered=layer.rotary)
+    vectors = k_pos[:, drop:].flatten(1)
+    deviations = vectors - weight.flatten() @ vectors
     return DrawTerms(
-        odd_products(query, key, layer.allowed, drop), reliability.double().cpu(), p_independent
+        odd=odd_products(query, key, layer.allowed, drop),
+        reliability=reliability.double(),
+        gram=(deviations @ deviations.mT).double(),
+        size=vectors.square().sum().double(),
     )
 
 
 class PositionNull:
     """The null of one layer: call :meth:`add` for each batch; :meth:`table` evaluates the draws on
     the sums that :class:`~tl_geometry.scores.leave_out.LeaveOut` has collected."""
+
+    terms: DrawTerms
+    rotary: bool
 
     def __init__(self, share: Float[Tensor, " group"], drop: int, seed: int) -> None:
         self.share, self.drop, self.seed = share.cpu(), drop, seed
@@ -162,13 +164,15 @@ class PositionNull:
     def add(self, layer: LayerView, groups: GroupProjections) -> None:
         """Take in a batch. The terms of the draws are averaged over batches, weighted by contexts,
         because the scales that they are made from grow with the window."""
-        terms = draw_terms(layer, groups, self.drop, self.seed)
+        terms = draw_terms(layer, groups, self.drop)
+        self.rotary, self.terms = layer.rotary, self.terms if self.contexts else terms
         self.contexts += len(layer.h)
-        weight = len(layer.h) / self.contexts
-        if weight < 1:
-            pairs = zip(self.terms, terms, strict=True)
-            terms = DrawTerms(*(mean + weight * (new - mean) for mean, new in pairs))
-        self.rotary, self.terms = layer.rotary, terms
+        for mean, new in zip(self.terms, terms, strict=True):
+            mean.lerp_(new, len(layer.h) / self.contexts)
+
+    def to_cpu(self) -> None:
+        """Move the terms of the draws to the CPU, where :meth:`table` is made."""
+        self.terms = DrawTerms(*(term.cpu() for term in self.terms))
 
     def directions(self) -> tuple[Float[Tensor, "sample group"], Float[Tensor, "row group"]]:
         """``c_g = r_g / sqrt(w_g)``, so that ``M(r) = sum_g c_g w_g M_g``: for the basis (all ones)
@@ -238,7 +242,10 @@ class PositionNull:
         # the basis counts as one of the draws, so that p is never zero
         p = (1 + (cs[:, 1:] >= position).sum(1)).double() / (1 + DRAWS)
         few = min(sums.done, contexts) < FEWEST or len(self.share) < FEWEST_GROUPS
-        unknown = torch.isnan(position[:, 0]) | few | (self.terms.independence <= DEPENDENT)
+        p_independent = independence(
+            self.terms.gram, self.terms.size, self.seed, ordered=self.rotary
+        )
+        unknown = torch.isnan(position[:, 0]) | few | (p_independent <= DEPENDENT)
         # quantile refuses NaN, so it is replaced first; adding 0 * null restores it
         return {
             "cs_position_null": null.mean(1),
