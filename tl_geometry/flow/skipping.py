@@ -271,7 +271,9 @@ def _collect(
     for chunks in rows.split(limit):
         last: dict[int, Tensor] = {}
         view.run(chunks[:, :-1], {view.state_hooks[s]: keep_last(last, s) for s in states})
-        state_batches.append(torch.stack([last[s] for s in states], dim=1))
+        # maps are fitted on the CPU; half precision becomes float32, float64 stays
+        batch = torch.stack([last[s] for s in states], dim=1).cpu()
+        state_batches.append(batch.to(torch.promote_types(batch.dtype, torch.float32)))
     return torch.cat(state_batches)
 
 
