@@ -89,6 +89,7 @@ def odd_products(
     key: Float[Tensor, "part position head d_head"],
     allowed: Bool[Tensor, "query key"],
     drop: int,
+    form: str | None,
 ) -> Float[Tensor, "head part part group"]:
     """``sum X~_ab . Y~_g`` over rows and keys: every term X_ab of the parts, times the scores Y_g
     of the mean query (part 0) with the keys of group g (part g + 1).
@@ -102,7 +103,7 @@ def odd_products(
     k = key.unsqueeze(1).expand(-1, groups, -1, -1, -1)
     q = torch.cat([q, (query[:1] - query.sum(0, keepdim=True)).expand_as(q[0]).unsqueeze(0)])
     k = torch.cat([k, (key[1:] - key.sum(0)).unsqueeze(0)])
-    sums = share_sums(q, k, allowed, drop=drop, energy=False, gain=False)
+    sums = share_sums(q, k, allowed, drop=drop, energy=False, gain=False, form=form)
     table = sums.numerators.unflatten(-1, (parts + 1, parts + 1))[..., :parts, :parts]
     return rearrange(table, "g h a b -> h a b g")
 
@@ -143,7 +144,7 @@ def draw_terms(layer: LayerView, groups: GroupProjections, drop: int) -> DrawTer
     vectors = k_pos[:, drop:].flatten(1)
     deviations = vectors - weight.flatten() @ vectors
     return DrawTerms(
-        odd=odd_products(query, key, layer.allowed, drop),
+        odd=odd_products(query, key, layer.allowed, drop, layer.mask_form),
         reliability=reliability.double(),
         gram=(deviations @ deviations.mT).double(),
         size=vectors.square().sum().double(),
