@@ -25,7 +25,7 @@ from tl_geometry.flow.alignment import (
     fit_aligned_bases,
     top_directions,
 )
-from tl_geometry.flow.bases import (
+from tl_geometry.flow.ensemble_shape import (
     bundle,
     entropy_rank,
     outliers,

@@ -17,7 +17,7 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
-from tl_geometry.flow.replacing import Measure
+from tl_geometry.flow.replacing import SkipCosts
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
     PENALTIES,
@@ -376,13 +376,13 @@ def test_a_skip_keeps_no_state_but_that_of_the_last_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    run = Measure._run
+    run = SkipCosts._run
 
-    def watched(self: Measure, group: Any, n: int, maps: Any, clean: Any, runs: Any) -> Tensor:
+    def watched(self: SkipCosts, group: Any, n: int, maps: Any, clean: Any, runs: Any) -> Tensor:
         seen.extend(h.untyped_storage().nbytes() for h in clean.values())
         return run(self, group, n, maps, clean, runs)
 
-    monkeypatch.setattr(Measure, "_run", watched)
+    monkeypatch.setattr(SkipCosts, "_run", watched)
     skip_map(deep(), tokens(12, 9), pairs=[(1, 3)], map_types="identity", progress=False)
     assert seen
     assert max(seen) <= 6 * 16 * 4, "test chunks x d_model x 4 bytes"

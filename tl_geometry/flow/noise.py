@@ -17,7 +17,7 @@ from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
-from tl_geometry.flow.bases import MAD_TO_SD
+from tl_geometry.flow.ensemble_shape import MAD_TO_SD
 
 LAWS = ("asymptotic", "increment")
 """Laws of the residual variance, see :func:`fit_noise_law`."""

@@ -46,7 +46,7 @@ def put(moved: Float[Tensor, "row d_model"], rows: slice) -> Hook:
     return hook
 
 
-class Measure:
+class SkipCosts:
     """The cost of each map, collected over batches of chunks.
 
     ``jobs`` are what is run, ``pairs`` all that were asked for: the constant map is run once for
