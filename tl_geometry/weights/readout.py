@@ -19,7 +19,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import SVD, numerical_rank
 
 VOCABULARY_CHUNK = 8192
-"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, bounds the scores held."""
+"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, 128 MiB of scores in float32."""
 VECTOR_CHUNK = 4096
 """Vectors scored at a time."""
 
