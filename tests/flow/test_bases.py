@@ -25,7 +25,7 @@ from tl_geometry.flow.alignment import (
     fit_aligned_bases,
     top_directions,
 )
-from tl_geometry.flow.bases import (
+from tl_geometry.flow.ensemble_shape import (
     bundle,
     entropy_rank,
     outliers,
@@ -358,6 +358,14 @@ def test_ridge_is_the_best_affine_map_for_much_data_and_shrinks_for_little():
     assert held["ridge"] < held["linear"]
 
 
+@pytest.mark.parametrize(("n", "d"), [(20, 40), (20, 19), (20, 20)])
+def test_ridge_shrinks_noise_where_a_map_can_fit_it_exactly(n: int, d: int) -> None:
+    """With n - 1 directions for n trajectories the criterion is 0 / 0 at small penalties, and
+    rounding must not decide it."""
+    fits = [fit_map(noise(n, d, seed=s), noise(n, d, seed=s + 50), "ridge") for s in range(12)]
+    assert min(fit.penalty for fit in fits) > 0.1
+
+
 def test_with_few_trajectories_the_linear_map_is_perfect_in_sample_and_not_held_out():
     train, test = noise(8, 2, 20, seed=0), noise(8, 2, 20, seed=1)
     linear = fit_map(train[:, 0], train[:, 1], "linear")
@@ -452,6 +460,18 @@ def test_noise_law_recovers_its_parameters(law, alpha, rate, seed):
     assert found.aic < other.aic
     start, end = torch.tensor([2.0]), torch.tensor([5.0])
     assert math.isclose(float(found.variance(start, end)), float(v[1, 4]), rel_tol=0.1)
+
+
+def test_noise_of_one_strength_keeps_its_variance():
+    """lambda is zero, or as good as zero; alpha |lambda| is the variance per layer."""
+    t = torch.arange(1, 9).double()
+    law = fit_noise_law((0.5 * (t[None] - t[:, None])).log(), law="increment")
+    assert abs(law.rate) < 1e-6
+    assert math.isclose(law.alpha * abs(law.rate), 0.5, rel_tol=1e-6)
+    still = law._replace(rate=0.0)
+    assert math.isclose(
+        float(still.variance(t[:1], t[2:3]) / still.variance(t[:1], t[1:2])), 2, rel_tol=1e-9
+    )
 
 
 def test_unknown_pairs_do_not_count():

@@ -352,7 +352,7 @@ def check_skipping(module: Any) -> None:
     view = SimpleNamespace(n_layers=2)
     pairs = [(0, 1), (1, 2), (0, 2)]
     jobs = [((0, 1), "ridge"), ((1, 2), "mean")]
-    work = module.Measure(view, jobs, pairs, 8, None)
+    work = module.SkipCosts(view, jobs, pairs, 8, None)
     own = draw(7, 1, 30, seed=1).log_softmax(-1)
     changed = draw(7, 1, 30, seed=2).log_softmax(-1)
     increase = draw(7, 1, seed=3)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -321,3 +323,31 @@ def test_a_state_begins_its_interval_at_its_own_time() -> None:
     assert path.locate(0.7) == (1, 0.0)
     assert path.locate(0.1) == (0, 0.0)
     assert path.locate(2.0) == (1, 1.0)
+
+
+ON_A_DEVICE = """
+import torch
+from tests.pretend_device import register
+register()
+from tl_geometry.flow.langevin import LangevinModel
+for n in (40, 5):
+    noise = torch.randn(n, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X = (noise * torch.linspace(1, 2, 8)).cumsum(1) + 5 * noise[:, :1]
+    moved = X.to("pretend:0")
+    here, there = (LangevinModel.fit(x, noise=(0.5, 0.2)) for x in (X, moved))
+    assert there.noise_covariance(1.0, 2.5).device == moved.device
+    for method in ("exact", "euler"):
+        paths = here.simulate(X[:, 0], [1.0, 1.5, 3.0], method=method)
+        for model, x in ((there, moved), (here, moved), (there, X)):
+            same = model.simulate(x[:, 0], [1.0, 1.5, 3.0], method=method)
+            assert same.device == x.device
+            assert torch.allclose(same.cpu(), paths)
+print("same")
+"""
+
+
+def test_a_flow_lives_where_its_states_are() -> None:
+    """With as many trajectories as coordinates and with fewer; the same paths on every device."""
+    command = [sys.executable, "-c", ON_A_DEVICE]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout == "same\n", run.stderr[-2000:]

@@ -3,6 +3,7 @@ than dimensions."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
+from tl_geometry.flow.replacing import SkipCosts
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
     PENALTIES,
@@ -356,3 +358,31 @@ def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
         skip_map(deep(9), tokens(30, 8), map_types="identity", pairs="all", progress=False)
     )
     assert whole.figure.axes[0].get_images()
+
+
+# what is kept of a pass
+
+
+def test_states_of_a_float64_model_are_fitted_as_they_are() -> None:
+    view = as_view(copy.deepcopy(tiny("bridge", "gpt2")).double())
+    ids = tokens(5, 9)
+    X = skipping._collect(view, ids, [0, 1], 3)
+    states = trajectories(view, ids[:, :-1], states=[0, 1], progress=False).X
+    assert X.dtype == torch.float64
+    assert torch.allclose(X, states, rtol=1e-12, atol=1e-12)
+
+
+def test_a_skip_keeps_no_state_but_that_of_the_last_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    run = SkipCosts._run
+
+    def watched(self: SkipCosts, group: Any, n: int, maps: Any, clean: Any, runs: Any) -> Tensor:
+        seen.extend(h.untyped_storage().nbytes() for h in clean.values())
+        return run(self, group, n, maps, clean, runs)
+
+    monkeypatch.setattr(SkipCosts, "_run", watched)
+    skip_map(deep(), tokens(12, 9), pairs=[(1, 3)], map_types="identity", progress=False)
+    assert seen
+    assert max(seen) <= 6 * 16 * 4, "test chunks x d_model x 4 bytes"

@@ -866,3 +866,10 @@ def test_the_noise_of_the_flow_is_that_of_the_law_and_none_where_it_falls(rate):
     else:
         assert model.alpha == 0
         assert any("no noise" in flag for flag in model.provenance.flags)
+        # increments that grow smaller with the layers are noise all the same
+        model = e.langevin(noise="increment")
+        law = fit_noise_law(e.residuals().log_variance, times=e.times, law="increment")
+        assert law.rate < 0
+        assert (model.alpha, model.rate) == (-law.alpha, law.rate)
+        assert float(model.noise_integral(0.0, 1.0).min()) > 0
+        assert not any("no noise" in flag for flag in model.provenance.flags)

@@ -514,6 +514,18 @@ def test_dominant_terms_alone_carry_the_hand_built_model() -> None:
     assert effects.conditions[-1] == "uniform attention"
 
 
+def test_a_uniform_head_keeps_no_term_at_random_either() -> None:
+    """Terms of a uniform head may cancel: one of them alone would not be uniform."""
+    model, basis, ids = induction_model("bridge"), hand_built_basis("bridge"), prompts(4, seed=3)
+    table = sweep_heads(model, ids, basis, progress=False)
+    floor = torch.full_like(table.sums.floor, torch.inf)
+    flat = dataclasses.replace(table, sums=dataclasses.replace(table.sums, floor=floor))
+    assert flat.cs.isnan().all()
+    effects = dominant_only(model, ids, basis, table=flat, draws=2, progress=False)
+    dominant = effects.losses[effects.row("dominant term")]
+    assert torch.equal(effects.losses[effects.row("random term")], dominant)
+
+
 def test_dominant_only_refuses_the_table_of_another_model() -> None:
     model, basis, ids = induction_model("bridge"), hand_built_basis("bridge"), prompts(4, seed=3)
     table = sweep_heads(model, ids, basis, progress=False)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.tiny import (
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.models import fingerprints, from_hf, view
 from tl_geometry.models.fingerprints import checksum, configuration, fingerprint
+from tl_geometry.models.hook_points import hooked_points
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.user_hooks import names_of, without_hooks
 
@@ -443,6 +445,28 @@ def test_a_hook_on_the_model_inside_a_bridge_is_seen() -> None:
     handle = hf.register_forward_pre_hook(before)
     assert view(model).hooked() == ("original_model",)
     handle.remove()
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_one_rule_says_whose_a_hook_is(model_class: str) -> None:
+    """TransformerLens's caches are nobody's, its patching is the user's, however it is attached."""
+    from transformer_lens import patching
+
+    model = from_hf(hf_model("gpt2"), None, model_class=model_class)
+    seen = view(model)
+    point = model.hook_dict["blocks.1.attn.hook_z"]
+    _, caching, _ = model.get_caching_hooks() if model_class == "hooked" else ({}, [], [])
+    for name, hook in caching:
+        model.hook_dict[name].add_hook(hook)
+    assert names_of(model) == ()
+    assert hooked_points(seen, "blocks.1.") == []
+    patch = partial(patching.layer_head_vector_patch_setter, index=[1, 0], clean_activation=None)
+    for attach in (point.add_hook, point.register_forward_hook):
+        attach(patch)
+        assert [name.rpartition(".")[2] for name in hooked_points(seen, "blocks.1.")] == ["hook_z"]
+        assert len(names_of(model)) == 1
+        model.reset_hooks()
+        point._forward_hooks.clear()
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)

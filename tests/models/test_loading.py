@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +22,7 @@ import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, view
+from tl_geometry.models.directories import only_whole
 from tl_geometry.models.support import check_model
 from tl_geometry.zoo import tokenizer
 
@@ -267,3 +270,30 @@ def test_a_view_fits_on_a_screen() -> None:
     layers: list[Any] = []
     seen.run_layers(tokens(), [1], layers.append)
     assert len(repr(layers[0])) < 400
+
+
+def test_two_threads_may_load_at_once(tmp_path: Path) -> None:
+    """What one thread replaces acts on no load of another, and is put back in order."""
+    hf_model("gpt2").save_pretrained(tmp_path)
+    original = transformers.PreTrainedModel.__dict__["from_pretrained"]
+    inside, leave = Event(), Event()
+
+    def load() -> None:
+        transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+
+    def replace() -> None:
+        with only_whole("another"):
+            inside.set()
+            leave.wait(30)
+
+    threads = Thread(target=load), Thread(target=replace)
+    with only_whole("one") as new_heads:
+        threads[0].start()
+        threads[0].join()
+        assert new_heads == [], "a load of another thread"
+        threads[1].start()
+        assert not inside.wait(0.3)
+    assert inside.wait(30)
+    leave.set()
+    threads[1].join()
+    assert transformers.PreTrainedModel.__dict__["from_pretrained"] is original

@@ -130,13 +130,13 @@ def test_no_map_stands_for_a_block_where_it_is_given_another_chunks_state(
     chunks = tlg.zoo.default_windows(model, 24, n=64)
     options: dict[str, Any] = {"map_types": ("ridge", "identity", "mean"), "progress": False}
     assert claimed(findings.skipped(tlg.skip_map(model, chunks, pairs="all", **options)))
-    run = replacing.Measure._run
+    run = replacing.SkipCosts._run
 
     def of_others(self: Any, group: Any, n_chunks: int, maps: Any, clean: Any, runs: Any) -> Any:
         rolled = {state: h.roll(1, 0) for state, h in clean.items()}
         return run(self, group, n_chunks, maps, rolled, runs)
 
-    monkeypatch.setattr(replacing.Measure, "_run", of_others)
+    monkeypatch.setattr(replacing.SkipCosts, "_run", of_others)
     assert not claimed(findings.skipped(tlg.skip_map(model, chunks, pairs="all", **options)))
 
 

@@ -324,14 +324,12 @@ def by_hand(
             changed = einsum(turn.to(mean), moves * root, "g f, f i h e -> g i h e") / root - moves
             whole = whole + changed[own_groups(basis, KNOWN)[: len(whole)]]
         found[which] = base.expand_as(whole), whole
-    terms = [
-        row_center(
-            einsum(found["q"][i], found["k"][i], "b i h e, b j h e -> b h i j") * layer.scale,
-            layer.allowed,
-        )
+    position, score = (
+        einsum(found["q"][i], found["k"][i], "b i h e, b j h e -> b h i j") * layer.scale
         for i in (0, 1)
-    ]
-    return (terms[0] * terms[1]).sum((0, 2, 3))
+    )
+    score = score if layer.bias is None else score + layer.bias
+    return (row_center(position, layer.allowed) * row_center(score, layer.allowed)).sum((0, 2, 3))
 
 
 def planted_basis(h: Tensor, ids: Tensor, *, level: bool = False) -> PositionContext:
@@ -346,21 +344,27 @@ def planted_basis(h: Tensor, ids: Tensor, *, level: bool = False) -> PositionCon
 
 
 def test_draws_turn_the_groups_and_the_contexts_that_they_were_made_from() -> None:
-    """A draw turns the groups of the basis, and the contexts that it was made from with them."""
+    """A draw turns the groups of the basis, and the contexts that it was made from with them; the
+    bias of ALiBi is in the scores of every draw, and position in none."""
     generator = torch.Generator().manual_seed(3)
-    for rotary, fresh in itertools.product((False, True), repeat=2):
+    distance = (torch.arange(16.0)[:, None] - torch.arange(16.0)).abs()
+    for scheme, fresh in itertools.product(("pos", "rotary", "alibi"), (False, True)):
+        rotary = scheme == "rotary"
         h = World(stay=0.5, length=16, rotary=rotary).draw(64, generator)
         basis = planted_basis(h, KNOWN, level=not rotary)
         layer = layer_of(h, rotary=rotary, query=float(rotary))
-        layer = dataclasses.replace(layer, scale=0.2)  # a model's own, not 1/sqrt(d_head)
+        slopes = torch.linspace(0.1, 1, layer.q.shape[2])
+        bias = -slopes[:, None, None] * distance if scheme == "alibi" else None
+        layer = dataclasses.replace(layer, scale=0.2, bias=bias)  # not 1/sqrt(d_head)
         groups = GroupProjections(layer, basis)
-        null, sums = PositionNull(layer, groups, 0, 0), LeaveOut(groups.share)
+        null, sums = PositionNull(groups.share, 0, 0), LeaveOut(groups.share)
+        null.add(layer, groups)
         known = torch.full((64,), -1) if fresh else own_groups(basis, KNOWN)
         sums.add(groups.sums(layer, slice(None), 0), known.tolist())
         turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64))[0]
         c = (turn.T @ groups.share.sqrt()) / groups.share.sqrt()
         pairs, beside, _ = null.pairs(sums)
-        assert float(beside.abs().max()) == 0
+        assert bool((beside != 0).all()) == (scheme == "alibi")
         count = 0 if fresh else 64
         found = null.numerators(pairs, count, torch.stack([torch.ones(8).double(), c]))
         truth = by_hand(layer, basis, torch.ones(8), rotary=rotary)
@@ -385,6 +389,19 @@ def test_the_basis_is_the_first_direction(architecture: str, normalize: bool) ->
         first = made.null.directions()[0][:1]
         share = (made.null.numerators(pairs, 64, first)[:, 0] + beside) / total
         assert torch.allclose(share, printed[4 * layer : 4 * layer + 4], atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_null_is_of_all_batches(architecture: str) -> None:
+    """Scales of the norm differ from context to context: no batch stands for the others."""
+    model, basis = tiny("bridge", architecture), basis_of(architecture)
+    whole, parts = (
+        sweep_heads(model, KNOWN, basis, detail="nulls", batch_size=size, progress=False).details
+        for size in (64, 4)
+    )
+    for name in ("cs_position_null", "cs_position_null_95"):
+        assert (whole[name] - parts[name]).abs().max() <= 0.01 * whole[name].abs().max()
+    assert (whole["p_position"] - parts["p_position"]).abs().max() <= 0.002 + 1e-9
 
 
 def test_relative_position_is_destroyed_and_found() -> None:

@@ -3,6 +3,7 @@ exact reconstruction of a block."""
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -289,6 +290,39 @@ def test_embeddings_are_what_tokens_put_into_the_stream(architecture: str) -> No
     ids = torch.arange(12)[None]
     view.run(ids, {view.state_hooks[0]: lambda v: found.__setitem__("h", v)})
     close(rows[:12], found["h"][0], 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e6])
+def test_a_scaled_embedding_is_told_from_the_plain_one_at_any_size(scale: float) -> None:
+    """Gemma multiplies its embedding by sqrt(d_model)."""
+    model = copy.deepcopy(tiny("bridge", "gemma3"))
+    table = model.original_model.get_input_embeddings().weight.detach()
+    table.mul_(scale)
+    rows = vocabulary.embeddings(tlg.view(model), centered=False)
+    assert float(rows.norm() / table.norm()) == pytest.approx(table.shape[1] ** 0.5, 0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_updates_are_split_in_every_precision(dtype: torch.dtype) -> None:
+    """Half precision rounds the sum of a stream at one part in 256."""
+    paths = tlg.token_paths(tiny("bridge", "llama", dtype=dtype), tokens(2, 9))
+    assert paths.radial.isfinite().all()
+    assert not any("no updates" in flag for flag in paths.provenance.flags)
+
+
+def test_a_refused_pass_is_not_taken_for_a_model_without_mlps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view, asked = tlg.view(tiny("bridge", "llama")), []
+
+    def refuse(self: Any, tokens: Tensor, hooks: Any, **_: Any) -> Any:
+        asked.append(hooks)
+        raise GeometryError("no pass")
+
+    monkeypatch.setattr(type(view), "activations", refuse)
+    with pytest.raises(GeometryError, match="no pass"):
+        paths._states(view, tokens(1, 4))
+    assert len(asked) == 1
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource, state_indices
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.corpus.window_cutter import begins_with_bos
-from tl_geometry.flow import bases, residuals
+from tl_geometry.flow import ensemble_shape, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.flow.noise import fit_noise_law
@@ -46,8 +46,8 @@ class Trajectories(Result):
     token of an encoder. ``tokens`` are the chunks, ``labels`` their documents. ``post_norm`` is the
     last state after the model's own final norm, where it was asked for. It equals Hugging Face's
     last hidden state, except for processed models (flagged), whose norm has its gain and bias
-    folded into the unembedding. The methods are shortcuts to the
-    functions of :mod:`tl_geometry.flow.bases`, ``residuals``, ``noise`` and ``langevin``, which
+    folded into the unembedding. The methods are shortcuts to the functions of
+    :mod:`tl_geometry.flow.ensemble_shape`, ``residuals``, ``noise`` and ``langevin``, which
     document them.
     """
 
@@ -107,9 +107,9 @@ class Trajectories(Result):
     def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
         return {}
 
-    def bundle(self, *, k: int = 10) -> bases.Bundle:
+    def bundle(self, *, k: int = 10) -> ensemble_shape.Bundle:
         """Straightness, parallelism and neighbour preservation."""
-        return bases.bundle(self.X, k=k)
+        return ensemble_shape.bundle(self.X, k=k)
 
     def residuals(self, *, align: str = "greedy", signs: str = "U") -> residuals.Maps:
         """Statistics of what rotation and stretch leave of this same ensemble, for all pairs of
@@ -130,8 +130,11 @@ class Trajectories(Result):
             log_variance = self.residuals(align=align).log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
-            # the flow's noise variance is proportional to alpha * lambda, here not positive
-            if law.rate <= 0:
+            # the flow's noise variance is alpha lambda e^{lambda t}; that of the increment law
+            # has |lambda|
+            if law.rate < 0 and law.law == "increment":
+                noise = (-law.alpha, law.rate)
+            elif law.rate <= 0:
                 noise = (0.0, 0.0)
                 negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
                 provenance = provenance.flagged(negative)

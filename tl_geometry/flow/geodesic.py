@@ -76,12 +76,12 @@ class GeodesicPath:
     def sigma(self, t: float) -> Float[Tensor, " rank"]:
         """``sigma_i`` at time ``t``, from the spline of their logarithms."""
         self.locate(t)
-        return torch.from_numpy(np.exp(self.spline(t)))
+        return torch.from_numpy(np.exp(self.spline(t))).to(self.S.device)
 
     def stretch_rate(self, t: float) -> Float[Tensor, " rank"]:
         """``sigma_i' / sigma_i``, per layer: the derivative of the spline of ``ln sigma``."""
         self.locate(t)
-        return torch.from_numpy(self.spline(t, 1))
+        return torch.from_numpy(self.spline(t, 1)).to(self.S.device)
 
     def rotation(self, t: float) -> Float[Tensor, "rank rank"]:
         """``R(t)``; at a state exactly its ``U``."""
@@ -107,4 +107,4 @@ class GeodesicPath:
             total = total + (right - left) / 2 * einsum(
                 WEIGHTS, values, "sample, sample rank -> rank"
             )
-        return total
+        return total.to(self.S.device)

@@ -127,7 +127,8 @@ class LangevinModel(Result):
         """
         check_ensemble(X)
         n, states, d = X.shape
-        subspace, outside = torch.eye(d).double(), torch.zeros(states).double()
+        subspace = torch.eye(d, dtype=torch.float64, device=X.device)
+        outside = torch.zeros(states, dtype=torch.float64, device=X.device)
         # n < d trajectories span at most n directions per state: square rotations need a subspace
         if n < d:
             subspace, outside = common_basis(X)
@@ -224,7 +225,8 @@ class LangevinModel(Result):
         seed: int = 0,
     ) -> Float[Tensor, "sample trajectory time d_model"]:
         """``samples`` paths from each row of ``x``, which start at time ``start`` (default the
-        first state), at the given increasing times. All times are in layers.
+        first state), at the given increasing times. All times are in layers. The paths are on the
+        device of ``x``; random numbers are drawn on the CPU, the same for every device.
 
         ``"exact"`` draws the increments of the co-moving coordinates from their exact law: no step
         size, one product per time asked for. ``"euler"`` is Euler-Maruyama as published (steps
@@ -251,7 +253,7 @@ class LangevinModel(Result):
         # refuses times off the path; as they increase, the first and the last suffice
         self.path.locate(begin)
         self.path.locate(sample_times[-1])
-        coordinates = x if self.embed is None else x.double() @ self.embed
+        coordinates = x if self.embed is None else x.double() @ self.embed.to(x.device)
         start_coordinates = repeat(
             coordinates.to(dtype), "n rank -> (sample n) rank", sample=samples
         )

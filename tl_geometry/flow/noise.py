@@ -17,7 +17,7 @@ from scipy.stats import false_discovery_control
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, require
-from tl_geometry.flow.bases import MAD_TO_SD
+from tl_geometry.flow.ensemble_shape import MAD_TO_SD
 
 LAWS = ("asymptotic", "increment")
 """Laws of the residual variance, see :func:`fit_noise_law`."""
@@ -53,11 +53,11 @@ def _log_growth(law: str, rate: float, start: Tensor, end: Tensor) -> Tensor:
     if law == "asymptotic":
         return rate * end
     tau = end - start
-    small = abs(rate) < 1e-9
-    # ln |e^{rate end} - e^{rate start}| as rate start + ln((e^{rate tau} - 1) / rate) + ln |rate|.
-    # The middle term is smooth through rate 0; there the last one diverges and goes into alpha.
-    grown = tau if small else torch.expm1(rate * tau) / rate
-    return rate * start + grown.log() + (0.0 if small else math.log(abs(rate)))
+    # at rate 0 alpha is infinite and alpha |rate| finite, the variance per layer: 1e-15 is as good,
+    # whatever the number of layers
+    rate = rate or 1e-15
+    # ln |e^{rate end} - e^{rate start}|
+    return rate * start + (torch.expm1(rate * tau) / rate).log() + math.log(abs(rate))
 
 
 def _times(values: Tensor, times: Tensor | None) -> Float[Tensor, " state"]:

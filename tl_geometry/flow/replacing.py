@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.flow.residuals import LayerMap
-from tl_geometry.models.forward import keep
 from tl_geometry.models.model_view import Hook, ModelView
 from tl_geometry.models.next_token import PilotRuns, log_probabilities, pilot_runs
 from tl_geometry.models.output_head import distances, token_losses
@@ -28,10 +27,10 @@ Key = tuple[str, str]
 
 
 def keep_last(into: dict[int, Tensor], state: int) -> Hook:
-    """A hook that keeps a state at the last position, in float32 on the CPU."""
+    """A hook that keeps a state at the last position, apart from the other positions."""
 
     def hook(h: Tensor) -> None:
-        into[state] = h.detach()[:, -1].float().cpu()
+        into[state] = h.detach()[:, -1].clone()
 
     return hook
 
@@ -47,7 +46,7 @@ def put(moved: Float[Tensor, "row d_model"], rows: slice) -> Hook:
     return hook
 
 
-class Measure:
+class SkipCosts:
     """The cost of each map, collected over batches of chunks.
 
     ``jobs`` are what is run, ``pairs`` all that were asked for: the constant map is run once for
@@ -67,7 +66,7 @@ class Measure:
         view, tokens, target = self.view, rows[:, :-1], rows[:, -1:]
         clean: dict[int, Tensor] = {}
         start_states = {a for (a, _), _ in self.jobs}
-        kept = {view.state_hooks[s]: keep(clean, s) for s in start_states}
+        kept = {view.state_hooks[s]: keep_last(clean, s) for s in start_states}
         clean_outputs = log_probabilities(view, tokens, kept, position=-1)
         clean_log_probs = clean_outputs[:, None]
         clean_loss = token_losses(clean_log_probs, target)
@@ -95,7 +94,7 @@ class Measure:
         hooks: dict[str, Hook] = {}
         for end in {b for (_, b), _ in group}:
             copies_of_end = [i for i, ((_, b), _) in enumerate(group) if b == end]
-            moved = [maps[group[i]](clean[group[i][0][0]][:, -1]) for i in copies_of_end]
+            moved = [maps[group[i]](clean[group[i][0][0]]) for i in copies_of_end]
             rows = slice(copies_of_end[0] * n_chunks, (copies_of_end[-1] + 1) * n_chunks)
             hooks[self.view.state_hooks[end]] = put(torch.cat(moved), rows)
         return runs.log_probabilities(len(group), hooks)

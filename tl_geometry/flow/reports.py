@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.flow import bases, noise
+from tl_geometry.flow import ensemble_shape, noise
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
 from tl_geometry.flow.held_out import held_out_errors
@@ -137,7 +137,7 @@ def flow_report(
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
         normed = _after_norm(train, in_sample, align, signs)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
-    outliers = bases.outliers(ensemble.X)
+    outliers = ensemble_shape.outliers(ensemble.X)
     flags = [
         *too_few(len(train), train.X.shape[-1], "maps"),
         *_dropped(aligned, ensemble.states),
@@ -259,7 +259,7 @@ def compare_ensembles(
             "parallel": float(bundle.parallel.nanmean()),
             "neighbours": float(bundle.neighbours.mean()),
             "neighbours_chance": bundle.neighbours_chance,
-            "entropy_rank": float(bases.entropy_rank(directions.S).mean()),
+            "entropy_rank": float(ensemble_shape.entropy_rank(directions.S).mean()),
             "relative_error": float(maps.relative_error.nanmean()),
             "abs_kurtosis": float(maps.abs_kurtosis.nanmean()),
             "mean_over_sd": float(maps.mean_over_sd.nanmean()),

@@ -191,14 +191,15 @@ class MapsFrom:
         (U, S, _), n = self.centered[1], len(y)
         centered = y - y.mean(0)
         target = U.mT @ centered
-        energy, total_energy = target.square().sum(1), centered.square().sum()
         shares = PENALTIES.to(S.device)
         penalty = S[0].square() * shares[:, None]
-        shrink = S.square() / (S.square() + torch.where(penalty > 0, penalty, 1.0))
-        # from the energies along U, without the predictions of each penalty
-        residual_energy = total_energy - (energy * (2 * shrink - shrink.square())).sum(1)
-        # at the smallest penalties the trace reaches n - 1, which would divide by zero
-        gcv = n * residual_energy.clamp(min=0) / (n - 1 - shrink.sum(1)).clamp(min=1e-9).square()
+        # 1 minus the shrinkage: where the rank is n - 1 both sums below are small differences of
+        # large numbers, and rounding would decide
+        left = torch.where(penalty > 0, penalty / (S.square() + penalty), 1.0)
+        outside = (centered - U @ target).square().sum()
+        residual_energy = outside + (target.square().sum(1) * left.square()).sum(1)
+        freedom = left.sum(1) + (n - 1 - len(S))
+        gcv = n * residual_energy / freedom.square()
         return float(shares[gcv.argmin()]), target
 
     def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:

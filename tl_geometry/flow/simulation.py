@@ -43,13 +43,13 @@ def exact_paths(
 ) -> Float[Tensor, "time trajectory rank"]:
     """Paths from the exact law of the co-moving increments, at increasing times."""
     y = x @ (path.rotation(begin) / path.sigma(begin)).to(x)
-    paths = torch.empty(len(times), *x.shape, dtype=x.dtype)
-    now, gaussian = begin, torch.empty_like(y)
+    paths = torch.empty(len(times), *x.shape, dtype=x.dtype, device=x.device)
+    now, gaussian = begin, torch.empty(x.shape, dtype=x.dtype)
     for i, t in enumerate(times):
         # the first time may be the start itself: no time passes, nothing is drawn
         if t > now and noise.alpha != 0:
             spread = noise.variance(path, now, t).sqrt().to(y)
-            y.addcmul_(gaussian.normal_(generator=generator), spread)
+            y.addcmul_(gaussian.normal_(generator=generator).to(y), spread)
         torch.mm(y, (path.rotation(t) * path.sigma(t)).to(y).mT, out=paths[i])
         now = t
     return paths
@@ -89,7 +89,7 @@ def stepped_paths(
                 x = x + h * (x @ drift.mT.to(x))
                 if noise.alpha != 0:
                     gaussian = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-                    x = x + noise.amplitude(u) * math.sqrt(h) * gaussian
+                    x = x + noise.amplitude(u) * math.sqrt(h) * gaussian.to(x)
                 R = R @ advance
             now = end
         paths.append(x)

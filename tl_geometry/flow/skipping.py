@@ -19,7 +19,7 @@ from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Key, Measure, Pair, keep_last
+from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts, keep_last
 from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -152,7 +152,7 @@ def skip_map(
             maps = {job: layer_map.single() for job, layer_map in maps.items()}
         flags += too_few(len(X), view.d_model, "maps") if fits_matrix else ()
         bar.set_postfix_str("measuring")
-        measure = Measure(view, jobs, chosen, limit, bar)
+        measure = SkipCosts(view, jobs, chosen, limit, bar)
         for chunks in held_out.split(PART):
             measure.add(chunks, maps)
     values, loss = measure.finish(map_types)
@@ -271,7 +271,9 @@ def _collect(
     for chunks in rows.split(limit):
         last: dict[int, Tensor] = {}
         view.run(chunks[:, :-1], {view.state_hooks[s]: keep_last(last, s) for s in states})
-        state_batches.append(torch.stack([last[s] for s in states], dim=1))
+        # maps are fitted on the CPU; half precision becomes float32, float64 stays
+        batch = torch.stack([last[s] for s in states], dim=1).cpu()
+        state_batches.append(batch.to(torch.promote_types(batch.dtype, torch.float32)))
     return torch.cat(state_batches)
 
 

@@ -55,6 +55,7 @@ class TruncationCurve(Result):
 
     ``baseline_*`` is the KL between the model's own outputs on consecutive chunks: the size of the
     KL between unrelated outputs. The published code takes the median, its caption says average.
+    It has no standard error: neighbouring pairs share a chunk, so that they are not independent.
     ``needed(share)`` is the smallest K from which on the mean KL stays at most that share of the
     baseline. ``held_out`` says that no chunk measured is among those that the directions were
     fitted on, ``fitted`` how many those were. Directions fitted on fewer chunks than dimensions

@@ -307,7 +307,11 @@ def dominant_only(
     table = sweep_heads(view, rows, basis, progress=progress) if table is None else table
     _require_all_heads(view, table)
     generator = torch.Generator().manual_seed(seed)
-    random = [torch.rand(table.cs.shape, generator=generator) for _ in range(draws)]
+    # a uniform head keeps no term, here too: its terms cancel, and one alone would not be uniform
+    random = [
+        torch.rand(table.cs.shape, generator=generator).where(~table.cs.isnan(), torch.nan)
+        for _ in range(draws)
+    ]
     changes = {
         "dominant term": [_largest(table, table.cs, table.terms)],
         "dominant group": [_largest(table, table.group_cs, table.groups)],

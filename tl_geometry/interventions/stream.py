@@ -23,7 +23,8 @@ from tl_geometry.models.reader import as_view
 ENERGY = 0.99
 """Share of the squared norm of the basis that a subspace of default rank holds."""
 ROUNDING = 1e-12
-"""Singular values below this share of the largest are rounding (float64)."""
+"""Singular values below this share of the largest are rounding: float64's 2.2e-16 times some
+thousand dimensions."""
 
 
 def subspace_of(

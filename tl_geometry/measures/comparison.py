@@ -120,7 +120,7 @@ def compare_bases(
     positions, d_model = a.pos.shape[1:]
     rows: list[dict[str, Tensor]] = []
     used_ranks: list[int] = []
-    unreliable: list[int] = []
+    unreliable: dict[str, set[int]] = {"a": set(), "b": set()}
     for state_a, state_b in pairs:
         i, j = a.index(state_a), b.index(state_b)
         factors = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
@@ -138,16 +138,23 @@ def compare_bases(
         halves_of_row = [
             (h[0][k], h[1][k]) for h, k in zip(halves, (i, j), strict=True) if h is not None
         ]
-        if any(r[k] < LOW_RELIABILITY for r, k in zip(reliabilities, (i, j), strict=True)):
-            unreliable.append(state_a)
-            halves_of_row = []
+        for name, cosines, k, state in zip(
+            "ab", reliabilities, (i, j), (state_a, state_b), strict=True
+        ):
+            if cosines[k] < LOW_RELIABILITY:
+                unreliable[name].add(state)
+                halves_of_row = []
         baselines = {"overlap_random": random, "mean_cosine": mean}
         rows.append(
             _agreement(*factors, n_directions) | _floors(halves_of_row, n_directions) | baselines
         )
         used_ranks.append(n_directions)
-    flag = f"position is not reliable in state {spans(unreliable)}: no floors there"
-    flags = (*a.flags(), *([flag] if unreliable else []))
+    flags = [
+        f"position is not reliable in state {spans(list(states))} of {name}: no floors there"
+        for name, states in unreliable.items()
+        if states
+    ]
+    flags = (*a.flags(), *flags)
     return BasisComparison(
         provenance=a.provenance.flagged(*flags),
         other=b.provenance.line(),

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -95,24 +96,32 @@ def only_whole(name: str) -> Iterator[list[bool]]:
     """Inside the block, a model that TransformerLens loads through transformers is refused where
     weights are missing, as a directory is.
 
-    For this the block replaces ``PreTrainedModel.from_pretrained``, which is the same for all
-    threads. It gives a list that says of each model that was loaded whether its output head is new.
+    For this the block replaces ``PreTrainedModel.from_pretrained``, which all threads share: one
+    block at a time is open, and other threads load as before. It gives a list that says of each
+    model that was loaded whether its output head is new.
     """
     import transformers
 
-    base, new_heads = transformers.PreTrainedModel, []
-    loader = base.__dict__["from_pretrained"]
+    base, new_heads, thread = transformers.PreTrainedModel, [], get_ident()
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        if get_ident() != thread:
+            return loader.__func__(cls, *args, **options)
         model, info = loader.__func__(cls, *args, **{**options, "output_loading_info": True})
         new_heads.append(_head_is_new(name, info))
         return (model, info) if options.get("output_loading_info") else model
 
-    base.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield new_heads
-    finally:
-        base.from_pretrained = loader
+    with _REPLACED:
+        loader = base.__dict__["from_pretrained"]
+        base.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield new_heads
+        finally:
+            base.from_pretrained = loader
+
+
+_REPLACED = RLock()
+"""Held by the block that has replaced transformers's loader."""
 
 
 def _config(directory: Path) -> dict[str, Any]:

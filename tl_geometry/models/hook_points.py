@@ -25,7 +25,7 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.models.forward import Hook, collect, put_on, require_points, take_away
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.user_hooks import without_hooks
+from tl_geometry.models.user_hooks import foreign, home, without_hooks
 
 Place = Literal["first", "last"]
 
@@ -300,14 +300,15 @@ def _padded(mask: Any) -> bool:
 
 def hooked_points(view: ModelView, prefix: str, besides: Sequence[str] = ()) -> list[str]:
     """Hook points under a prefix that have user hooks, each once, except those in ``besides``.
-    Hooks of TransformerLens's caches and of this library do not count."""
-    library = ("transformer_lens", __name__.partition(".")[0])
+    Those of this library do not count."""
+    library = f"{__name__.partition('.')[0]}."
     points = view._model.hook_dict
     excepted = {id(points[name]) for name in besides if name in points}
     hooked: dict[int, str] = {}
     for name, point in points.items():
-        modules = [getattr(h.user_hook, "__module__", None) or "" for h in point.fwd_hooks]
-        has_user_hook = any(not module.startswith(library) for module in modules)
+        functions: dict[int, Any] = {h.hook.id: h.user_hook for h in point.fwd_hooks}
+        hooks = [functions.get(i, hook) for i, hook in point._forward_hooks.items()]
+        has_user_hook = any(foreign(h) and not home(h).startswith(library) for h in hooks)
         if name.startswith(prefix) and id(point) not in excepted and has_user_hook:
             # a point has several names: the last one, TransformerLens's alias, stays
             hooked[id(point)] = name

@@ -36,14 +36,18 @@ GLOBAL = "every module"
 Table = dict[int, Any]
 
 
-def foreign(hook: Any) -> bool:
-    """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
+def home(hook: Any) -> str:
+    """The module that defined a hook."""
     # the function inside: a partial object belongs to functools
     while isinstance(hook, partial):
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return not f"{home}.".startswith(
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def foreign(hook: Any) -> bool:
+    """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
+    return not f"{home(hook)}.".startswith(
         tuple(own if own.endswith(("Hooked", ".")) else f"{own}." for own in OWN)
     )
 

@@ -76,7 +76,8 @@ class Details:
             self.groups = groups = GroupProjections(layer, basis)
             self.left_out = self.left_out or LeaveOut(groups.share)
             if "nulls" in self.wanted:
-                self.null = self.null or PositionNull(layer, groups, self.drop, self.seed)
+                self.null = self.null or PositionNull(groups.share, self.drop, self.seed)
+                self.null.add(layer, groups)
 
     def update(
         self,
@@ -105,8 +106,9 @@ class Details:
 
     def finish(self) -> None:
         """End the pass: move what tables are made of to the CPU."""
-        if self.left_out is not None:
-            self.left_out.to_cpu()
+        for sums in (self.left_out, self.null):
+            if sums is not None:
+                sums.to_cpu()
 
     def resampled(self, contexts: int) -> Resampled:
         """Shares with groups of contexts left out; ``contexts`` is the number of contexts in the

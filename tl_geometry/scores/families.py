@@ -144,7 +144,7 @@ class GivenParts(Family):
         error = float(difference.abs().max())
         # this mistake has a remedy of its own, so its error comes before the general one
         _refuse_added(layer, difference)
-        fits = error <= max(reconstruction_bound(coarsest, size), 1e-12 * size)
+        fits = error <= reconstruction_bound(coarsest, size)
         expected = f"parts that sum to the input of layer {layer.layer}"
         got = f"a sum that is off by {error:.3g}"
         require(fits, "parts", expected=expected, got=got, instead="one more part for the rest")

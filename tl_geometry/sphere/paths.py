@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.errors import BudgetError, GeometryError, fail
+from tl_geometry.base.errors import BudgetError, UnsupportedModelError, fail
+from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -24,6 +25,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.sphere import projection
 from tl_geometry.weights.vocabulary import embeddings, output_rows
 
@@ -236,7 +238,7 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     hooks = (*view.state_hooks, *view.attention_hooks)
     try:
         activations = view.activations(tokens, (*hooks, *view.mlp_hooks))
-    except GeometryError:  # attention-only blocks have no MLP output
+    except UnsupportedModelError:  # attention-only blocks have no MLP output
         activations = view.activations(tokens, hooks)
     h = torch.stack([activations[hook].double() for hook in view.state_hooks], dim=2)
     attention = torch.stack([activations[hook].double() for hook in view.attention_hooks], dim=2)
@@ -244,8 +246,8 @@ def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, list[Tensor] | Non
     if view.mlp_hooks[0] in activations:
         mlp = torch.stack([activations[hook].double() for hook in view.mlp_hooks], dim=2)
     error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
-    # float32 sums round at about 1e-6; a norm after the block gives an error as large as a state
-    if float(error) > 1e-4 * float(h.abs().max()):
+    # a norm after the block gives an error as large as a state, far above the rounding of a sum
+    if float(error) > reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max())):
         return h, None
     # each update is split relative to the stream that it is added to: the MLP's after attention's
     splits = [

@@ -19,7 +19,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import SVD, numerical_rank
 
 VOCABULARY_CHUNK = 8192
-"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, bounds the scores held."""
+"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, 128 MiB of scores in float32."""
 VECTOR_CHUNK = 4096
 """Vectors scored at a time."""
 
@@ -134,17 +134,10 @@ def near_degenerate(
 
 class Reading(NamedTuple):
     """Tokens with the largest and smallest scores on the first singular directions of every head;
-    ``left`` is the query or reading side, ``right`` the key or writing side.
+    ``left`` is the query or reading side, ``right`` the key or writing side."""
 
-    ``left_vectors`` and ``right_vectors`` have the signs that the token lists refer to; both are
-    flipped together, which leaves ``left diag(values) right^T`` unchanged.
-    """
-
-    values: Float[Tensor, "*batch rank"]
     left: Extremes
     right: Extremes
-    left_vectors: Float[Tensor, "*batch d_model rank"]
-    right_vectors: Float[Tensor, "*batch d_model rank"]
 
 
 def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
@@ -186,5 +179,4 @@ def read_tokens(
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)
     # the best score of the negative vector is minus the smallest score
     flip = right.top_scores[..., 0] < -right.bottom_scores[..., 0]
-    sign = torch.where(flip, -1.0, 1.0).to(U).unsqueeze(-2)
-    return Reading(svd.S[..., :features], _flip(left, flip), _flip(right, flip), U * sign, V * sign)
+    return Reading(_flip(left, flip), _flip(right, flip))

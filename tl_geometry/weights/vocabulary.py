@@ -48,9 +48,7 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
     if view.position in ("rotary", "alibi"):
         # four tokens show whether state 0 is the plain embedding
         first_states = _state_zero(view, torch.arange(min(4, len(rows)))[None])[0]
-        if not torch.allclose(
-            first_states, rows[: len(first_states)].to(first_states), rtol=1e-5, atol=1e-6
-        ):
+        if not torch.equal(first_states, rows[: len(first_states)].to(first_states)):
             # windows of one length: the last is filled with the first tokens, which are cut off
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
