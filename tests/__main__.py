@@ -33,10 +33,20 @@ ONCE = (
     *("project/test_known.py", "project/test_model_is_hidden.py", "project/test_mutate.py"),
     *("project/test_second_run.py", "project/test_shape_checks.py", "project/test_site_links.py"),
     *("project/test_skips.py", "project/test_types.py", "project/test_versions.py"),
-    # the slowest test of a real model: its sections run on the embedded model in both generations
+    # processes that are killed, and intervals of simulated numbers
+    "decomposition/test_distributed.py::test_torchrun_two_and_four_processes_and_one_that_dies",
+    "decomposition/test_streaming.py::test_twenty_kills_lose_nothing",
+    "decomposition/test_groups.py::test_intervals_cover_where_windows_come_in_topics",
+    "circuits/test_pruned_runs.py::test_intervals_of_ratios_cover",
+    # the slowest tests of SmolLM2: notebooks 07 to 09 make the same calls on it in both
+    # generations, and the sections of a report run on the embedded model
+    *("circuits/test_edges_smollm2.py", "interventions/test_knockouts_smollm2.py"),
+    "interventions/test_edges.py::test_one_edge_carries_induction_in_smollm2",
+    "project/test_examples.py::test_the_rotary_recipe_runs_on_smollm2",
     "report/test_smollm2.py",
 )
-"""Tests that the second run leaves out, because no generation of TransformerLens can change them. A
+"""Files, and tests of files, that the second run leaves out, because no generation of
+TransformerLens can change what they test, or because others test it there on a smaller scale. A
 file stays in it when what it tests takes a model of that generation, or reads its hooks, caches,
 weights or configuration; a result of a small model that is only written, drawn or put into words is
 no such thing."""
@@ -54,7 +64,8 @@ def main() -> int:
     arguments = parser.parse_args()
     python = [sys.executable, "-m"]
     selection = ["-m", "not slow"] if arguments.fast else []
-    selection += [f"--ignore=tests/{path}" for path in ONCE if arguments.second]
+    if arguments.second:
+        selection += [f"--{'deselect' if '::' in x else 'ignore'}=tests/{x}" for x in ONCE]
     checks = {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],

