@@ -160,15 +160,15 @@ INTRODUCTION = """# What is found where the answer is known
 Made by `python -m benchmarks --only known` (about two minutes on one core), on the models of
 {{py:func}}`tl_geometry.zoo.known`:
 
-- **heads**: one layer of heads planted by hand. One head each attends at one offset, by position,
-  by token identity, by a random table of tokens, by the key's token, and evenly. One attends by
-  offset and identity with equal energy (the right label is "unclear"), and one by position and
-  identity so that position has more of the covariance and identity more of the gain ("unclear",
-  with both named). With learned positions one more attends by query position times key token. With
-  rotary positions the scores of one more, `query`, depend on the query's token alone (the right
+- **heads**: one layer of nine heads planted by hand. Six attend in one way each: at one offset, by
+  position, by token identity, by a random table of tokens, by the key's token, and evenly. One
+  attends by offset and identity with equal energy (the right label is "unclear"). One attends by
+  position and identity so that position has more of the covariance and identity more of the gain
+  ("unclear", with both named). The ninth attends by query position times key token if positions are
+  learned. If they are rotary, its scores (`query`) depend on the query's token alone (the right
   label is "uniform");
-- **retrieval**: one layer of heads planted by hand that match both attributes of a token (colour
-  and shape) or one of them, and one that attends evenly;
+- **retrieval**: one layer of heads planted by hand. They match both attributes of a token (colour
+  and shape), or one of the two, and one head attends evenly;
 - **circuit**: an induction circuit of two layers planted by hand, among heads that look alike and
   do not matter for the output;
 - **idle**: the same, but all heads of the first layer except one are idle: their weights connect
@@ -176,8 +176,8 @@ Made by `python -m benchmarks --only known` (about two minutes on one core), on 
 - **induction**: two layers of attention that were trained on repeated random tokens. Their heads
   are named by where they attend, which none of the measures below looks at;
 - **sum**: one layer of attention and an MLP, trained to add a key to seven digits (modulo 10).
-  Attention brings digit and key together and the MLP adds: if its output is replaced by its mean,
-  the model can only guess. Heads are named by where they attend.
+  Attention brings digit and key together and the MLP adds them: if the output of the MLP is
+  replaced by its mean, the model can only guess. Heads are named by where they attend.
 
 Each comes with learned positions (GPT-2) and rotary ones (Qwen2, Llama), and with three seeds. In
 planted models the seed draws directions, order and strength of heads, gains, biases and added
@@ -186,17 +186,19 @@ noise; in trained models it is the seed of the training.
 **How it is judged.** A label is *recovered* if it is the planted one, *missed* if there is no clear
 label where there should be one, *false* otherwise. Of a ranking, as many items are taken from the
 top as there are true ones: true items that are not taken are missed, taken items that are not true
-are false. *By chance*: how many would be recovered if the same labels or ranks were dealt out at
-random. Numbers are sums over seeds, with the least and the most of one seed in brackets. AUROC is
-the mean over seeds (least to most); *null* is the AUROC that 95% of random orders stay below.
+are false. *By chance* is how many would be recovered if the same labels or ranks were dealt out at
+random. Numbers are sums over seeds; in brackets stand the least and the most of one seed (one
+number if they are equal). AUROC is the mean over seeds (least to most); *null* is the AUROC that
+95% of random orders stay below.
 Planes, composition and edges are ranked by absolute value.
 
 **Edges.** A prompt repeats seven tokens. Its counterfactual repeats seven others ("all tokens
-changed"), or differs in the last token alone ("last token changed"). In **sum** the last sum is
-asked for; its counterfactual has another key and other digits ("all tokens changed"), or another
-key alone ("key changed"). True edges of the planted circuit are the planted ones that differ
-between the two. True edges of a trained model carry more than 10% of the difference each, by live
-runs in which one edge alone has the counterfactual's write.
+changed"), or differs in the last token alone ("last token changed"). A prompt of **sum** ends
+before the last sum; its counterfactual has another key and other digits ("all tokens changed"), or
+another key alone ("key changed"). True edges of the planted circuit are those planted edges that
+carry something else in the counterfactual. True edges of a trained model are found in live runs in
+which one edge alone has the counterfactual's write: each carries more than 10% of the difference
+between prompt and counterfactual.
 
 **Rivals** are other methods, run on the same models and judged in the same way: attribution
 patching of whole writers (each edge gets the score of its writer), composition scores of the
@@ -209,31 +211,32 @@ In {right} of {rows} rows, rivals apart, everything is recovered and nothing is 
 LOSSES = """## Where the library loses
 
 - **Edges of queries and keys are missed where attention is certain and does not change.** With all
-  tokens changed, prompt and counterfactual attend to the same places, in the planted circuit with
-  near certainty. Gradients of the softmax are then close to zero, along the whole path of
-  `method="integrated"` too, because it moves queries and keys together. Yet a single edge that
-  carries the counterfactual's write breaks the match and costs 40% of the difference. On the one
-  true edge from head to head there, gradients rank worse than chance, and the composition scores of
-  weights alone are better. Live runs, one edge at a time, find every planted edge. Use them where
-  the model is small, and check a ranking that matters with `faithfulness`. With only the last token
-  changed, `"integrated"` recovers every planted edge, and the gradient half of them.
+  tokens changed, heads attend to the same places in prompt and counterfactual, in the planted
+  circuit with near certainty. Gradients of the softmax are then close to zero, along the whole path
+  of `method="integrated"` too, because it moves queries and keys together. Yet a single edge that
+  carries the counterfactual's write breaks the match and costs 40% of the difference. There is one
+  true edge from head to head there: gradients rank it worse than chance, and the composition scores
+  of weights alone rank it better. Live runs, one edge at a time, find every planted edge. Use them
+  where the model is small, and check a ranking that matters with `faithfulness`. With only the last
+  token changed, `"integrated"` recovers every planted edge, the gradient half of them.
 - **On the planted circuit the weights alone find which head reads which as well as shares on data
   do**: both are right everywhere. They differ where heads are idle: there the weights rank every
   idle head above every true one.
-- **A label by covariance alone does as well as the label that also asks for gain**, except on the
-  head that was planted so that the two disagree.
-- **A label need not name what removal costs most.** In two of the six heads of **sum** with learned
-  positions that fetch a digit, position leads by covariance and by gain, yet removing the terms of
-  position with content ("mixed") costs more. All of them attend by position, as the label says.
+- **A label by covariance alone does as well as the library's label, which also asks for gain**,
+  except on the head that was planted so that the two disagree.
+- **The label need not name the term whose removal costs most.** In **sum** with learned positions
+  six heads fetch a digit. In two of them position leads by covariance and by gain, yet removing the
+  terms of position with content ("mixed") costs more. All six attend by position, as the label
+  says.
 - **Where an MLP adds (sum), not every true edge is found**: `"integrated"` ranks most of them
   first, the gradient fewer.
 - **A head whose attention is even to within 2% still gets a label.** The rotary head `query` has
   scores that are constant in each row, except for a rotation of at most 0.03 radians. Shares are
-  ratios: the little that is left is divided by itself. The label is "uniform" only where nothing
+  ratios: however little is left, it is divided by itself. The label is "uniform" only where nothing
   above rounding is left.
 - **An odd layer among few layers is seldom flagged.** With 12 states, one that is off by five
-  standard deviations ranks high (AUROC near 1), but exceeds the limit that 5% of null runs exceed
-  in only about one map of four.
+  standard deviations ranks high (AUROC near 1), but only in about one map of four does it exceed
+  the limit that 5% of null runs exceed.
 
 Every row in which something is missed or false:
 """
