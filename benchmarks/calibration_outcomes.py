@@ -110,15 +110,23 @@ def markdown(rows: Iterable[Outcome], report: Callable[[str], object]) -> str:
         "# Calibration of printed intervals and p-values",
         "",
         "Made by `python -m benchmarks.calibration > benchmarks/calibration.md`. Each row "
-        "simulates an interval, a p-value or a null in its own setting with a known truth. "
-        f"Promised are: for a nominal 95% interval a coverage of {COVERAGE.low:.0%} to "
-        f"{COVERAGE.high:.0%} (of no single term below {SINGLE:.0%}); for a nominal 5% test a size "
-        f"of {SIZE.low:.0%} to {SIZE.high:.0%}; for a test whose size is at most 5% up to "
-        f"{AT_MOST.high:.0%}; and, where the null is one more random draw, that it is exceeded in "
-        f"{HALF.low:.0%} to {HALF.high:.0%} of repeats. Each holds within three Monte-Carlo "
-        "errors; a larger coverage or a smaller size errs on the safe side. Rows 'of before' are "
-        "methods that a correction replaced. Autocorrelation is the strongest in the row: the "
-        "correlation of neighbouring positions, or what consecutive samples have in common.",
+        "simulates an interval, a p-value or a null in its own setting, in which the truth is "
+        "known. What is promised, each within three Monte-Carlo errors:",
+        "",
+        f"- a nominal 95% interval covers the truth in {COVERAGE.low:.0%} to {COVERAGE.high:.0%} "
+        f"of the repeats, and for no single term in fewer than {SINGLE:.0%} ({SINGLE - 0.1:.0%} in "
+        "rows of fewer than 300 repeats; this bound is exact);",
+        f"- a nominal 5% test rejects a true null in {SIZE.low:.0%} to {SIZE.high:.0%} of the "
+        f"repeats, a test of size at most 5% in at most {AT_MOST.high:.0%};",
+        f"- a null that is one more random draw is exceeded in {HALF.low:.0%} to {HALF.high:.0%} "
+        "of the repeats.",
+        "",
+        "A larger coverage or a smaller size errs on the safe side. *Autocorrelation* is the "
+        "strongest in the row: the correlation of neighbouring positions, or what consecutive "
+        "samples have in common. *Fewest* is the smallest number of samples in the row, *worst "
+        "term* the term with the least coverage or the largest size. Rows without a promise: those "
+        "'of before' are methods that a correction replaced; the others show where an interval or "
+        "a test would be wrong, and why the library does not offer it or seldom prints it.",
         "",
         "| setting | generator | autocorrelation | fewest | nominal | measured "
         "| Monte-Carlo error | worst term | repeats | promise |",
