@@ -1,6 +1,7 @@
-"""Composition in the formats of other tools: the JSON that Neuronpedia and circuit-tracer's pages
-draw, and ``networkx`` (``networkx.write_graphml`` writes it as GraphML). The records are those of
-:mod:`tl_geometry.circuits.graph_files`; :class:`tl_geometry.circuits.Composition` calls this.
+"""How do other tools read a table of composition? As the JSON that the pages of Neuronpedia and
+circuit-tracer draw, or as a graph of ``networkx`` (``networkx.write_graphml`` writes it as
+GraphML). Methods of :class:`tl_geometry.circuits.Composition` call this; the records are those of
+:mod:`tl_geometry.circuits.graph_files`.
 
 Shares belong to no position. In place of tokens the file has four columns: the writers, and the
 query, key and value side of the heads that read them. A link is a share. The links into a side and

@@ -1,5 +1,5 @@
-"""The sums behind :func:`tl_geometry.composition`: numerators and totals of the shares of one
-layer's readers, by group of prompts, and two nulls.
+"""Which sums does :func:`tl_geometry.composition` keep while prompts go by? For the heads of one
+layer, by group of prompts: numerators and totals of the shares of every writer, and of two nulls.
 
 Nulls, each as a share beside the writer's own:
 

@@ -1,7 +1,7 @@
-"""Brings dictionaries of the stream at a block's input into one form, for ``feature_shares``:
-SAELens autoencoders, or activations with their decoder. What an autoencoder does to a state before
-it encodes it is undone on decoder and bias, and the outcome is compared with its own ``decode``.
-"""
+"""How is a dictionary of features of a block's input read? SAELens autoencoders, and activations
+with their decoder, become one form for ``feature_shares``. What an autoencoder does to a state
+before it encodes it is undone on decoder and bias, and the outcome is compared with its own
+``decode``."""
 
 from __future__ import annotations
 

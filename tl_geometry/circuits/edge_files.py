@@ -1,4 +1,5 @@
-"""Edge lists that other tools write and read.
+"""How are edges exchanged with other tools? ``edge_scores(...).to_mib`` writes a list of edges with
+this module, and :func:`read_mib` reads one.
 
 The format is that of the Mechanistic Interpretability Benchmark (Mueller et al. 2025,
 arXiv:2504.13151), JSON::

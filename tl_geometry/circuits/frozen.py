@@ -1,4 +1,6 @@
-"""One forward pass as a linear model: what :func:`tl_geometry.trace_logit` follows a logit through.
+"""Which linear model is left when what is not linear stays as it was in one forward pass?
+:func:`tl_geometry.trace_logit` and :mod:`tl_geometry.interventions.head_attributions` follow a
+logit through it.
 
 For one prompt (the batch axis has length 1 everywhere) everything that is not linear is frozen as
 it was: the scales of all norms, the attention patterns, and the MLPs' activations by their secant,

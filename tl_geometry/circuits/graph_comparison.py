@@ -1,7 +1,6 @@
-"""Two graphs of a logit side by side: which nodes and edges two prompts (or two models of one
-shape) share, and how many they would share by chance.
-
-:meth:`tl_geometry.circuits.LogitGraph.compare` calls :func:`compare_graphs`.
+"""Which nodes and edges do the graphs of two prompts (or of two models of one shape) share, and how
+many would they share by chance? :meth:`tl_geometry.circuits.LogitGraph.compare` calls
+:func:`compare_graphs`.
 
 The Jaccard index of two sets is what they share over what either has. Its value by chance:
 

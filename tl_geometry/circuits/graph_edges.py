@@ -1,4 +1,4 @@
-"""Edges between the kept nodes of a logit's graph: what each target reads of each source's write.
+"""What does each node of a logit's graph read of what each other node wrote? These are its edges.
 
 Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write m times how T
 (the logit, or a difference of two) changes with it through the target alone; A is centring, s_j the

@@ -1,5 +1,5 @@
-"""Graphs of one template averaged over prompts: which nodes and edges carry a logit in general, and
-not in one prompt.
+"""Which nodes and edges carry a logit in all prompts of a template, and not in one prompt only? The
+mean of their graphs.
 
 Researchers call :func:`average_graphs` on graphs of :func:`tl_geometry.trace_logit`. Node values
 are complete in every graph, so their means are exact. An edge counts as 0 in a prompt whose graph

@@ -1,4 +1,4 @@
-"""Several graphs of a logit on common axes: which node of one is which node of another.
+"""Which node of one logit's graph is which node of another? Common axes for several graphs.
 
 :func:`tl_geometry.circuits.average_graphs` and :meth:`~tl_geometry.circuits.LogitGraph.compare`
 call it. Positions become **places**: the positions themselves where all prompts have as many

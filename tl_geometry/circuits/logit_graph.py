@@ -1,5 +1,5 @@
-"""The graph of one logit: who wrote towards it, what each of them read, and why heads looked where
-they looked. Made by :func:`tl_geometry.trace_logit`.
+"""Who wrote towards a logit, what did each of these writers read, and why did heads look where they
+looked? The graph of the logit holds the answers. Made by :func:`tl_geometry.trace_logit`.
 
 Nodes are writers at positions: parts of the embedding, heads, MLPs, constants (all biases), and the
 logit itself. A value edge says how much of what its target wrote towards the logit came from its

@@ -1,5 +1,6 @@
-"""Who writes a logit in prompts of one template: the direct contributions of
-:func:`tl_geometry.explain_logit`, with a mean over prompts and its interval for each writer.
+"""Who writes a logit in the prompts of one template? :func:`tl_geometry.circuits.explain_logits`
+gives the direct contributions of :func:`tl_geometry.explain_logit` for each prompt and writer, with
+the mean over prompts and its interval.
 """
 
 from __future__ import annotations

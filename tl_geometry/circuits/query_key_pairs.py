@@ -1,4 +1,5 @@
-"""Pairs of parts that made a head of a graph look where it looked.
+"""Which pair of parts, one of the query and one of the key, made a head look where it looked?
+:func:`attention_pairs` answers for one row of a head.
 
 :func:`tl_geometry.trace_logit` says who wrote the query and who wrote the keys, each by itself. A
 score is made of both: ``attention_pairs`` takes one row of a head and any split of its scores (by

@@ -1,4 +1,4 @@
-"""``trace_logit``: one logit followed back to the tokens, and why heads attended as they did.
+"""Where does a logit come from? ``trace_logit`` follows it back to the tokens, in these steps.
 
 1. One forward pass is frozen (:mod:`tl_geometry.circuits.frozen`). T, a logit or a difference of
    two, is read out of the last state through the final norm at its frozen scale.

@@ -1,5 +1,6 @@
-"""Which writer each head reads, on its query, key and value side: exact shares on data, what the
-weights alone suggest, two nulls, and intervals over prompts.
+"""Which writers does each head read on its query, key and value side?
+:func:`tl_geometry.composition` gives exact shares on data, what the weights alone suggest, two
+nulls, and intervals over prompts.
 
 On the query and key side shares are those of :mod:`tl_geometry.circuits.writer_sweep`. On the value
 side the output of a head (without its constant write) is linear in the writers,

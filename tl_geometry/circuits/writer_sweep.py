@@ -1,5 +1,5 @@
-"""Which writers drive each head's scores: shares of every writer on the query and the key side, for
-all heads in one streamed pass.
+"""Which writers drive each head's scores? :func:`sweep_writers` gives the share of every writer on
+the query and on the key side, for all heads in one streamed pass.
 
 With parts ``h = sum_a w_a`` of a layer's input and all scales frozen, a head's scores are
 ``S_ij = sum_ab q_a[i] . k_b[j]``. The key-side share of writer b sums over everything on the query

@@ -1,5 +1,5 @@
-"""Helpers of the modules that edit chosen heads in a live model (terms, planes, edges, surrogates,
-knockouts, paths): which heads are meant, in which layers, and which other prompt a prompt gets."""
+"""Which heads does an edit mean, in which layers, and which other prompt does a prompt get? Every
+module that edits chosen heads asks here: terms, planes, edges, surrogates, knockouts, paths."""
 
 from __future__ import annotations
 

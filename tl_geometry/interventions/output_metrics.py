@@ -1,5 +1,5 @@
-"""One number of a model's output for each prompt, which :func:`head_knockouts` and
-:func:`head_paths` compare between runs.
+"""Which number of a model's output is compared between two runs? One of these, for each prompt;
+:func:`head_knockouts` and :func:`head_paths` compare it.
 
 - ``difference``: logit of the right token minus that of the wrong one, at one position
 - ``probability``: probability of the right token, at one position

@@ -1,4 +1,4 @@
-"""What the MLP of a block computes: as data, or by the model's own module.
+"""What does the MLP of a block compute? The answer is data, or the model's own module.
 
 :func:`mlp_spec` is called for the frozen linear model of a forward pass
 (:mod:`tl_geometry.circuits.frozen`), :func:`live_mlp` for passes in which everything is live
