@@ -3,7 +3,7 @@
 
 Each point says how far the next-token distribution moves (KL divergence) if only the K leading
 directions of the stream are kept after every block, with two standard errors. The dashed line is
-the distance between unrelated chunks of text.
+the KL divergence between the outputs on consecutive chunks of text.
 """
 
 import tl_geometry as tlg

@@ -2,8 +2,9 @@
 =======================
 
 Each dot is the positional vector of one position, on the two leading directions of its state; the
-percentage is the share of all position that the two directions hold. The upper row is the trained
-model, in which position bends into a curve; the lower row is its untrained control.
+percentage is the share of ``|pos|²``, the size of these vectors, that the two directions hold. The
+upper row is the trained model, in which position bends into a curve; the lower row is its untrained
+control.
 """
 
 import tl_geometry as tlg
