@@ -5,7 +5,7 @@ After ``if``, the embedded model prefers the argument's name to others. At each 
 only the highest-ranked edges are kept, as many as the axis below says; every other edge carries
 what it has in a prompt where the argument has another name. At 1 the difference of the two names'
 logits is that of the whole model, at 0 that of the other prompt. The ranking is good, because the
-line rises at far fewer edges than the grey one, for which as many random edges are kept.
+line rises at far fewer edges than the grey one (random edges).
 """
 
 import tl_geometry as tlg
