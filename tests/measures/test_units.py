@@ -82,12 +82,13 @@ def centred_directions(module: Any, unit: float) -> tuple[bool, bool]:
 
 def groups_differ(module: Any, unit: float) -> tuple[bool, bool]:
     """Whether groups differ; whether ones that are equal but for rounding do."""
-    share = torch.full((8,), 1 / 8, dtype=torch.float64)
     equal = random(1, 20) * (1 + 1e-7 * random(8, 20, seed=1))
-    answers = [
-        module.independence(unit * x, share, 0, ordered=False) > 0 for x in (random(8, 20), equal)
-    ]
-    return answers[0], answers[1]
+    found = []
+    for x in (unit * random(8, 20), unit * equal):
+        deviations = x - x.mean(0)
+        gram = deviations @ deviations.mT
+        found.append(module.independence(gram, x.square().sum(), 0, ordered=False) > 0)
+    return found[0], found[1]
 
 
 class Absolute(ast.NodeTransformer):
