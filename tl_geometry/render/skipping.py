@@ -53,10 +53,8 @@ def skip_figure(skips: SkipMap) -> View:
     lengths = sorted({end - start for start, end in skips.pairs()})
     states = len(next(iter(tables.values())))
     if states > DEEP and len(lengths) <= MOST_LENGTHS:
-        figure, how = (
-            _lines(tables, lengths),
-            "Each line is a map in the place of the skipped blocks",
-        )
+        figure = _lines(tables, lengths)
+        how = "Each line is a map in the place of the skipped blocks"
     else:
         figure = _matrices(tables, skips.pairs() if states <= FEW else ())
         how = "Each cell replaces the blocks from its row to its column by a map, a panel per map"
