@@ -68,11 +68,12 @@ layer_norm_folding load_in_4bit quantization_method
 IGNORED = frozenset(f"{ABOUT_FILES} {ABOUT_USE} {ABOUT_HOOKED}".split())
 """Settings that say where a model comes from, how it is saved or how it is trained, and not what it
 computes: of its files, of its use by transformers, and of HookedTransformer."""
-SETTINGS = """
+_SETTINGS = """
 eps variance_epsilon scaling scale_attn inv_norm_factor softmax_scale attention_scaling
 attn_scale attn_logit_softcapping sliding_window scale_attn_weights rotary_ndims rotary_dim
 approximate
 """
+SETTINGS = frozenset(_SETTINGS.split())
 """Numbers that modules keep for themselves and use in place of the configuration."""
 
 _LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -304,8 +305,8 @@ def _modules(root: nn.Module) -> list[str]:
         if type(module).__module__.startswith("transformer_lens.model_bridge"):
             continue
         path = name.replace("_original_component.", "").replace("._original_component", "")
-        for key in SETTINGS.split():
-            value = part(module, key) if key in vars(module) else None
+        for key in SETTINGS.intersection(vars(module)):
+            value = part(module, key)
             if isinstance(value, str | bool | int | float):
                 settings.append(f"{path}.{key}={_plain(value)}")
         act = vars(module).get("act_fn")  # HookedTransformer keeps its function there

@@ -48,6 +48,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: functional.relu(x).square(),
 }
 """Activations that are tried, by name."""
+CONFIGURED = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
+"""What configurations call them, where it is another name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -213,9 +215,11 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
         return None
     block = view._model.blocks[layer]
     for candidates in (_candidates, _modules):
-        best = _best(candidates(view, block, probe.before), probe, unit_roundoff(precision))
+        readings = candidates(view, block, probe.before, memo.get("mlp way"))
+        best = _best(readings, probe, unit_roundoff(precision))
         if best is not None:
-            return best
+            memo["mlp way"], found = best
+            return found
     return fail(
         f"MLP of block {layer} of {view.name}",
         expected="what its module gives for a norm of the stream",
@@ -225,18 +229,29 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
 
 
 Found = TypeVar("Found", bound=MLPSpec | MLPModule)
+Way = tuple[int, ...]
+"""Which of its choices a reading takes, by number: 0 is the likeliest one."""
 
 
-def _best(candidates: Iterator[Found], probe: _Probe, roundoff: float) -> Found | None:
+def _ways(sizes: tuple[int, ...], likeliest: Way | None) -> list[Way]:
+    """All readings, those that depart least from the likeliest choices first. ``likeliest`` is what
+    fitted the block before: blocks are alike."""
+    ways = product(*map(range, sizes))
+    return sorted(ways, key=lambda way: (way != likeliest, sum(way)))
+
+
+def _best(
+    candidates: Iterator[tuple[Way, Found]], probe: _Probe, roundoff: float
+) -> tuple[Way, Found] | None:
     """The nearest candidate to the output of the probe (the first within rounding), ``None`` where
     none comes near."""
     rounding = reconstruction_bound(roundoff, float(probe.output.abs().max()))
     best, least = None, torch.inf
-    for candidate in candidates:
+    for way, candidate in candidates:
         read = probe.before if candidate.parallel else probe.after
         error = float((candidate.apply(read) - probe.output).abs().max())
         if error < 0.99 * least:  # ties go to the earlier candidate
-            best, least = candidate, error
+            best, least = (way, candidate), error
         if least <= rounding:
             break
     # two products of matrices and an activation round more than one product; 1e-5 is for outputs
@@ -244,8 +259,10 @@ def _best(candidates: Iterator[Found], probe: _Probe, roundoff: float) -> Found 
     return best if least <= 8 * rounding + 1e-5 else None
 
 
-def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
-    """Readings of an MLP, the likeliest first."""
+def _candidates(
+    view: ModelView, block: object, h: Tensor, likeliest: Way | None
+) -> Iterator[tuple[Way, MLPSpec]]:
+    """Readings of an MLP by its matrices."""
     mlp = part(block, "mlp")
     W_in, W_gate, W_out = (part(mlp, name) for name in ("W_in", "W_gate", "W_out"))
     if W_in is None or W_out is None or W_in.dim() != 2:
@@ -265,40 +282,57 @@ def _candidates(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         biases.append((no_bias, b_out + b_in @ W_out.to(h)))
     # what the configuration calls the activation is tried first, and believed only if it fits
     configured = str(getattr(view._model.cfg, "act_fn", ""))
+    configured = CONFIGURED.get(configured, configured)
     activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
+    b_gate = bias("b_gate", width) if gated else b_in
     before, after = _norms(view, block, h)
-    for norm_after, parallel, activation, (b_in, b_out), norm_before in product(
-        after, (False, True), activations, biases, before
-    ):
-        yield MLPSpec(
-            before=norm_before,
-            after=norm_after,
-            parallel=parallel,
-            activation=activation,
-            stored_gate=first,
-            b_gate=bias("b_gate", width) if gated else b_in,
-            stored_in=W_in if gated else None,
-            b_in=b_in if gated else None,
-            stored_out=W_out,
-            b_out=b_out,
+    sizes = (len(after), 2, len(activations), len(biases), len(before))
+    for way in _ways(sizes, likeliest):
+        norm_after, parallel, activation, biased, norm_before = way
+        b_in, b_out = biases[biased]
+        yield (
+            way,
+            MLPSpec(
+                before=before[norm_before],
+                after=after[norm_after],
+                parallel=bool(parallel),
+                activation=activations[activation],
+                stored_gate=first,
+                b_gate=b_gate,
+                stored_in=W_in if gated else None,
+                b_in=b_in if gated else None,
+                stored_out=W_out,
+                b_out=b_out,
+            ),
         )
 
 
-def _modules(view: ModelView, block: object, h: Tensor) -> Iterator[MLPModule]:
-    """Readings of an MLP as its own module, the likeliest first."""
+def _modules(
+    view: ModelView, block: object, h: Tensor, likeliest: Way | None
+) -> Iterator[tuple[Way, MLPModule]]:
+    """Readings of an MLP as its own module."""
     before, after = _norms(view, block, h)
-    for norm_after, parallel, norm_before in product(after, (False, True), before):
-        yield MLPModule(
-            before=norm_before, after=norm_after, parallel=parallel, module=part(block, "mlp")
+    for way in _ways((len(after), 2, len(before)), likeliest):
+        norm_after, parallel, norm_before = way
+        yield (
+            way,
+            MLPModule(
+                before=before[norm_before],
+                after=after[norm_after],
+                parallel=bool(parallel),
+                module=part(block, "mlp"),
+            ),
         )
 
 
 def _norms(
     view: ModelView, block: object, h: Tensor
 ) -> tuple[list[NormWeights], list[NormWeights]]:
-    """Readings of the norms of an MLP's input and of its output."""
+    """Readings of the norms of an MLP's input and of its output, the likeliest first."""
     norm = view._layers.parameters.norm_candidates
     no_norm = list(norm(None, h))
     before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
-    after = [n for name in ("ln2_post", "ln2") for n in norm(part(block, name), h) if n.norm_type]
-    return [*before, *no_norm], [*no_norm, *after]
+    after_post, after_ln2 = (
+        [n for n in norm(part(block, name), h) if n.norm_type] for name in ("ln2_post", "ln2")
+    )
+    return [*before, *no_norm], [*after_post, *no_norm, *after_ln2]

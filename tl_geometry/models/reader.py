@@ -14,6 +14,7 @@ import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def view(model: Any) -> ModelView:
     return ModelView(
         name=name,
         class_name=class_name,
-        library=f"transformer_lens {importlib.metadata.version('transformer-lens')}",
+        library=f"transformer_lens {_library_version()}",
         processed=_processed(model, class_name),
         fingerprint=digits,
         n_layers=len(model.blocks),
@@ -124,6 +125,12 @@ def view(model: Any) -> ModelView:
         _layers=layers,
         _refresh=_refreshed,
     )
+
+
+@cache
+def _library_version() -> str:
+    """TransformerLens's version, which is read from a file of its installation."""
+    return importlib.metadata.version("transformer-lens")
 
 
 def _refreshed(seen: ModelView) -> ModelView:

@@ -31,6 +31,7 @@ OWN = (
     "tl_geometry.models.forward",
 )
 """Modules whose hooks are no user's: they belong to a model, or to the pass that asks."""
+_OWN_PREFIXES = tuple(name if name.endswith(("Hooked", ".")) else f"{name}." for name in OWN)
 GLOBAL = "every module"
 """The name given to torch's global hooks."""
 Table = dict[int, Any]
@@ -47,9 +48,7 @@ def home(hook: Any) -> str:
 
 def foreign(hook: Any) -> bool:
     """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
-    return not f"{home(hook)}.".startswith(
-        tuple(own if own.endswith(("Hooked", ".")) else f"{own}." for own in OWN)
-    )
+    return not f"{home(hook)}.".startswith(_OWN_PREFIXES)
 
 
 def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
@@ -74,20 +73,26 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """All modules with their names, each once; of a bridge also those of the model that it was made
     from."""
     seen: set[int] = set()
-    for prefix, root in (("", model), ("original_model", getattr(model, "original_model", None))):
-        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            if id(module) not in seen:
-                seen.add(id(module))
-                steps = [prefix, *path.split(".")]
-                yield ".".join(p for p in steps if p not in ("", "_original_component")), module
+    # named_modules would pass each module up through all levels above it, which takes longer
+    pending = [("original_model", getattr(model, "original_model", None)), ("", model)]
+    while pending:
+        name, module = pending.pop()
+        if isinstance(module, nn.Module) and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+            for step, child in reversed(module._modules.items()):
+                called = f"{name}.{step}".lstrip(".") if step != "_original_component" else name
+                pending.append((called, child))
 
 
 def names_of(model: Any) -> tuple[str, ...]:
     """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
-    path."""
-    # a point has several names: the last one, TransformerLens's alias, stays
-    points = {id(point._forward_hooks): name for name, point in model.hook_dict.items()}
+    path; and the ``forward``s that a user has replaced."""
     tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
+    # asked only where it is needed, since a bridge makes its list of points anew each time; a point
+    # has several names: the last one, TransformerLens's alias, stays
+    listed = model.hook_dict.items() if tables else ()
+    points = {id(point._forward_hooks): name for name, point in listed}
     places = {points.get(table, name) or type(model).__name__ for name, table in tables}
     return tuple(sorted(places.union(replaced_forwards(model))))
 
