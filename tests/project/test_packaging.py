@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 YOUR_MODEL = ROOT / "docs" / "guide" / "your_model.md"
@@ -141,6 +142,18 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert recipe.count("  sha256: SHA256\n") == 1
     assert "s/SHA256/" in workflow
+
+
+def test_what_the_host_reads_can_be_read_and_only_a_published_release_uploads() -> None:
+    files = [*(ROOT / ".github").rglob("*.y*ml"), ROOT / ".pre-commit-config.yaml"]
+    read = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    assert {"checks.yml", "site.yml", "release.yml"} <= set(read)
+    jobs = read["release.yml"]["jobs"]
+    uploading = [n for n, job in jobs.items() if "id-token" in job.get("permissions", {})]
+    assert uploading == ["publish"]
+    assert jobs["publish"]["if"] == "github.event_name == 'release'"
+    with pytest.raises(yaml.YAMLError):  # a colon in a command that is not quoted
+        yaml.safe_load('run: grep "date: today" file')
 
 
 def test_the_version_and_its_date_are_the_same_everywhere() -> None:
