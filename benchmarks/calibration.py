@@ -23,7 +23,7 @@ from benchmarks import (
 from benchmarks.calibration_outcomes import Outcome, markdown
 from benchmarks.harness import Row
 
-SCALE = {"smoke": 0.01, "cpu": 1.0, "gpu": 1.0}
+SCALE = {"smoke": 0.001, "cpu": 1.0, "gpu": 1.0}
 """Share of the repeats of the table."""
 LEAST = 4
 """Repeats at least, of which a spread is a number."""
