@@ -119,8 +119,9 @@ def test_a_figure_keeps_its_title_unless_another_is_given() -> None:
 def test_a_report_makes_its_folder_and_says_what_it_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for folder_name, options in (("a/b", {}), ("c/d", {"progress": False})):
-        out = tmp_path / folder_name
+    given: list[dict[str, Any]] = [{}, {"progress": False}]
+    for options in given:
+        out = tmp_path / str(len(options)) / "made"
         request = build.Request(corpus=(tmp_path / "absent.txt",))
         with pytest.raises(GeometryError, match="--corpus: expected existing text files"):
             build.build(request, out, **options)
