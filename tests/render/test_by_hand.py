@@ -10,6 +10,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from torch import Tensor
 
 from tests.modules import copy_of
@@ -86,6 +87,9 @@ def check_flow(module: Any) -> None:
     assert lines["rotation and stretch"] == pytest.approx(own), "held out, as the caption says"
     for name, table in report.baselines.items():
         assert lines[name] == pytest.approx(table.diagonal(1).tolist())
+    with mpl.rc_context(figure.SETTINGS):
+        colours = [to_hex(line.get_color()) for line in axis.lines]
+    assert len(set(colours)) == len(lines) == 4, "the null has a colour of its own"
     axis = module.noise_figure(report).figure.axes[0]
     points = [line.get_ydata().tolist() for line in axis.lines if line.get_marker() == "o"]
     table = report.in_sample["log_variance"]

@@ -21,7 +21,7 @@ from tl_geometry.measures import (
     positional_report,
 )
 from tl_geometry.render import measures as views
-from tl_geometry.render.basis import WORDS, spirals, variance_shares
+from tl_geometry.render.basis import WORDS, gram, spirals, variance_shares
 from tl_geometry.render.figure import some
 
 
@@ -96,6 +96,21 @@ def test_one_axes_is_not_given_several_panels(
     null = dataclasses.replace(anova, ctx_null=anova.shares["ctx"] / 3)
     dashed = variance_shares(null).figure.axes[0].lines[-1]
     assert np.allclose(np.asarray(dashed.get_ydata()), (anova.shares["ctx"] / 3).numpy())
+    assert variance_shares(null).null.startswith("Dashed: ")
+    assert variance_shares(anova).null.startswith("No null is drawn: ")
+
+
+def test_cosines_of_positions_and_contexts_have_one_scale(basis: PositionContext) -> None:
+    image = gram(basis, 1).figure.axes[0].images[0]
+    by_document = [*range(0, 16, 2), *range(1, 16, 2)]
+    assert basis.ctx is not None
+    vectors = torch.cat([basis.pos[1], basis.ctx[1, by_document]])
+    cosines = torch.cosine_similarity(vectors[:, None], vectors[None], dim=-1)
+    assert np.allclose(np.asarray(image.get_array()), cosines, atol=1e-6)
+    alike, unlike, opposite = image.to_rgba(np.array([1.0, 0.0, -1.0]))
+    assert alike[0] > 2 * alike[2]
+    assert opposite[2] > 2 * opposite[0]
+    assert min(unlike) > 0.95, "white"
 
 
 def test_few_states_are_chosen_at_even_distances() -> None:

@@ -14,6 +14,7 @@ import torch
 import tl_geometry as tlg
 from tests.browser import Browser, without_policy
 from tl_geometry import render
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.render import circuitsvis, head_view
 from tl_geometry.render.figure import View
@@ -45,6 +46,19 @@ ENDS = {
 TABLE = Numbers(provenance=Provenance())
 
 
+class Empty(Numbers):
+    def rows(self) -> list[list[object]]:
+        return []
+
+
+class Unmeasured(Numbers):
+    def columns(self) -> list[str]:
+        return ["layer", "head"]
+
+    def rows(self) -> list[list[object]]:
+        return [row[:2] for row in super().rows()]
+
+
 @cache
 def swept() -> SweepTable:
     model = tlg.zoo.embedded()
@@ -69,6 +83,13 @@ def check_bar(drawn: View, low: float, high: float, *, pointed: bool = False) ->
 def test_the_image_of_a_column(column: str) -> None:
     beyond = column == "gs_pos-pos"
     check_bar(head_view.head_grid(TABLE, column), *ENDS[column], pointed=beyond)
+
+
+def test_a_table_without_rows_or_without_numbers_is_refused() -> None:
+    with pytest.raises(GeometryError, match="table: expected one row per layer and head"):
+        render.heads(Empty(provenance=Provenance()))
+    with pytest.raises(GeometryError, match="table: expected a column of numbers"):
+        render.heads(Unmeasured(provenance=Provenance()))
 
 
 @pytest.mark.parametrize("share", ["cs", "gs"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 import tl_geometry as tlg
 from tests.browser import HOSTILE, payload
@@ -184,6 +185,21 @@ def test_a_size_is_kept_by_coarser_steps_then_by_blocks(monkeypatch: pytest.Monk
     )
     with pytest.raises(GeometryError, match=expected):
         render.split(split)
+
+
+def test_cells_beyond_either_end_of_the_scale_have_a_colour_of_their_own() -> None:
+    split = synthetic(1, 30)
+    q = split.q.clone()
+    q[:, 0, 20] *= 50
+    split = dataclasses.replace(split, q=q)
+    view = render.split(split)
+    top = payload(view)["limit"]
+    drawn = draw_panels(split, panels_of(split, None))
+    scores = drawn.values[0, :-1, drawn.allowed[0]]
+    sheet: Any = view.image().figure.axes[0].images[0].get_array()
+    for colour, beyond in zip(split_view.BEYOND, (scores > top, scores < -top), strict=True):
+        painted = (sheet[..., :3] == np.round(255 * np.array(to_rgb(colour)))).all(-1)
+        assert painted.sum() == int(beyond.sum()) > 0
 
 
 def test_caption_says_scale_saturation_closing_and_holes() -> None:

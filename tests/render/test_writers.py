@@ -19,6 +19,11 @@ def test_the_composition_and_its_graph() -> None:
     texts = {text.get_text() for text in view.figure.axes[0].texts}
     edges = found.edges(n=12)
     assert texts == {name for edge in edges for name in edge[:2]}
+    axis = view.figure.axes[0]
+    columns = [*axis.get_xticks(), *(text.get_position()[0] for text in axis.texts)]
+    first, last = axis.get_xlim()
+    assert first <= min(columns) - 0.5, "a name has room for its left half"
+    assert last >= max(columns) + 0.5
     assert "12 strongest" in view.caption
     assert set(found.to_networkx(n=12)) == texts
 

@@ -7,6 +7,7 @@ import re
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,17 +20,17 @@ from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.interventions.causal import Dominance
 from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import basis as basis_section
-from tl_geometry.report import findings
+from tl_geometry.report import findings, massive
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
 from tl_geometry.report.origin import plain
-from tl_geometry.report.section import Draft
+from tl_geometry.report.section import Draft, FigureBlock
 
 
 def check_nulls(module: Any) -> None:
     """Gibberish is the null's tokens, untrained the null's model."""
     seen: list[Any] = []
-    module.gibberish = lambda model, n, length, prepend_bos, seed: ("noise", n, length)
+    module.gibberish = lambda model, n, length, prepend_bos, seed: ("noise", n, length, prepend_bos)
     module.trajectories = lambda model, ids, progress: (model, ids)
 
     def compared(ensembles: Any) -> Result:
@@ -43,16 +44,37 @@ def check_nulls(module: Any) -> None:
         yield f"untrained {model}"
 
     module.reinitialized = untrained
-    analysis = SimpleNamespace(view=SimpleNamespace(bos_id=None), model="model", seed=0)
-    chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
-    module._nulls(Draft("flow"), analysis, chunks, "own")
-    assert seen == [
-        {
+    for bos_id, has_bos in ((None, False), (None, True), (7, False), (7, True)):
+        analysis = SimpleNamespace(view=SimpleNamespace(bos_id=bos_id), model="model", seed=0)
+        chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=has_bos)
+        module._nulls(Draft("flow"), analysis, chunks, "own")
+        assert seen.pop() == {
             "text": "own",
-            "gibberish": ("model", ("noise", 3, 5)),
+            "gibberish": ("model", ("noise", 3, 5, bos_id == 7 and has_bos)),
             "untrained": ("untrained model", chunks),
         }
-    ]
+
+
+def check_maps(module: Any) -> None:
+    """The maps are fitted with the seed of the report."""
+    module.flow_report = module.views = Mock()
+    module._maps(Mock(), SimpleNamespace(seed=5), "own")
+    module.flow_report.assert_called_once_with("own", seed=5)
+
+
+def check_outputs(module: Any) -> None:
+    """Outputs are read where there are next tokens to predict, and are a card elsewhere."""
+    module._truncated = lambda draft, *given: draft.say("truncated")
+    module._skips = lambda draft, *given: draft.say("skipped")
+    chunks = TokenWindows(tokens=torch.zeros(3, 5, dtype=torch.int64), has_bos=False)
+    for causal, head_trained in ((True, True), (True, False), (False, True), (False, False)):
+        draft = Draft("flow")
+        view = SimpleNamespace(causal=causal, head_trained=head_trained)
+        module._outputs(draft, SimpleNamespace(view=view), chunks)
+        both = causal and head_trained
+        assert draft.section().text == (["truncated", "skipped"] if both else [])
+        left_out = [card.status for card in draft.section().cards]
+        assert left_out == ([] if both else ["left out"])
 
 
 def numbers(text: str) -> list[float]:
@@ -92,6 +114,19 @@ def check_anova(module: Any) -> None:
     shares = [100 * float(null.anova().shares["ctx"][1]), float(table.ctx_agreement[1])]
     assert numbers(spliced) == pytest.approx(shares, abs=0.051)
     assert section.tables["anova"].rows()[1][:2] == table.rows()[1][:2]
+
+
+def check_massive(module: Any) -> None:
+    """The figure and the table of the state in which the largest tokens hold most."""
+    h = torch.rand(3, 16, 6, 5, generator=torch.Generator().manual_seed(0)) + 1
+    h[1, 4, 2] *= 1000
+    draft = Draft("basis")
+    module.add(draft, SimpleNamespace(basis=decompose_activations(h)), None)
+    section = draft.section()
+    (figure,) = (block for block in section.blocks if isinstance(block, FigureBlock))
+    assert figure.key == "figure-massive"
+    assert "of the sum of squares of state 1" in figure.text
+    assert list(section.tables) == ["massive_tokens"]
 
 
 def effects(*, better: float, apart: float = 0.01) -> Dominance:
@@ -162,8 +197,13 @@ def check_heads(module: Any) -> None:
         assert float(mass[1]) == pytest.approx(100 * float(table.dropped_mass[i]), rel=0.01)
 
 
-def test_nulls_and_sentences_by_hand() -> None:
-    check_nulls(copy_of(flow_section))
+def test_trajectories_and_massive_tokens_by_hand() -> None:
+    for check in (check_nulls, check_maps, check_outputs):
+        check(copy_of(flow_section))
+    check_massive(copy_of(massive))
+
+
+def test_sentences_by_hand() -> None:
     check_anova(copy_of(basis_section))
     check_dominance(copy_of(findings))
     check_heads(copy_of(heads_section))

@@ -16,15 +16,16 @@ import torch
 
 import tl_geometry as tlg
 from tl_geometry import cli
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
-from tl_geometry.render.figure import View
+from tl_geometry.render.figure import View, canvas
 from tl_geometry.report import build, page
 from tl_geometry.report import folder as report_folder
 from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Card, Section, TableBlock
+from tl_geometry.report.section import Card, Draft, Section, TableBlock
 from tl_geometry.report.tables import Table
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
@@ -92,6 +93,40 @@ def test_sections_are_one_mechanism() -> None:
     assert "<title>a&lt;b</title>" in body
     assert 'href="#t-u"' in body
     assert "source &lt;1&gt;" in body
+
+
+def test_the_overview_stands_at_the_end_and_only_errors_are_failures(tmp_path: Path) -> None:
+    names = ("overview", "weights", "flow")
+    made = report_folder.Folder(tmp_path, "model", names=names)
+    for name in names:
+        made.add(name, Section(title=f"The {name}", blocks=["text"]))
+    assert made.finish()["failed"] == {}
+    page_text = (tmp_path / "report.html").read_text()
+    headings = re.findall(r"<h2>(The \w+)</h2>", page_text)
+    assert headings == ["The weights", "The flow", "The overview"]
+
+
+def test_a_figure_keeps_its_title_unless_another_is_given() -> None:
+    draft = Draft("Title")
+    draft.draw(View(canvas()[0], title="Its own"))
+    draft.draw(View(canvas()[0], title="Its own"), title="Another")
+    own, other = draft.section().blocks
+    assert "<b>Its own</b>" in own.text
+    assert "<b>Another</b>" in other.text
+    assert "Its own" not in other.text
+
+
+def test_a_report_makes_its_folder_and_says_what_it_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[dict[str, Any]] = [{}, {"progress": False}]
+    for options in given:
+        out = tmp_path / str(len(options)) / "made"
+        request = build.Request(corpus=(tmp_path / "absent.txt",))
+        with pytest.raises(GeometryError, match="--corpus: expected existing text files"):
+            build.build(request, out, **options)
+        assert out.is_dir()
+        assert ("loading the model" in capsys.readouterr().err) == (not options)
 
 
 def command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
