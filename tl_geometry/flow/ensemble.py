@@ -136,8 +136,8 @@ class Trajectories(Result):
                 noise = (-law.alpha, law.rate)
             elif law.rate <= 0:
                 noise = (0.0, 0.0)
-                negative = f"noise law has lambda {law.rate:.3g} < 0: no noise"
-                provenance = provenance.flagged(negative)
+                none = f"noise law has lambda {law.rate:.3g}, not above 0: no noise"
+                provenance = provenance.flagged(none)
         return LangevinModel.fit(
             self.X, noise=noise, align=align, times=self.times, provenance=provenance
         )
