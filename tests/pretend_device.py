@@ -279,6 +279,9 @@ def moved_after_a_look() -> None:
         "edges": lambda: tlg.interventions.edge_necessity(
             model, rows[:4], "L0H0", "L1H0", controls=1
         ),
+        "truncated": lambda: tlg.flow.truncation_kl(
+            model, rows, tlg.trajectories(model, rows, progress=False), K=(2,), progress=False
+        ),
     }
     for name, step in steps.items():
         step()

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import tl_geometry as tlg
 from tests.reports import model_directory
 from tl_geometry import zoo
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.cli import app
-from tl_geometry.decomposition import stream_pass
+from tl_geometry.decomposition import from_model, stream_pass
 from tl_geometry.decomposition.stream_pass import forward_states
 from tl_geometry.report import Analysis, build
 from tl_geometry.report import basis as basis_section
@@ -153,6 +154,32 @@ def test_fit_runs_batches_of_the_size_asked_for(
     done = CliRunner().invoke(app, ["fit", *options, "--out", str(tmp_path / "basis.safetensors")])
     assert done.exit_code == 0, done.output
     assert seen == sizes
+
+
+def test_a_checkpoint_that_is_gone_when_fit_ends_is_no_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decompose = from_model.decompose
+
+    def deleting(*args: Any, checkpoint: Path, **options: Any) -> tlg.PositionContext:
+        basis = decompose(*args, checkpoint=checkpoint, **options)
+        checkpoint.unlink()
+        return basis
+
+    monkeypatch.setattr(from_model, "decompose", deleting)
+    options = ["--corpus", str(text), "--contexts", "3", "--length", "8", "--quiet"]
+    done = CliRunner().invoke(app, ["fit", *options, "--out", str(tmp_path / "a.safetensors")])
+    assert done.exit_code == 0, done.output
+    assert "a.safetensors" in done.output
+
+
+def test_windows_have_at_least_two_tokens_and_at_most_those_of_the_model(text: Path) -> None:
+    view = tlg.view(zoo.embedded())
+    for length in (2, view.n_ctx):
+        inputs = Inputs(corpus=(text,), contexts=3, length=length)
+        assert inputs.windows(view, inputs.texts()).tokens.shape == (3, length)
+    with pytest.raises(GeometryError, match=f"--length: expected 2 to {view.n_ctx} tokens"):
+        Inputs(corpus=(text,), length=view.n_ctx + 1).tokens(view)
 
 
 @pytest.fixture(scope="module")

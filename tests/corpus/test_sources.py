@@ -246,6 +246,16 @@ def test_every_form_of_ids_gives_the_same_basis(model: Any, windows: tlg.TokenWi
         assert torch.equal(found.token_hashes, whole.token_hashes), name
 
 
+def test_windows_keep_their_tokens_and_labels_when_the_given_tensors_change() -> None:
+    ids, labels = torch.arange(6).view(2, 3), torch.tensor([0, 1])
+    rows = tlg.TokenWindows(tokens=ids, has_bos=False, labels=labels)
+    ids.fill_(9)
+    labels.fill_(9)
+    assert rows.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert rows.labels is not None
+    assert rows.labels.tolist() == [0, 1]
+
+
 def test_windows_are_selected_as_arrays_are(windows: tlg.TokenWindows) -> None:
     mask = torch.zeros(8, dtype=torch.bool)
     mask[[2, 5]] = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -280,6 +281,17 @@ def test_any_part_of_a_file_is_that_of_its_text(
     for start in range(len(text)):
         for stop in (start, start + 1, start + 9, len(text)):
             assert file.read(0, start, stop) == text[start:stop]
+
+
+def test_a_file_is_not_held(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", 10**6)
+    tracemalloc.start()
+    try:
+        file = TextFile(path)
+        assert len(file.read(0, 900_000, 900_100)) == 100
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_byte_that_is_no_text_is_named_by_its_offset(model: Any, tmp_path: Path) -> None:

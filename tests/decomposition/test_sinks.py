@@ -385,6 +385,9 @@ def test_the_same_shard_twice_is_refused() -> None:
     merged = PositionContext.merge([first, second])
     assert merged.token_hashes is not None
     assert len(merged.token_hashes) == merged.contexts == 24
+    hashes = [part.provenance.token_hash for part in (first, second)]
+    assert merged.provenance.token_hash == "+".join(map(str, hashes))
+    assert PositionContext.merge([first]).provenance.token_hash == hashes[0]
     for parts, text in (
         ([first, first], "parts 0 and 1 with the same sums"),
         ([first, second, third], "6 contexts that are in parts 0 and 2"),

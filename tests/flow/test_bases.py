@@ -580,6 +580,15 @@ def test_the_planted_layer_is_the_only_anomaly():
     assert bool(torch.isnan(layer_anomalies(values[:3, :3]).z).all())  # too few layers to say
 
 
+def test_one_layer_that_deviates_where_all_others_agree_is_infinitely_far():
+    values = torch.zeros(9, 9).double()
+    values[:, 5] = 7
+    values[~torch.ones(9, 9).triu(1).bool()] = math.nan
+    found = layer_anomalies(values)
+    assert found.z[1:].tolist() == [math.inf if b == 5 else 0 for b in range(1, 9)]
+    assert found.flagged.nonzero().flatten().tolist() == [5]
+
+
 @pytest.mark.parametrize("states", [5, 11, 23])
 def test_one_null_run_in_twenty_flags_any_layer(states: int):
     """Another generator draws the deviations; the fixed limit of 3.5 of before fails the bound."""

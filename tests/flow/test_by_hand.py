@@ -76,6 +76,9 @@ def check_isotropy(module: Any) -> None:
     for name in ("variance_cv", "correlation", "participation"):
         assert mean(name) == pytest.approx(mean(f"{name}_chance"), rel=0.05), name
     assert sum(f.sphericity_p < 0.05 for f in found) < 12
+    x = draw(9, 4)
+    correlations = np.abs(np.corrcoef(x.numpy().T))[np.triu_indices(4, 1)]
+    assert module.isotropy_tests(x).correlation == pytest.approx(correlations.mean())
     x = draw(n, d, seed=1)
     x[:, 0] *= 2
     assert module.isotropy_tests(x).sphericity_p < 1e-3

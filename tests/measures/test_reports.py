@@ -207,6 +207,17 @@ def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
     assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
 
 
+@pytest.mark.parametrize("contexts", [2, 5, 7, 8, 21])
+def test_noise_of_the_weights_is_that_of_the_mean_over_all_contexts(contexts: int) -> None:
+    """Of an even and an odd number of groups, and of groups of different sizes."""
+    bare = basis_of(gaussian(3, 1, contexts, POSITIONS, D))
+    weights, counts = delete_group.noise_weights(bare, 9, seed=0), bare.group_counts.double()
+    variance = weights.square() @ counts / (weights.abs() @ counts).square()
+    assert (variance * contexts).tolist() == pytest.approx([1] * 9, abs=0.05)
+    assert (weights @ counts).tolist() == pytest.approx([0] * 9)  # what all share cancels
+    assert len(weights.sign().unique(dim=0)) > 1
+
+
 def test_report_is_deterministic_saved_and_tabulated(
     basis: PositionContext, report: position_report.PositionalReport, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def on_the_device(*what: str) -> str:
 
 
 def test_a_model_moved_to_another_device_after_a_look() -> None:
-    words = ["mixed", "together", "weights", "readout", "edges", "removed"]
+    words = ["mixed", "together", "weights", "readout", "edges", "truncated", "removed"]
     assert on_the_device("moved").split() == words
 
 

@@ -110,7 +110,7 @@ def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor
     generator = torch.Generator().manual_seed(seed)
     for row in weights:
         order = used[torch.randperm(len(used), generator=generator)]
-        plus, minus = order[:half], order[half : 2 * half]
+        plus, minus = order[:half], order[half:]
         row[plus] = 1.0
         # both halves get the same total weight, so that what they have in common cancels
         row[minus] = -basis.group_counts[plus].sum().double() / basis.group_counts[minus].sum()
