@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.tiny import D, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
+from tl_geometry.circuits import features
 from tl_geometry.circuits.dictionaries import dictionary
 from tl_geometry.circuits.features import FeatureShares, feature_shares
 from tl_geometry.models import view
@@ -113,6 +114,25 @@ class Autoencoder:
 
     def decode(self, activations: Tensor) -> Tensor:
         return (activations @ self.W_dec + self.b_dec) * self.std + self.mu
+
+
+def test_a_head_is_left_out_by_its_scores_and_not_by_its_gains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, plain = tiny("bridge", "gpt2"), features.score_cotangents
+    for more in (0.5, 1.5):
+
+        def floored(*given: Any, more: float = more) -> Any:
+            cotangents = plain(*given)
+            scores, gains = cotangents.total.sum(1)
+            assert bool((gains < scores).all())
+            return cotangents._replace(floor=gains + more * (scores - gains))
+
+        monkeypatch.setattr(features, "score_cotangents", floored)
+        found = shares(model, orthonormal(model))
+        for share in (found.cs, found.gs):
+            assert bool(share.isnan().all()) == (more > 1)
+            assert bool(share.isnan().any()) == (more > 1)
 
 
 @pytest.mark.parametrize("normalization", ["none", "constant_norm_rescale", "layer_norm"])

@@ -108,6 +108,9 @@ def test_edges_sum_to_their_node_and_to_what_it_wrote(architecture: str) -> None
     writes = ~is_logit & (graph.positions >= 0)
     assert float((outgoing - graph.values)[writes].abs().max()) < bound
     assert bool(graph.head_moved.any())  # a vacuous sum would pass everything above
+    # what is written behind the last pattern moves none
+    assert not graph.head_moved[-1].any()
+    assert not graph.mlp_moved[-1].any()
     assert float(graph.weights[graph.edge_types > 0].abs().max()) > 1e3 * bound
 
 

@@ -17,6 +17,7 @@ from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.results import Provenance
 from tl_geometry.interventions import HeadKnockouts, head_knockouts, knockouts, remove_heads
 from tl_geometry.models import view
+from tl_geometry.models.model_view import ModelView
 
 PROMPTS = tokens(batch=4, length=12, seed=4)
 REFERENCE = tokens(batch=5, length=14, seed=5)
@@ -86,6 +87,26 @@ def test_effects_are_those_of_one_knockout_at_a_time(
         assert float((table.effects[row] - effect).abs().max()) < bound
         assert float(effect.abs().max()) > 50 * bound
     assert torch.equal(measured(model, metric), clean)
+
+
+def test_a_pass_takes_the_rows_that_fit_and_shows_no_progress_unasked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows: list[int] = []
+    logits = ModelView.logits
+
+    def counted(self: ModelView, tokens: Tensor, *given: Any) -> Tensor:
+        rows.append(len(tokens))
+        return logits(self, tokens, *given)
+
+    with (
+        mock.patch.object(ModelView, "logits", counted),
+        mock.patch.object(knockouts, "output_batch", return_value=3),
+    ):
+        options: dict[str, Any] = {"heads": SETS, "by": "zero", "controls": 0}
+        head_knockouts(model_of("gpt2"), PROMPTS, "loss", progress=False, **options)
+    assert rows == [3, 1] * 3  # the clean run and two knockouts
+    assert capsys.readouterr().err == ""
 
 
 def test_controls_are_random_sets_of_as_many_other_heads() -> None:

@@ -3,6 +3,7 @@ planted structure carries the loss."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.interventions import effects
 from tl_geometry.interventions.offsets import OffsetReplacement, offset_diagonals
 from tl_geometry.interventions.surrogates import (
     PARTS,
@@ -25,12 +27,31 @@ from tl_geometry.interventions.surrogates import (
     surrogate_effect,
 )
 from tl_geometry.models.live_edits import score_of
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 
 MODELS = [("bridge", a) for a in ("gpt2", "opt", "bert", "bloom", "gpt-neo")] + (
     [("hooked", "gpt2"), ("hooked", "bert")] if HAS_HOOKED else []
 )
+
+
+def test_no_batch_holds_a_single_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap takes its term from another prompt of the batch."""
+    plain, prompts = effects.log_probabilities, []
+
+    def counted(seen: ModelView, ids: Tensor, *given: Any, **options: Any) -> Tensor:
+        prompts.append(len(ids))
+        return plain(seen, ids, *given, **options)
+
+    monkeypatch.setattr(effects, "log_probabilities", counted)
+    monkeypatch.setattr(effects, "output_batch", lambda *_, **__: 1)
+    model, ids = tiny("bridge", "gpt2"), tokens(batch=5, length=8)
+    every = torch.ones_like(ids, dtype=torch.bool)
+    losses, _ = effects.measure_effects(tlg.view(model), ids, [nullcontext], counted=every)
+    assert prompts == [3, 2]
+    close(losses[0].float(), next_token_losses(model(ids).detach(), ids).mean(1), 1e-5)
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:

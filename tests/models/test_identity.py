@@ -373,6 +373,19 @@ def test_an_untrained_control_is_another_model_until_its_block_ends() -> None:
         tlg.decompose(control, tokens(), progress=False)
 
 
+def test_an_untrained_control_has_random_matrices_gains_of_one_and_no_biases() -> None:
+    model = from_hf(hf_model("gpt2"), None)
+    with tlg.models.reinitialized(model, std=0.5):
+        for module in model.original_model.modules():
+            for leaf, value in module.named_parameters(recurse=False):
+                if leaf == "bias":
+                    assert not value.any()
+                elif isinstance(module, nn.LayerNorm):
+                    assert bool((value == 1).all())
+                else:
+                    assert float(value.detach().std()) == pytest.approx(0.5, rel=0.1)
+
+
 # --------------------------------------------------------------------------------------------------
 # ----- hooks of others
 

@@ -16,7 +16,7 @@ from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.transfer import floats
-from tl_geometry.models import attention_spec, from_hf, infer, layers, view
+from tl_geometry.models import attention_spec, from_hf, infer, layers, verify, view
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
@@ -70,6 +70,14 @@ def test_clean_runs_stay_well_inside(architecture: str, dtype: str) -> None:
             assert max(x.reconstruction.worst for x in layers_of(seen, tokens(seed=seed))) < (
                 0.8 if dtype == "bfloat16" else 0.5
             )
+
+
+def test_scores_that_a_float64_model_computes_in_float32_are_judged_as_such() -> None:
+    model = tiny(loadable("gptj")[0][0], "gptj", dtype=torch.float64)
+    for layer in layers_of(view(model), tokens()):
+        (q, q_bound), (error, bound) = (layer.reconstruction.checks[n] for n in ("q", "pattern"))
+        assert q < 2**-29 * q_bound  # its queries are float64: their error passes that bound
+        assert 2**-29 * bound < error < bound
 
 
 def checked(layer: LayerView) -> ReconstructionReport:
@@ -169,6 +177,18 @@ def test_another_eps_of_the_norm_is_refused(
     )
     with pytest.raises(ReconstructionError, match=r"[qk] off by"):
         layers_of(seen, tokens())
+
+
+@pytest.mark.parametrize("cells", [1, verify.CHUNK])
+def test_every_head_is_compared(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CHUNK", cells)
+    layer = layers_of(view(tiny("bridge", "gpt2")), tokens())[1]
+    assert layer.scores is not None
+    for head in range(layer.scores.shape[1]):
+        scores = layer.scores.clone()
+        scores[:, head] += 1
+        error, _ = checked(dataclasses.replace(layer, scores=scores)).checks["scores"]
+        assert error == pytest.approx(1, rel=1e-3)
 
 
 def test_a_pattern_that_does_not_sum_to_one_is_refused() -> None:

@@ -19,7 +19,7 @@ from tests.scores.dense import share_sums_dense, terms
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
-from tl_geometry.scores import shapes
+from tl_geometry.scores import shapes, sums
 from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.sums import (
     BLOCK,
@@ -139,6 +139,21 @@ def test_what_softmax_ignores_the_shares_ignore(seed: int) -> None:
     assert not torch.allclose(changed.cs, share_sums(q, k).pooled().cs, atol=1e-3), (
         "the same shift of the queries is not a gauge"
     )
+
+
+def test_a_working_set_bounds_the_contexts_that_are_split_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, contexts = sums._sums, []
+
+    def counted(q: Tensor, *given: Any, **options: Any) -> ShareSums:
+        contexts.append(q.shape[1])
+        return plain(q, *given, **options)
+
+    monkeypatch.setattr(sums, "_sums", counted)
+    for working_set in (1, 2**30):
+        share_sums(draw(3, 5, 12, 2, 4), draw(3, 5, 12, 2, 4), working_set=working_set)
+    assert contexts == [1] * 5 + [5]
 
 
 def test_sums_merge_in_any_partition() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -234,6 +235,11 @@ def test_refusals() -> None:
     same = tlg.decompose_activations(torch.ones(1, 3, 4, 32).expand(3, -1, -1, -1))
     with pytest.raises(GeometryError, match="basis: expected positional vectors that differ"):
         weight_geometry(model, same)
+    with (
+        mock.patch.object(subspaces, "Subspaces", side_effect=AssertionError("refused too late")),
+        pytest.raises(GeometryError, match="matrix: expected one of 'QK', 'OV'"),
+    ):
+        weight_geometry(model, basis_of(model), "VO")
     with pytest.raises(GeometryError, match="matrix: expected one of 'QK', 'OV'"):
         token_readout(model, matrix="VO")
 
