@@ -48,7 +48,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": lambda x: functional.relu(x).square(),
 }
 """Activations that are tried, by name."""
-CONFIGURED = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh")
+CONFIGURED: dict[str, str] = dict.fromkeys(
+    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
+)
 """What configurations call them, where it is another name."""
 
 
