@@ -1,5 +1,5 @@
-"""The MLPs of a model in half precision are read where they lie: no second copy in float32, and the
-numbers of one."""
+"""MLPs are read in few tries, and those of a model in half precision where they lie: no second copy
+in float32, and the numbers of one."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def test_matrices_are_those_of_the_model(architecture: str, dtype: torch.dtype) 
                 for name in STORED
             }
             assert torch.equal(spec.apply(h), replace(spec, **wide).apply(h))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "most"), [("gpt2", 1), ("llama", 1), ("neox", 4), ("gemma2", 15)]
+)
+def test_likely_readings_are_tried_first_and_what_fits_one_block_at_the_next(
+    architecture: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, apply, tried = view(tiny("bridge", architecture)), MLPSpec.apply, [0] * 2
+
+    def counted(self: MLPSpec, h: Tensor) -> Tensor:
+        tried[layer] += 1
+        return apply(self, h)
+
+    monkeypatch.setattr(MLPSpec, "apply", counted)
+    seen._layers.memo.clear()
+    for layer in range(2):
+        assert mlp_spec(seen, layer) is not None
+    assert tried[0] <= most
+    assert tried[1] == 1
