@@ -42,8 +42,11 @@ ONCE = (
     # generations, and the sections of a report run on the embedded model
     *("circuits/test_edges_smollm2.py", "interventions/test_knockouts_smollm2.py"),
     "interventions/test_edges.py::test_one_edge_carries_induction_in_smollm2",
-    "project/test_examples.py::test_the_rotary_recipe_runs_on_smollm2",
-    "report/test_smollm2.py",
+    *("project/test_examples.py::test_the_rotary_recipe_runs_on_smollm2", "report/test_smollm2.py"),
+    # the notebooks and pages make the calls of the gallery's scripts in both generations
+    "project/test_examples.py::test_the_scripts_of_the_gallery_run",
+    # in both generations, shorter prompts run in blocks and are compared with whole ones
+    "scores/test_long_prompts.py::test_memory_grows_with_the_length_of_a_prompt",
 )
 """Files, and tests of files, that the second run leaves out, because no generation of
 TransformerLens can change what they test, or because others test it there on a smaller scale. A
