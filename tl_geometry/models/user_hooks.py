@@ -87,7 +87,7 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def names_of(model: Any) -> tuple[str, ...]:
     """Where foreign hooks act: hook points as HookedTransformer calls them, other modules by their
-    path; and the ``forward``s that a user has replaced."""
+    path; and each ``forward`` that a user has replaced."""
     tables = [(name, id(table)) for name, table, _ in foreign_tables(model)]
     # asked only where it is needed, since a bridge makes its list of points anew each time; a point
     # has several names: the last one, TransformerLens's alias, stays
