@@ -34,10 +34,29 @@ SLOW = (
 """Files that take a minute or more. One that came last would leave all other workers idle."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first; all others in their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Several machines share the tests: each runs one part."""
+    parser.addoption("--part", metavar="K/N", help="only every Nth file, from the Kth on")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow files first; all others in their order. Of these, one part where that is asked for."""
     rank = {TESTS / name: i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
+    if part := config.getoption("--part"):
+        chosen = in_part(items, part)
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
+
+
+def in_part(items: list[pytest.Item], part: str) -> list[pytest.Item]:
+    """Every Nth file from the Kth on, of ``K/N``: each part gets as many slow files."""
+    which, parts = map(int, part.split("/"))
+    if not 1 <= which <= parts:
+        raise pytest.UsageError(f"--part is K/N with K from 1 to N, not {part}")
+    files = list(dict.fromkeys(item.path for item in items))
+    chosen = set(files[which - 1 :: parts])
+    return [item for item in items if item.path in chosen]
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
+
 from tests.project.test_import_direction import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,4 +34,17 @@ def test_files_that_the_page_names_exist() -> None:
 def test_the_readme_leads_there_and_the_workflow_runs_the_script() -> None:
     assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
-    assert "- run: .ci/run\n" in workflow
+    assert "- run: .ci/run ${{ matrix.part }}\n" in workflow
+
+
+def test_the_parts_of_the_workflow_make_up_the_whole() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
+    matrix = yaml.safe_load(workflow)["jobs"]["checks"]["strategy"]["matrix"]
+    assert sorted(matrix["part"]) == sorted(["readme", *shares("3.9", 4), *shares("4.3", 3)])
+    left_out = [(job["python"], job["part"]) for job in matrix["exclude"]]
+    assert left_out == [("3.12", part) for part in shares("3.9", 4)]
+
+
+def shares(generation: str, parts: int) -> list[str]:
+    """The parts of one generation's tests, as `.ci/run` takes them."""
+    return [f"{generation} {which}/{parts}" for which in range(1, parts + 1)]

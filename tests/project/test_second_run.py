@@ -1,5 +1,5 @@
 """What the second run of the tests leaves out exists and asks nothing of TransformerLens; slow
-files are run first."""
+files are run first; the parts that machines share make up the whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests import conftest
 from tests.__main__ import ONCE
@@ -92,6 +94,21 @@ def test_slow_files_come_first_and_the_others_as_they_were() -> None:
     other: list[Any] = [SimpleNamespace(path=TESTS / name) for name in "ba"]
     items: list[Any] = [other[0], SimpleNamespace(path=second), other[1]]
     items += [SimpleNamespace(path=first), SimpleNamespace(path=second)]
-    conftest.pytest_collection_modifyitems(items)
+    config: Any = SimpleNamespace(getoption=lambda _: None)
+    conftest.pytest_collection_modifyitems(config, items)
     found = [item.path for item in items]
     assert found == [first, second, second, *(item.path for item in other)]
+
+
+def test_parts_share_the_files_and_run_each_once() -> None:
+    items: list[Any] = [SimpleNamespace(path=Path(name), test=i) for i, name in enumerate("aabcdd")]
+    parts = [conftest.in_part(items, f"{which}/3") for which in (1, 2, 3)]
+    assert [[item.path.name for item in part] for part in parts] == [
+        ["a", "a", "d", "d"],
+        ["b"],
+        ["c"],
+    ]
+    assert conftest.in_part(items, "1/1") == items
+    for wrong in ("0/3", "4/3"):
+        with pytest.raises(pytest.UsageError, match="from 1 to N"):
+            conftest.in_part(items, wrong)
