@@ -215,6 +215,16 @@ def test_the_goal_counts_what_matters() -> None:
     assert "tl_geometry/a/x.py:1" not in not_noticed
 
 
+def test_the_page_counts_what_came_to_an_end_apart() -> None:
+    fault = Fault("tl_geometry/a/x.py", 1, "k", "1", "2", 0, 1)
+    outcomes = ["caught"] * 6 + ["survived"] * 2 + ["out of time"] * 2 + ["equivalent"] * 5
+    words = mutate.in_words([mutate.Verdict(fault, outcome, "") for outcome in outcomes])
+    assert (words["that_matter"], words["share"], words["share_in_time"]) == (10, 0.6, 0.75)
+    assert words["error"] == pytest.approx((0.6 * 0.4 / 10) ** 0.5)
+    text = mutate.HEAD.format(sample=15, seed=3, limit=9.0, commit="abc", **words)
+    assert "Of 10 faults that matter, 60% were caught (sampling error 15.5%), and\n75%" in text
+
+
 def test_equivalent_faults_have_a_reason() -> None:
     for entry in json.loads(mutate.EQUIVALENT.read_text()):
         assert set(entry) == {"path", "line", "before", "after", "reason"}
