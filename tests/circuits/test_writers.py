@@ -149,6 +149,19 @@ def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     assert sweep.of("L1H0", "L0H0") == dict(sweep.top("L1H0", 3))["L0H0"]
 
 
+@pytest.mark.parametrize("parts", ["writers", "blocks"])
+def test_a_cache_of_other_prompts_is_refused(parts: str) -> None:
+    model = tiny("bridge", "gpt2")
+    cache = model.run_with_cache(PROMPTS)[1]
+    assert split_scores(model, PROMPTS, parts=parts, cache=cache).reconstruction.adds_up
+    for prompts in (PROMPTS[:2], PROMPTS[:, :9]):
+        with pytest.raises(GeometryError, match=r"activations of tokens \(., .*\), got \(3, 14\)"):
+            split_scores(model, prompts, parts=parts, cache=cache)
+    flat = model.run_with_cache(PROMPTS[:1], remove_batch_dim=True)[1]
+    with pytest.raises(GeometryError, match=r"got \(14,\).*remove_batch_dim=False"):
+        split_scores(model, PROMPTS[:1], parts=parts, cache=flat, layers=1)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     model = tiny("bridge", "gpt2")
     with pytest.raises(GeometryError, match="writers"):

@@ -15,7 +15,7 @@ from tests.measures.test_contextual import cluster_compactness
 from tl_geometry import decompose_activations
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import decompose_tensor, delete_group
+from tl_geometry.decomposition import decompose_tensor, resampling
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 from tl_geometry.measures.state_measures import UNBOUNDED
@@ -123,7 +123,7 @@ def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
         exact.append(top / raw)
         fixed.append(top / torch.linalg.svdvals(h.flatten(0, 1))[0] * contexts**0.5)
     expected, kept_whole = (
-        delete_group.jackknife_error(torch.stack(x)[:, None]) for x in (exact, fixed)
+        resampling.jackknife_error(torch.stack(x)[:, None]) for x in (exact, fixed)
     )
     assert error == pytest.approx(float(expected), rel=0.1)
     assert error > 2 * kept_whole, "one denominator for all would hide most of it"
@@ -131,9 +131,9 @@ def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
 
 def test_levels_of_the_curve_are_the_contexts_that_were_used() -> None:
     basis = basis_of(planted(contexts=29))
-    sets = delete_group.subsets(basis)
+    sets = resampling.subsets(basis)
     for contexts, rows in sets.levels:
-        used = [sets.contexts[i] for i in range(rows.start, rows.stop)]
+        used = (sets.member[rows] * basis.group_counts).sum(1).tolist()
         assert contexts == round(sum(used) / len(used))
         assert max(used) - min(used) <= 1
 
@@ -198,12 +198,12 @@ def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
     """E|P_null|^2 is what averages over C contexts of independent noise leave: (1 - 1/T) T d /
     C."""
     bare = basis_of(gaussian(3, 1, 64, POSITIONS, D) + 20 * gaussian(4, POSITIONS, D))
-    noise = delete_group.window_means(bare, 0, delete_group.noise_weights(bare, 30, seed=0))
+    noise = resampling.window_means(bare, 0, resampling.noise_weights(bare, 30, seed=0))
     noise = noise - noise.mean(1, keepdim=True)
     assert float(noise.square().sum((1, 2)).mean()) == pytest.approx(
         (POSITIONS - 1) * D / 64, rel=0.1
     )
-    whole = delete_group.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
+    whole = resampling.window_means(bare, 0, torch.ones(1, 8, dtype=torch.float64))
     assert float(whole.square().sum()) > 100 * float(noise[0].square().sum())
 
 
@@ -211,7 +211,7 @@ def test_noise_null_has_the_covariance_of_the_sampling_noise() -> None:
 def test_noise_of_the_weights_is_that_of_the_mean_over_all_contexts(contexts: int) -> None:
     """Of an even and an odd number of groups, and of groups of different sizes."""
     bare = basis_of(gaussian(3, 1, contexts, POSITIONS, D))
-    weights, counts = delete_group.noise_weights(bare, 9, seed=0), bare.group_counts.double()
+    weights, counts = resampling.noise_weights(bare, 9, seed=0), bare.group_counts.double()
     variance = weights.square() @ counts / (weights.abs() @ counts).square()
     assert (variance * contexts).tolist() == pytest.approx([1] * 9, abs=0.05)
     assert (weights @ counts).tolist() == pytest.approx([0] * 9)  # what all share cancels

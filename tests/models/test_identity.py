@@ -30,7 +30,7 @@ from tests.tiny import (
     tokens,
 )
 from tl_geometry.base.errors import GeometryError, ReconstructionError
-from tl_geometry.models import fingerprints, from_hf, view
+from tl_geometry.models import fingerprints, from_hf, user_hooks, view
 from tl_geometry.models.fingerprints import checksum, configuration, fingerprint
 from tl_geometry.models.hook_points import hooked_points
 from tl_geometry.models.reader import as_view
@@ -509,6 +509,19 @@ def test_a_model_without_hooks_gets_them_back_in_their_order(model_class: str) -
         assert "g" in calls
     finally:
         everywhere.remove()
+
+
+def test_hooks_that_another_thread_removes_stay_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing of the tables and the moment at which hooks are silenced."""
+    model = from_hf(hf_model("gpt2"), None)
+    kept, removed = (model.blocks[0].hook_in.register_forward_hook(half_of) for _ in range(2))
+    listed = list(user_hooks.foreign_tables(model))
+    assert [len(ids) for _, _, ids in listed] == [2]
+    removed.remove()
+    monkeypatch.setattr(user_hooks, "foreign_tables", lambda _: listed)
+    with without_hooks(model):
+        assert list(model.blocks[0].hook_in._forward_hooks) == [kept.id]
+    assert model.blocks[0].hook_in._forward_hooks == {kept.id: half_of}
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from tests.tiny import ARCHITECTURES, HAS_HOOKED, loadable, tiny, tiny_hooked, tiny_native, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError
-from tl_geometry.models import view
+from tl_geometry.models import from_hf, view
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import CONSTANTS, Written, run_written, writer_names
 
 PROMPTS = tokens(batch=2, length=12, seed=7)
@@ -80,6 +83,13 @@ def test_the_first_block_reads_the_embeddings_alone() -> None:
         assert [w.name for w in writer_names(seen, 0)] == expected
         blocks = [w.name for w in writer_names(seen, 2, "blocks")]
         assert blocks == [*expected, "attn0", "mlp0", "attn1", "mlp1"]
+
+
+def test_a_view_with_final_norm_reads_the_same_blocks() -> None:
+    """The final norm of a model that was never trained is the norm of an encoder's last block."""
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=32)
+    model = from_hf(transformers.GPT2LMHeadModel(config), None, model_class="bridge")
+    assert writing_of(as_view(model).with_final_norm()).blocks[-1].around is None
 
 
 def test_native_bridges() -> None:

@@ -74,8 +74,9 @@ class FrozenMLP:
         output = spec.out(gate, linear)
         after_scale = spec.after.scale(output).unsqueeze(-1)
         offset = gate_slope * (spec.before.bias @ spec.W_gate + spec.b_gate)
-        if linear_slope is not None and spec.W_in is not None and spec.b_in is not None:
-            offset = offset + linear_slope * (spec.before.bias @ spec.W_in + spec.b_in)
+        W_in = spec.W_in  # once: each access converts the matrix
+        if linear_slope is not None and W_in is not None and spec.b_in is not None:
+            offset = offset + linear_slope * (spec.before.bias @ W_in + spec.b_in)
         constant = offset @ spec.W_out + spec.b_out
         constant = spec.after.centre(constant) * spec.after.gain / after_scale + spec.after.bias
         return cls(
@@ -95,8 +96,9 @@ class FrozenMLP:
         spec = self.spec
         back = spec.after.centre(adjoint * spec.after.gain) / self.after_scale @ spec.W_out.mT
         normed = (back * self.gate_slope) @ spec.W_gate.mT
-        if self.linear_slope is not None and spec.W_in is not None:
-            normed = normed + (back * self.linear_slope) @ spec.W_in.mT
+        W_in = spec.W_in  # once: each access converts the matrix
+        if self.linear_slope is not None and W_in is not None:
+            normed = normed + (back * self.linear_slope) @ W_in.mT
         return spec.before.centre(normed * spec.before.gain) / self.scale
 
 

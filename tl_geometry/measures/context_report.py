@@ -16,9 +16,9 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
 from tl_geometry.corpus.sources import label_ids
-from tl_geometry.decomposition.delete_group import Subsets, subsets, window_means
 from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
-from tl_geometry.decomposition.delete_group import noise_weights, subsets, window_means
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.decomposition.resampling import noise_weights, subsets, window_means
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, reliability, spans
 from tl_geometry.measures import differences, positional
 from tl_geometry.measures import rank as ranks

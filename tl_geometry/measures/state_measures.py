@@ -15,8 +15,8 @@ from torch import Tensor
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.results import Result
-from tl_geometry.decomposition.delete_group import Subsets, jackknife_error
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.resampling import Subsets, jackknife_error
 
 Values = dict[str, Tensor]
 """Measures by name."""

@@ -43,8 +43,8 @@ class _Attachment:
 
     def __init__(self, view: ModelView, point: Any, hook: PlacedHook) -> None:
         self.point, self.hook, self.view = point, hook, view
-        call = lambda value, hook, _call=hook.call: _call(value)  # noqa: E731
-        self.handle = put_on(point, call, is_permanent=True)
+        act = hook.call
+        self.handle = put_on(point, lambda value, hook: act(value), is_permanent=True)
         # functions, which a deep copy of the model shares: a bound method would be copied with it
         self.mover = point.register_forward_pre_hook(lambda module, arguments: self._move(module))
 
@@ -201,14 +201,16 @@ class PassArguments:
         except TypeError:
             arguments = dict(named)
         arguments |= arguments.pop("kwargs", {})
-        names = ("past_kv_cache_entry", "past_key_values", "layer_past")
+        # HookedTransformer's name, that of transformers, and its new one (Runner.behind)
+        names = ("past_kv_cache_entry", "past_key_values", "cache")
         # counted now, before this pass adds its own keys
         self.running.past = max(_past(arguments.get(name)) for name in names)
         self.running.named = arguments
 
     def check(self, h: Tensor) -> PassTokens | None:
         """Refuse what cannot be edited exactly. The first call in a pass gives its tokens, where
-        they are known; later calls give ``None``."""
+        they are known; later calls give ``None``. Tokens are those last embedded in this thread: a
+        pass that starts at a later layer is taken for one of the tokens embedded before it."""
         running = self.running
         arguments, tokens, running.tokens = running.named, running.tokens, None
         length = h.shape[1]
@@ -225,7 +227,7 @@ class PassArguments:
         padded = [name for name in masks if _padded(arguments.get(name))]
         extra = arguments.get("additive_attention_mask")
         if isinstance(extra, Tensor) and bool((extra != 0).any()):
-            padded.append("one_zero_attention_mask")
+            padded.append("one_zero_attention_mask")  # of which HookedEncoder makes it
         expected = "no padding: the basis knows positions by their index"
         instead = "prompts of one length, with attention_mask=torch.ones_like(tokens)"
         instead += " where ids equal the pad token"
@@ -254,6 +256,7 @@ class HookedArguments(PassArguments):
         points = self.view._model.hook_dict
         readers: list[tuple[str, Hook]] = [self._tokens()]
         if POSITIONS in points:
+            # the last id: some models do not count padding tokens, which mostly stand earlier
             ids = torch.full((1, 2), self.view.d_vocab - 1)
             usual = collect(self.view.run, ids, [POSITIONS], stop_at=0)[POSITIONS]
             if not usual.is_floating_point():  # OPT has its mask there

@@ -12,8 +12,9 @@ that model. So the edit
    refused with the name of the hooks;
 3. writes S' before user hooks into the first of ``hook_attn_scores``, ``hook_pattern`` and
    ``hook_z`` that the class obeys, so that later hooks and caches see edited scores, pattern and z,
-   and may change them further. At each point the value is compared with what follows from the point
-   before it (the class obeyed) and with the model's own, and the nearer one counts.
+   and may change them further. At pattern and z the edit looks whether the value is nearer to what
+   follows from the point before it, or to the model's own. In the first case the class has obeyed,
+   and nothing is written; in the second the edit is written here.
 
 Attention that Hugging Face computes (BERT, OPT, GPT-J, GPT-Neo in a bridge) obeys only ``hook_z``:
 there scores and pattern keep showing what the model made of its own scores;
@@ -55,14 +56,9 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
 from tl_geometry.models.softmax import soft_cap
+from tl_geometry.models.user_hooks import brief
 from tl_geometry.models.write_spec import by_head
 
-ALLOWED_HOOKS = (
-    "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
-)
-UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
-"""What a message advises where a layer's numbers do not follow from its input: ``ALLOWED_HOOKS``
-with user hooks on the layer, ``UNCHANGED`` without any."""
 ScoreEdit = Callable[[LayerView, Float[Tensor, "batch head query key"]], Tensor]
 """Receives a layer and the scores of the edited heads (before any soft cap) and returns the scores
 to use."""
@@ -70,14 +66,20 @@ ValueEdit = Callable[[LayerView, Float[Tensor, "batch key head d_head"]], Tensor
 """Receives a layer and the values of the edited heads and returns the values to use."""
 OutputEdit = Callable[[Float[Tensor, "batch position head d_head"]], Tensor]
 """Receives the mixed values of the edited heads and returns those to use."""
-LISTED_HOOKS = (
+POINTS_IN_LIST = ("hook_resid_pre", "attn.hook_v")
+POINTS_IN_BLOCK = (*POINTS_IN_LIST, "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
+"""Points of an edited layer at which user hooks may act: beside an edit that is a list of hooks,
+and beside one in a ``with`` block. The edit reads what hooks before it made; hooks after it act on
+its result."""
+ADVICE_IN_LIST = (
     "hooks on the stream and v, or hooks on scores, pattern and z that come after those of the edit"
 )
-"""The same as ``ALLOWED_HOOKS`` for an edit that is a list of hooks."""
-READ_HOOKS = ("hook_resid_pre", "attn.hook_v")
-STREAM_HOOKS = (*READ_HOOKS, "attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z")
-"""Hook points of an edited layer at which user hooks may act: in a list of hooks, and in a ``with``
-block. The edit reads what those before it made; those after it act on what it made."""
+ADVICE_IN_BLOCK = (
+    "hooks on the stream, v, scores, pattern or z, or an edit of heads that they leave alone"
+)
+UNCHANGED = "model.eval(), no mask, and weights that stay the same while the edit is open"
+"""What a message advises where a layer's numbers do not follow from its input: one of the first two
+where user hooks act at other points of the layer, ``UNCHANGED`` where none do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,11 +170,13 @@ def edited_scores(view: ModelView, edits: Sequence[Edit | StreamEdit]) -> Iterat
     """Run a live model with the scores of some heads, or the stream at some hooks, replaced inside
     ``with``.
 
+    ``edits`` hold at most one :class:`Edit` for each layer, and none beside a :class:`StreamEdit`:
+    a pass would be counted twice.
+
     Raises ``GeometryError`` for a head that an open edit changes already, and during a forward pass
     for a padding mask, a key-value cache, autocast, and tokens that ``on_tokens`` refuses, and on
-    exit where no pass was edited;
-    ``ReconstructionError`` where queries, keys, scores or patterns are not those that follow from
-    the layer's input.
+    exit where no pass was edited; ``ReconstructionError`` where queries, keys, scores or patterns
+    are not those that follow from the layer's input.
     """
     arguments, record, scored = PassArguments(view), OpenEdit(edited(edits)), score_edits(edits)
     layers = [LiveLayer(view, edit, arguments, record) for edit in scored]
@@ -272,6 +276,7 @@ class LiveLayer:
             return ()
         attention = self.view._model.blocks[self.edit.layer].attn
         source = getattr(attention, "original_component", None)
+        # a bridge whose wrapped attention has this attribute puts its hooks inside it
         inside = getattr(source, "accepts_pattern_fn", False)
         return () if inside else (self.scores, self.pattern)
 
@@ -429,9 +434,7 @@ class LiveLayer:
             with torch.no_grad():
                 own, rest = project(layer.h)[:, :, self.heads], constant[:, :, self.heads]
                 error = (own + rest - used[:, :, self.heads]).abs().max()
-                bound = reconstruction_bound(
-                    layer.roundoff, float((own.abs() + 2 * rest.abs()).max())
-                )
+                bound = reconstruction_bound(layer.roundoff, float((own.abs() + rest.abs()).max()))
                 if float(error) > bound:  # large products that cancel round by their own size
                     size = layer.sizes(name[0])[:, :, self.heads].max()
                     bound = max(bound, reconstruction_bound(layer.roundoff, float(size)))
@@ -467,10 +470,11 @@ class LiveLayer:
         changed it."""
         if float(error) <= bound:
             return
-        allowed = READ_HOOKS if self.listed else STREAM_HOOKS
+        allowed = POINTS_IN_LIST if self.listed else POINTS_IN_BLOCK
         between = hooked_points(self.view, self.prefix, [self.prefix + hook for hook in allowed])
-        acting = f", with hooks at {', '.join(between[:4])}" if between else ""
+        acting = f", with hooks at {brief(between)}" if between else ""
         what = self._what(name)
         expected, got = f"{of} within {bound:.2g}", f"{float(error):.2g} off{acting}"
-        instead = (LISTED_HOOKS if self.listed else ALLOWED_HOOKS) if between else UNCHANGED
+        advice = ADVICE_IN_LIST if self.listed else ADVICE_IN_BLOCK
+        instead = advice if between else UNCHANGED
         fail(what, expected=expected, got=got, instead=instead, error=ReconstructionError)

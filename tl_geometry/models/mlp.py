@@ -6,10 +6,11 @@
 
     out = N_after(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out),    x = N(h)
 
-without the factor ``x W_in + b_in`` where there is no gate (then W_gate is the one input matrix).
-h is the stream after attention, or before it (parallel blocks). Norms, activation and input are
-tried in turn; the combination that reproduces the model's own output on the probe is kept. A
-half-precision model runs its probe in float32, where faults below 1% show.
+Without a gate the factor ``x W_in + b_in`` is missing, and W_gate and b_gate are what the module
+calls W_in and b_in. h is the stream after attention, or before it (parallel blocks). Norms,
+activation and input are tried in turn; the combination that reproduces the model's own output on
+the probe is kept. A half-precision model runs its probe in float32 (up to
+:data:`~tl_geometry.models.precision.LIMIT`), where faults below 1% show.
 
 A mixture of experts has more matrices than that. It is ``N_after(module(N(h)))`` with the model's
 own module, run live: its router chooses experts anew for every input.
@@ -23,20 +24,19 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 import torch
-from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
-from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models.infer import TIE
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.precision import with_single_weights
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.user_hooks import without_hooks
-from tl_geometry.models.write_spec import by_head, writing_of
+from tl_geometry.models.write_spec import attention_of, norms_of, writing_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -99,9 +99,10 @@ class MLPSpec:
     ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"] | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
         gate = x @ self.W_gate + self.b_gate
-        if self.W_in is None or self.b_in is None:
+        W_in = self.W_in  # once: each access converts the matrix
+        if W_in is None or self.b_in is None:
             return gate, None
-        return gate, x @ self.W_in + self.b_in
+        return gate, x @ W_in + self.b_in
 
     def out(
         self, gate: Float[Tensor, "*batch d_mlp"], linear: Float[Tensor, "*batch d_mlp"] | None
@@ -170,55 +171,38 @@ def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
 
 
 class _Probe(NamedTuple):
-    """What a few tokens give at one block: its input, the stream after attention, the MLP's
-    output."""
+    """What a few tokens give at one block: its input, the stream after attention, the MLP's output;
+    and how those numbers are rounded."""
 
-    before: Float[Tensor, "batch position d_model"]
-    after: Float[Tensor, "batch position d_model"]
+    block_input: Float[Tensor, "batch position d_model"]
+    after_attention: Float[Tensor, "batch position d_model"]
     output: Float[Tensor, "batch position d_model"]
+    roundoff: float
 
 
-def _probes(view: ModelView) -> tuple[dict[int, _Probe], torch.dtype]:
-    """One forward pass over eight tokens, seen by every block that has an MLP, and its
-    precision."""
-    ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
-    specs = {l: spec for l, spec in enumerate(writing_of(view).blocks) if spec.mlp is not None}
-    hooks = {l: _hooks(l, str(spec.mlp)) for l, spec in specs.items()}
-    names = [name for of_block in hooks.values() for name in of_block]
-    with without_hooks(view._model):
-        seen, precision = view.in_single(lambda: view.activations(ids, names))
-    probes = {}
-    for layer, spec in specs.items():
-        h, z, output = (upcast(seen[name]) for name in hooks[layer])
-        weights = view.weights(layer)
-        z = by_head(z, view.n_heads).to(weights.W_O)
-        attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
-        if spec.after_attention is not None:
-            attention = spec.after_attention.apply(attention)
-        probes[layer] = _Probe(h, h + attention, output)
-    return probes, precision
-
-
-def _hooks(layer: int, mlp: str) -> tuple[str, str, str]:
-    """Hooks of a block's input, its mixed values and its MLP's output."""
-    return f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z", mlp
+def _probe(view: ModelView, layer: int) -> _Probe | None:
+    """What the probe of :func:`writing_of` gives at one block, ``None`` where it has no MLP."""
+    spec = writing_of(view).blocks[layer]
+    if spec.mlp is None:
+        return None
+    activations, roundoff = view._layers.memo["write probe"]
+    h = activations[f"blocks.{layer}.hook_resid_pre"]
+    attention = attention_of(view, layer, activations)
+    if spec.after_attention is not None:
+        attention = spec.after_attention.apply(attention)
+    return _Probe(h, h + attention, activations[spec.mlp], roundoff)
 
 
 @torch.no_grad()
 def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
     """The first reading of a block's MLP that reproduces the probe: by matrices, else by its
     module."""
-    memo = view._layers.memo
-    if "mlp probes" not in memo:
-        memo["mlp probes"] = _probes(view)
-    probes, precision = memo["mlp probes"]
-    probe = probes.get(layer)
+    memo, probe = view._layers.memo, _probe(view, layer)
     if probe is None:
         return None
     block = view._model.blocks[layer]
     for candidates in (_candidates, _modules):
-        readings = candidates(view, block, probe.before, memo.get("mlp way"))
-        best = _best(readings, probe, unit_roundoff(precision))
+        best = _best(candidates(view, block, probe.block_input, memo.get("mlp way")), probe)
         if best is not None:
             memo["mlp way"], found = best
             return found
@@ -237,27 +221,27 @@ Way = tuple[int, ...]
 
 def _ways(sizes: tuple[int, ...], likeliest: Way | None) -> list[Way]:
     """All readings, those that depart least from the likeliest choices first. ``likeliest`` is what
-    fitted the block before: blocks are alike."""
+    fitted the block before: blocks are alike. After a block of the other kind (matrices, module) it
+    has another length and matches none."""
     ways = product(*map(range, sizes))
     return sorted(ways, key=lambda way: (way != likeliest, sum(way)))
 
 
-def _best(
-    candidates: Iterator[tuple[Way, Found]], probe: _Probe, roundoff: float
-) -> tuple[Way, Found] | None:
+def _best(candidates: Iterator[tuple[Way, Found]], probe: _Probe) -> tuple[Way, Found] | None:
     """The nearest candidate to the output of the probe (the first within rounding), ``None`` where
     none comes near."""
-    rounding = reconstruction_bound(roundoff, float(probe.output.abs().max()))
+    rounding = reconstruction_bound(probe.roundoff, float(probe.output.abs().max()))
     best, least = None, torch.inf
     for way, candidate in candidates:
-        read = probe.before if candidate.parallel else probe.after
+        read = probe.block_input if candidate.parallel else probe.after_attention
         error = float((candidate.apply(read) - probe.output).abs().max())
-        if error < 0.99 * least:  # ties go to the earlier candidate
+        if error < least * TIE:
             best, least = (way, candidate), error
         if least <= rounding:
             break
     # two products of matrices and an activation round more than one product; 1e-5 is for outputs
-    # near zero. Another activation or norm is off by 1e-3 and more.
+    # near zero. Readings that are closer to one another than this (gelu and gelu_tanh on small
+    # inputs) are told apart by the smaller error, then by the order.
     return best if least <= 8 * rounding + 1e-5 else None
 
 
@@ -331,10 +315,6 @@ def _norms(
     view: ModelView, block: object, h: Tensor
 ) -> tuple[list[NormWeights], list[NormWeights]]:
     """Readings of the norms of an MLP's input and of its output, the likeliest first."""
-    norm = view._layers.parameters.norm_candidates
-    no_norm = list(norm(None, h))
-    before = [n for name in ("ln2", "ln1") for n in norm(part(block, name), h)]
-    after_post, after_ln2 = (
-        [n for n in norm(part(block, name), h) if n.norm_type] for name in ("ln2_post", "ln2")
-    )
-    return [*before, *no_norm], [*after_post, *no_norm, *after_ln2]
+    ln1, ln2, ln2_post = (norms_of(view, part(block, n), h) for n in ("ln1", "ln2", "ln2_post"))
+    no_norm = list(view._layers.parameters.norm_candidates(None, h))
+    return [*ln2, *ln1, *no_norm], [*ln2_post, *no_norm, *ln2]

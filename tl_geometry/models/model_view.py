@@ -42,8 +42,9 @@ class ModelView:
     is false where the output head was newly initialised, so that no output-based measure is given.
     ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
-    TransformerLens. ``pad_id`` is the tokenizer's padding token where it is no other special token
-    too, so that it means padding and nothing else.
+    TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
+    text (BERT's CLS), and ``notes`` are remarks for a reader. ``pad_id`` is the tokenizer's padding
+    token where it is no other special token too, so that it means padding and nothing else.
     """
 
     name: str
@@ -268,8 +269,8 @@ class ModelView:
             expected, got = "a decoder with a final norm", f"{self.class_name} {self.name}"
             fail("post_norm", expected=expected, got=got, instead="post_norm=False")
         inputs = states.to(self.device, self.dtype)
-        with torch.no_grad():  # each state as a sequence of one position
-            # in pieces, so that memory does not grow with the number of states
+        with torch.no_grad():
+            # each state is a sequence of one position; 4,096 at a time keep memory constant
             out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
         return torch.cat(out).to(states)
 

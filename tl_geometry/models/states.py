@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.models.user_hooks import brief
 
 BEFORE, AFTER, NORMED = "hook_resid_pre", "hook_resid_post", "hook_normalized_resid_post"
 """Hooks of a block's input and output; HookedEncoder's ``hook_resid_post`` comes before the last
@@ -76,7 +77,7 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     encoder = encoder or f"blocks.{n_layers - 1}.{NORMED}" in entries
     names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
     missing = [h for h in names if h not in entries]
-    got = f"no {', '.join(missing[:4])}"
+    got = f"no {brief(missing)}"
     instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"
     require(not missing, "cache", expected="every residual stream state", got=got, instead=instead)
     states = [entries[h] for h in names]

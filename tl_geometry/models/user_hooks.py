@@ -21,24 +21,24 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 OWN = (
-    "transformer_lens.model_bridge",
-    "transformer_lens.hook_points",
-    "transformer_lens.components",
+    "transformer_lens.model_bridge.",
+    "transformer_lens.hook_points.",
+    "transformer_lens.components.",
     "transformer_lens.Hooked",
     "torch.",
     "transformers.",
     "accelerate.",
-    "tl_geometry.models.forward",
+    "tl_geometry.models.forward.",
 )
-"""Modules whose hooks are no user's: they belong to a model, or to the pass that asks."""
-_OWN_PREFIXES = tuple(name if name.endswith(("Hooked", ".")) else f"{name}." for name in OWN)
+"""How the names of those Python modules begin whose hooks are no user's: they belong to a model, or
+to the pass that asks. A dot is put behind a name before it is compared."""
 GLOBAL = "every module"
 """The name given to torch's global hooks."""
 Table = dict[int, Any]
 
 
 def home(hook: Any) -> str:
-    """The module that defined a hook."""
+    """The name of the Python module that defined a hook."""
     # the function inside: a partial object belongs to functools
     while isinstance(hook, partial):
         hook = hook.func
@@ -48,14 +48,14 @@ def home(hook: Any) -> str:
 
 def foreign(hook: Any) -> bool:
     """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
-    return not f"{home(hook)}.".startswith(_OWN_PREFIXES)
+    return not f"{home(hook)}.".startswith(OWN)
 
 
 def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
     """Where foreign hooks act: the name of each place, its table of hooks, and the ids of the
     foreign ones in it."""
     for table in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-        ids = frozenset(i for i, hook in table.items() if foreign(hook) and not _silent(hook))
+        ids = frozenset(i for i, hook in acting(table) if foreign(hook))
         if ids:
             yield GLOBAL, table, ids
     for name, module in _modules(model):
@@ -63,10 +63,15 @@ def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
             h.hook.id: h.user_hook for h in getattr(module, "fwd_hooks", ())
         }
         for table in (module._forward_hooks, module._forward_pre_hooks):
-            acting = [i for i, hook in table.items() if not _silent(hook)]
-            ids = frozenset(i for i in acting if foreign(functions.get(i, table[i])))
+            ids = frozenset(i for i, hook in acting(table) if foreign(functions.get(i, hook)))
             if ids:
                 yield name, table, ids
+
+
+def acting(table: Table) -> list[tuple[int, Any]]:
+    """The hooks of a table that are not silenced in this thread, with their ids."""
+    # a copy: other threads add and remove hooks meanwhile
+    return [(i, hook) for i, hook in list(table.items()) if not _silent(hook)]
 
 
 def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -132,16 +137,19 @@ def brief(names: Sequence[str], most: int = 4) -> str:
 def without_hooks(model: Any) -> Iterator[None]:
     """The model as it is by itself: foreign hooks do nothing inside ``with`` in this thread, also
     on exceptions; in other threads they act as before."""
-    with _SILENT, ExitStack() as stack:
+    with _SILENCING, ExitStack() as stack:
         for _, table, ids in list(foreign_tables(model)):
             for i in ids:
-                stack.callback(_restore, table, i, table[i])
-                table[i] = _Elsewhere(table[i], get_ident())
+                hook = table.get(i)
+                if hook is not None:  # not removed by another thread meanwhile
+                    stack.callback(_restore, table, i, hook)
+                    table[i] = _Elsewhere(hook, get_ident())
         yield
 
 
-_SILENT = RLock()
-"""One thread at a time puts hooks back, so that none is put back twice or too early."""
+_SILENCING = RLock()
+"""Held while a thread is inside :func:`without_hooks`: of two that overlap, one would put hooks
+back twice or too early."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ through a norm; an encoder (BERT) norms the whole stream after each addition::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -58,8 +58,8 @@ class Writing:
     blocks: tuple[BlockWriting, ...]
 
     def hooks(self, layer: int) -> tuple[str, ...]:
-        """Hooks that say what the writers up to block ``layer`` wrote there (and, for block 0,
-        before it)."""
+        """Hooks of the input of block ``layer``, its mixed values and its MLP's output; for block 0
+        also those of the embeddings."""
         names = [hook for _, hook in self.embeddings] if layer == 0 else []
         names += [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z"]
         mlp = self.blocks[layer].mlp
@@ -69,6 +69,21 @@ class Writing:
 def by_head(z: Tensor, heads: int) -> Float[Tensor, "batch position head d_head"]:
     """Mixed values with a head axis (some bridges give them side by side)."""
     return rearrange(z, "b i (h e) -> b i h e", h=heads) if z.dim() == 3 else z
+
+
+def attention_of(
+    view: ModelView, layer: int, activations: Mapping[str, Tensor]
+) -> Float[Tensor, "batch position d_model"]:
+    """What attention gives, before a norm behind it, from its mixed values."""
+    weights = view.weights(layer)
+    z = by_head(activations[f"blocks.{layer}.attn.hook_z"], view.n_heads).to(weights.W_O)
+    return einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
+
+
+def norms_of(view: ModelView, module: object, like: Tensor) -> list[NormWeights]:
+    """Readings of a norm module, the likeliest first; none where there is no module."""
+    found = view._layers.parameters.norm_candidates(module, like)
+    return [norm for norm in found if norm.norm_type]
 
 
 def writing_of(view: ModelView) -> Writing:
@@ -87,7 +102,7 @@ def _infer(view: ModelView) -> Writing:
     """:func:`writing_of` from one forward pass over eight tokens."""
     runner = view._layers.runner
     embeds = [name for name in EMBED if runner.has(name)]
-    in_stream = view.position in ("standard", "shortformer")
+    in_stream = view.position == "standard"  # other schemes add no positions to the stream
     added = [name for name in POSITION if in_stream and runner.has(name)][:1]
     added += [name for name in TYPE if runner.has(name)][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
@@ -97,11 +112,12 @@ def _infer(view: ModelView) -> Writing:
     ]
     z = [f"blocks.{layer}.attn.hook_z" for layer in range(view.n_layers)]
     ids = torch.arange(8).unsqueeze(0) % view.d_vocab
-    names = [*view.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
+    names = [*runner.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
     ids, names = ids[:, : view.n_ctx], list(dict.fromkeys(names))
     with without_hooks(view._model):
         seen, precision = view.in_single(lambda: view.activations(ids, names))
     activations, u = {name: upcast(x) for name, x in seen.items()}, unit_roundoff(precision)
+    view._layers.memo["write probe"] = activations, u  # models/mlp.py reads it too
     blocks = [_block(view, layer, activations, mlp, u) for layer, mlp in enumerate(mlps)]
     return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks))
 
@@ -123,7 +139,7 @@ def _embedding(
     h = activations[view.state_hooks[0]]
     model = view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
-    norms = [None, *(n for n in view._layers.parameters.norm_candidates(module, h) if n.norm_type)]
+    norms = [None, *norms_of(view, module, h)]
     for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
         hooks = [embed, *added[:count]]
         total = sum((activations[name] for name in hooks), torch.zeros_like(h))
@@ -149,16 +165,16 @@ def _block(
 ) -> BlockWriting:
     """The candidate for a block that reproduces its output."""
     h = activations[f"blocks.{layer}.hook_resid_pre"]
-    after = activations[view.state_hooks[layer + 1]]
-    weights = view.weights(layer)
-    z = by_head(activations[f"blocks.{layer}.attn.hook_z"], view.n_heads).to(weights.W_O)
-    attention = einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
+    # the runner's: a view with_final_norm has another last state, and shares what is remembered
+    after = activations[view._layers.runner.state_hooks[layer + 1]]
+    attention = attention_of(view, layer, activations)
     mlp_out = torch.zeros_like(h) if mlp is None else activations[mlp]
     block = view._model.blocks[layer]
     b_out = part(part(block, "mlp"), "b_out")
     b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
     candidates: list[tuple[Tensor, BlockWriting]] = []
-    for norm in _behind(view, block, h):
+    behind = [norm for name in ("ln1_post", "ln1") for norm in norms_of(view, part(block, name), h)]
+    for norm in (None, *behind):
         total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
         # such models have a norm behind the MLP too, whose output its hook holds: b_out, in front
         # of that norm, cannot be separated
@@ -170,9 +186,9 @@ def _block(
             total = second.apply(first.apply(h + attention) + mlp_out)
             writing = BlockWriting(None, (first, second), mlp, b_out)
             candidates.append((total - after, writing))
-    # on average over tokens, each by its own size: one token of enormous norm rounds by more than
-    # attention writes; of equals the first
-    # 1e-30 in place of the size of a stream of zeros
+    # errors are divided by the size of their token, then averaged: one token of enormous norm
+    # rounds by more than attention writes. min() takes the first of equal candidates. 1e-30 stands
+    # for the size of a token of zeros
     size = after.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error, best = min(candidates, key=lambda pair: float((pair[0] / size).abs().mean()))
     if largest(error) <= _tolerance(roundoff, after):
@@ -184,14 +200,3 @@ def _block(
         instead="parts of your own, split_scores(..., parts={name: tensor})",
         error=UnsupportedModelError,
     )
-
-
-def _behind(view: ModelView, block: object, h: Tensor) -> Iterator[NormWeights | None]:
-    """Candidates for the norm behind attention, none first."""
-    yield None
-    for name in ("ln1_post", "ln1"):
-        module = part(block, name)
-        if module is not None:
-            yield from (
-                n for n in view._layers.parameters.norm_candidates(module, h) if n.norm_type
-            )

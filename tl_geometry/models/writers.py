@@ -1,9 +1,10 @@
 """Who wrote the residual stream? One forward pass gives the stream at each block as a sum over
 embeddings, heads, MLPs and constants; composition, logits and splits by writer ask for it.
 
-1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds. ``constants`` hold b_O,
-   b_out, and the heads' constant writes, ``(beta W_V + b_V) W_O sum_j p_ij`` with beta the norm's
-   bias, the same whichever keys a head attends to: so raw and folded weights give the same writers.
+1. Each block's heads write ``z_h W_O^h``, its MLP what its hook holds. The biases b_O and b_out go
+   to the writer ``constants``. So does what a head writes whichever keys it attends to:
+   ``(beta W_V + b_V) W_O sum_j p_ij``, with beta the norm's bias (the sum is one without sinks).
+   Raw and folded weights then give the same writers.
 2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
    gain and 1/s, and the norm's bias joins the constants. An encoder's norms (BERT) do this to
    everything written before them.
@@ -34,6 +35,7 @@ from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
 from tl_geometry.models.row_pass import OnRows, Rows, stream
+from tl_geometry.models.user_hooks import brief
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
@@ -89,7 +91,9 @@ class HeadWrites:
     def some(
         self, heads: Int[Tensor, " row"], positions: Int[Tensor, " row"]
     ) -> Float[Tensor, "row d_model"]:
-        """What some heads of the first context wrote, each at its own position."""
+        """In the first context: what head ``heads[r]`` wrote at position ``positions[r]``, a row
+        for each r."""
+        # zeros at the other heads: W[heads] would copy [row d_head d_model]
         at_head = self.z.new_zeros(len(heads), *self.z.shape[2:])
         at_head[torch.arange(len(heads)), heads] = self.z[0, positions, heads]
         scale = self.scale[0, positions].unsqueeze(-1)
@@ -190,7 +194,8 @@ class Written:
         return self._each(lambda x: x[row : row + 1])
 
     def tokens(self, some: slice) -> Written:
-        """What was written at some of the tokens of all contexts in a row, as one context."""
+        """What was written at the tokens ``some``, counted over all contexts one after another, as
+        one context."""
         return self._each(lambda x: x.flatten(0, 1)[some].unsqueeze(0))
 
     def along(self, directions: Float[Tensor, "column d_model"]) -> Written:
@@ -233,9 +238,9 @@ class Written:
         return stack
 
     def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
-        """:meth:`stacked` with the tokens of all contexts in a row, kept while the stream grows: a
-        block adds what it wrote. ``None`` where the parts of the last state would exceed ``most``
-        bytes."""
+        """:meth:`stacked` with the tokens of all contexts one after another, kept while the stream
+        grows: a block adds what it wrote. ``None`` where the parts of the last state would exceed
+        ``most`` bytes."""
         parts = len(writer_names(self.view, self.view.n_layers, grain))
         if parts * self.constants.nbytes > most:
             return None
@@ -352,7 +357,7 @@ def run_written(
         if view.layer_facts(layer).sinks is not None:
             hooks = (*hooks, f"blocks.{layer}.attn.hook_pattern")
         names[layer] = list(dict.fromkeys([*hooks, *writing.hooks(layer)]))
-    last = view.state_hooks[-1] if on_end is not None else None
+    last = view._layers.runner.state_hooks[-1] if on_end is not None else None
     if cache is None:
         # before the pass: a model cannot be run from within its own hooks
         view._layers.measure(list(names), tokens.shape[-1])
@@ -362,7 +367,7 @@ def run_written(
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]
         missing = [name for name in needed if name is not None and name not in entries]
-        got = f"no {', '.join(missing[:4])}"
+        got = f"no {brief(missing)}"
         instead = "model.run_with_cache(tokens), without filter"
         require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():

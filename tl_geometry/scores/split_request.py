@@ -72,13 +72,8 @@ def each_layer(
     elif cache is None:
         view.run_layers(rows.tokens, layers, on_layer, on_rows=on_rows)
     else:
-        expected = f"activations of tokens {tuple(rows.tokens.shape)}"
         for number in layers:
-            layer = view.layer(number, cache)
-            shape = tuple(layer.h.shape[:2])
-            fits = shape == tuple(rows.tokens.shape)
-            require(fits, "cache", expected=expected, got=shape)
-            on_layer(layer)
+            on_layer(view.layer(number, cache))
 
 
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
@@ -89,8 +84,11 @@ def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
     expected = "an ActivationCache, or a mapping from hook names"
     require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
     name = next((name for name in view.state_hooks if name in cache), None)
-    if name is None or tuple(cache[name].shape[:2]) != shape:
-        return  # the view of the layer refuses it, with an error of its own
+    if name is None:
+        return  # what makes the layers refuses it, with an error of its own
+    instead = "a cache of these tokens, with a batch dimension (remove_batch_dim=False)"
+    expected, got = f"activations of tokens {shape}", tuple(cache[name].shape[:-1])
+    require(got == shape, "cache", expected=expected, got=got, instead=instead)
     state = view.activations(prompts.tokens, [name])[name].float()
     error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
     far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())

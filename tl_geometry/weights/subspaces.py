@@ -5,7 +5,7 @@ The noise null: T averages of states always have leading directions. They are th
 vary most along slowly varying text, whether or not position has an effect. So positional directions
 are compared with the leading directions of the difference between two random halves of the corpus:
 the effect of position, common to all contexts, cancels, and the noise of an average stays
-(:func:`tl_geometry.decomposition.delete_group.noise_weights`).
+(:func:`tl_geometry.decomposition.resampling.noise_weights`).
 
 The random null: uniformly random subspaces, for the chance that true positional directions happen
 to align with some head.
@@ -25,8 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
-from tl_geometry.decomposition.delete_group import noise_weights, window_means
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.resampling import noise_weights, window_means
 from tl_geometry.weights import bilinear
 
 DRAWS = 19

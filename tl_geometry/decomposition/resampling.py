@@ -1,6 +1,7 @@
-"""How much would a basis differ with other contexts? Resampled bases for the reports of position
-and context and for positional subspaces of weights: delete-one jackknife, learning curve over the
-number of contexts (from C/8 to split halves), null draws.
+"""How much would a basis differ with other contexts? Bases of some of its contexts: all but one
+block (jackknife), an eighth, a quarter and half of them (learning curve), and half the difference
+of two halves (noise). The reports of position and context and the positional subspaces of weights
+use them.
 
 A bootstrap over contexts would need each context. A basis holds only the sums of disjoint,
 contiguous groups of contexts, so groups are resampled. Each resampled basis is a weighted sum of
@@ -25,12 +26,11 @@ class Subsets:
     """Sets of groups, ``member [sample group]``: row 0 holds all groups, each row of ``jackknife``
     lacks one block, and the rows of a level are disjoint parts of all groups.
 
-    ``contexts`` is the number of contexts in each row. ``levels`` are pairs of a number of contexts
+    ``levels`` are pairs of a number of contexts
     (C/8, C/4, C/2, as far as there are enough groups) and the rows of the parts of that size.
     """
 
     member: Bool[Tensor, "sample group"]
-    contexts: tuple[int, ...]
     jackknife: slice
     levels: tuple[tuple[int, slice], ...]
 
@@ -41,8 +41,8 @@ class Subsets:
 
 
 def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
-    """The sets of groups that a report needs: all groups, and with ``jackknife`` also all but each
-    block (:func:`tl_geometry.decomposition.groups.jackknife_blocks`), and the levels.
+    """The sets of groups that a report needs: all groups; with ``jackknife`` also all groups but
+    one block in turn (:func:`tl_geometry.decomposition.groups.jackknife_blocks`), and the levels.
 
     Empty groups are left out. With fewer than two groups there is row 0 alone.
     """
@@ -64,7 +64,6 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
     member = torch.stack(members)
     return Subsets(
         member=member,
-        contexts=tuple((member * counts).sum(1).tolist()),
         jackknife=jackknife_rows,
         levels=tuple(levels),
     )
@@ -98,8 +97,8 @@ def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " st
 
 def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor, "sample group"]:
     """Weights of groups for :func:`window_means`, a random half positive and the rest negative:
-    half the difference of two halves of the contexts, whose noise is as large as that of the mean
-    over all.
+    half the difference of two halves of the contexts, whose noise is about as large as that of the
+    mean over all.
 
     A basis made with these weights holds no positional effect, which cancels, only the noise that C
     contexts leave. Empty without two groups.
