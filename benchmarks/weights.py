@@ -81,9 +81,8 @@ def geometry(
             f = bilinear.fold(w, norm, matrix)
             k = min(K, bases[l].shape[1])
             s = bilinear.structure(f, bases[l], right, k=k)
-            product = s.product[..., :k, :k]
             fit = low_rank_diagonal.fit_low_rank_diagonal(
-                f, bases[l][:, :k], None if right is None else right[:, :k], product=product
+                f, bases[l][:, :k], None if right is None else right[:, :k]
             )
             out.append((s, fit, bilinear.haar_null(f, k, one_basis=right is None)))
     return out

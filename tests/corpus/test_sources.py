@@ -14,10 +14,10 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import tiny, tokens
+from tl_geometry.base import checks
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus import sources
-from tl_geometry.corpus.window_cutter import padded_rows
-from tl_geometry.decomposition.from_model import checked_window
+from tl_geometry.corpus.sources import padded_rows
 
 BOS = "<|endoftext|>"
 
@@ -497,6 +497,6 @@ def test_two_functions_for_models_and_for_activations() -> None:
     assert tlg.decompose(model, ids, window=(1.0, 8.0), progress=False).window == (1, 8)
     for bad in (3, ("a", "b"), (True, 4), object()):
         with pytest.raises(GeometryError, match="window: expected"):
-            checked_window(bad, 8, 1)
+            checks.window(bad, 8, 1)
     with pytest.raises(TypeError, match="checkpoint"):
         tlg.decompose_activations(H, checkpoint="x")  # type: ignore[call-arg]

@@ -17,7 +17,6 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 from tl_geometry import GeometryError
-from tl_geometry.base.linalg import rotation_exp
 from tl_geometry.flow.alignment import fit_aligned_bases, proper_rotations
 from tl_geometry.flow.geodesic import GeodesicPath
 from tl_geometry.flow.langevin import LangevinModel
@@ -45,7 +44,7 @@ def planted(
     U = [torch.linalg.qr(noise(d, d, seed=seed)).Q]
     for k in range(1, states):
         a = noise(d, d, seed=seed + k)
-        U.append(U[-1] @ rotation_exp(turn * (a - a.mT) / (2 * d) ** 0.5))
+        U.append(U[-1] @ torch.linalg.matrix_exp(turn * (a - a.mT) / (2 * d) ** 0.5))
     gap = torch.linspace(1.5, 0.0, d).double().exp()
     S = torch.stack(
         [gap * torch.exp(stretch * k * (1 + vary * noise(d, seed=99))) for k in range(states)]

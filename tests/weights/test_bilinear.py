@@ -129,12 +129,6 @@ def test_fit_equals_brute_force_least_squares(seed: int, two_sided: bool) -> Non
     fit = fit_low_rank_diagonal(f, V, U if two_sided else None)
     columns = [np.outer(V[:, a], U[:, b]).ravel() for a in range(k) for b in range(U.shape[1])]
     columns += [np.diag(np.eye(size)[i]).ravel() for i in range(size)]
-    given = bilinear.structure(f, V, U, k=1).product
-    close(given, V.mT @ dense(f) @ U)
-    close(
-        fit_low_rank_diagonal(f, V, U if two_sided else None, product=given).L,
-        fit.L,
-    )
     # the diagonal is the less determined the nearer a coordinate axis comes to the subspaces
     tolerance = 1e-12 / float(1 - (V.square().sum(-1) * U.square().sum(-1)).sqrt().max()) + 1e-11
     for h, W in enumerate(dense(f).numpy()):
@@ -333,9 +327,3 @@ def test_structure_does_not_depend_on_the_gauge_of_the_factors() -> None:
 def test_errors_name_what_was_expected() -> None:
     with pytest.raises(GeometryError, match="k: expected 1 to 4 columns, got 5"):
         bilinear.structure(random_factors(), basis(12, 4), k=5)
-    with pytest.raises(GeometryError, match="matrix: expected one of 'QK', 'OV', got 'KQ'"):
-        bilinear.fold(
-            layer(),
-            NormWeights(norm_type="LN", gain=torch.ones(10), bias=torch.zeros(10), eps=0.0),
-            "KQ",
-        )

@@ -37,15 +37,15 @@ def check_readout(module: Any) -> None:
     near = module.near_degenerate(torch.tensor([2e6, 2e6 - 1, 1.0, 0.9, 0.0]).double())
     assert near.tolist() == [True, True, False, False, True]
     U, V = (torch.linalg.qr(draw(6, 3, seed=s)).Q for s in (3, 4))
-    read = module.read_tokens(SVD(U, torch.ones(3), V), tokens, tokens, features=3, k=2)
+    reads, writes = module.read_tokens(SVD(U, torch.ones(3), V), tokens, tokens, features=3, k=2)
     signs = set()
     for i in range(3):
         right = tokens.numpy() @ V[:, i].numpy()
         sign = -1 if right.max() < -right.min() else 1
         left = sign * tokens.numpy() @ U[:, i].numpy()
-        assert read.right.top_ids[i, 0] == (sign * right).argmax()
-        assert read.left.top_ids[i].tolist() == np.argsort(-left)[:2].tolist()
-        assert read.left.bottom_ids[i, 0] == left.argmin()
+        assert writes.top_ids[i, 0] == (sign * right).argmax()
+        assert reads.top_ids[i].tolist() == np.argsort(-left)[:2].tolist()
+        assert reads.bottom_ids[i, 0] == left.argmin()
         signs.add(sign)
     assert signs == {-1, 1}, "one direction at least was reversed"
 

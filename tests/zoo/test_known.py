@@ -255,11 +255,11 @@ def test_an_unknown_change_of_the_prompts_and_no_rows_are_refused() -> None:
 
 def test_seeds_change_what_is_random() -> None:
     one, same, other = (planted_heads.planted_heads("learned", seed) for seed in (0, 0, 1))
-    assert one[1:3] == same[1:3]
+    assert all(one[1][name] == same[1][name] for name in ("does", "offset"))
     weights = [x[0].transformer.h[0].attn.c_attn.weight for x in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    does = [planted_circuit.planted_circuit("learned", seed).does for seed in (0, 3)]
+    does = [planted_circuit.planted_circuit("learned", seed)[1]["does"] for seed in (0, 3)]
     assert does[0] != does[1]
 
 

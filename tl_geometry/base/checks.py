@@ -162,16 +162,21 @@ def head_rows(
     return [present.index(pair) for pair in chosen]
 
 
-def window(value: tuple[int, int] | None, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window inside ``length`` positions; ``(default_start, length)`` for ``None``,
-    or all positions if that is empty.
+def window(value: Any, length: int, default_start: int) -> tuple[int, int]:
+    """A half-open window inside ``length`` positions, from two whole numbers of any type (``2.0``
+    is one); ``(default_start, length)`` for ``None``, or all positions if that is empty.
 
-    >>> window(None, 8, 1), window((2, 5), 8, 1)
+    >>> window(None, 8, 1), window((2, 5.0), 8, 1)
     ((1, 8), (2, 5))
     """
     if value is None:
         return (default_start if length > default_start else 0, length)
-    start, end = value
+    try:
+        start, end = map(int, value)
+        are_whole = (start, end) == tuple(value) and bool not in map(type, value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        fail("window", expected="(start, end) in positions", got=describe(value))
+    require(are_whole, "window", expected="whole numbers (start, end)", got=repr(value))
     expected = f"0 <= start < end <= {length} (positions of the input)"
     require(0 <= start < end <= length, "window", expected=expected, got=repr(value))
     return (start, end)

@@ -8,11 +8,11 @@ largest magnitude of each right singular vector is positive.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.fft
 import scipy.linalg
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,29 +30,18 @@ class SVD(NamedTuple):
     V: Float[Tensor, "*batch column rank"]
 
 
-def _signs(V: Tensor) -> Tensor:
-    """-1 for columns whose largest-magnitude coordinate (the first of equals) is negative, else
-    1."""
-    high, low = V.amax(-2, keepdim=True), V.amin(-2, keepdim=True)
-    if bool((high == -low).any()):  # a tie: the first of equals decides
-        return torch.where(V.gather(-2, V.abs().argmax(-2, keepdim=True)) < 0, -1.0, 1.0).to(
-            V.dtype
-        )
-    # without a tie, the coordinate of largest magnitude is the lowest one or the highest one
-    return torch.where(-low > high, -1.0, 1.0).to(V.dtype)
-
-
 def fix_signs(
     U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]
 ) -> tuple[Tensor, Tensor]:
-    """Flip pairs of singular vectors so that the largest-magnitude coordinate of each column of
-    ``V`` is positive.
+    """Flip pairs of singular vectors so that the largest-magnitude coordinate (the first of equals)
+    of each column of ``V`` is positive.
 
     >>> U, V = fix_signs(torch.eye(2), torch.tensor([[0.6, 0.8], [-0.8, 0.6]]))
     >>> V.tolist() == torch.tensor([[-0.6, 0.8], [0.8, 0.6]]).tolist()
     True
     """
-    sign = _signs(V)
+    pivots = V.gather(-2, V.abs().argmax(-2, keepdim=True))
+    sign = torch.where(pivots < 0, -1.0, 1.0).to(V.dtype)
     return U * sign, V * sign
 
 
@@ -74,59 +63,17 @@ def product_svd(
     """SVD of ``left @ right.mT`` from its factors, without forming the product (rank at most the
     factors' width).
 
-    Two thin orthonormalisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3. In
-    float64 the triangular factors come from Cholesky factors of the Gram matrices, about twice as
-    fast as QR; where a factor's condition number (in Frobenius norm) is above 2000, so that vectors
-    would not be orthonormal to 1e-9, and in lower precision, from Householder QR.
+    Two thin orthonormalisations and one small SVD: cost row * rank^2 + rank^3 in place of row^3.
 
     >>> left, right = torch.tensor([[3.0], [4.0]]), torch.tensor([[0.0], [2.0], [0.0]])
     >>> round(float(product_svd(left, right).S), 4)
     10.0
     """
-    if left.dtype == torch.float64 and left.shape[-1] < min(left.shape[-2], right.shape[-2]):
-        result, inaccurate = _product_svd_cholesky(left, right)
-        if not bool(inaccurate.any()):
-            return result
-        if inaccurate.dim() > 0:
-            for values, replacements in zip(
-                result, _product_svd_qr(left[inaccurate], right[inaccurate]), strict=True
-            ):
-                values[inaccurate] = replacements
-            return result
-    return _product_svd_qr(left, right)
-
-
-def _product_svd_qr(left: Tensor, right: Tensor) -> SVD:
-    """:func:`product_svd` by Householder QR of both factors."""
     q_left, r_left = torch.linalg.qr(left)
     q_right, r_right = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(r_left @ r_right.mT)
     U, V = fix_signs(q_left @ u, q_right @ vh.mT)
     return SVD(U, s, V)
-
-
-def _product_svd_cholesky(left: Tensor, right: Tensor) -> tuple[SVD, Bool[Tensor, "..."]]:
-    """:func:`product_svd` from Cholesky factors ``R^T R = left^T left``, so that ``left R^-1`` is
-    orthonormal; and a mask ``[*batch]`` of the products for which it is inaccurate (their content
-    is undefined)."""
-    eye = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-    inaccurate = torch.zeros(left.shape[:-2], dtype=torch.bool, device=left.device)
-    triangles: list[Tensor] = []
-    for factor in (left, right):
-        triangle, info = torch.linalg.cholesky_ex(factor.mT @ factor, upper=True)
-        # where the factorisation failed: any invertible matrix, so that the rest goes through
-        triangle = torch.where((info != 0)[..., None, None], eye, triangle)
-        inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
-        inaccurate = (
-            inaccurate
-            | (info != 0)
-            | (torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse) > 2000)
-        )
-        triangles += [triangle, inverse]  # R and R^-1 of left, then of right
-    u, s, vh = torch.linalg.svd(triangles[0] @ triangles[2].mT)
-    V = right @ (triangles[3] @ vh.mT)
-    sign = _signs(V)
-    return SVD(left @ (triangles[1] @ (u * sign)), s, V.mul_(sign)), inaccurate
 
 
 def numerical_rank(
@@ -165,30 +112,15 @@ def gram_spectrum(gram: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batc
     return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0).sqrt()
 
 
-def cosines(positions: int, k: int) -> Float[Tensor, "position rank"]:
-    """First k DCT-II vectors ``c_j(t) = cos(pi j (t + 1/2) / T)``, t = 0..T-1, j = 0..k-1, as
-    columns, not normalised, in float64.
-
-    >>> [round(v, 4) for v in cosines(2, 2)[:, 1].tolist()]
-    [0.7071, -0.7071]
-    """
-    t = torch.arange(positions, dtype=torch.float64)[:, None]
-    j = torch.arange(k, dtype=torch.float64)
-    return torch.cos(torch.pi * j * (t + 0.5) / positions)
-
-
 def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "row position"]:
-    """Orthonormal DCT-II: row j is ``a_j c_j`` (:func:`cosines`), ``a_0 = sqrt(1/T)``, else
-    ``sqrt(2/T)``.
+    """Orthonormal DCT-II: row j is ``a_j cos(pi j (t + 1/2) / T)``, t = 0..T-1,
+    ``a_0 = sqrt(1/T)``, else ``sqrt(2/T)``.
 
     >>> C = dct_matrix(4)
     >>> torch.allclose(C @ C.T, torch.eye(4, dtype=C.dtype))
     True
     """
-    rows = cosines(positions, positions).mT * math.sqrt(2 / positions)
-    # a_0 = sqrt(1/T)
-    rows[0] /= math.sqrt(2)
-    return rows.to(dtype)
+    return torch.from_numpy(scipy.fft.dct(np.eye(positions), axis=0, norm="ortho")).to(dtype)
 
 
 def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
@@ -309,13 +241,3 @@ def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]
     for a, b in zip(negative[::2], negative[1::2], strict=True):
         log[b, a], log[a, b] = np.pi, -np.pi
     return torch.from_numpy(basis @ log @ basis.T).to(rotation)
-
-
-def rotation_exp(log: Float[Tensor, "*batch row row"]) -> Float[Tensor, "*batch row row"]:
-    """Rotation ``exp(log)`` of a skew-symmetric matrix: undoes :func:`rotation_log`.
-
-    >>> half = rotation_exp(torch.tensor([[0.0, -torch.pi], [torch.pi, 0.0]]))
-    >>> torch.allclose(half, -torch.eye(2), atol=1e-6)
-    True
-    """
-    return torch.linalg.matrix_exp(log)

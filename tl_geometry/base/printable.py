@@ -3,7 +3,7 @@ line and messages about files call this."""
 
 from __future__ import annotations
 
-import os
+import re
 import unicodedata
 
 
@@ -14,8 +14,8 @@ def printable(text: str) -> str:
     >>> print(printable("a\udce9\u202e.txt"))
     a\xe9\u202e.txt
     """
-    # bytes that are no UTF-8 stand in a file name as surrogates, which fsencode turns back
-    text = os.fsencode(text).decode("utf-8", "backslashreplace") if _encodable(text) else text
+    # a byte that is no UTF-8 stands in a file name as a surrogate, 0xDC00 above it
+    text = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
     # control, format, surrogate, private, unassigned; line and paragraph separators
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
     return "".join(unicode_escape(c) if unicodedata.category(c) in hidden else c for c in text)
@@ -29,14 +29,6 @@ def unicode_escape(character: str) -> str:
     """
     code = ord(character)
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
-
-
-def _encodable(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
-        return False
-    return True
 
 
 def printable_lines(text: str) -> str:

@@ -24,8 +24,12 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.corpus import window_cutter
-from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, double_bos
+from tl_geometry.corpus.token_windows import (
+    TokensLike,
+    TokenWindows,
+    begins_with_bos,
+    double_bos,
+)
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.states import state_of
 
@@ -34,6 +38,10 @@ REPACK = (
     "or only the rows without padding"
 )
 """What error messages advise for padded input."""
+MANY_ROWS = 16
+"""In at least this many rows, a single padding token at an end of one row may be chance."""
+CERTAIN_RUN = 3
+"""Length of a run of padding tokens at an end of a row that cannot be chance."""
 
 
 def token_rows(
@@ -69,7 +77,7 @@ def token_rows(
     refuse_padding(view, ids)
     return TokenWindows(
         tokens=ids.cpu(),
-        has_bos=window_cutter.begins_with_bos(ids, view.bos_id),
+        has_bos=begins_with_bos(ids, view.bos_id),
         str_tokens=tuple(view.decode(ids[0].tolist())),
         corpus="tokens",
     )
@@ -138,9 +146,33 @@ def refuse_padding(view: ModelView, ids: Int[Tensor, "batch position"]) -> None:
     """Refuse rows that begin or end with padding: their positions are not those that the model
     should see, and every mean would include padding."""
     if view.pad_id is not None:
-        padded = window_cutter.padded_rows(ids, view.pad_id)
+        padded = padded_rows(ids, view.pad_id)
         got = f"{padded} of {len(ids)} that begin or end with the padding token (id {view.pad_id})"
         require(padded == 0, "tokens", expected="rows without padding", got=got, instead=REPACK)
+
+
+def padded_rows(ids: Int[Tensor, "batch position"], pad: int) -> int:
+    """How many rows begin or end with padding; 0 where the ids do not decide it.
+
+    If the padding token also occurs inside rows, the ids are random or the text itself uses it; a
+    single one at an end of one row among many may be chance. Both count as no padding, unless some
+    row has a run of three or more at an end.
+
+    >>> padded_rows(torch.tensor([[5, 6, 7], [5, 6, 0]]), 0)
+    1
+    >>> padded_rows(torch.tensor([[5, 0, 7], [5, 6, 0]]), 0)
+    0
+    """
+    is_pad = ids == pad
+    if not bool(is_pad.any()):
+        return 0
+    # a cumulative product is 1 along the run at that end, and 0 after it
+    left, right = is_pad.long().cumprod(1), is_pad.flip(1).long().cumprod(1)
+    run_length = torch.maximum(left.sum(1), right.sum(1))
+    inside = int(is_pad.sum() - (left.bool() | right.flip(1).bool()).sum())
+    n_padded, longest = int((run_length > 0).sum()), int(run_length.max())
+    chance = inside > 0 or (longest == 1 and n_padded == 1 and len(ids) >= MANY_ROWS)
+    return 0 if chance and longest < CERTAIN_RUN else n_padded
 
 
 @dataclass(eq=False)

@@ -28,7 +28,9 @@ ZEROS = ("utf-16", "utf-32", "utf_16", "utf_32", "utf16", "utf32")
 BOM = "\ufeff"
 """The byte order mark, decoded."""
 STRING = "a string, such as path.read_text(encoding=...)"
-"""What error messages advise to pass in place of a file that is not text."""
+OPTIONS = "tl-geometry fit for a .npy file of token ids, or --encoding utf-16 if that is what it is"
+"""What error messages advise in place of a file that is not text: in Python, and on the command
+line."""
 
 
 def check_encoding(encoding: str) -> None:
@@ -99,19 +101,12 @@ class TextFile(_File):
     """
 
     def __init__(
-        self,
-        path: Path,
-        encoding: str = "utf-8",
-        *,
-        name: str | None = None,
-        what: str = "texts",
-        binary: str = STRING,
+        self, path: Path, encoding: str = "utf-8", *, name: str | None = None, what: str = "texts"
     ) -> None:
         super().__init__(path, name, what)
         self.encoding, self.blank, self._skip = encoding, True, 0
-        self._binary = binary
         self._marks: list[tuple[int, Any]] = []  # before each block: characters, decoder's state
-        require(path.suffix != ".npy", what, expected="text files", got=self.name, instead=binary)
+        self._require_text(path.suffix != ".npy")
         with self._opened() as file:
             size = sum(self._blocks(file))
             self._unchanged(file)
@@ -149,8 +144,7 @@ class TextFile(_File):
         while raw:
             self._marks.append((size, decoder.getstate()))
             raw = file.read(BLOCK)
-            text = zeros or b"\0" not in raw
-            require(text, self.what, expected="text files", got=self.name, instead=self._binary)
+            self._require_text(zeros or b"\0" not in raw)
             decoded = self._decoded(decoder, raw, file.tell())
             # elsewhere in a file the same code point is a character, not a mark
             if not size and decoded.startswith(BOM):
@@ -158,6 +152,10 @@ class TextFile(_File):
             self.blank = self.blank and not decoded.removeprefix(BOM).strip()
             size += len(decoded)
             yield len(decoded)
+
+    def _require_text(self, fits: bool) -> None:
+        instead = OPTIONS if self.what.startswith("-") else STRING
+        require(fits, self.what, expected="text files", got=self.name, instead=instead)
 
     def _decoded(self, decoder: io.IncrementalNewlineDecoder, raw: bytes, end: int) -> str:
         try:
@@ -229,7 +227,6 @@ def text_file(
     field: str | None = None,
     name: str | None = None,
     what: str = "texts",
-    binary: str = STRING,
 ) -> TextFile | JsonLines:
     """A file as one text, or, where ``field`` is given, as one text for each of its lines. A
     ``what`` that begins with "-" is an option of the command line, and errors advise options."""
@@ -238,7 +235,7 @@ def text_file(
         lines = path.suffix.lower() in (".jsonl", ".ndjson")
         instead = f"{option} (or whichever field holds the text)"
         require(not lines, what, expected="text", got=f"lines of JSON, {path}", instead=instead)
-        return TextFile(path, encoding, name=name, what=what, binary=binary)
+        return TextFile(path, encoding, name=name, what=what)
     utf8 = codecs.lookup(encoding).name == "utf-8"
     require(utf8, "--encoding", expected="utf-8 with lines of JSON", got=encoding)
     return JsonLines(path, field, name=name, what=what)
@@ -259,26 +256,22 @@ def text_names(paths: Sequence[Path], what: str = "--corpus") -> list[str]:
     return [printable(str(r)) for r in real]
 
 
-TOKENS = "tl-geometry fit for a .npy file of token ids"
-"""What error messages advise for a file of token ids."""
-
-
 def text_files(
     paths: Sequence[Path],
     encoding: str = "utf-8",
     what: str = "--corpus",
     *,
     field: str | None = None,
-    binary: str = "--encoding utf-16 if that is what it is",
 ) -> list[TextFile | JsonLines]:
     """Text files, each read once to check it. A file that is not text, not in ``encoding`` or
     empty is refused by name; no byte is replaced. ``field``: the texts are in that field of each
-    line; ``binary`` is what errors advise for a file that is not text."""
+    line."""
     existing(paths, what)
     check_encoding(encoding)
-    options = {"encoding": encoding, "field": field, "what": what, "binary": binary}
-    names = text_names(paths, what)
-    files = [text_file(p, name=n, **options) for p, n in zip(paths, names, strict=True)]
+    files = [
+        text_file(path, encoding=encoding, field=field, name=name, what=what)
+        for path, name in zip(paths, text_names(paths, what), strict=True)
+    ]
     empty = [file.name for file in files if file.blank]
     require(not empty, what, expected="files with text in them", got=f"{', '.join(empty)} empty")
     return files

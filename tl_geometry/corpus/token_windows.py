@@ -137,6 +137,16 @@ class TokenWindows:
         return f"TokenWindows({plain('; '.join([*parts, *self.flags]))})"
 
 
+def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:
+    """Whether every row begins with the BOS id (false for a tokenizer that has none).
+
+    >>> rows = torch.tensor([[0, 5], [0, 6]])
+    >>> begins_with_bos(rows, 0), begins_with_bos(rows, 5), begins_with_bos(rows, None)
+    (True, False, False)
+    """
+    return bos_id is not None and bool((ids[:, 0] == bos_id).all())
+
+
 def double_bos(contexts: int, of: int) -> str:
     """Flag of windows that begin with BOS twice."""
     return f"{contexts} of {of} contexts begin with BOS twice"

@@ -17,7 +17,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import BudgetError, fail, require
 from tl_geometry.base.results import Provenance, hash_tokens, row_hashes
 from tl_geometry.base.transfer import on_cpu
-from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.corpus.token_windows import begins_with_bos
 from tl_geometry.decomposition.groups import group_borders
 from tl_geometry.decomposition.largest import Largest
 from tl_geometry.decomposition.moments import Moments
@@ -48,7 +48,7 @@ class Plan:
     """Settings of one accumulation, as :func:`tl_geometry.decompose` documents them."""
 
     states: tuple[int, ...]
-    window: tuple[int, int] | None = None
+    window: tuple[int, int]
     groups: int = 8
     keep: int = 32
     second_moments: bool | str = "auto"
@@ -82,7 +82,7 @@ class Accumulation:
         device: torch.device | str,
         labels: Int[Tensor, " context"] | None = None,
     ) -> None:
-        start, end = checks.window(plan.window, length, 0)
+        start, end = plan.window
         for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
             value = checks.whole(getattr(plan, name))
             in_range = value is not None and value >= least

@@ -115,7 +115,7 @@ def decompose(
     corpus = TokenSource.of(view, tokens, labels, prepend_bos)
     plan = Plan(
         states=state_indices(states, view.n_layers + 1, view.state_hooks),
-        window=checked_window(window, corpus.length, 1),
+        window=checks.window(window, corpus.length, 1),
         groups=groups,
         keep=keep,
         second_moments=second_moments,
@@ -175,7 +175,7 @@ def decompose_activations(
     chosen = state_indices(states, len(h))
     plan = Plan(
         states=chosen,
-        window=checked_window(window, h.shape[2], 0),
+        window=checks.window(window, h.shape[2], 0),
         groups=groups,
         keep=keep,
         second_moments=second_moments,
@@ -207,25 +207,6 @@ def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
             on_state(row, state[contexts])
 
     return feed
-
-
-def checked_window(value: Any, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window from two whole numbers of any type (``2.0`` is one); by default from
-    ``default_start`` to the end."""
-    if value is None:
-        return checks.window(None, length, default_start)
-    try:
-        start, end = (_whole_number(v) for v in value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        fail("window", expected="(start, end) in positions", got=describe(value))
-    if start is None or end is None:
-        fail("window", expected="whole numbers (start, end)", got=repr(value))
-    return checks.window((start, end), length, default_start)
-
-
-def _whole_number(value: Any) -> int | None:
-    """``2`` or ``2.0`` as an int; ``None`` for ``2.5`` and truth values."""
-    return None if isinstance(value, bool) or float(value) != int(value) else int(value)
 
 
 def _activations(source: Any) -> tuple[Tensor, Provenance]:

@@ -30,10 +30,15 @@ from tl_geometry.decomposition.largest import (
     sinks_of,
     top_share,
 )
-from tl_geometry.decomposition.layer_intervals import anova_intervals
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.reservoir import Reservoir
-from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova, analysis, spans
+from tl_geometry.decomposition.variance import (
+    LOW_RELIABILITY,
+    Anova,
+    analysis,
+    anova_intervals,
+    spans,
+)
 from tl_geometry.models.model_view import ModelView
 
 RAW = "basis of raw activations: its model is not known"

@@ -80,21 +80,6 @@ def window_means(
     return einsum(weights, sums, pattern) / total[:, None, None]
 
 
-def jackknife_error(values: Float[Tensor, "sample state"]) -> Float[Tensor, " state"]:
-    """Delete-one standard error, ``sqrt((G - 1)/G sum_g (x_g - mean)^2)``, with x_g the value
-    without group g of G groups of about equal size; NaN with fewer than two.
-
-    It covers the choice of contexts only, and does not hold for measures that jump, such as a rank.
-
-    >>> jackknife_error(torch.tensor([[1.0], [3.0]])).tolist()
-    [1.0]
-    """
-    g = len(values)
-    if g < 2:
-        return torch.full(values.shape[1:], torch.nan, dtype=values.dtype)
-    return ((g - 1) / g * (values - values.mean(0)).square().sum(0)).sqrt()
-
-
 def noise_weights(basis: PositionContext, draws: int, seed: int) -> Float[Tensor, "sample group"]:
     """Weights of groups for :func:`window_means`, a random half positive and the rest negative:
     half the difference of two halves of the contexts, whose noise is about as large as that of the

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
-from tl_geometry.decomposition.groups import blocks
+from tl_geometry.decomposition.groups import blocks, jackknife_blocks
 from tl_geometry.decomposition.moments import Moments, half_width
 
 LOW_RELIABILITY = 0.5
@@ -20,7 +21,9 @@ halves s + noise is |s|^2 / (|s|^2 + |noise|^2), and at one half each holds as m
 """
 
 
-BOUNDED = ("pos", "ctx", "resid", "ctx_null")
+SHARES = ("pos", "ctx", "resid")
+"""Parts of the total sum of squares, in the order of the ``part`` axis in this module."""
+BOUNDED = (*SHARES, "ctx_null")
 """Shares that may have an interval, in the order of the table."""
 
 
@@ -38,9 +41,9 @@ class Anova(Result):
     many contexts: a value corrected by a jackknife over ``blocks`` of contexts, and its 95% bounds,
     ``[state 3]`` (columns ``pos_corrected``, ``pos_corrected_low`` and so on; empty below 10
     contexts, without bounds of ctx and resid below 32;
-    :func:`tl_geometry.decomposition.layer_intervals.anova_intervals`). ``pos_debiased`` is the
-    correction by formula, ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``, which assumes
-    residuals independent across contexts; it is in the table where there are no intervals.
+    :func:`anova_intervals`). ``pos_debiased`` is the correction by formula,
+    ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``, which assumes residuals independent across
+    contexts; it is in the table where there are no intervals.
 
     A large context share alone means little, because residuals are correlated along a text: any
     slowly varying text has one. ``ctx_agreement`` is the correlation of a context's means over the
@@ -137,6 +140,34 @@ def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
         noise = resid / (c - 1)
         debiased = (pos - noise).clamp(min=0) / torch.where(total > 0, total, torch.nan)
     return {"total": total, "pos": pos, "ctx": ctx, "resid": resid, "pos_debiased": debiased}
+
+
+def anova_intervals(m: Moments) -> dict[str, Float[Tensor, "state 3"]]:
+    """For each share (pos, ctx, resid) the value corrected by the jackknife and its 95% bounds (low
+    and high), ``[state 3]``; empty below 10 contexts or 4 groups.
+
+    The interval is for the share that infinitely many contexts would give: the correction removes
+    the noise that C contexts leave in pos and gives it back to resid. The corrected shares sum to
+    one. Blocks of at least 8 contexts are left out. Where these are fewer than four (always below
+    32 contexts), single groups are left out and only pos has bounds: so few contexts, which may be
+    of two topics, do not show how contexts differ.
+    """
+    if m.contexts < FEWEST or int((m.counts > 0).sum()) < FEWEST_GROUPS:
+        return {}
+    member = jackknife_blocks(m.counts)
+    left_out = torch.stack([_shares(m.select(~block, "group")) for block in member])
+    sizes = (member * m.counts).sum(1).double()
+    bounds = torch.stack(jackknife_interval(_shares(m), [LeftOut(left_out, sizes)])[:3], dim=-1)
+    if len(blocks(m.counts)) < FEWEST_GROUPS:
+        bounds[:, 1:, 1:] = torch.nan
+    return dict(zip(SHARES, bounds.unbind(1), strict=True))
+
+
+def _shares(m: Moments) -> Float[Tensor, "state part"]:
+    """The :data:`SHARES` of the total sum of squares, on the CPU (NaN where the total is zero)."""
+    values = sums_of_squares(m)
+    total = torch.where(values["total"] > 0, values["total"], torch.nan)
+    return torch.stack([values[name] / total for name in SHARES], dim=1).cpu()
 
 
 def half_pos(

@@ -19,8 +19,7 @@ from tl_geometry.base.checks import finite, index
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource, state_indices
-from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow import ensemble_shape, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel

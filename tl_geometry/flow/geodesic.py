@@ -16,7 +16,7 @@ from scipy.interpolate import CubicSpline
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import rotation_exp, rotation_log
+from tl_geometry.base.linalg import rotation_log
 
 NODES, WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(16))
 """Nodes and weights of the 16-point Gauss-Legendre rule on [-1, 1], exact up to degree 31."""
@@ -89,7 +89,7 @@ class GeodesicPath:
         # at a state: log and exp would only add their rounding
         if abs(a) < 1e-12 or abs(a - 1) < 1e-12:
             return self.U[k + round(a)]
-        return self.U[k] @ rotation_exp(a * self.logs[k])
+        return self.U[k] @ torch.linalg.matrix_exp(a * self.logs[k])
 
     def turning(self, k: int) -> Float[Tensor, "rank rank"]:
         """``R' R^T``, constant within interval ``k``: ``U_k logs[k] U_k^T / length``."""

@@ -62,12 +62,10 @@ class FlowReport(Result):
         return noise.NoiseLaw(name, *numbers, pairs=int(pairs))
 
     def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
         sides = [f"{n}_{side}" for side in ("in", "out") for n in Maps._fields]
         return ("start", "end", *sides, *(f"error_{k}" for k in self.baselines), *self.isotropy)
 
     def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
         tables = [
             *self.in_sample.values(),
             *self.held_out.values(),

@@ -137,11 +137,9 @@ class SeparationTable(Result):
     classifier: str
 
     def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
         return ("comparison", *Accuracy._fields)
 
     def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
         return [(n, *(float(x) for x in v)) for n, v in zip(self.names, self.accuracy)]
 
 

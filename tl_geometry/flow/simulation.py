@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.linalg import rotation_exp
 from tl_geometry.flow.geodesic import GeodesicPath
 
 
@@ -80,8 +79,8 @@ def stepped_paths(
             # 1e-9: an interval that is a multiple of dt up to rounding takes no extra step
             steps = max(1, math.ceil((end - now) / dt - 1e-9))
             h, turning = (end - now) / steps, path.turning(k)
-            R = path.U[k] @ rotation_exp(passed * path.logs[k])
-            advance = rotation_exp(h / path.length(k) * path.logs[k])
+            R = path.U[k] @ torch.linalg.matrix_exp(passed * path.logs[k])
+            advance = torch.linalg.matrix_exp(h / path.length(k) * path.logs[k])
             for step in range(steps):
                 u = now + step * h
                 # the drift at the start of the step, as published

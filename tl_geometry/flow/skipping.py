@@ -70,11 +70,9 @@ class SkipMap(Result):
         return [(int(a), int(b)) for a, b in measured.nonzero()]
 
     def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
         return ("map_type", "from_layer", "to_layer", "skipped", *METRICS, "own_loss")
 
     def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
         table_rows: list[tuple[object, ...]] = []
         for map_type in self.map_types:
             tables = [self.table(map_type, metric) for metric in METRICS]

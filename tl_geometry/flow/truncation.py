@@ -14,8 +14,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
     AFTER_NORM,
@@ -89,11 +88,9 @@ class TruncationCurve(Result):
         return self.K[first_row] if first_row < len(self.K) else None
 
     def columns(self) -> tuple[str, ...]:
-        """Column names of the table."""
         return (*CURVES, *SHARED)
 
     def rows(self) -> list[tuple[object, ...]]:
-        """Rows of the table."""
         curves = zip(*(getattr(self, name) for name in CURVES), strict=True)
         shared = [getattr(self, name) for name in SHARED]
         return [(int(k), *(float(x) for x in v), *shared) for k, *v in curves]

@@ -227,7 +227,7 @@ def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
     # n centred rows have at most n - 1 directions
     overlap = cosines.avg.new_tensor(torch.nan)
     if 1 <= rank < min(len(pos), len(ctx)):
-        overlap = contextual.subspace_overlap(pos, ctx, rank).overlap
+        overlap = contextual.subspace_overlap(pos, ctx, rank)
     return {
         "incoherence_max": cosines.max,
         "incoherence_avg": cosines.avg,
@@ -317,7 +317,7 @@ def _contextual_nulls(
     flipped = contextual.incoherence(pos.expand(draws, *pos.shape), ctx * signs)
     baseline = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
     random = {f"incoherence_{n}": getattr(baseline, n) for n in ("max", "avg", "rms")}
-    random["overlap"] = rank / pos.shape[1] or torch.nan  # as SubspaceOverlap.baseline
+    random["overlap"] = rank / pos.shape[1] or torch.nan  # see subspace_overlap
     null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
         null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)

@@ -18,7 +18,6 @@ from scipy.special import betaincinv
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, svd
 
@@ -104,39 +103,23 @@ def incoherence(
     )
 
 
-class SubspaceOverlap(NamedTuple):
-    """Principal angles (radians, ascending), mean squared cosine over them, and the mean squared
-    cosine of random subspaces."""
-
-    angles: Float[Tensor, "*batch rank"]
-    overlap: Float[Tensor, "*batch"]
-    baseline: float
-
-
 def subspace_overlap(
     pos: Float[Tensor, "*batch position d_model"],
     ctx: Float[Tensor, "*batch context d_model"],
     rank: int,
-) -> SubspaceOverlap:
-    """Principal angles between the spans of the ``rank`` leading directions of pos and of ctx.
+) -> Float[Tensor, "*batch"]:
+    """Mean of cos^2 over the principal angles between the spans of the ``rank`` leading directions
+    of pos and of ctx: between 0 (orthogonal) and 1 (equal); random subspaces of d dimensions have
+    ``rank / d``. NaN where pos or ctx has numerically fewer directions than ``rank``: n centred
+    rows have at most n - 1.
 
-    The overlap is the mean of cos^2 over the angles, between 0 (orthogonal) and 1 (equal); random
-    subspaces of d dimensions have ``rank / d``. NaN where pos or ctx has numerically fewer
-    directions than ``rank``: n centred rows have at most n - 1.
-
-    >>> s = subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)
-    >>> [round(float(a), 3) for a in s.angles], round(float(s.overlap), 3), round(s.baseline, 3)
-    ([0.0, 1.571], 0.5, 0.667)
+    >>> round(float(subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)), 3)
+    0.5
     """
-    for name, rows in (("pos", pos), ("ctx", ctx)):
-        limit = min(rows.shape[-2:])
-        expected = f"1 to {limit} directions"
-        require(1 <= rank <= limit, f"rank of {name}", expected=expected, got=rank)
     decompositions = [(svd(rows), rows.shape) for rows in (pos, ctx)]
     enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in decompositions]
     angles = principal_angles(*(factors.V[..., :rank] for factors, _ in decompositions))
-    angles = torch.where((enough[0] & enough[1]).unsqueeze(-1), angles, torch.nan)
-    return SubspaceOverlap(angles, angles.cos().square().mean(-1), rank / pos.shape[-1])
+    return torch.where(enough[0] & enough[1], angles.cos().square().mean(-1), torch.nan)
 
 
 class ClusterSimilarity(NamedTuple):
@@ -150,7 +133,7 @@ class ClusterSimilarity(NamedTuple):
 
 def cluster_similarity(
     ctx: Float[Tensor, "*batch context d_model"],
-    labels: Int[Tensor, "..."],
+    labels: Int[Tensor, " context"],
     *,
     preset: str = "exact",
     signed: bool = False,
@@ -171,12 +154,9 @@ def cluster_similarity(
     >>> float(s.intra), float(s.inter), float(signed.intra)
     (1.0, 0.0, 0.0)
     """
-    checks.choice(preset, ("exact", "reference"), "preset")
-    got = 'preset="reference" (absolute values)'
-    require(not (signed and preset == "reference"), "signed", expected='preset="exact"', got=got)
-    labels = _dense_labels(ctx, labels)
     unit, zero = normalize_rows(ctx)
-    member = torch.nn.functional.one_hot(labels).to(unit)
+    # only labels that occur, in ascending order
+    member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).to(unit)
     if signed:
         sums = einsum(unit, member, "... context d_model, context label -> ... label d_model")
         # the sum of cosines over pairs is the product of the sums of unit rows; that of absolute
@@ -209,19 +189,6 @@ def cluster_similarity(
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, torch.nan)
-
-
-def _dense_labels(rows: Tensor, labels: Tensor) -> Int[Tensor, " row"]:
-    """One label for each row as the numbers 0, 1, ... of those that occur, in ascending order."""
-    valid = (
-        labels.dim() == 1
-        and labels.shape[0] == rows.shape[-2]
-        and not labels.is_floating_point()
-        and bool((labels >= 0).all())
-    )
-    expected = f"a label >= 0 for each of {rows.shape[-2]} rows"
-    require(valid, "labels", expected=expected, got=describe(labels))
-    return labels.unique(return_inverse=True)[1]
 
 
 class CompactnessPair(NamedTuple):
@@ -282,7 +249,6 @@ def compactness_from_moments(
     raw = second_moment - between
     cvec = raw - contexts * pos.mT @ pos
     checks.choice(norm, ("N", "dof"), "norm")
-    require(len(counts) >= 2, "labels", expected="at least two labels", got=len(counts))
     size = pos.shape[-1]
     valid = space == "full"
     if isinstance(space, tuple) and len(space) == 2:

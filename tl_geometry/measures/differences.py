@@ -25,23 +25,14 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import cosines, svd
-
-
-def reflect(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row d_model"]:
-    """Half-sample even extension ``[P; J P]``: 2T rows that, repeated periodically, have no jump at
-    the ends.
-
-    >>> reflect(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist()
-    [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]
-    """
-    return torch.cat([pos, pos.flip(-2)], dim=-2)
+from tl_geometry.base.linalg import svd
 
 
 def _halved_difference(pos: Tensor, m: int) -> Tensor:
     """The m-fold periodic difference of the reflected rows divided by 2^m: never larger than its
     input, whatever m."""
-    rows = reflect(pos)
+    # [P; J P]: repeated periodically, these rows have no jump at the ends
+    rows = torch.cat([pos, pos.flip(-2)], dim=-2)
     for _ in range(m):
         # halved at each step, so that large m does not overflow
         rows = (rows - rows.roll(1, dims=-2)) / 2
@@ -87,11 +78,10 @@ def dct_vectors(positions: int, k: int, *, printed: bool = False) -> Float[Tenso
     >>> (dct_vectors(4, 2).T @ dct_vectors(4, 2)).round(decimals=6).abs().tolist()
     [[4.0, 0.0], [0.0, 2.0]]
     """
-    if not printed:
-        return cosines(positions, k)
     t = torch.arange(positions, dtype=torch.float64)[:, None]
     j = torch.arange(k, dtype=torch.float64)
-    return torch.cos(torch.pi * (j + 0.5) * t / positions)
+    turns = (j + 0.5) * t if printed else j * (t + 0.5)
+    return torch.cos(torch.pi * turns / positions)
 
 
 class LowFrequencyBound(NamedTuple):

@@ -95,7 +95,7 @@ def _curve(pos: Tensor, axes: Tensor, frequencies: int) -> Values:
         "fracture": fracture.score,
         "fracture_at": fracture.argmax.double(),
         "roughness": positional.roughness(pos),
-        "winding": positional.winding_number(positional.pca_view(pos, axes, 2)),
+        "winding": positional.winding_number(pos @ axes[:, :2]),
     }
 
 
@@ -224,7 +224,7 @@ def positional_report(
     gaussian = gaussian - gaussian.mean(1, keepdim=True)
     gaussian = gaussian / torch.linalg.vector_norm(gaussian, dim=(1, 2), keepdim=True)
     isotropic = None
-    if nulls and d_model > 1:
+    if nulls and min(positions, d_model) > 1:
         isotropic = (_gram_spectrum(gaussian), _curve(gaussian, gaussian[0].T, frequencies))
     signs = noise_weights(basis, max(1, draws // 2), seed)
     for row in range(len(basis.states)):

@@ -16,8 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows
 
 
@@ -34,7 +32,6 @@ def explained_ratio(
     >>> float(explained_ratio(s, 1)), float(explained_ratio(s, 1, power=2))
     (0.75, 0.8999999761581421)
     """
-    require(power in (1, 2), "power", expected="1 (singular values) or 2 (energy)", got=power)
     values = singular_values**power
     leading = torch.as_tensor(r, device=values.device).unsqueeze(-1)
     is_leading = torch.arange(values.shape[-1], device=values.device) < leading
@@ -128,19 +125,13 @@ def off_diagonal_share(fourier_gram: Float[Tensor, "*batch row column"]) -> Floa
     return torch.where(total > 0, 1 - diagonal / total, torch.nan)
 
 
-def adjacent_cosine(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row"]:
-    """Cosine of each positional vector with the next, ``cos(pos_t, pos_(t+1))`` [T - 1]; NaN where
-    one of them is zero.
+def adjacent_step(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*batch row"]:
+    """``1 - cos(pos_t, pos_(t+1))`` [T - 1], as half the squared chord: accurate also for nearly
+    parallel rows. NaN where one of them is zero.
 
-    >>> adjacent_cosine(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])).tolist()
-    [1.0, 0.0]
+    >>> adjacent_step(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])).tolist()
+    [0.0, 1.0]
     """
-    return 1 - _adjacent_step(pos)
-
-
-def _adjacent_step(pos: Tensor) -> Tensor:
-    """``1 - cos`` of neighbours as half the squared chord, accurate also for nearly parallel rows;
-    NaN at zero rows."""
     unit, zero = normalize_rows(pos)
     step = unit.diff(dim=-2).square().sum(-1) / 2
     return torch.where(zero[..., 1:] | zero[..., :-1], torch.nan, step)
@@ -155,8 +146,8 @@ class Fracture(NamedTuple):
 
 
 def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
-    """Largest step over the median step, ``max_t (1 - a_t) / median_t (1 - a_t)``, a_t the
-    :func:`adjacent_cosine`.
+    """Largest step over the median step, ``max_t s_t / median_t s_t``, s_t the
+    :func:`adjacent_step`.
 
     Near 1 for an even curve, large where the curve is broken. Counted from row 0 of the window.
     Infinite where more than half of the steps are zero and one is not, NaN where all are zero or
@@ -167,7 +158,7 @@ def fracture_score(pos: Float[Tensor, "*batch position d_model"]) -> Fracture:
     >>> round(float(f.score)), int(f.argmax)
     (206, 2)
     """
-    step = _adjacent_step(pos)
+    step = adjacent_step(pos)
     if step.shape[-1] == 0:
         unknown = pos.new_full(pos.shape[:-2], torch.nan)
         return Fracture(unknown, torch.zeros_like(unknown, dtype=torch.int64))
@@ -188,18 +179,6 @@ def roughness(pos: Float[Tensor, "*batch position d_model"]) -> Float[Tensor, "*
     return torch.where(total > 0, pos.diff(dim=-2).square().sum((-2, -1)) / total, torch.nan)
 
 
-def pca_view(
-    rows: Float[Tensor, "*batch row d_model"], V: Float[Tensor, "... d_model rank"], dims: int = 2
-) -> Float[Tensor, "*batch row column"]:
-    """Coordinates on the leading right singular vectors of P, without further centring: pos is
-    centred, cvec is not centred again.
-
-    >>> pca_view(torch.tensor([[3.0, 4.0]]), torch.eye(2), 1).tolist()
-    [[3.0]]
-    """
-    return rows @ V[..., :dims]
-
-
 def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tensor, "*batch"]:
     """Turns of a plane curve about the origin: angle increments, each in [-pi, pi], summed, over
     2 pi. NaN if a point is the origin.
@@ -211,8 +190,6 @@ def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tens
     >>> round(float(winding_number(torch.stack([t.cos(), t.sin()], dim=-1))), 3)
     2.0
     """
-    expected, instead = "two coordinates", "pca_view(pos, V, 2)"
-    require(curve.shape[-1] == 2, "curve", expected=expected, got=describe(curve), instead=instead)
     before, after = curve[..., :-1, :], curve[..., 1:, :]
     cross = before[..., 0] * after[..., 1] - before[..., 1] * after[..., 0]
     turns = torch.atan2(cross, (before * after).sum(-1)).sum(-1) / (2 * math.pi)

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.intervals import FEWEST
+from tl_geometry.base.intervals import FEWEST, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.resampling import Subsets, jackknife_error
+from tl_geometry.decomposition.resampling import Subsets
 
 Values = dict[str, Tensor]
 """Measures by name."""
@@ -104,8 +104,11 @@ def state_fields(
             curve[n] = torch.stack([*levels, table[n][0]])
     errors: Values = {}
     if sets.jackknife.stop > 1:
+        sizes = (~sets.member[sets.jackknife] * basis.group_counts).sum(1).double()
         errors = {
-            n: jackknife_error(table[n][sets.jackknife]) for n in varied if n not in UNBOUNDED
+            n: jackknife_interval(table[n][0], [LeftOut(table[n][sets.jackknife], sizes)]).error
+            for n in varied
+            if n not in UNBOUNDED
         }
     if errors and basis.contexts < least:
         errors = {n: torch.full_like(v, torch.nan) for n, v in errors.items()}

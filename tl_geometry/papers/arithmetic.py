@@ -103,7 +103,7 @@ def digit_fracture(
 
     ``length`` is the number of digits of each operand, ``start`` the position of the first row.
     """
-    step = 1 - positional.adjacent_cosine(pos)
+    step = positional.adjacent_step(pos)
     left_position = torch.arange(start, start + step.shape[1])
     # + stands after the first operand, = after the second
     sign_positions = torch.tensor([length, 2 * length + 1])

@@ -84,7 +84,7 @@ def format_planes(bases: Bases, state: int, *, half: int, start: int = 0, source
 
 def _draw_plane(axis: Axes, pos: Float[Tensor, "position d_model"], half: int, start: int) -> Any:
     """Draw one basis on its two leading directions; return the points, for the colour bar."""
-    points = positional.pca_view(pos, linalg.svd(pos).V, 2)
+    points = pos @ linalg.svd(pos).V[:, :2]
     positions = range(start, start + len(pos))
     axis.plot(points[:, 0], points[:, 1], lw=0.4, color="#bbbbbb", zorder=0)
     # one colour scale for both halves, so that a colour means the same position in every panel

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
-from tl_geometry.corpus import window_cutter
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_view import ModelView
 
@@ -145,23 +144,26 @@ def draw(
     too short.
     """
     ids = wrap_uint16(ids) if settings.uint16 else ids
-    train = ids[: int(settings.train_share * len(ids))]
+    train, length = ids[: int(settings.train_share * len(ids))], settings.length
     if settings.overlap:
-        sizes = (settings.contexts, settings.fresh)
-        window_sets = [
+        expected, got = f"more than {length} tokens", f"{len(train)} tokens"
+        require(
+            len(train) > length, "text", expected=expected, got=got, instead="a shorter length="
+        )
+        window_sets: list[Tensor] = []
+        for i, n_windows in enumerate((settings.contexts, settings.fresh)):
             # seed + i, or the fresh windows would be the first windows of the basis
-            window_cutter.sample_starts(
-                train.tolist(), settings.length, n_windows, settings.seed + i
-            )
-            for i, n_windows in enumerate(sizes)
-        ]
+            generator = torch.Generator().manual_seed(settings.seed + i)
+            # the last possible start is never drawn, as published
+            starts = torch.randint(len(train) - length, (n_windows,), generator=generator)
+            window_sets.append(train[starts[:, None] + torch.arange(length)])
     else:
-        rows = window_cutter.cut(train.tolist(), settings.length)
+        rows = train[: len(train) // length * length].view(-1, length)
         share = f"{settings.train_share:.0%} of the text"
         require(
             len(rows) >= 2,
             "corpus",
-            expected=f"at least 2 windows of {settings.length} tokens in {share}",
+            expected=f"at least 2 windows of {length} tokens in {share}",
             got=f"{len(rows)} of {len(ids)} tokens",
             instead="more text",
         )
@@ -183,6 +185,6 @@ def corpus_ids(view: ModelView, corpus: str | Sequence[str] | Tensor) -> Int[Ten
         require(
             ids_given, "corpus", expected="text, or integer ids [position]", got=describe(corpus)
         )
-        return corpus.long()
+        return corpus.long().cpu()
     text = corpus if isinstance(corpus, str) else "\n".join(corpus)
     return torch.tensor(view.encode(text), dtype=torch.int64)

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.window_cutter import begins_with_bos
+from tl_geometry.corpus.token_windows import begins_with_bos
 from tl_geometry.models.batches import SAMPLED, another_row, batch_of
 from tl_geometry.models.model_view import ModelView
 

@@ -70,22 +70,12 @@ class TokenPaths(Result):
     fitted_on: str
 
     def columns(self) -> Sequence[str]:
-        """Column names of the table."""
         places = ("context", "position", "token", "state")
+        approach = ("next_angle", "next_rank")
         update_columns = [f"{name}_{update}" for update in UPDATES for name in SPLIT]
-        return [
-            *places,
-            "next_angle",
-            "next_rank",
-            "step",
-            *update_columns,
-            "length",
-            "net",
-            "tortuosity",
-        ]
+        return [*places, *approach, "step", *update_columns, "length", "net", "tortuosity"]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
         table_rows: list[list[object]] = []
         batch, position, states = self.angle.shape
         fields = [getattr(self, name) for name in SPLIT]

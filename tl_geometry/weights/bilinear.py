@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import linalg
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import require
 from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
 
@@ -97,7 +97,6 @@ def fold(
     ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model whose
     LayerNorm comes after attention, the output is centred although the input is not.
     """
-    choice(matrix, MATRICES, "matrix")
     gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
     layer_norm = norm.norm_type == "LN" and not raw
 
@@ -170,13 +169,12 @@ class Structure(NamedTuple):
     """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis completed to a
     square matrix (:func:`complete`); see :func:`structure`.
 
-    ``block`` is ``V^T W_o V``, the part of it in the basis; ``product`` is ``V^T W V``, with the
-    diagonal; ``highest`` and ``lowest`` are the extremes of the block.
+    ``block`` is ``V^T W_o V``, the part of it in the basis, with the extremes ``highest`` and
+    ``lowest``.
     """
 
     diagonal: Float[Tensor, "*batch head d_model"]
     block: Float[Tensor, "*batch head row column"]
-    product: Float[Tensor, "*batch head row column"]
     mean: Float[Tensor, "*batch head"]
     std: Float[Tensor, "*batch head"]
     threshold: Float[Tensor, "*batch head"]
@@ -219,8 +217,7 @@ def structure(
     # of all d^2 rotated entries, and Q is never formed
     wide_left = torch.cat([left, complete(left, ones)], dim=-1)
     wide_right = wide_left if right is left else torch.cat([right, complete(right, ones)], dim=-1)
-    product = project(wide_left, factors.left) @ project(wide_right, factors.right).mT
-    rotated = product - rotate_diagonal(wide_left, factors.diagonal, wide_right)
+    rotated = rotated_block(factors, wide_left, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
     # a rotation keeps the sum of squares, so that of W_o itself serves
     std = (off_diagonal_energy / size**2 - mean.square()).clamp(min=0).sqrt()
@@ -235,7 +232,6 @@ def structure(
     return Structure(
         diagonal=factors.diagonal,
         block=block,
-        product=product[..., :-1, :-1],
         mean=mean,
         std=std,
         threshold=threshold,

@@ -273,10 +273,9 @@ def _layer(
     V, U = left.directions, None if right is None else right.directions
     structure = bilinear.structure(factors, V, U, k=k)
     fit = low_rank_diagonal.fit_low_rank_diagonal(
-        factors, V[:, :k], None if U is None else U[:, :k], product=structure.product[..., :k, :k]
+        factors, V[:, :k], None if U is None else U[:, :k]
     )
     numbers = {**structure._asdict(), **fit._asdict()}
-    numbers.pop("product")
     numbers["singular"] = fit.singular.expand(factors.left.shape[0])
     for name, off_diagonal in (("null", True), ("null_r2", False)):
         numbers[name] = bilinear.haar_null(
@@ -323,13 +322,11 @@ class TokenReadout(Result):
         return readout.coverage(self.values)
 
     def columns(self) -> Sequence[str]:
-        """Column names of the table."""
         sides = ("queries", "keys") if self.matrix == "QK" else ("reads", "writes")
         tokens = [f"{side}{end}" for side in sides for end in ("", "_opposite")]
         return ["layer", "head", "feature", "value", "coverage", "degenerate", *tokens]
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
         texts = (
             self.left_tokens,
             self.left_opposite_tokens,
@@ -400,10 +397,10 @@ def token_readout(
         # without gain and bias most layers have the same norm: its rows are reused
         if raw or reads_norm != layer_norm:
             reads_norm, reads = layer_norm, normalized_rows(rows, norm, affine=raw)
-        reading = readout.read_tokens(
+        left, right = readout.read_tokens(
             svd, reads, reads if writes is None else writes, features=features, k=k
         )
-        layer_readings.append((svd.S, reading.left, reading.right))
+        layer_readings.append((svd.S, left, right))
     return _readout(view, matrix, pairs, features, raw, layer_readings)
 
 

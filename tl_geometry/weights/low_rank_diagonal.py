@@ -37,8 +37,6 @@ def fit_low_rank_diagonal(
     factors: Factors,
     left: Float[Tensor, "... d_model row"],
     right: Float[Tensor, "... d_model column"] | None = None,
-    *,
-    product: Float[Tensor, "*batch head row column"] | None = None,
 ) -> LowRankDiagonal:
     """Joint least squares ``min |W - V_left L V_right^T - diag(delta)|^2`` over L and delta, for
     all heads at once.
@@ -46,8 +44,6 @@ def fit_low_rank_diagonal(
     With projectors P = V V^T: ``(I - P_left o P_right) delta = diag(W) - diag(P_left W P_right)``
     (o is the entrywise product), then ``L = V_left^T (W - diag delta) V_right``. The matrix on the
     left depends on the layer alone, so it is factored once for all heads.
-    ``product = V_left^T W V_right`` may be given where it is known
-    (:class:`tl_geometry.weights.bilinear.Structure` holds it).
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(20, 2, generator=g, dtype=torch.float64)).Q
@@ -59,11 +55,7 @@ def fit_low_rank_diagonal(
     """
     right_basis = left if right is None else right
     diag, total_energy = factors.diagonal, factors.energy
-    rotated_product = (
-        project(left, factors.left) @ project(right_basis, factors.right).mT
-        if product is None
-        else product
-    )
+    rotated_product = project(left, factors.left) @ project(right_basis, factors.right).mT
     pattern = "... d row, ... head row column, ... d column -> ... head d"
     target = diag - einsum(left, rotated_product, right_basis, pattern)
     delta, singular = solve_diagonal(left, right_basis, target.mT)

@@ -105,11 +105,9 @@ class NounProbe(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
-        """Column names of the table."""
         return ("layer", "head", "noun", "keys", "values", "norm")
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
         text = dict(self.texts)
         table_rows: list[list[object]] = []
         for i, layer in enumerate(self.layers):
@@ -240,11 +238,9 @@ class BiasReadout(Result):
     texts: tuple[tuple[int, str], ...]
 
     def columns(self) -> Sequence[str]:
-        """Column names of the table."""
         return ("layer", "head", "bias", "length", "top", "bottom")
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table."""
         text = dict(self.texts)
         table_rows: list[list[object]] = []
         for i, (layer, head) in enumerate(self.heads):

@@ -108,7 +108,6 @@ def features_needed(
     >>> int(features_needed(torch.tensor([3.0, 1.0, 0.0]), share=0.7))
     1
     """
-    require(0 < share < 1, "share", expected="a number between 0 and 1", got=share)
     curve = coverage(singular_values)
     needed = ((curve <= share).sum(-1) + 1).clamp(max=singular_values.shape[-1])
     return torch.where(curve[..., -1].isnan(), 0, needed)
@@ -132,14 +131,6 @@ def near_degenerate(
     return torch.cat([close, no_neighbour], -1) | torch.cat([no_neighbour, close], -1) | zero
 
 
-class Reading(NamedTuple):
-    """Tokens with the largest and smallest scores on the first singular directions of every head;
-    ``left`` is the query or reading side, ``right`` the key or writing side."""
-
-    left: Extremes
-    right: Extremes
-
-
 def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
     """The same extremes, top and bottom exchanged where the vector was reversed."""
     turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
@@ -158,18 +149,19 @@ def read_tokens(
     *,
     features: int = 5,
     k: int = 5,
-) -> Reading:
+) -> tuple[Extremes, Extremes]:
     """Tokens that the first ``features`` singular directions of every head point to (Molina 2023,
-    section 4).
+    section 4), on the left (query or reading) side and on the right (key or writing) side.
 
     A pair of singular vectors is defined up to a common sign. It is chosen so that the best token
     of the right vector scores at least as high as the best token of its negative (a tie keeps the
     sign).
 
     >>> eye = torch.eye(3)
-    >>> r = read_tokens(SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2]), eye, eye, features=1, k=1)
+    >>> svd = SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2])
+    >>> left, right = read_tokens(svd, eye, eye, features=1, k=1)
     >>> # the pair was flipped: it writes token 1 and reads minus token 0
-    >>> r.right.top_ids.tolist(), r.left.bottom_ids.tolist()
+    >>> right.top_ids.tolist(), left.bottom_ids.tolist()
     ([[1]], [[0]])
     """
     expected = f"1 to {svd.S.shape[-1]}"
@@ -179,4 +171,4 @@ def read_tokens(
     right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)
     # the best score of the negative vector is minus the smallest score
     flip = right.top_scores[..., 0] < -right.bottom_scores[..., 0]
-    return Reading(_flip(left, flip), _flip(right, flip))
+    return _flip(left, flip), _flip(right, flip)

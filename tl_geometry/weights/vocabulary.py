@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import html
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import require
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
@@ -149,7 +149,6 @@ def factors_of(
     through its gain, without its frozen scale. ``raw`` is that of
     :func:`tl_geometry.weights.bilinear.fold`.
     """
-    choice(matrix, bilinear.MATRICES, "matrix")
     takes_offsets = view.position == "rotary" and matrix == "QK"
     valid = offsets == (0,) or (takes_offsets and len(offsets) > 0 and min(offsets) >= 0)
     expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise"

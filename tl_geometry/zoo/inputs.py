@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from tl_geometry.base.errors import check_seed, choice, fail, require
 from tl_geometry.base.printable import printable
-from tl_geometry.corpus.text_files import TOKENS, text_files
+from tl_geometry.corpus.text_files import text_files
 from tl_geometry.models.names import CLASSES, DTYPES, check_name
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Inputs:
             lines = "files of JSON lines in --corpus"
             require(self.corpus or self.field is None, "--field", expected=lines, got="none")
             if self.corpus:
-                text_files(self.corpus, self.encoding, field=self.field, binary=TOKENS)
+                text_files(self.corpus, self.encoding, field=self.field)
             return
         # options that say how text is read or cut mean nothing for ids: refused, not ignored
         ignored = " ".join(["--field"] * (self.field is not None) + ["--pack"] * self.pack)
@@ -139,7 +139,7 @@ class Inputs:
             notes = (held_out.note,) if held_out.note else ()
             label = "held-out standard-library modules"
             return Texts(Documents.of(held_out.texts), held_out.names, label, notes)
-        files = text_files(self.corpus, self.encoding, field=self.field, binary=TOKENS)
+        files = text_files(self.corpus, self.encoding, field=self.field)
         names = tuple(file.name for file in files)
         label = ", ".join(names)
         return Texts(Documents(files), names if self.field is None else None, label)
@@ -176,17 +176,12 @@ class Inputs:
     def tokens(self, model: ModelLike) -> TokenWindows | np.ndarray:
         """All tokens: windows of the texts, or the rows of a ``.npy`` file
         ``[context position]``, which is memory-mapped."""
-        import numpy as np
-
+        from tl_geometry.corpus.sources import token_file
         from tl_geometry.models.reader import as_view
 
         if not self.token_file:
             return self.windows(as_view(model), self.texts())
-        try:
-            ids = np.load(self.corpus[0], mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            got = f"{self.corpus[0].name} ({' '.join(str(error).split())[:120]})"
-            fail("--corpus", expected="a .npy file of token ids", got=got)
+        ids = token_file(self.corpus[0], "--corpus")
         rows = len(ids) if getattr(ids, "ndim", 0) else 0
         expected = f"at most {rows}, the rows of the file"
         enough = self.contexts is None or self.contexts <= rows

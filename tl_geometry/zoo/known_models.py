@@ -14,6 +14,11 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
+from tl_geometry.zoo import trained
+from tl_geometry.zoo.planted import LENGTH, VOCAB
+from tl_geometry.zoo.planted_circuit import planted_circuit
+from tl_geometry.zoo.planted_heads import planted_heads
+from tl_geometry.zoo.planted_retrieval import planted_retrieval
 
 NAMES = ("heads", "retrieval", "circuit", "idle", "induction", "sum")
 POSITIONS = ("learned", "rotary")
@@ -45,7 +50,8 @@ class TokenPairs(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KnownModel:
-    """A model and what is true of it. Token 0 is BOS.
+    """A model and what is true of it. Token 0 is BOS; ``vocab`` and ``length`` are by default those
+    of the planted models.
 
     - ``does``: what each head does. In a trained sum, "summand" and "key" attend to the digit and
       to the key that the next sum adds.
@@ -63,8 +69,8 @@ class KnownModel:
     """
 
     model: Any
-    vocab: int
-    length: int
+    vocab: int = VOCAB
+    length: int = LENGTH
     does: Mapping[tuple[int, int], str]
     labels: Mapping[tuple[int, int], str]
     terms: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -116,8 +122,6 @@ class KnownModel:
 def _sum_pairs(n: int, changed: str, generator: torch.Generator) -> TokenPairs:
     """Rows of sums, and counterfactuals with another key alone (``changed="key"``), or with another
     key and other digits (``"all"``)."""
-    from tl_geometry.zoo import trained
-
     drawn = torch.randint(trained.DIGITS, (n, 1 + trained.SUMMED), generator=generator)
     # steps of 1 to 4 for key and digit add up to 2 to 8, never to 10, so that every sum changes
     step = torch.randint(1, trained.DIGITS // 2, drawn.shape, generator=generator)
@@ -176,78 +180,14 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     checks.choice(name, NAMES, "name")
     checks.choice(positions, POSITIONS, "positions")
     _checked(1, seed)
-    makers = (_heads, _retrieval, _circuit, partial(_circuit, idle=True), _induction, _sum)
+    circuits = (planted_circuit, partial(planted_circuit, idle=True))
+    makers = (planted_heads, planted_retrieval, *circuits, _induction, _sum)
     hf, truth = makers[NAMES.index(name)](positions, seed)
     title = f"{name} ({positions}, seed {seed})"
     return KnownModel(model=from_hf(hf, None, name=title), **truth)
 
 
-def _heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The model of ``known("heads")`` and the fields of its :class:`KnownModel`."""
-    from tl_geometry.zoo import planted, planted_heads
-
-    made = planted_heads.planted_heads(positions, seed)
-    does = {(0, head): what for head, what in enumerate(made.does)}
-    terms = planted_heads.CONTENT_TERMS | planted_heads.TERMS[positions]
-    # left out: BOS and its position, and the last positions, which no query reads at the offset
-    tokens = tuple(range(1, planted.VOCAB))
-    rows = {"identity": tokens, "table": tokens}
-    if positions == "learned":
-        last = planted.VOCAB + planted.LENGTH - made.offset
-        rows["offset"] = tuple(range(planted.VOCAB + 1, last))
-    return made.model, {
-        "vocab": planted.VOCAB,
-        "length": planted.LENGTH,
-        "does": does,
-        "labels": {head: planted_heads.LABELS[what] for head, what in does.items()},
-        "terms": {head: terms[what] for head, what in does.items() if what in terms},
-        "offset": made.offset,
-        "directions": made.directions,
-        "reads": {head: rows[what] for head, what in does.items() if what in rows},
-    }
-
-
-def _retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    from tl_geometry.zoo import planted, planted_retrieval
-
-    made = planted_retrieval.planted_retrieval(positions, seed)
-    does = {(0, head): what for head, what in enumerate(made.does)}
-    matching = [head for head, what in does.items() if what != "even"]
-    return made.model, {
-        "vocab": planted.VOCAB,
-        "length": planted.LENGTH,
-        "does": does,
-        "labels": dict.fromkeys(does, "uniform") | dict.fromkeys(matching, "content"),
-        "terms": dict.fromkeys(matching, "cvec-cvec"),
-        "directions": made.directions,
-        "reads": {head: planted_retrieval.READS[does[head]] for head in matching},
-    }
-
-
-def _circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dict[str, Any]]:
-    from tl_geometry.zoo import planted, planted_circuit
-
-    made = planted_circuit.planted_circuit(positions, seed, idle=idle)
-    # the block that the decoy reads is empty where heads are idle: it attends evenly, so no label
-    labelled = _LABELS.keys() - ({"decoy"} if idle else set())
-    return made.model, {
-        "vocab": planted.VOCAB,
-        "length": planted.LENGTH,
-        "does": made.does,
-        "labels": {h: _LABELS[what] for h, what in made.does.items() if what in labelled},
-        "edges": made.edges,
-        "head_pairs": made.pairs,
-    }
-
-
-_LABELS = {"previous": "position", "second": "position", "itself": "position"}
-_LABELS |= {"offset": "position", "induction": "content", "match": "content", "decoy": "content"}
-"""What a head of a circuit does -> the label that it deserves."""
-
-
 def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    from tl_geometry.zoo import trained
-
     task, hf = trained.TASKS["induction"], trained.hugging_face("induction", positions, seed)
     on_offset, on_repeat = [], []
     for period in TRIED_PERIODS:
@@ -278,17 +218,16 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
             best = max(scores, key=lambda name: float(scores[name][layer, head]))
             attends = float(scores[best][layer, head]) > ATTENDED
             does[layer, head] = best if attends else ""
+    labels = {"offset": "position", "induction": "content"}
     return hf, {
         "vocab": task.vocab,
         "length": task.length,
         "does": does,
-        "labels": {head: _LABELS[what] for head, what in does.items() if what},
+        "labels": {head: labels[what] for head, what in does.items() if what},
     }
 
 
 def _sum(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    from tl_geometry.zoo import trained
-
     task, hf = trained.TASKS["sum"], trained.hugging_face("sum", positions, seed)
     tokens, _ = trained.sums(64, torch.Generator().manual_seed(0))
     # positions that predict a sum: the last digit, and all sums but the last

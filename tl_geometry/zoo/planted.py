@@ -17,7 +17,6 @@ keys) are built the same way; their MLPs are zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,28 +33,18 @@ SLOW = 12
 rotation hardly changes a score, so these planes carry content."""
 
 
-@dataclass(eq=False)
 class HeadWeights:
-    """What one head reads and writes in the planted directions (columns).
+    """What one head reads and writes in the planted directions (columns). It begins as a head that
+    attends evenly and writes nothing; its tensors are filled in place.
 
     ``query``, ``key`` and ``value`` are ``[column d_head]``, the constants ``query_bias`` and
     ``key_bias`` are ``[d_head]``, and ``out`` is ``[d_head column]``.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    query_bias: Tensor = field(default_factory=lambda: torch.zeros(0))
-    key_bias: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    @staticmethod
-    def zeros(columns: int, d_head: int) -> HeadWeights:
-        """A head that attends evenly and writes nothing."""
-        # a fresh tensor for each field, because fields are filled in place
-        read = lambda: torch.zeros(columns, d_head)  # noqa: E731
-        bias = lambda: torch.zeros(d_head)  # noqa: E731
-        return HeadWeights(read(), read(), read(), read().T.clone(), bias(), bias())
+    def __init__(self, columns: int, d_head: int) -> None:
+        self.query, self.key, self.value = (torch.zeros(columns, d_head) for _ in range(3))
+        self.out = torch.zeros(d_head, columns)
+        self.query_bias, self.key_bias = torch.zeros(d_head), torch.zeros(d_head)
 
 
 def directions(

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,6 +52,9 @@ from tl_geometry.zoo.planted_heads import constants
 FIRST = ("previous", "second", "itself", "even")
 SECOND = ("induction", "decoy", "match", "even")
 """Heads of layer 0 and of layer 1."""
+LABELS = {"previous": "position", "second": "position", "itself": "position"}
+LABELS |= {"induction": "content", "match": "content", "decoy": "content"}
+"""What a head does -> the label that it deserves; none for heads that attend evenly."""
 OFFSETS = {"previous": 1, "second": 2, "itself": 0}
 """Offset at which a head of layer 0 attends."""
 TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
@@ -75,26 +78,12 @@ layer 1 also 3 for what ``previous``, ``second`` and ``itself`` copy. With idle 
 alone writes, to two blocks, which makes 2."""
 
 
-class Planted(NamedTuple):
-    """The Hugging Face model, and the truth about it.
+def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The Hugging Face model with the heads of each layer in random order, and the fields of its
+    :class:`~tl_geometry.zoo.KnownModel`. With ``idle`` all heads of layer 0 but ``previous`` read
+    an empty block.
 
-    - ``does``: what each head does.
-    - ``edges``: the edges that make the next token differ if ``"all"`` tokens of the prompt differ,
-      or only the ``"last"`` one.
-    - ``pairs``: (writer, reader, side) of heads that read what another head wrote.
-    """
-
-    model: Any
-    does: dict[tuple[int, int], str]
-    edges: dict[str, frozenset[str]]
-    pairs: frozenset[tuple[str, str, str]]
-
-
-def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted:
-    """The model with the heads of each layer in random order. With ``idle`` all heads of layer 0
-    but ``previous`` read an empty block.
-
-    >>> sorted(planted_circuit("learned", 0).edges["last"])
+    >>> sorted(planted_circuit("learned", 0)[1]["edges"]["last"])
     ['L1H0->output', 'embed->L1H0<q>']
     """
     g = torch.Generator().manual_seed(seed)
@@ -124,7 +113,14 @@ def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> Planted
     else:
         pairs |= {(at[f"0{name}"], at["1decoy"], "key") for name in ("second", "itself")}
         pairs |= {(at["0even"], at["1even"], "value")}
-    return Planted(model, does, {"all": edges, "last": last}, frozenset(pairs))
+    # the block that the decoy reads is empty where heads are idle: it attends evenly, so no label
+    labelled = LABELS.keys() - ({"decoy"} if idle else set())
+    return model, {
+        "does": does,
+        "labels": {head: LABELS[name] for head, name in does.items() if name in labelled},
+        "edges": {"all": edges, "last": last},
+        "head_pairs": frozenset(pairs),
+    }
 
 
 def block(number: int) -> slice:
@@ -136,7 +132,7 @@ def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeigh
     """A head of layer 0. It attends at an offset or evenly, and copies the token, or with ``idle``
     the empty second scratch block."""
     # size: of query and of key, whose product over sqrt(d_head) is the strength
-    head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
+    head, size = HeadWeights(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
     # only the learned model has columns of positions; key j answers query j + offset
     if name in OFFSETS and columns > 4 * VOCAB:
         offset = OFFSETS[name]
@@ -154,7 +150,7 @@ def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeigh
 def second_head(name: str, columns: int, d_head: int) -> HeadWeights:
     """A head of layer 1. It matches the query's token with a block of the key, or attends evenly.
     A rotary head matches in slow planes."""
-    head, size = HeadWeights.zeros(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
+    head, size = HeadWeights(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
     start = 0 if columns > 4 * VOCAB else SLOW
     at = slice(start, start + VOCAB)
     key, value = READS.get(name, (None, UNREAD))

@@ -21,7 +21,7 @@ are r, the offset is o, and w_f is the frequency of rotary plane f.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -76,21 +76,12 @@ COPIED = 0.5
 """Size of the token that a head copies; the current token has size 1."""
 
 
-class Planted(NamedTuple):
-    """The Hugging Face model, what each of its heads does, the offset o, and the directions of
-    tokens and (learned) positions."""
+def planted_heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The Hugging Face model with its heads in random order, and the fields of its
+    :class:`~tl_geometry.zoo.KnownModel`.
 
-    model: Any
-    does: tuple[str, ...]
-    offset: int
-    directions: Float[Tensor, "row d_model"]
-
-
-def planted_heads(positions: str, seed: int) -> Planted:
-    """The model with its heads in random order.
-
-    >>> planted_heads("learned", 0).does[:2]
-    ('relation', 'offset')
+    >>> planted_heads("learned", 0)[1]["does"][0, 0]
+    'relation'
     """
     generator = torch.Generator().manual_seed(seed)
     roles = LEARNED if positions == "learned" else ROTARY
@@ -111,14 +102,28 @@ def planted_heads(positions: str, seed: int) -> Planted:
     plant(model, 0, heads, basis, 2.0 if positions == "learned" else 1.0, generator)
     places = basis[VOCAB:] if positions == "learned" else None
     embed(model, basis[:VOCAB], places, basis[:VOCAB])
-    return Planted(model, names, offset, basis)
+    does = {(0, head): name for head, name in enumerate(names)}
+    terms = CONTENT_TERMS | TERMS[positions]
+    # left out: BOS and its position, and the last positions, which no query reads at the offset
+    tokens = tuple(range(1, VOCAB))
+    rows = {"identity": tokens, "table": tokens}
+    if positions == "learned":
+        rows["offset"] = tuple(range(VOCAB + 1, VOCAB + LENGTH - offset))
+    return model, {
+        "does": does,
+        "labels": {head: LABELS[name] for head, name in does.items()},
+        "terms": {head: terms[name] for head, name in does.items() if name in terms},
+        "offset": offset,
+        "directions": basis,
+        "reads": {head: rows[name] for head, name in does.items() if name in rows},
+    }
 
 
 def learned_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
     """A head that reads one-hot tokens (columns 0 to VOCAB - 1) and positions (the other columns).
     Each column has its own coordinate of the head, with the same number."""
     columns = VOCAB + LENGTH
-    head = HeadWeights.zeros(columns, columns)
+    head = HeadWeights(columns, columns)
     tokens, places = slice(0, VOCAB), slice(VOCAB, None)
     # the size of query and of key; their product over sqrt(d_head) is the strength, and d_head is
     # the number of columns
@@ -148,7 +153,7 @@ def learned_head(name: str, offset: int, strength: float, g: torch.Generator) ->
 def rotary_head(name: str, offset: int, strength: float, g: torch.Generator) -> HeadWeights:
     """A head that reads one-hot tokens. Constants on fast planes attend by position, and tokens are
     read on slow planes."""
-    head = HeadWeights.zeros(VOCAB, D_ROTARY)
+    head = HeadWeights(VOCAB, D_ROTARY)
     slow = slice(SLOW, SLOW + VOCAB)
     # the size of query and of key; their product over sqrt(d_head) is the strength
     size = math.sqrt(strength * math.sqrt(D_ROTARY))

@@ -8,11 +8,9 @@ matches colours alone, one shapes alone, and one attends evenly.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tl_geometry.zoo.planted import (
     D_ROTARY,
@@ -40,19 +38,11 @@ STRENGTH, COPIED = 4.0, 0.5
 have size 1."""
 
 
-class Planted(NamedTuple):
-    """The Hugging Face model, what each head does, and the directions of colours, shapes and
-    (learned) positions."""
+def planted_retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The Hugging Face model with its heads in random order, and the fields of its
+    :class:`~tl_geometry.zoo.KnownModel`.
 
-    model: Any
-    does: tuple[str, ...]
-    directions: Float[Tensor, "row d_model"]
-
-
-def planted_retrieval(positions: str, seed: int) -> Planted:
-    """The model with its heads in random order.
-
-    >>> sorted(planted_retrieval("rotary", 0).does)
+    >>> sorted(planted_retrieval("rotary", 0)[1]["does"].values())
     ['colour', 'even', 'retrieval', 'shape']
     """
     g = torch.Generator().manual_seed(seed)
@@ -62,7 +52,7 @@ def planted_retrieval(positions: str, seed: int) -> Planted:
     columns = attributes + (LENGTH if learned else 0)
     size, heads = math.sqrt(STRENGTH * math.sqrt(d_head)), []
     for name in names:
-        head = HeadWeights.zeros(columns, d_head)
+        head = HeadWeights(columns, d_head)
         for row in READS[name]:
             head.query[row, start + row] = head.key[row, start + row] = size
         head.value[:attributes, :attributes] = torch.eye(attributes)
@@ -75,4 +65,12 @@ def planted_retrieval(positions: str, seed: int) -> Planted:
     token = torch.arange(VOCAB)
     tokens = basis[token // EACH] + basis[EACH + token % EACH]
     embed(model, tokens, basis[attributes:] if learned else None, tokens)
-    return Planted(model, names, basis)
+    does = {(0, head): name for head, name in enumerate(names)}
+    matching = [head for head, name in does.items() if name != "even"]
+    return model, {
+        "does": does,
+        "labels": dict.fromkeys(does, "uniform") | dict.fromkeys(matching, "content"),
+        "terms": dict.fromkeys(matching, "cvec-cvec"),
+        "directions": basis,
+        "reads": {head: READS[does[head]] for head in matching},
+    }

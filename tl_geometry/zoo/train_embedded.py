@@ -107,12 +107,6 @@ def encode(texts: list[str], path: Path) -> Tensor:
     ).long()
 
 
-def _repeat(unit: Tensor, length: int) -> Tensor:
-    """Copies of ``unit``, cut to ``length``."""
-    # -(-a // b) rounds up
-    return unit.repeat(-(-length // len(unit)))[:length]
-
-
 def batches(stream: Tensor) -> Callable[[int], Batch]:
     """``batch_at(step)`` of the mixture described at the top of this module, over a token
     stream."""
@@ -127,13 +121,13 @@ def batches(stream: Tensor) -> Callable[[int], Batch]:
         natural = stream[start : start + length]
         if format == "natural":
             return natural, natural
-        period = integer(periods[0], periods[1] + 1)
+        period, at = integer(periods[0], periods[1] + 1), torch.arange(length)
         if format == "snippet":
-            tokens = _repeat(natural[:period], length)
+            tokens = natural[at % period]
             return tokens, tokens
         # ids from 1: 0 is BOS
-        tokens = _repeat(torch.randint(1, symbols + 1, (period,), generator=generator), length)
-        return tokens, torch.where(torch.arange(length) < period, IGNORE, tokens)
+        tokens = torch.randint(1, symbols + 1, (period,), generator=generator)[at % period]
+        return tokens, torch.where(at < period, IGNORE, tokens)
 
     def batch_at(step: int) -> Batch:
         # the factor is larger than the steps of any run, so that no two seeds share a batch
