@@ -64,6 +64,12 @@ def require(
         fail(what, expected=expected, got=got, instead=instead, error=error)
 
 
+def within_budget(size: int, budget: int, what: str, *, of: str, instead: str) -> None:
+    """Raise ``BudgetError`` where ``size`` bytes exceed the budget; ``of`` says what takes them."""
+    expected, got = f"at most memory_budget={budget:,} bytes", f"{size:,} bytes for {of}"
+    require(size <= budget, what, expected=expected, got=got, instead=instead, error=BudgetError)
+
+
 def choice(value: str, options: Sequence[str], what: str) -> str:
     """``value`` if it is one of ``options``, else an error that lists them (:func:`listed`)."""
     require(value in options, what, expected=f"one of {listed(options, value)}", got=repr(value))

@@ -225,10 +225,6 @@ class CompositionSums:
         interval = jackknife_interval(whole, [LeftOut(left_out, sizes)])
         return interval.low.transpose(0, 1), interval.high.transpose(0, 1)
 
-    def wide(self, values: Tensor, width: int) -> Float[Tensor, "head side part"]:
-        """As wide as the last layer's, zeros for writers that come later."""
-        return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
-
     def cosine(self) -> Float[Tensor, " part"]:
         """Cosine of what each writer wrote in two contexts at the same positions."""
         size = torch.where(self.products[1] > 0, self.products[1], torch.nan)

@@ -42,7 +42,7 @@ from tl_geometry.circuits.prompt_pairs import (
     PairBatch,
     PromptPairs,
     UserMetric,
-    rows_per_batch,
+    pairs_per_batch,
 )
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.model_like import ModelLike
@@ -205,7 +205,7 @@ def edge_scores(
     # how far first states are from the counterfactual (0) to the clean one (1)
     at = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
     sums = _Sums(layout, pairs.lengths[-1] if positions else 0)
-    sizes = rows_per_batch(view, layout, batch_size, memory_budget, gradients=True)
+    sizes = pairs_per_batch(view, layout, batch_size, memory_budget, gradients=True)
     for batches in pairs.batches(sizes):
         runs = EdgePass.of(view, layout, batches[0].clean)
         for batch in batches:

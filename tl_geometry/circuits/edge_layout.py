@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.mlp import live_mlp
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.write_spec import writing_of
+from tl_geometry.models.write_spec import require_decoder
 
 EMBED, OUTPUT = "embed", "output"
 """The first writer and the last reader."""
@@ -69,14 +68,7 @@ class EdgeLayout:
         Raises ``UnsupportedModelError`` for an encoder, and for an MLP that gives something else
         than its module does for a norm of the stream.
         """
-        blocks = writing_of(view).blocks
-        if any(block.around is not None for block in blocks):
-            fail(
-                f"edges of {view.name}",
-                expected="a decoder, whose blocks add to the stream",
-                got="an encoder, which norms the stream after each addition",
-                error=UnsupportedModelError,
-            )
+        require_decoder(view, f"edges of {view.name}")
         mlps = [live_mlp(view, layer) for layer in range(view.n_layers)]
         return cls(
             n_layers=view.n_layers,

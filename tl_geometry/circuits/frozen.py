@@ -22,7 +22,6 @@ and the norm's bias put into its output: it is the same whichever keys the head 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,15 +29,14 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.base.linalg import transposed
 from tl_geometry.models.attention_spec import AttentionSpec
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import pattern_roundoff
-from tl_geometry.models.row_pass import ROW_CELLS
-from tl_geometry.models.write_spec import writing_of
+from tl_geometry.models.row_pass import query_slices
+from tl_geometry.models.write_spec import require_decoder, writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
 SMALL = 1e-6
@@ -173,13 +171,6 @@ class FrozenBlock:
         stream = einsum(cotangents, self.spec.matrix(which), "r h e, h d e -> r d")
         return self.spec.norm.centre(stream * self.spec.norm.gain)
 
-    def query_blocks(self) -> Iterator[slice]:
-        """All queries, a few at a time: patterns are recomputed from queries and keys, so that
-        memory grows with the prompt and not its square."""
-        batch, length, heads, _ = self.layer.q.shape
-        step = max(1, ROW_CELLS // (batch * heads * length))
-        return (slice(start, min(start + step, length)) for start in range(0, length, step))
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adjoints:
@@ -232,14 +223,7 @@ class FrozenPass:
             constants.append(written.constants)
             ends.append((h, written))
 
-        blocks = writing_of(view).blocks
-        if any(block.around is not None for block in blocks):
-            fail(
-                f"logits of {view.name}",
-                expected="a decoder, whose blocks add to the stream",
-                got="an encoder, which norms the stream after each addition",
-                error=UnsupportedModelError,
-            )
+        require_decoder(view, f"logits of {view.name}")
         run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end, on_rows=on_rows)
         last, written = ends[0]
         states = [layer.h for layer in layers] + [last]
@@ -268,7 +252,8 @@ class FrozenPass:
             parallel = block.mlp is not None and block.mlp.spec.parallel
             through_mlp = None if block.mlp is None else block.mlp.adjoint(after)
             middle = after if through_mlp is None or parallel else after + through_mlp
-            head_adjoints = self._head_adjoints(block, middle)
+            head_adjoints = einsum(middle, block.heads.W, "b i d, h e d -> b i h e")
+            head_adjoints = head_adjoints * block.heads.scale[..., None, None]
             before = middle + self._through_attention(block, head_adjoints, follow_patterns)
             if through_mlp is not None and parallel:
                 before = before + through_mlp
@@ -284,14 +269,6 @@ class FrozenPass:
         )
 
     @staticmethod
-    def _head_adjoints(
-        block: FrozenBlock, middle: Float[Tensor, "batch position d_model"]
-    ) -> Float[Tensor, "batch position head d_head"]:
-        """dT/d(mixed values) of the heads from dT/d(what attention wrote)."""
-        out = einsum(middle, block.heads.W, "b i d, h e d -> b i h e")
-        return out * block.heads.scale[..., None, None]
-
-    @staticmethod
     def _through_attention(
         block: FrozenBlock,
         head_adjoints: Float[Tensor, "batch position head d_head"],
@@ -301,7 +278,8 @@ class FrozenPass:
         their queries and keys."""
         layer, to_values = block.layer, torch.zeros_like(head_adjoints)
         to_queries, to_keys = torch.zeros_like(layer.q), torch.zeros_like(layer.k)
-        for rows in block.query_blocks():
+        # patterns are recomputed, so that memory grows with the prompt and not its square
+        for rows in query_slices(layer.q):
             pattern, slope = block.pattern(rows)
             to_values += einsum(pattern, head_adjoints[:, rows], "b h i j, b i h e -> b j h e")
             if follow_patterns:

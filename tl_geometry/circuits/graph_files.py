@@ -13,7 +13,7 @@ a node of its own (``rest``), so that the links into every node sum to its value
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -68,17 +68,9 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
     ids = [node_id(graph, i) for i in range(len(graph.names))]
     influence = influences(graph.values).tolist()
     nodes = [_node(graph, i, ids, influence[i]) for i in range(len(graph.names))]
-    links = [
-        link_record(ids[source], ids[target], weight)
-        for source, target, weight, edge_type in zip(
-            graph.sources.tolist(),
-            graph.targets.tolist(),
-            graph.weights.tolist(),
-            graph.edge_types.tolist(),
-            strict=True,
-        )
-        if edge_type == VALUE
-    ]
+    values = graph.edge_types == VALUE
+    ends = (x[values].tolist() for x in (graph.sources, graph.targets, graph.weights))
+    links = [link_record(ids[s], ids[t], weight) for s, t, weight in zip(*ends, strict=True)]
     for i, rest in enumerate(graph.rest[:, VALUE].tolist()):
         if rest:
             nodes.append(_rest_node(graph, i, rest))
@@ -309,15 +301,7 @@ def networkx_graph(graph: LogitGraph) -> Any:
         )
         for i, name in enumerate(graph.names)
     )
-    edges = zip(
-        graph.sources.tolist(),
-        graph.targets.tolist(),
-        (EDGE_TYPES[edge_type] for edge_type in graph.edge_types.tolist()),
-        graph.weights.tolist(),
-        strict=True,
-    )
+    columns = (graph.sources, graph.targets, graph.edge_types, graph.weights)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    edges = ((source, target, EDGE_TYPES[e], weight) for source, target, e, weight in rows)
     return multigraph(nodes, edges, value=graph.value, model=graph.provenance.model or "")
-
-
-LAYOUTS: dict[str, Callable[[LogitGraph], dict[str, Any]]] = {"neuronpedia": neuronpedia}
-"""JSON layouts of :meth:`LogitGraph.to_json`."""

@@ -231,9 +231,10 @@ class LogitGraph(Result):
     def to_json(self, layout: str = "neuronpedia") -> dict[str, Any]:
         """The graph in the JSON that other tools read; see
         :mod:`tl_geometry.circuits.graph_files`."""
-        from tl_geometry.circuits.graph_files import LAYOUTS
+        from tl_geometry.circuits.graph_files import neuronpedia
 
-        return LAYOUTS[checks.choice(layout, tuple(LAYOUTS), "layout")](self)
+        checks.choice(layout, ("neuronpedia",), "layout")
+        return neuronpedia(self)
 
     def to_networkx(self) -> Any:
         """The graph as a ``networkx.MultiDiGraph``, with every number as an attribute."""

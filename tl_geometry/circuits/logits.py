@@ -25,11 +25,11 @@ from torch.nn.functional import pad
 
 from tl_geometry.base.checks import head_name, index
 from tl_geometry.base.errors import (
-    BudgetError,
     ReconstructionError,
     UnsupportedModelError,
     fail,
     require,
+    within_budget,
 )
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
@@ -45,7 +45,7 @@ from tl_geometry.models.row_pass import no_rows
 from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
-from tl_geometry.scores.split_request import check_request, provenance_of
+from tl_geometry.scores.split_request import check_basis, provenance_of
 from tl_geometry.scores.splitter import Splitter
 from tl_geometry.scores.terms import BIAS_BIAS, bias_label
 from tl_geometry.scores.values import target_ids, trained_head
@@ -176,17 +176,15 @@ def explain_logit(
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
     family = family_of(view, parts, basis, range(view.n_layers))
     splitter = Splitter(view, family, range(view.n_layers))
-    names = splitter.names
     # what every head takes from every source, in float64, and what every MLP wrote
     size = 8 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
-    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: memory is checked below
-    fits, expected = size <= memory_budget, f"at most memory_budget={memory_budget} bytes"
-    what, instead = "logit", "a shorter prompt, or a larger memory_budget="
-    require(fits, what, expected=expected, got=size, instead=instead, error=BudgetError)
+    check_basis(view, rows, basis)
+    instead = "a shorter prompt, or a larger memory_budget="
+    within_budget(size, memory_budget, "logit", of="all heads and MLPs", instead=instead)
     direct = Direct(view, head, torch.tensor([ids]), position, length)
     direct.run(rows.tokens)
     pairs = direct.largest(top)
-    details = _Pairs(view, splitter, direct, position, pairs, len(names))
+    details = _Pairs(splitter, direct, pairs)
     layers = sorted({l for l, _, _ in pairs})
     run_written(view, rows.tokens, layers, details.on_layer, on_rows=no_rows)
     provenance = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
@@ -200,7 +198,7 @@ def explain_logit(
         heads=direct.contributions()[0].cpu(),
         other_names=tuple(direct.others),
         others=torch.cat(list(direct.others.values())).cpu(),
-        parts=names,
+        parts=splitter.names,
         pairs=pairs,
         pair_values=details.values.cpu(),
         pair_terms=details.terms.cpu(),
@@ -314,17 +312,10 @@ class _Pairs:
     """Values and scores of chosen (layer, head, source) by parts."""
 
     def __init__(
-        self,
-        view: ModelView,
-        splitter: Splitter,
-        direct: Direct,
-        position: int,
-        pairs: Sequence[tuple[int, int, int]],
-        parts: int,
+        self, splitter: Splitter, direct: Direct, pairs: Sequence[tuple[int, int, int]]
     ) -> None:
-        self.view, self.splitter, self.direct, self.position = view, splitter, direct, position
-        self.pairs = pairs
-        options = {"dtype": torch.float64, "device": view.device}
+        self.splitter, self.direct, self.pairs = splitter, direct, pairs
+        parts, options = len(splitter.names), {"dtype": torch.float64, "device": direct.view.device}
         self.values = torch.zeros(len(pairs), parts, **options)
         self.terms = torch.zeros(len(pairs), parts, parts, **options)
         self.alibi, self.patterns = (torch.zeros(len(pairs), **options) for _ in range(2))
@@ -341,16 +332,17 @@ class _Pairs:
         values = self.splitter.values(layer).double()
         # what is written whatever the source is stands among the constants of the logit
         values[0] -= layer.v_constant.double()
-        seen = layer.seen_by(self.position)
+        position = self.direct.position
+        seen = layer.seen_by(position)
         for p in pairs_here:
             _, head, source = self.pairs[p]
             at = heads.index(head)
             paid = self.direct.paid[layer.layer][0, head, source]
             readout = self.direct.head_readouts[layer.layer][0, head]
             self.values[p] = values[:, 0, source, head] @ readout * paid
-            q, k = terms.q[:, 0, self.position, at].double(), terms.k[:, 0, :, at].double()
+            q, k = terms.q[:, 0, position, at].double(), terms.k[:, 0, :, at].double()
             self.terms[p] = q @ (k[:, source] - k[:, seen].mean(1)).mT
             self.patterns[p] = paid
             if terms.bias is not None:
-                row = terms.bias[at, self.position].double()
+                row = terms.bias[at, position].double()
                 self.alibi[p] = row[source] - row[seen].mean()

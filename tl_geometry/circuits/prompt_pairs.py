@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import BudgetError, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.corpus.sources import token_rows
@@ -24,6 +24,7 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import log_probabilities
+from tl_geometry.scores.corpus_pass import rows_per_batch
 from tl_geometry.scores.values import target_ids
 
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
@@ -98,7 +99,7 @@ class PromptPairs:
         return view.provenance(token_hash=tokens, has_bos=bos, **about, **fields)
 
 
-def rows_per_batch(
+def pairs_per_batch(
     view: ModelView, layout: EdgeLayout, batch_size: int | None, memory_budget: int, gradients: bool
 ) -> Callable[[int], int]:
     """How many pairs of a length fit the budget: several vectors of the stream are held for every
@@ -108,18 +109,9 @@ def rows_per_batch(
     vectors = 4 * len(layout.writers) + (6 * len(layout.readers) if gradients else 0)
 
     def rows_of(length: int) -> int:
-        size = batch_of(batch_size, length, view.device)
         number = max(4, view.dtype.itemsize)  # half precision runs in float32
         needed = vectors * length * view.d_model * number
-        if needed > memory_budget:
-            fail(
-                "memory_budget",
-                expected=f"{needed:,} bytes for a prompt of {length} tokens",
-                got=f"{memory_budget:,}",
-                instead="a larger memory_budget=, or shorter prompts",
-                error=BudgetError,
-            )
-        return min(size, memory_budget // needed)
+        return rows_per_batch(view, length, needed, memory_budget, batch_size)
 
     return rows_of
 

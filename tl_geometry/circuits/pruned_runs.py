@@ -35,7 +35,7 @@ from tl_geometry.circuits.prompt_pairs import (
     PairBatch,
     PromptPairs,
     UserMetric,
-    rows_per_batch,
+    pairs_per_batch,
 )
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.model_like import ModelLike
@@ -237,7 +237,7 @@ def faithfulness(
     pairs = PromptPairs.of(view, prompts, counterfactuals, prepend_bos)
     measure = Metric.of(view, pairs, metric, targets)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
-    sizes = rows_per_batch(view, layout, batch_size, memory_budget, gradients=False)
+    sizes = pairs_per_batch(view, layout, batch_size, memory_budget, gradients=False)
     for batches in pairs.batches(sizes):
         runs = EdgePass.of(view, layout, batches[0].clean)
         for batch in batches:

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import BudgetError, ReconstructionError, require
+from tl_geometry.base.errors import ReconstructionError, require, within_budget
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import QUERY, LogitGraph, token_texts
 from tl_geometry.scores.split import ScoreSplit
@@ -110,7 +110,11 @@ def attention_pairs(
     got = f"{batch} prompts of {n_keys}"
     fits = (batch, n_keys) == (1, length)
     require(fits, "split", expected=f"one prompt of {length} tokens", got=got)
-    _require_memory(len(split.parts), length, memory_budget)
+    # terms, weights and gains of all pairs
+    needed = 3 * torch.float64.itemsize * len(split.parts) ** 2 * length
+    instead = 'split_scores(..., parts="blocks"), other parts, or a larger memory_budget='
+    of = f"the pairs of {len(split.parts)} parts"
+    within_budget(needed, memory_budget, "pairs", of=of, instead=instead)
     query, column = int(graph.positions[node]), split.heads.index((layer, head))
     q, k = split.q[:, 0, query, column].double(), split.k[:, 0, :, column].double()
     terms = einsum(q, k, "a e, b j e -> a b j").cpu()
@@ -139,18 +143,4 @@ def attention_pairs(
         gains=terms * above_uniform,
         attention=graph.attention[node],
         response=graph.response[node],
-    )
-
-
-def _require_memory(parts: int, keys: int, memory_budget: int) -> None:
-    """Raise where terms, weights and gains of all pairs exceed the budget."""
-    needed = 3 * torch.float64.itemsize * parts**2 * keys
-    require(
-        needed <= memory_budget,
-        "memory_budget",
-        expected=f"{needed:,} bytes for the pairs of {parts} parts at {keys} keys",
-        got=f"{memory_budget:,}",
-        instead='split_scores(..., parts="blocks") or other parts that are fewer, '
-        "or a larger memory_budget=",
-        error=BudgetError,
     )

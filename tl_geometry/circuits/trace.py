@@ -22,7 +22,7 @@ and in those of the keys at j.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,7 +35,6 @@ from tl_geometry.circuits.graph_edges import (
     AFTER_ATTENTION,
     AFTER_MLP,
     EdgeFinder,
-    Edges,
     Nodes,
     dot,
     fewest_carrying,
@@ -48,7 +47,8 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.scores.split_request import check_request, provenance_of
+from tl_geometry.scores.families import PositionAndContext
+from tl_geometry.scores.split_request import check_basis, provenance_of
 from tl_geometry.scores.values import target_ids, trained_head
 
 
@@ -73,6 +73,11 @@ class ComponentValues(NamedTuple):
     def flat(self) -> Float[Tensor, " row"]:
         """Leaves, heads and MLPs in one row."""
         return torch.cat([self.leaves.flatten(), self.heads.flatten(), self.mlps.flatten()])
+
+    def of_nodes(self, logit: float, chosen: Bool[Tensor, " row"]) -> Float[Tensor, " node"]:
+        """Those of the logit, of the constants, and of the ``chosen`` components."""
+        ends = torch.tensor([logit, self.constant], dtype=torch.float64)
+        return torch.cat([ends, self.flat()[chosen]])
 
     def minus(self, other: ComponentValues) -> ComponentValues:
         """Component by component."""
@@ -139,12 +144,15 @@ def trace_logit(
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
     checks.choice(mlp, ("frozen", "leaf"), "mlp")
     at = rows.position(position)
-    check_request(view, rows, basis, 0, 0, 0)  # the basis alone: there is no memory_budget=
+    check_basis(view, rows, basis)
     frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
     readout = logit_readout(view, frozen, at, target, against, log_probability)
-    leaves = frozen.leaves if basis is None else _basis_leaves(frozen, basis)
-    # the parts of a basis sum to all of state 0, embeddings leave what a norm behind them added
-    first_constant = frozen.embedding_constant if basis is None else torch.zeros_like(frozen.last)
+    leaves, first_constant = frozen.leaves, frozen.embedding_constant
+    if basis is not None:
+        basis.require_raw("trace_logit")
+        leaves = PositionAndContext(basis, ("pos", "cvec"), [0]).parts(frozen.blocks[0].layer)
+        # they sum to all of state 0; embeddings leave what a norm behind them added
+        first_constant = torch.zeros_like(frozen.last)
     directions = torch.zeros_like(frozen.last)
     directions[0, at] = readout.direction.to(directions)
     adjoints = frozen.adjoints(directions)
@@ -181,7 +189,13 @@ def trace_logit(
         mlp_moved=moved.mlps,
         constant_value=values.constant,
         constant_moved=moved.constant,
-        **_tables(nodes, chosen, edges, values, moved, T),
+        names=nodes.names,
+        layers=nodes.layers,
+        heads_of=nodes.heads,
+        positions=nodes.positions,
+        values=values.of_nodes(T, chosen),
+        moved=moved.of_nodes(0.0, chosen),
+        **edges._asdict(),
     )
 
 
@@ -215,17 +229,6 @@ def logit_readout(
     )
     chosen = tuple(weights[list(ids)].tolist())
     return Readout(direction, constant, ids, chosen, float(probabilities[ids[0]]))
-
-
-def _basis_leaves(frozen: FrozenPass, basis: PositionContext) -> dict[str, Tensor]:
-    """Mean, position and the rest of state 0."""
-    row, h = basis.index(0), frozen.blocks[0].layer.h
-    got = "a normalised basis" if basis.provenance.normalized else ""
-    instead = "decompose(model, tokens, normalize=False)"
-    require(not got, "basis", expected="a basis of the states themselves", got=got, instead=instead)
-    mean = basis.mean[row].to(h).expand_as(h)
-    pos = basis.pos_seen[row, : h.shape[1]].to(h).expand_as(h)
-    return {"mean": mean, "pos": pos, "cvec": h - mean - pos}
 
 
 def _component_values(
@@ -311,27 +314,3 @@ def _nodes(
         writes.append(write[0, at])  # type: ignore[index]
     layers, heads_of, positions, enters, reads = torch.tensor(rows).T
     return Nodes(tuple(names), layers, heads_of, positions, enters, reads, torch.stack(writes))
-
-
-def _tables(
-    nodes: Nodes,
-    chosen: Bool[Tensor, " row"],
-    edges: Edges,
-    values: ComponentValues,
-    moved: ComponentValues,
-    T: float,
-) -> dict[str, Any]:
-    """Nodes and edges as fields of the graph."""
-    node_values, node_moved = (
-        torch.cat([torch.tensor([logit, x.constant], dtype=torch.float64), x.flat()[chosen]])
-        for logit, x in ((T, values), (0.0, moved))
-    )
-    return {
-        "names": nodes.names,
-        "layers": nodes.layers,
-        "heads_of": nodes.heads,
-        "positions": nodes.positions,
-        "values": node_values,
-        "moved": node_moved,
-        **edges._asdict(),
-    }

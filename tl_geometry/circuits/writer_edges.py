@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
@@ -216,7 +217,7 @@ def composition(
         for l, readers in by_layer.items()
     }
 
-    def on_layer(layer: LayerView, written: Written, start: int) -> None:
+    def on_layer(start: int, layer: LayerView, written: Written) -> None:
         sums[layer.layer].add(layer, written, start)
 
     start, provenance = stream_writers(
@@ -255,7 +256,8 @@ def _numbers(sums: Sequence[CompositionSums]) -> dict[str, Float[Tensor, "head s
     width = max(of_layer.width for of_layer in sums)
 
     def joined(by_layer: Iterable[Tensor]) -> Float[Tensor, "head side part"]:
-        return torch.cat([s.wide(values, width) for s, values in zip(sums, by_layer, strict=True)])
+        """All layers as wide as the last, with zeros for writers that come later."""
+        return torch.cat([pad(values, (0, width - values.shape[-1])) for values in by_layer])
 
     numbers = {"weights": joined(s.weights() for s in sums)}
     for share in SHARES:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -40,7 +40,6 @@ from tl_geometry.models.writers import Writer, Written, run_written, writer_name
 from tl_geometry.scores.blockwise import block_scores
 from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
 from tl_geometry.scores.families import BIAS
-from tl_geometry.scores.sums import dropped_mass
 from tl_geometry.scores.terms import ALIBI
 
 SCORE_SIDES = ("query", "key")
@@ -131,6 +130,8 @@ class WriterSweep(Result):
     floor: Float[Tensor, " head"]
     drop: int
     dropped_mass: Float[Tensor, " head"]
+    sides: ClassVar = SCORE_SIDES
+    table_axes, table_values = ("head", "side", "part"), ("cs", "gs", "dropped_mass")
 
     @property
     def cs(self) -> Float[Tensor, "head side part"]:
@@ -160,24 +161,14 @@ class WriterSweep(Result):
 
     def _of_head(self, head: checks.Head, side: str, share: str) -> Float[Tensor, " part"]:
         """Shares of all parts on one side of a head, given as (layer, head) or by name."""
-        layers, heads = (max(at[i] for at in self.heads) + 1 for i in (0, 1))
-        row = self.heads.index(checks.heads(head, layers, heads, None)[0])
+        row = checks.head_rows(head, self.heads)[0]
         values = getattr(self, checks.choice(share, SHARES, "share"))
         return values[row, SCORE_SIDES.index(checks.choice(side, SCORE_SIDES, "side"))]
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "side", "part", "cs", "gs", "dropped_mass")
-
-    def rows(self) -> Sequence[Sequence[object]]:
+    def table_mask(self) -> Tensor:
         """One row for each head, side and writer that the head reads."""
-        cs, gs, mass = self.cs.tolist(), self.gs.tolist(), self.dropped_mass.tolist()
-        return [
-            (layer, head, side, part, cs[h][s][p], gs[h][s][p], mass[h])
-            for h, (layer, head) in enumerate(self.heads)
-            for s, side in enumerate(SCORE_SIDES)
-            for p, part in enumerate(self.parts)
-            if self.wrote[p] < layer
-        ]
+        layers = torch.tensor([layer for layer, _ in self.heads])
+        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.numerators.shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,15 +191,14 @@ class _Sums(Sums):
             torch.cat([reader.constant.sum(1).unsqueeze(-1), by_writer[0, 0]], -1).double()
             for reader, by_writer in zip(readers, numerators(readers, written, grain), strict=True)
         ]
-        mass = torch.zeros_like(cotangents.floor)
-        if layer.pattern is not None:
-            mass = dropped_mass(layer.pattern, drop).sum(0).double()
+        assert layer.pattern is not None  # these prompts do not run in blocks of rows
+        paid = layer.pattern[:, :, drop:, :drop].sum((0, 2, 3), dtype=torch.float64)
         return cls(
             shares=torch.stack(shares, 1),
             total=cotangents.total.sum(1),
             floor=cotangents.floor,
             alibi=cotangents.alibi,
-            mass=mass,
+            mass=paid / (layer.pattern.shape[2] - drop),
         )
 
     def check(self, layer: LayerView) -> None:
@@ -246,14 +236,13 @@ def sweep_writers(
     """Shares of every writer in every head, behind ``sweep_heads(..., parts="writers")``; ``drop``
     defaults to 1 where every context begins with BOS, else 0."""
     chosen = checks.indices(layers, view.n_layers, "layers")
-    names = {l: writer_names(view, l, grain) for l in chosen}
     sums: dict[int, _Sums] = {}
 
-    def on_layer(layer: LayerView, written: Written, start: int) -> None:
+    def on_layer(start: int, layer: LayerView, written: Written) -> None:
         l, batch = layer.layer, _Sums.of(layer, written, start, grain)
         sums[l] = sums[l] + batch if l in sums else batch
 
-    def verified(layer: LayerView, written: Written, start: int) -> None:
+    def verified(start: int, layer: LayerView, written: Written) -> None:
         _Sums.of(layer, written, start, grain).to("cpu").check(layer)
 
     start, provenance = stream_writers(
@@ -269,11 +258,12 @@ def sweep_writers(
         seed=seed,
     )
     settled = {l: of_layer.to("cpu") for l, of_layer in sums.items()}
-    return _table(view, chosen, names, settled, start, provenance)
+    last = writer_names(view, max(chosen), grain)
+    return _table(view, chosen, last, settled, start, provenance)
 
 
-OnStart = Callable[[LayerView, Written, int], None]
-"""Receives a layer, the writers of its input, and how many positions are left out."""
+OnStart = Callable[[int, LayerView, Written], None]
+"""Receives how many positions are left out, a layer, and the writers of its input."""
 
 
 def stream_writers(
@@ -300,15 +290,11 @@ def stream_writers(
         start = int(stream.begins_with_bos) if start is None else start
         expected, fits = f"more than {start + 1} positions", start + 1 < source.length
         require(fits, "tokens", expected=f"{expected} ({start} left out)", got=source.length)
-        verify = partial(_called, on_sample, start) if on_sample and stream.first else None
-        take, sample = partial(_called, on_layer, start), stream.sample(verify)
+        verify = partial(on_sample, start) if on_sample and stream.first else None
+        take, sample = partial(on_layer, start), stream.sample(verify)
         run_written(view, batch, layers, take, verify=False, **sample)
     start = start or 0
     return start, stream.provenance(start)
-
-
-def _called(call: OnStart, start: int, layer: LayerView, written: Written) -> None:
-    call(layer, written, start)
 
 
 def _bytes_per_context(view: ModelView, length: int) -> int:
@@ -321,13 +307,12 @@ def _bytes_per_context(view: ModelView, length: int) -> int:
 def _table(
     view: ModelView,
     layers: Sequence[int],
-    names: dict[int, tuple[Writer, ...]],
+    last: tuple[Writer, ...],
     sums: dict[int, _Sums],
     drop: int,
     provenance: Provenance,
 ) -> WriterSweep:
-    """The finished table, as wide as its last layer."""
-    last = names[max(layers)]
+    """The finished table, as wide as its last layer, whose writers are ``last``."""
     alibi = any(bool((sums[l].alibi != 0).any()) for l in layers)
     width = 1 + len(last) + alibi
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail
@@ -295,6 +295,14 @@ def row_blocks(length: int, cells: int) -> Iterator[tuple[int, int]]:
         stop = min(length, start + max(1, rows))
         yield start, stop
         start = stop
+
+
+def query_slices(q: Float[Tensor, "batch query head d_head"]) -> Iterator[slice]:
+    """All query rows in slices, so that ``[batch head row key]`` has at most :data:`ROW_CELLS`
+    cells (but at least one row)."""
+    batch, length, heads, _ = q.shape
+    step = max(1, ROW_CELLS // (batch * heads * length))
+    return (slice(start, start + step) for start in range(0, length, step))
 
 
 def _heads(layers: Layers) -> int:

@@ -22,7 +22,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
@@ -96,6 +96,14 @@ def writing_of(view: ModelView) -> Writing:
     if "writing" not in memo:
         memo["writing"] = _infer(view)
     return memo["writing"]
+
+
+def require_decoder(view: ModelView, what: str) -> None:
+    """Raise ``UnsupportedModelError`` for an encoder; ``what`` was asked of the model."""
+    decoder = all(block.around is None for block in writing_of(view).blocks)
+    expected = "a decoder, whose blocks add to the stream"
+    got = "an encoder, which norms the stream after each addition"
+    require(decoder, what, expected=expected, got=got, error=UnsupportedModelError)
 
 
 def _infer(view: ModelView) -> Writing:

@@ -34,17 +34,6 @@ class Block(NamedTuple):
     n_keys: Float[Tensor, "batch head query 1"]
 
 
-class BlockScores(NamedTuple):
-    """Total scores of one block, row-centred (``centred``, over the keys before ``block.end``), the
-    bias among them (row-centred as well), and attention minus uniform attention, ``p - u``
-    (``moved``)."""
-
-    block: Block
-    centred: Float[Tensor, "batch head query key"]
-    bias: Float[Tensor, "..."] | None
-    moved: Float[Tensor, "batch head query key"] | None
-
-
 class PlaneIndex(NamedTuple):
     """The rotary plane of each coordinate of a layer's heads, and how many planes there are."""
 
@@ -103,26 +92,28 @@ def block_scores(
     softcap: float | None = None,
     gain: bool = True,
     form: str | None = None,
-) -> Iterator[BlockScores]:
-    """Scores ``query . key + bias``, one block of query rows after another, with ``moved`` if
-    ``gain``.
+) -> Iterator[tuple[Block, Tensor, Tensor | None, Tensor | None]]:
+    """Scores ``query . key + bias``, one block of query rows after another: the block, its scores
+    row-centred over the keys before ``block.end``, the bias among them (row-centred as well), and
+    if ``gain`` attention minus uniform attention, ``p - u``. All are ``[batch head query key]``.
 
     ``key_shift`` is what was subtracted from all keys beforehand. Row-centring removes it, but a
     soft cap acts on the scores themselves and needs it back. ``form`` is that of the mask
     (:func:`form_of`), where it is known.
     """
-    bias_centred = allowed = None
+    bias_centred = None
+    # what was taken out of each row and a soft cap needs back, [batch head query 1]: the key shift,
+    # the mean of the bias, and in each block the mean that centred_scores returns
+    level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
     # a bias holds a number for each cell already, so the mask may be held as cells too
     if bias is not None:
         cells = mask.cells.unsqueeze(0).to(bias.device) if isinstance(mask, KeyRanges) else mask
         allowed = cells.unsqueeze(1)
         bias_centred = row_center(bias, allowed)
-    # what was taken out of each row and a soft cap needs back, [batch head query 1]: the key shift,
-    # the mean of the bias, and in each block the mean that centred_scores returns
-    level = None if softcap is None else (query * key_shift).sum(-1, keepdim=True)
-    if bias is not None and allowed is not None and bias_centred is not None and level is not None:
-        # bias - bias_centred is the mean of the bias at every allowed key: amax picks one
-        level = level + torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
+        if level is not None:
+            # bias - bias_centred is the mean of the bias at every allowed key: amax picks one
+            mean = torch.where(allowed, bias - bias_centred, -torch.inf).amax(-1, keepdim=True)
+            level = level + mean
     for block in blocks_of(mask, query, form):
         rows = slice(block.start, block.stop)
         centred, mean = centred_scores(query[:, :, rows], key, block)
@@ -132,7 +123,7 @@ def block_scores(
         if gain:
             row_level = None if level is None else mean + level[:, :, rows]
             moved = moved_attention(centred, block, softcap, row_level)
-        yield BlockScores(block, centred, block_bias, moved)
+        yield block, centred, block_bias, moved
 
 
 def contracted(

@@ -153,8 +153,7 @@ class Details:
         pattern = Pattern(before[..., self.drop :, :], allowed[self.drop :])
         for name, remaining in _without_each_term(total, parts, layer):
             after = layer.logits(remaining)[0]
-            effect = pattern.distance(after[..., self.drop :, :])
-            distances = torch.stack([effect.tv, effect.kl]).sum(1)
+            distances = pattern.distance(after[..., self.drop :, :]).sum(1)
             self.effects[name] = self.effects.get(name, torch.zeros_like(distances)) + distances
 
     def table(self, contexts: int) -> dict[str, Float[Tensor, "head ..."]]:

@@ -4,9 +4,7 @@ and context, writers, or tensors of the caller. ``split_scores``, ``split_values
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,20 +34,6 @@ STREAM_PARTS = (
 UserParts = Mapping[
     str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]
 ]
-ELSEWHERE = {
-    "writers": "tl_geometry.circuits.writer_sweep:sweep_writers",
-    "blocks": "tl_geometry.circuits.writer_sweep:sweep_writers",
-    "paper": "tl_geometry.papers.split_presets:paper",
-    "reference": "tl_geometry.papers.split_presets:reference",
-}
-"""Functions of packages that import this one, loaded only when asked for: sweeps by writers, and
-the projections of the published presets."""
-
-
-def load(name: str) -> Any:
-    """The function of :data:`ELSEWHERE` with this name."""
-    module, _, function = ELSEWHERE[name].partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 class Family:

@@ -18,8 +18,9 @@ each averaged over its queries, beside what uniform attention over the allowed k
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -163,14 +164,14 @@ def _ratio_error(
     return error if n_rows >= FEWEST else torch.full_like(error, torch.nan)
 
 
-def period_for(n_ctx: int, d_vocab: int, *, copies: int = 2, bos: bool = False) -> int:
-    """The longest period up to 32 that fits ``copies`` copies into ``n_ctx`` positions and has that
+def period_for(n_ctx: int, d_vocab: int, *, bos: bool = False) -> int:
+    """The longest period up to 32 of which two copies fit into ``n_ctx`` positions, and that has as
     many distinct ids.
 
     >>> period_for(1024, 50257), period_for(24, 100)
     (32, 12)
     """
-    return max(1, min(32, (n_ctx - bos) // copies, d_vocab - 1))
+    return max(1, min(32, (n_ctx - bos) // 2, d_vocab - 1))
 
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
@@ -211,47 +212,33 @@ def token_ranges(
 
 
 def measure_types(
-    view: ModelView,
-    layers: Sequence[int],
-    *,
-    bos: bool = False,
-    batch: int = SEQUENCES,
-    seed: int = 1234,
+    view: ModelView, layers: Sequence[int], *, bos: bool = False, seed: int = 1234
 ) -> HeadTypes:
     """Head-type scores of all heads of ``layers`` on repeated random tokens made for the model:
-    ``batch`` rows of two copies of up to 32 tokens, in a large vocabulary each row from another
-    range of ids. The default seed is that of Song & Zhong 2023's code."""
-    bos = bos and view.bos_id is not None
-    ranges = token_ranges(view.d_vocab, [view.bos_id], count=batch)
-    period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos)
-    rows_per_range, bos_id = batch // len(ranges), view.bos_id if bos else None
+    :data:`SEQUENCES` rows of two copies of up to 32 tokens, in a large vocabulary each row from
+    another range of ids. The default seed is that of Song & Zhong 2023's code."""
+    bos_id = view.bos_id if bos else None
+    ranges = token_ranges(view.d_vocab, [view.bos_id])
+    period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos_id is not None)
+    rows = SEQUENCES // len(ranges)
     batches = [
-        repeated_random_tokens(
-            period, 2, rows_per_range, low=low, high=high, seed=seed + i, bos_id=bos_id
-        )
+        repeated_random_tokens(period, 2, rows, low=low, high=high, seed=seed + i, bos_id=bos_id)
         for i, (low, high) in enumerate(ranges)
     ]
     tokens = torch.cat(batches)
-    length = tokens.shape[1]
-    allowed = torch.ones(length, length, dtype=torch.bool)
-    allowed = causal_mask(length) if view.causal else allowed
-    detection = Detection(tokens, allowed, view.device)
+    all_keys = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
+    detection = Detection(tokens, None if view.causal else all_keys, view.device)
     types: dict[int, HeadTypes] = {}
 
-    def hook(layer: int) -> Callable[[Tensor], None]:
-        def take(pattern: Tensor) -> None:
-            # layers may lie on several devices; these patterns are small enough to be moved
-            types[layer] = detection.scores(pattern.detach().float().to(view.device))
+    def take(layer: int, pattern: Tensor) -> None:
+        # layers may lie on several devices; these patterns are small enough to be moved
+        types[layer] = detection.scores(pattern.detach().float().to(view.device))
 
-        return take
+    view.run(tokens, {view.pattern_hooks[layer]: partial(take, layer) for layer in layers})
 
-    view.run(tokens, {view.pattern_hooks[layer]: hook(layer) for layer in layers})
-    first = types[layers[0]]
-    scores, errors = (
-        dict(zip(HEAD_TYPES, on_cpu([torch.cat(of_type) for of_type in by_type]), strict=True))
-        for by_type in (
-            [[getattr(types[l], name)[t] for l in layers] for t in HEAD_TYPES]
-            for name in ("scores", "errors")
-        )
-    )
-    return dataclasses.replace(first, scores=scores, errors=errors)
+    def joined(name: str) -> dict[str, Tensor]:
+        """The scores (or errors) of all layers by type, on the CPU."""
+        of_types = [torch.cat([getattr(types[l], name)[t] for l in layers]) for t in HEAD_TYPES]
+        return dict(zip(HEAD_TYPES, on_cpu(of_types), strict=True))
+
+    return dataclasses.replace(types[layers[0]], scores=joined("scores"), errors=joined("errors"))

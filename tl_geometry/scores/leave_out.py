@@ -52,31 +52,22 @@ UNEVEN = 2.0
 share of the basis within this factor."""
 
 
-@dataclass(frozen=True, eq=False)
-class GroupBasis:
-    """Mean and positional vectors of one state in each group of contexts, and the group's ``share``
-    of the contexts."""
-
-    mean: Float[Tensor, "group d_model"]
-    pos: Float[Tensor, "group position d_model"]
-    share: Float[Tensor, " group"]
-
-    @staticmethod
-    def of(basis: PositionContext, layer: int, length: int) -> GroupBasis:
-        """The groups of a basis that hold contexts, in their order, over the first ``length``
-        positions; each mean is over the window of the basis."""
-        used = basis.group_counts.nonzero().flatten()
-        counts = basis.group_counts[used].double()
-        means = basis.group_sums[used, basis.index(layer)] / counts[:, None, None]
-        mean = means[:, slice(*basis.window)].mean(1)
-        return GroupBasis(mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum())
+def group_basis(basis: PositionContext, layer: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean ``[group d_model]`` and positional vectors ``[group position d_model]`` of one state in
+    each group of contexts that holds any, over the first ``length`` positions (each mean over the
+    window of the basis), and the groups' shares of the contexts."""
+    used = basis.group_counts.nonzero().flatten()
+    counts = basis.group_counts[used].double()
+    means = basis.group_sums[used, basis.index(layer)] / counts[:, None, None]
+    mean = means[:, slice(*basis.window)].mean(1)
+    return mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum()
 
 
 def own_groups(
     basis: PositionContext, tokens: Int[Tensor, "batch position"]
 ) -> Int[Tensor, " batch"]:
     """The group of the basis that each context belongs to, found by the hash of its tokens; -1 for
-    contexts that are not in the basis. Groups are numbered as in :meth:`GroupBasis.of`, without
+    contexts that are not in the basis. Groups are numbered as in :func:`group_basis`, without
     empty ones."""
     unknown = torch.full((len(tokens),), -1)
     groups, hashes = basis.group_of, basis.token_hashes
@@ -112,17 +103,13 @@ def without(share: Float[Tensor, " group"], left_out: Set[int]) -> Float[Tensor,
     >>> without(torch.tensor([0.25, 0.75]), {0})[:2, :4].round(decimals=2).tolist()
     [[0.0, 1.3300000429153442, 0.0, 0.0], [0.0, 0.0, 0.0, 1.3300000429153442]]
     """
-    used = torch.tensor([float(g not in left_out) for g in range(len(share))]).to(share)
-    weight = used / (share * used).sum()
-    nothing = torch.zeros_like(weight)
-    bias, pos = torch.cat([weight, nothing]), torch.cat([nothing, weight])
-    bias_and_pos = torch.stack(
-        [torch.cat([bias, share.new_zeros(1)]), torch.cat([pos, share.new_zeros(1)])]
-    )
+    groups = len(share)
+    used = torch.tensor([float(g not in left_out) for g in range(groups)]).to(share)
+    change = share.new_zeros(3, 2 * groups + 1)
+    change[0, :groups] = change[1, groups:-1] = used / (share * used).sum()
     # the three rows must sum to one in every column, so that bias + pos + cvec is the whole query
-    return torch.cat(
-        [bias_and_pos, (torch.ones_like(bias_and_pos[0]) - bias_and_pos.sum(0)).unsqueeze(0)]
-    )
+    change[2] = 1 - change[:2].sum(0)
+    return change
 
 
 def sets_of(member: Bool[Tensor, "row group"]) -> list[frozenset[int]]:
@@ -293,12 +280,12 @@ class GroupProjections:
     pos."""
 
     def __init__(self, layer: LayerView, basis: PositionContext) -> None:
-        groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
-        self.share, self.normalized = groups.share, basis.provenance.normalized
+        means, pos_vectors, self.share = group_basis(basis, layer.layer, layer.h.shape[1])
+        self.normalized = basis.provenance.normalized
         self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
         for which in ("q", "k"):
-            mean = layer.projected(groups.mean.unsqueeze(1).to(layer.h), which)
-            pos = layer.projected(groups.pos.to(layer.h), which)
+            mean = layer.projected(means.unsqueeze(1).to(layer.h), which)
+            pos = layer.projected(pos_vectors.to(layer.h), which)
             # expanded before the rotation, which makes the mean differ by position
             mean_and_pos = torch.stack([mean.expand_as(pos), pos])
             self.mapped[which] = layer.turned(mean_and_pos, which)

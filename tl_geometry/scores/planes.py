@@ -82,12 +82,6 @@ class HeadPlanes:
             row[: len(layer_planes.theta)] = layer_planes.theta
         return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
 
-    @staticmethod
-    def unturned(heads: int, d_head: int, length: int) -> HeadPlanes:
-        """Heads without rotation: all coordinates are one plane of frequency zero."""
-        plane = torch.zeros(heads, d_head, dtype=torch.int64)
-        return HeadPlanes(plane, torch.zeros(heads, 1, dtype=torch.float64), length)
-
     @property
     def wavelength(self) -> Float[Tensor, "head plane"]:
         """Tokens per turn; infinite for what is not rotated, NaN where there is no such plane."""

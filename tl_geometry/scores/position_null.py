@@ -194,16 +194,14 @@ class PositionNull:
         entries = list(sums.sums.values())
         numerators = torch.stack([s.numerators for s in entries]).sum(0)
         total = torch.stack([torch.where(s.uniform, 0.0, s.total) for s in entries]).sum(0)
-        n_parts = 2 * len(self.share) + 1
-        identity = torch.eye(len(self.share)).double()
-        zero_column = torch.zeros(len(self.share), 1).double()
-        zero_row = torch.zeros(1, len(self.share)).double()
-        mean = torch.cat([zero_row + 1, zero_row, zero_row[:, :1]], 1)
-        each_group = torch.cat(
-            [identity if self.rotary else 0 * identity, identity, zero_column], 1
-        )
+        groups = len(self.share)
+        n_parts = 2 * groups + 1
         # rows: the mean is the bias of all groups; of each group pos is mixed, and bias if rotary
-        change = torch.cat([mean, each_group])
+        change = torch.zeros(1 + groups, n_parts, dtype=torch.float64)
+        change[0, :groups] = 1
+        change[1:, groups:-1] = torch.eye(groups)
+        if self.rotary:
+            change[1:, :groups] = torch.eye(groups)
         table = numerators[:, : n_parts * n_parts].unflatten(1, (n_parts, n_parts))
         pairs = einsum(change, table, change, "a m, h m n, b n -> h a b")
         return pairs, numerators[:, n_parts * n_parts :].sum(1), total

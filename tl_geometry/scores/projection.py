@@ -21,7 +21,6 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base import checks
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView, LinearMap
 
@@ -55,7 +54,6 @@ class Side:
     def of(cls, layer: LayerView, which: str, *, normalized: bool = False) -> Side:
         """The ``"q"``, ``"k"`` or ``"v"`` side of a layer; ``normalized`` for parts of its normed
         input, from which the norm scale has been divided out already."""
-        checks.choice(which, ("q", "k", "v"), "side")
         frozen = getattr(layer, f"{which}_scale")
         added = None if layer.added is None or which == "v" else layer.added
         return cls(
@@ -73,12 +71,6 @@ class Side:
             constant=self.constant[rows, positions][..., heads, :],
             added=None if self.added is None else self.added[positions][..., heads, :],
         )
-
-    def project(
-        self, parts: Float[Tensor, "part batch position d_model"]
-    ) -> Float[Tensor, "part batch position head d_head"]:
-        """Parts through map and frozen scale, without constants."""
-        return self.map(parts) * self.frozen.unsqueeze(-1)
 
     def bias_and_pos(
         self,

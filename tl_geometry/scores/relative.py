@@ -21,13 +21,12 @@ from functools import reduce
 import torch
 from einops import einsum
 from jaxtyping import Bool, Float, Int
-from scipy.stats import t as student
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.base.intervals import FEWEST
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.groups import BLOCK
@@ -174,19 +173,17 @@ def _kernel_of(
 ) -> tuple[RotaryPlanes, Float[Tensor, "row head plane"]]:
     """The planes of a layer, and the coefficients of its heads' kernels: row 0 the cosines', row 1
     the sines'."""
-    turn = layer.turn
+    turn, what = layer.turn, f"layer {layer.layer}"
     if turn is None:
-        expected = "a rotary model"
-        require(False, f"layer {layer.layer}", expected=expected, got="scores without rotation")
+        fail(what, expected="a rotary model", got="scores without rotation")
     require(
         bool(is_relative(layer)),
-        f"layer {layer.layer}",
+        what,
         expected="scores without a scale that varies by token",
         got="QK-norm",
         instead='offset_profile(split_scores(...), "bias-bias")',
         error=UnsupportedModelError,
     )
-    assert turn is not None
     planes = rotary_planes(layer)
     mean = basis.mean[basis.index(layer.layer)].to(layer.h).expand_as(layer.h[:1])
     # at position 0 nothing is turned yet
@@ -238,19 +235,16 @@ class OffsetProfile(Result):
         return {axis: self.offsets.tolist()} if axis == "offset" else super().axis_labels(axis)
 
 
-def _matrix(split: ScoreSplit, term: tuple[str, str] | str | None) -> Tensor:
-    """A term, or all of them together, as a matrix (finite everywhere)."""
-    return split.sum_of_terms() if term is None else split[term]
-
-
-def _start_and_mask(
-    split: ScoreSplit, drop: int | None
-) -> tuple[int, Bool[Tensor, "head query key"]]:
-    """The first position that is not dropped, and the mask from there on."""
+def _term_and_mask(
+    split: ScoreSplit, term: tuple[str, str] | str | None, drop: int | None
+) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "head query key"]]:
+    """A term, or all of them together, as a matrix (finite everywhere), and the mask, both without
+    the dropped positions."""
     start = (split.provenance.window or (0, 0))[0] if drop is None else drop
     length = split.allowed.shape[-1]
     require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
-    return start, split.allowed[:, start:, start:]
+    matrix = split.sum_of_terms() if term is None else split[term]
+    return matrix[..., start:, start:], split.allowed[:, start:, start:]
 
 
 def offset_profile(
@@ -268,8 +262,8 @@ def offset_profile(
     so that its interval has no width.
     """
     require(0 < level < 1, "level", expected="between 0 and 1", got=level)
-    start, allowed = _start_and_mask(split, drop)
-    term_matrix = _matrix(split, term)[..., start:, start:].double()
+    term_matrix, allowed = _term_and_mask(split, term, drop)
+    term_matrix = term_matrix.double()
     batch, heads, length, _ = term_matrix.shape
     # i - j + length - 1, so that the most negative offset has index 0
     index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
@@ -280,24 +274,20 @@ def offset_profile(
     sums = term_matrix.new_zeros(batch, heads, size)
     sums.index_add_(2, index, torch.where(allowed, term_matrix, 0).flatten(2))
     means = sums / torch.where(cells > 0, cells, torch.nan)
-    mean, bound = means.mean(0), torch.full_like(means[0], torch.nan)
-    if batch >= FEWEST:
-        half_width = float(student.ppf((1 + level) / 2, batch - 1)) / math.sqrt(batch)
-        bound = means.std(0) * half_width
+    mean, low, high, _ = paired_interval(means, level=level)
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
-    trimmed = (x[:, first:].cpu() for x in (mean, mean - bound, mean + bound, cells))
-    profile, low, high, counts = trimmed
+    mean, low, high, cells = (x[:, first:].cpu() for x in (mean, low, high, cells))
     name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
     return OffsetProfile(
         provenance=split.provenance,
         heads=split.heads,
         term=name,
         first=first - (length - 1),
-        mean=profile,
+        mean=mean,
         low=low,
         high=high,
-        cells=counts,
+        cells=cells,
         level=level,
     )
 
@@ -326,8 +316,7 @@ def offset_share(
     batch = split.q.shape[1]
     groups = prompt_groups(batch) if groups is None else groups
     require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
-    start, allowed = _start_and_mask(split, drop)
-    term_matrix = _matrix(split, term)[..., start:, start:]
+    term_matrix, allowed = _term_and_mask(split, term, drop)
     shares = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
     for layer in dict.fromkeys(layer for layer, _ in split.heads):
         heads_of_layer = [i for i, (head_layer, _) in enumerate(split.heads) if head_layer == layer]

@@ -20,14 +20,6 @@ from torch import Tensor
 from tl_geometry.base.sums import Sums
 
 
-class Distance(NamedTuple):
-    """Total variation ``sum |p - q| / 2`` (0 to 1) and ``KL(p || q)`` in nats, means over rows that
-    allow at least two keys."""
-
-    tv: Float[Tensor, "*batch"]
-    kl: Float[Tensor, "*batch"]
-
-
 class Pattern:
     """``softmax(scores)`` over the allowed keys, and the distance of other patterns from it. The
     KL divergence comes from the scores, not from logarithms of probabilities that may underflow.
@@ -52,18 +44,18 @@ class Pattern:
         # finite, so that a row without an allowed key does not become NaN
         return torch.where(self.allowed, scores, torch.finfo(scores.dtype).min)
 
-    def distance(self, other: Float[Tensor, "*batch query key"]) -> Distance:
-        """Distance from this pattern p to ``q = softmax(other)``, ``KL(p || q)``."""
+    def distance(self, other: Float[Tensor, "*batch query key"]) -> Float[Tensor, " row *batch"]:
+        """Distance from this pattern p to ``q = softmax(other)``: total variation
+        ``sum |p - q| / 2`` (0 to 1) and ``KL(p || q)`` in nats, means over rows that allow at least
+        two keys."""
         masked = self._masked(other)
         masked -= masked.amax(-1, keepdim=True)
         # the largest score is zero now, so that -log(max q) is the log of the softmax's sum
         q = masked.softmax(-1)
         kl = (self.log_p - masked).mul_(self.p).sum(-1) - q.amax(-1).log()
         # rounding may leave a divergence just below zero
-        kl, tv = kl.clamp(min=0), q.sub_(self.p).abs_().sum(-1) / 2
-        return Distance(
-            *((v * self.several).sum(-1, dtype=torch.float64) / self.rows for v in (tv, kl))
-        )
+        by_row = torch.stack([q.sub_(self.p).abs_().sum(-1) / 2, kl.clamp(min=0)])
+        return (by_row * self.several).sum(-1, dtype=torch.float64) / self.rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

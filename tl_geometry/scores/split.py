@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import BudgetError, fail, listed, require
+from tl_geometry.base.errors import fail, listed, require, within_budget
 from tl_geometry.base.rows import KeyRanges, row_center
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
@@ -38,13 +38,13 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
-from tl_geometry.models.row_pass import ROW_CELLS, no_rows
+from tl_geometry.models.row_pass import no_rows, query_slices
 from tl_geometry.models.writers import CONSTANTS
 from tl_geometry.scores.blockwise import PlaneIndex
 from tl_geometry.scores.families import Family, UserParts, Writers, family_of
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
-from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
+from tl_geometry.scores.split_request import check_basis, check_heads, each_layer, provenance_of
 from tl_geometry.scores.splitter import PRESETS, HeadTerms, Splitter, masks_of
 from tl_geometry.scores.sums import ShareSums, share_sums
 from tl_geometry.scores.terms import ALIBI, TermResult, bias_label, term_names, term_pairs
@@ -197,21 +197,12 @@ class ScoreSplit(TermResult):
         rows = self._sum_of_rows(queries) if self.scores is None else self.scores[:, :, queries]
         return torch.where(self.mask[:, queries].to(rows.device), rows, -torch.inf)
 
-    def row_blocks(self) -> Iterator[slice]:
-        """All query rows in slices, so that ``[batch head row key]`` has at most
-        :data:`~tl_geometry.models.row_pass.ROW_CELLS` cells (but at least one row)."""
-        batch, length, heads = self.q.shape[1:4]
-        step = max(1, ROW_CELLS // (batch * heads * length))
-        return (slice(start, start + step) for start in range(0, length, step))
-
     def require_dense(self, what: str) -> None:
         """Raise ``BudgetError`` where one term as a matrix exceeds ``memory_budget``."""
         batch, length, heads = self.q.shape[1:4]
         size = batch * heads * length**2 * self.q.element_size()
-        expected = f"at most memory_budget={self.memory_budget} bytes"
-        got, instead = f"{size} bytes for one term", "top_cells, shares, or fewer heads="
-        fits = size <= self.memory_budget
-        require(fits, what, expected=expected, got=got, instead=instead, error=BudgetError)
+        instead = "top_cells, shares, or fewer heads="
+        within_budget(size, self.memory_budget, what, of="one term", instead=instead)
 
     def model_scores(self) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
@@ -294,7 +285,7 @@ class ScoreSplit(TermResult):
     def _dropped_mass(self, drop: int) -> Float[Tensor, " head"]:
         """Attention that the kept queries pay to the first ``drop`` keys, mean over queries and
         prompts."""
-        paid = [self.pattern_rows(rows)[..., :drop].sum(-1) for rows in self.row_blocks()]
+        paid = [self.pattern_rows(rows)[..., :drop].sum(-1) for rows in query_slices(self.q[0])]
         return torch.cat(paid, 2)[:, :, drop:].mean((0, 2)).double().cpu()
 
     def _layer_sums(self, indices: Int[Tensor, " head"], drop: int) -> ShareSums:
@@ -428,7 +419,8 @@ def split_scores(
     on_rows = no_rows if preset == "exact" and cache is None else None
     as_factors = by_writers or (on_rows is not None and view.in_rows(prompts.tokens.shape[1]))
     size = _size(view, prompts, len(chosen), len(splitter.names), as_factors)
-    check_request(view, prompts, basis, size, memory_budget, len(chosen))
+    check_basis(view, prompts, basis)
+    check_heads(size, memory_budget, len(chosen))
     layer_terms: list[HeadTerms] = []
 
     def on_layer(layer: LayerView) -> None:
@@ -463,7 +455,7 @@ def split_scores(
         mask=masks_of(layer_terms, pick),
         softcap=joined("softcap", 0),
         sinks=joined("sinks", 0),
-        planes=_planes_of(layer_terms, pick, preset),
+        planes=_planes_of(layer_terms, pick),
         scores=optional("scores", 1),
         checks=tuple(check for terms in layer_terms for check in terms.checks),
         scale=max(terms.scale for terms in layer_terms),
@@ -491,10 +483,7 @@ def _size(view: ModelView, prompts: TokenWindows, heads: int, parts: int, factor
     return numbers_per_query * queries * max(4, view.dtype.itemsize)
 
 
-def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"], preset: str) -> HeadPlanes:
-    """The rotary planes of the chosen heads; the paper's terms are not rotated."""
-    length, width = layers[0].q.shape[2], layers[0].q.shape[-1]
-    if preset == "paper":
-        return HeadPlanes.unturned(len(pick), width, length)
-    planes_by_head = [terms.planes for terms in layers for _ in terms.heads]
-    return HeadPlanes.of(planes_by_head, length).select(pick.cpu())
+def _planes_of(layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]) -> HeadPlanes:
+    """The rotary planes of the chosen heads."""
+    planes = [terms.planes for terms in layers for _ in terms.heads]
+    return HeadPlanes.of([planes[i] for i in pick.tolist()], layers[0].q.shape[2])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import BudgetError, require
+from tl_geometry.base.errors import require, within_budget
 from tl_geometry.base.results import Provenance
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
@@ -26,26 +26,22 @@ CACHE_TOLERANCE = 0.02
 of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
-def check_request(
-    view: ModelView,
-    rows: TokenWindows,
-    basis: PositionContext | None,
-    size: int,
-    budget: int,
-    heads: int,
-) -> None:
-    """Raise unless the basis is of this model, has seen these positions, and ``size`` bytes fit the
-    budget."""
+def check_basis(view: ModelView, rows: TokenWindows, basis: PositionContext | None) -> None:
+    """Raise unless the basis, if there is one, is of this model and has seen these positions."""
+    if basis is None:
+        return
+    require_basis(basis)
+    basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
     length = rows.tokens.shape[1]
-    if basis is not None:
-        require_basis(basis)
-        basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
-        expected = f"at most {basis.length} positions, as the basis has seen"
-        instead = "decompose(model, longer windows)"
-        require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
-    expected, got = f"at most memory_budget={budget} bytes", f"{size} bytes for {heads} heads"
+    expected = f"at most {basis.length} positions, as the basis has seen"
+    instead = "decompose(model, longer windows)"
+    require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
+
+
+def check_heads(size: int, budget: int, heads: int) -> None:
+    """Raise unless the ``size`` bytes of some heads fit the budget."""
     instead = "heads= to choose some, or sweep_heads for all"
-    require(size <= budget, "split", expected=expected, got=got, instead=instead, error=BudgetError)
+    within_budget(size, budget, "split", of=f"{heads} heads", instead=instead)
 
 
 def each_layer(

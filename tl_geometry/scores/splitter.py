@@ -4,9 +4,10 @@ sweeps and edits by term take :func:`rounding_flags` and :func:`is_relative` fro
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import einsum
@@ -31,7 +32,7 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
 from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.models.softmax import soft_cap
-from tl_geometry.scores.families import BIAS, Family, load
+from tl_geometry.scores.families import BIAS, Family
 from tl_geometry.scores.projection import Side
 
 PRESETS = ("exact", "paper", "reference")
@@ -54,7 +55,7 @@ class HeadTerms:
     q: Float[Tensor, "part batch query head d_head"]
     k: Float[Tensor, "part batch key head d_head"]
     bias: Float[Tensor, "head query key"] | None
-    mask: Bool[Tensor, "head query key"] | KeyRanges
+    mask: Bool[Tensor, "query key"] | KeyRanges
     softcap: Float[Tensor, " head"]
     sinks: Float[Tensor, " head"]
     scores: Float[Tensor, "batch head query key"] | None
@@ -122,7 +123,7 @@ class Splitter:
             q=q.to(device),
             k=k.to(device),
             bias=None if layer.bias is None else layer.bias[pick].to(device),
-            mask=_of_heads(layer.mask, len(heads), device),
+            mask=layer.mask,
             softcap=torch.full((len(heads),), cap, **numbers),
             sinks=sinks.to(**numbers),
             scores=None if scores is None else scores.to(device),
@@ -130,7 +131,8 @@ class Splitter:
             scale=scale,
             rotary=layer.rotary and self.family.positional and "mean" not in self.family.names,
             relative=bool(is_relative(layer)),
-            planes=rotary_planes(layer),
+            # the paper's terms are not rotated
+            planes=rotary_planes(replace(layer, turn=None) if self.preset == "paper" else layer),
         )
 
     def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:
@@ -143,15 +145,14 @@ class Splitter:
         """Each part projected by itself, the constants with ``bias``. No part is the remainder of
         the others, so that :meth:`_compare` is a real check."""
         side = Side.of(layer, which)
-        parts = torch.stack(list(self.family.parts(layer).values()))
+        mapped = side.map(torch.stack(list(self.family.parts(layer).values())))
+        scaled = mapped * side.frozen.unsqueeze(-1)
         if not self.family.positional:
-            return torch.cat([side.constant.unsqueeze(0), side.project(parts)])
-        mapped = side.map(parts)
+            return torch.cat([side.constant.unsqueeze(0), scaled])
         mean_apart = "mean" in self.family.names
         # bias takes in the mean, unless it is a part by itself
         mean = torch.zeros_like(mapped[0]) if mean_apart else mapped[0]
         bias, pos = side.bias_and_pos(torch.stack([mean, mapped[1]]))
-        scaled = mapped * side.frozen.unsqueeze(-1)
         return torch.stack([bias, *([scaled[0]] if mean_apart else []), pos, *scaled[2:]])
 
     def _published(self, layer: LayerView) -> tuple[Tensor, Tensor]:
@@ -165,7 +166,9 @@ class Splitter:
             expected="'exact' where positions are added to queries and keys (Shortformer)",
             error=UnsupportedModelError,
         )
-        return load(self.preset)(self.view, layer, self.family.parts(layer))
+        # papers import this package, so that this module of theirs is imported only here
+        presets = importlib.import_module("tl_geometry.papers.split_presets")
+        return getattr(presets, self.preset)(self.view, layer, self.family.parts(layer))
 
     def _compare(
         self, layer: LayerView, q: Tensor, k: Tensor, heads: Tensor, checks: list[Check]
@@ -198,31 +201,18 @@ class Splitter:
         scale, spreads = sizes.settled()
         if layer.pattern is not None:
             bound = pattern_bound(layer.pattern, layer.roundoff, scale)
-            checks.append((layer.layer, "sum pattern", _largest(pattern_errors), bound))
+            error = float(torch.stack(pattern_errors).max())
+            checks.append((layer.layer, "sum pattern", error, bound))
         if layer.scores is not None or in_rows:
             bound = reconstruction_bound(layer.roundoff, scale)
             # by the triangle inequality: terms to recomputed scores, plus these to the model's
             model = layer.reconstruction.checks.get("scores", (0.0, 0.0))[0] if in_rows else 0.0
-            checks.append((layer.layer, "sum scores", _largest(score_errors) + model, bound))
+            error = float(torch.stack(score_errors).max()) + model
+            checks.append((layer.layer, "sum scores", error, bound))
         require_reconstruction(checks, f"split of layer {layer.layer}")
         scales, what = (layer.reconstruction.scale, scale), f"layer {layer.layer}"
         self.flags += judge_rounding(layer.roundoff, scales, spreads, what)
         return scale
-
-
-def _largest(errors: Sequence[Tensor]) -> float:
-    """The largest of some numbers, NaN where one is."""
-    return float(torch.stack(list(errors)).max())
-
-
-class ScoreBlock(NamedTuple):
-    """Scores of some query rows, summed over all parts, and the ``size`` that their rounding is
-    proportional to (products of the parts' absolute values)."""
-
-    rows: slice
-    allowed: Bool[Tensor, "row key"]
-    total: Float[Tensor, "batch head row key"]
-    size: Float[Tensor, "batch head row key"]
 
 
 class PartSizes:
@@ -257,15 +247,16 @@ def score_blocks(
     k: Float[Tensor, "part batch key head d_head"],
     heads: Tensor | slice,
     queries: slice = slice(None),
-) -> Iterator[ScoreBlock]:
-    """Sums of the terms of some queries and all keys, a few rows at a time."""
+) -> Iterator[tuple[slice, Bool[Tensor, "row key"], Tensor, Tensor]]:
+    """Some queries with all keys, a few rows at a time: the rows, the keys that they may attend to,
+    and the sums and sizes of :func:`_sum_and_size`."""
     batch, length = q.shape[1:3]
     # indexing a range resolves the slice, a step included, to positions
     step, places = max(1, ROW_CELLS // (batch * q.shape[3] * length)), range(length)[queries]
     for start in range(0, len(places), step):
         block = places[start : start + step]
         rows = slice(block.start, block.stop, block.step)
-        yield ScoreBlock(rows, layer.seen_by(rows), *_sum_and_size(layer, q, k, heads, rows))
+        yield rows, layer.seen_by(rows), *_sum_and_size(layer, q, k, heads, rows)
 
 
 def _sum_and_size(
@@ -310,26 +301,16 @@ def rounding_flags(
     return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
 
 
-def _of_heads(
-    mask: Bool[Tensor, "query key"] | KeyRanges, heads: int, device: torch.device | str
-) -> Bool[Tensor, "head query key"] | KeyRanges:
-    """The mask of a layer for each of some heads."""
-    if isinstance(mask, KeyRanges):
-        first, stop = (x.expand(heads, -1).clone() for x in (mask.first, mask.stop))
-        return KeyRanges(first, stop, mask.keys)
-    return mask.to(device).expand(heads, -1, -1).clone()
-
-
 def masks_of(
     layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
 ) -> Bool[Tensor, "head query key"] | KeyRanges:
     """The masks of the chosen heads; ranges of keys where the prompts ran in blocks of rows."""
-    masks = [terms.mask for terms in layers]
+    masks = [terms.mask for terms in layers for _ in terms.heads]
     ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
     if not ranges:
-        return torch.cat([mask[:] for mask in masks]).index_select(0, pick)
+        return torch.stack([masks[i][:].to(pick.device) for i in pick.tolist()])
     first, stop = (
-        torch.cat([getattr(r, x) for r in ranges])[pick.cpu()] for x in ("first", "stop")
+        torch.stack([getattr(ranges[i], x) for i in pick.tolist()]) for x in ("first", "stop")
     )
     return KeyRanges(first, stop, ranges[0].keys)
 

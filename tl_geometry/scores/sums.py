@@ -270,15 +270,3 @@ def _sums(
         floor=floor,
         cells=zeros(batch, heads) + several.sum(-1).reshape(-1, 1).to(q.device),
     )
-
-
-def dropped_mass(
-    pattern: Float[Tensor, "batch head query key"], drop: int
-) -> Float[Tensor, "batch head"]:
-    """Attention that the kept queries pay to the first ``drop`` keys, which the shares leave out:
-    mean over queries.
-
-    >>> dropped_mass(torch.tensor([[[[1.0, 0.0], [0.8, 0.2]]]]), 1)
-    tensor([[0.8000]])
-    """
-    return pattern[..., drop:, :drop].sum(-1, dtype=torch.float32).mean(-1)

@@ -18,6 +18,7 @@ Head types come from repeated random tokens made for the model.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -49,7 +50,6 @@ from tl_geometry.models.writers import GRAINS
 from tl_geometry.scores.blockwise import BLOCK, PlaneIndex
 from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
 from tl_geometry.scores.details import DETAILS, Details
-from tl_geometry.scores.families import load
 from tl_geometry.scores.head_types import HeadTypes, measure_types
 from tl_geometry.scores.leave_out import Resampled, own_groups
 from tl_geometry.scores.planes import HeadPlanes
@@ -179,7 +179,9 @@ def sweep_heads(
         }
         options |= {"prepend_bos": prepend_bos, "progress": progress, "layers": layers}
         drop = None if basis is None else basis.window[0]
-        return load(parts)(view, tokens, grain=parts, drop=drop, **options)
+        # circuits import this package, so that this module of theirs is imported only here
+        writers = importlib.import_module("tl_geometry.circuits.writer_sweep")
+        return writers.sweep_writers(view, tokens, grain=parts, drop=drop, **options)
     if basis is None:
         instead = 'decompose(model, tokens), or parts="writers"'
         fail("basis", expected="a PositionContext", got=None, instead=instead)
@@ -413,9 +415,8 @@ class _SweepSums:
             provenance = provenance.flagged(*(flag for flag in (CUT, APART) if flag in basis_flags))
         details = [self.details[l] for l in order] if self.details else []
         planes = [self.planes[l] for l in order for _ in heads] if self.by_plane else []
-        mass = on_cpu([self.mass[l] for l in order if l in self.mass])
+        mass = torch.cat(on_cpu([self.mass[l] for l in order]))
         relative = all(map(bool, on_cpu(list(self.relative.values()))))
-        known_mass = len(mass) == len(order)
         return SweepTable(
             provenance=provenance,
             heads=tuple((layer, head) for layer in order for head in heads),
@@ -423,7 +424,7 @@ class _SweepSums:
             sums=ShareSums.beside([self.sums[l].to("cpu") for l in order]),
             bias_label=bias_label(rotary=self.rotary, relative=relative),
             drop=self.drop,
-            dropped_mass=torch.cat(mass) / (provenance.contexts or 1) if known_mass else None,
+            dropped_mass=mass / (provenance.contexts or 1),
             resampled=resampled,
             types=types.scores,
             type_errors=types.errors,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
+from tl_geometry.models.row_pass import query_slices
 
 if TYPE_CHECKING:
     from tl_geometry.scores.split import ScoreSplit
@@ -49,7 +50,7 @@ def top_cells(split: ScoreSplit, k: int, term: tuple[str, str] | None) -> TopCel
     length = split.k.shape[2]
     require(1 <= k <= length, "k", expected=f"1 to {length}, the keys of a prompt", got=k)
     keys, values = [], []
-    for rows in split.row_blocks():
+    for rows in query_slices(split.q[0]):
         allowed = split.mask[:, rows].to(split.q.device)
         cells = split.total_rows(rows) if term is None else split.terms.rows(term, rows)
         size = torch.where(allowed, cells if term is None else cells.abs(), -torch.inf)

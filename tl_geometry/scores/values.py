@@ -17,7 +17,6 @@ is the output through the final norm with its scale frozen, ``((output A) / s_fi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,7 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.scores.families import Family, UserParts, family_of
-from tl_geometry.scores.split_request import check_request, each_layer, provenance_of
+from tl_geometry.scores.split_request import check_basis, check_heads, each_layer, provenance_of
 from tl_geometry.scores.splitter import Splitter
 
 
@@ -148,9 +147,8 @@ def split_values(
     numbers = (
         len(splitter.names) * prompts.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     )
-    check_request(
-        view, prompts, basis, numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen)
-    )
+    check_basis(view, prompts, basis)
+    check_heads(numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
     if wanted:
         _require_linear_readout(view, layers_of)
     z: list[Tensor] = []
@@ -182,16 +180,12 @@ def split_values(
 
 def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
     """Ids of one or several tokens, each given as an id or as the text of a single token."""
-    token_ids: list[int] = []
+    token_ids: list[Any] = []
     for value in [given] if isinstance(given, int | str) else given:
         ids = view.encode(value) if isinstance(value, str) else [value]
         got = f"{value!r}, which is {len(ids)} tokens"
         require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
-        try:
-            # takes integers of any library and refuses 1.0
-            token_ids.append(operator.index(ids[0]))
-        except TypeError:
-            fail("token_ids", expected="ids, or texts of one token each", got=repr(value))
+        token_ids += ids
     require(len(token_ids) > 0, "token_ids", expected="at least one token", got="none")
     return tuple(checks.index(i, view.d_vocab, "token_ids") for i in token_ids)
 
