@@ -30,6 +30,7 @@ from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
 from tl_geometry.corpus.sources import TokenSource, token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.models.attention_spec import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -230,7 +231,7 @@ class _FeatureSums:
     def _pairs(self, layer: LayerView, active: _Active, query: _Side, key: _Side) -> None:
         """The largest pairs of each cell."""
         start, count = self.drop, len(self.features.decoder)
-        score = einsum(layer.q, layer.k, "b i h e, b j h e -> b h i j")[:, self.heads] * layer.scale
+        score = scores_of(layer.q[:, :, self.heads], layer.k[:, :, self.heads], layer.scale)
         score = score if layer.bias is None else score + layer.bias[self.heads]
         allowed = layer.allowed[start:, start:]
         score = score[..., start:, start:]

@@ -129,7 +129,7 @@ def attention_pairs(
         error=ReconstructionError,
     )
     kept = split.mask[:, query : query + 1][column, 0].cpu() & (torch.arange(length) >= drop)
-    scores = split.model_scores()[0, column, query].double().cpu()
+    scores = split.model_scores(slice(query, query + 1))[0, column, 0].double().cpu()
     p = torch.where(kept, scores, -torch.inf).softmax(-1)
     above_uniform = torch.where(kept, p - 1 / kept.sum(), 0.0)
     return AttentionPairs(

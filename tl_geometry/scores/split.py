@@ -204,10 +204,12 @@ class ScoreSplit(TermResult):
         instead = "top_cells, shares, or fewer heads="
         within_budget(size, self.memory_budget, what, of="one term", instead=instead)
 
-    def model_scores(self) -> Float[Tensor, "batch head query key"]:
-        """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
-        self.require_dense("model_scores")
-        return self._capped(self.total_rows(ALL))
+    def model_scores(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Scores (of some query rows) as they enter the softmax: ``c tanh(total / c)`` where there
+        is a soft cap c."""
+        if queries == ALL:
+            self.require_dense("model_scores")
+        return self._capped(self.total_rows(queries))
 
     def _capped(self, total: Tensor) -> Float[Tensor, "batch head query key"]:
         cap = self.softcap[:, None, None]

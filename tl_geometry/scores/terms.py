@@ -13,7 +13,7 @@ ALIBI = "alibi"
 """Part name of a bias that is added to the scores and depends on positions only."""
 CONTEXT_PARTS = ("cvec", "ctx", "resid")
 """Parts of the stream that depend on the context."""
-POSITION_PARTS = ("bias", "mean", "const", "pos", ALIBI)
+POSITION_PARTS = ("bias", "mean", "pos", ALIBI)
 """Parts that do not depend on the context."""
 GROUPS = ("position", "content", "mixed")
 """Groups of terms: no context part on either side, on both sides, on one side."""

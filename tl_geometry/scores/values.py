@@ -157,9 +157,9 @@ def split_values(
 
     def on_layer(layer: LayerView) -> None:
         pick = torch.tensor([h for l, h in chosen if l == layer.layer])
-        values, picked = splitter.values(layer), pick.to(layer.h.device)
-        z.append(_mixed(layer, values, picked, compared, splitter.flags).to(device))
-        W_O.append(view.weights(layer.layer).W_O[pick.to(layer.h.device)].to(layer.h).to(device))
+        values, pick = splitter.values(layer), pick.to(layer.h.device)
+        z.append(_mixed(layer, values, pick, compared, splitter.flags).to(device))
+        W_O.append(view.weights(layer.layer).W_O[pick].to(layer.h).to(device))
 
     each_layer(view, prompts, cache, splitter.layers, on_layer, family)
     order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
