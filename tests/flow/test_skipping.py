@@ -339,7 +339,7 @@ def test_maps_from_one_start_are_those_of_each_pair() -> None:
 
 
 def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
-    from tl_geometry.render.skipping import skip_figure
+    from tl_geometry.render.flow import skip_figure
 
     found = skip_map(deep(9), tokens(30, 8), map_types=("flow", "mean"), progress=False)
     lines = skip_figure(found)

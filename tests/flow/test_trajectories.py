@@ -710,7 +710,7 @@ def report() -> FlowReport:
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
-    from tl_geometry.render import flow, skipping
+    from tl_geometry.render import flow
 
     e = ensemble()
     train, _ = e.split()
@@ -722,7 +722,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
         flow.residual_figure(report()),
         flow.baseline_figure(report()),
         flow.noise_figure(report()),
-        skipping.skip_figure(skips),
+        flow.skip_figure(skips),
     ]
     for i, view in enumerate(views):
         assert view.caption
@@ -730,7 +730,7 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     axis = Figure().subplots()
     assert flow.noise_figure(report(), ax=axis).figure is axis.figure
     assert axis.lines
-    shown: Any = skipping.skip_figure(skips).figure.axes[0].images[0].get_array()
+    shown: Any = flow.skip_figure(skips).figure.axes[0].images[0].get_array()
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow", "loss_increase")[0, 4]))
 
 

@@ -22,7 +22,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.interventions import AttributionTable, HeadKnockouts, beside_knockouts
-from tl_geometry.render.knockout_marks import knockout_marks
+from tl_geometry.render.writers import knockout_marks
 
 PAIR = (5, 9)
 WORDS = re.compile(r"writes (−?[\d.]+), removing it (costs|adds) ([\d.]+)(?: ± ([\d.]+))?")

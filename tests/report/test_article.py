@@ -20,7 +20,7 @@ from tl_geometry.render.figure import View, canvas
 from tl_geometry.render.head_view import head_grid
 from tl_geometry.render.page import PageView
 from tl_geometry.render.writers import logit_figure
-from tl_geometry.report.tables import Table, shown
+from tl_geometry.report.tables import Table, TableBlock
 from tl_geometry.scores import offset_profile
 
 COUNTS = (
@@ -227,7 +227,7 @@ def test_the_page_is_small(made: tuple[Path, list[Any]]) -> None:
 def test_tables_are_for_people() -> None:
     rows = tuple((f"p{i}", "<b>") for i in range(30))
     facts = Table(names=("property", "value"), cells=rows, provenance=Provenance())
-    text = shown("facts", facts, about="Facts")
+    text = TableBlock(name="facts", table=facts, about="Facts").html()
     assert text.count("<tr>") == 31
     assert "&lt;b&gt;" in text
     assert 'type="search"' in text

@@ -549,4 +549,3 @@ def test_what_a_table_does_not_know_is_no_finding() -> None:
     assert findings.position_share(few.anova()) is None  # no interval below 10 contexts
     assert findings.context_share(few.anova()) is None
     assert findings.smooth(positional_report(few, jackknife=False)) is None
-    assert findings.head_type(sweep(), "unknown") is None

@@ -25,8 +25,8 @@ from tl_geometry.report import build, page
 from tl_geometry.report import folder as report_folder
 from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Card, Draft, Section, TableBlock
-from tl_geometry.report.tables import Table
+from tl_geometry.report.section import Card, Draft, Section
+from tl_geometry.report.tables import Table, TableBlock
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
 NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"

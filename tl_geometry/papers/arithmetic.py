@@ -183,18 +183,13 @@ def addition(
     the geometry, over training.
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or changed settings
-            (``SETUPS["cpu"].changed({"steps": "500"})``).
         tasks: ``"carry"``, ``"no-carry"`` or both.
         seeds: one run for each task and seed; the seed sets the first weights, the examples and
             their order.
-        out: folder for the weights of each measured step, and for checkpoints from which a stopped
-            run resumes.
-        device: where the models are trained.
-        progress: show a bar.
 
-    Lengths out of range are 1 to ``low - 1`` digits. Longer numbers are not tried, because their
-    lines do not fit the table of positions.
+    The other arguments are those of :func:`~tl_geometry.papers.randomisation`. Lengths out of range
+    are 1 to ``low - 1`` digits. Longer numbers are not tried, because their lines do not fit the
+    table of positions.
 
     >>> short = {"steps": "2", "examples": "50", "problems": "4", "contexts": "12"}
     >>> setup = SETUPS["smoke"].changed(short | {"low": "2", "high": "2", "layers": "1"})

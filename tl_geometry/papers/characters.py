@@ -87,18 +87,12 @@ def nanogpt(
     published row.
 
     Args:
-        scale: ``"smoke"``, ``"cpu"``, ``"paper"``, or changed settings
-            (``SETUPS["cpu"].changed({"steps": "500"})``).
         texts: documents to train on, joined; the last tenth is held out. ``None``:
             standard-library modules.
-        name: what the page calls them.
         other: documents for the row of Table 2. Characters that the training text does not have
             are left out. ``None``: held-out standard-library modules.
-        seeds: one run for each; figures show the first.
-        out: folder for the weights of each measured step, and for checkpoints from which a stopped
-            run resumes.
-        device: where the models are trained.
-        progress: show a bar.
+
+    The other arguments are those of :func:`~tl_geometry.papers.randomisation`.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
     >>> roses, other = ["a rose is a rose. " * 100], ["roses are. " * 50]

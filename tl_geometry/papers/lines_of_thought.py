@@ -69,28 +69,16 @@ PUBLISHED: tuple[Published, ...] = (
 )
 """Numbers stated for the models of the paper. For Mistral-7B and Llama-3.2 (1B, 3B) no numbers are
 stated; the paper only says that their last layer is anomalous."""
-
-
-class PublishedRun(NamedTuple):
-    """Settings of a published run; ``post_norm`` says that its last state is taken after the final
-    norm."""
-
-    layers: int
-    d_model: int
-    chunks: int
-    length: int
-    post_norm: bool
-
-
 SETTINGS = {
-    "gpt2-medium": PublishedRun(24, 1024, 3000, 50, post_norm=False),
-    "Llama-2-7b": PublishedRun(32, 4096, 1000, 50, post_norm=True),
-    "Mistral-7B": PublishedRun(32, 4096, 1000, 50, post_norm=True),
-    "Llama-3.2-1B": PublishedRun(16, 2048, 1000, 50, post_norm=True),
-    "Llama-3.2-3B": PublishedRun(28, 3072, 1000, 50, post_norm=True),
+    "gpt2-medium": (3000, False),
+    "Llama-2-7b": (1000, True),
+    "Mistral-7B": (1000, True),
+    "Llama-3.2-1B": (1000, True),
+    "Llama-3.2-3B": (1000, True),
 }
-"""Published settings by model. The paper does not state the number of chunks of the last three
-models; that of Llama-2-7b stands in for it."""
+"""Model -> number of chunks of the published run, and whether its last state is taken after the
+final norm. The paper does not state the number of chunks of the last three models; that of
+Llama-2-7b stands in for it."""
 LLAMA_OUTLIERS = (66, 223, 277, 330, 435, 538, 669)
 """Chunks of Walden, counted from 1, that the paper removes for Llama-2-7b."""
 PERCEPTRON = (14_000, 10)
@@ -166,12 +154,11 @@ def sarfati(
     view = as_view(model)
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
-    run = SETTINGS.get(name)
-    chunks = chunks[: min(n or (run.chunks if run else len(chunks)), len(chunks))]
+    published_chunks, post_norm = SETTINGS.get(name, (None, False))
+    chunks = chunks[: n or published_chunks]
     chunks, removed = _without_outliers(chunks, name)
     enough_chunks, instead = len(chunks) >= 32, "a longer text"
     require(enough_chunks, "text", expected="at least 32 chunks", got=len(chunks), instead=instead)
-    post_norm = run is not None and run.post_norm
     before_norm = trajectories(view, chunks, post_norm=post_norm, progress=progress)
     published_states = before_norm.after_norm() if post_norm else before_norm
     # truncation needs states before the norm, because the model applies the norm itself

@@ -25,8 +25,8 @@ from tl_geometry.models import from_hf
 from tl_geometry.papers.setup import Setup
 from tl_geometry.report import page
 from tl_geometry.report.analysis import versions
-from tl_geometry.report.section import Section, TableBlock
-from tl_geometry.report.tables import Table
+from tl_geometry.report.section import Section
+from tl_geometry.report.tables import Table, TableBlock
 
 MEASURES = (
     "rank",

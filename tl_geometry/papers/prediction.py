@@ -4,13 +4,8 @@ the steps of a run. :mod:`tl_geometry.papers.arithmetic` calls :func:`by_step` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
-
-import torch
-from scipy.stats import spearmanr
-from torch import Tensor
 
 PREDICTORS = (
     "fracture",
@@ -32,53 +27,41 @@ def by_step(
 ) -> list[dict[str, Any]]:
     """One row per task, seed and step: the scores, and the measures on lines of one length, as
     means over states above 0 or over heads."""
-    keys = ("task", "seed", "step")
-    rows: list[dict[str, Any]] = []
-    for key in dict.fromkeys(tuple(r[k] for k in keys) for r in states):
-        place = dict(zip(keys, key, strict=True)) | {"length": length}
-        state_rows = [r for r in states if place.items() <= r.items() and r["state"] > 0]
-        head_rows = [r for r in heads if place.items() <= r.items()]
-        # every row of a step repeats its scores and the measures of wpe
-        scores = {
-            name: value
-            for name, value in state_rows[0].items()
-            if name.startswith(("exact", "digits", "wpe"))
-        }
-        means = {name: _mean(state_rows, name) for name in STATE_MEASURES}
-        means["pos_pos_fracture"] = _mean(head_rows, "pos_pos_fracture")
-        rows.append(dict(zip(keys, key, strict=True)) | scores | means)
-    return rows
+    import pandas as pd
 
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return math.fsum(row[name] for row in rows) / len(rows)
+    keys = ["task", "seed", "step"]
+    of_states, of_heads = (
+        rows[rows["length"] == length] for rows in (pd.DataFrame(states), pd.DataFrame(heads))
+    )
+    steps = of_states[of_states["state"] > 0].groupby(keys, sort=False)
+    # every row of a step repeats its scores and the measures of wpe
+    first = steps.first()
+    scores = [name for name in map(str, first) if name.startswith(("exact", "digits", "wpe"))]
+    table = first[scores].join(steps[list(STATE_MEASURES)].mean())
+    table = table.join(of_heads.groupby(keys)["pos_pos_fracture"].mean())
+    return table.reset_index().to_dict("records")
 
 
 def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rank correlation of each measure with :data:`SCORE` over the measured steps of each run, and
-    of its change with the score's change.
+    of its change with the score's change; NaN for fewer than three points, or where either does not
+    vary.
 
     ``levels`` correlates the values. In most runs both have a trend over the steps, which alone
     makes a correlation. ``changes`` correlates the differences between measured steps, which a
     common trend does not correlate. The untrained model (step 0) is left out, because it answers no
     sums of any length.
     """
+    import pandas as pd
+
     table: list[dict[str, Any]] = []
-    for run in dict.fromkeys((r["task"], r["seed"]) for r in rows):
-        # step 0 is the untrained model
-        run_rows = [r for r in rows if (r["task"], r["seed"]) == run and r["step"] > 0]
-        score = torch.tensor([r[SCORE] for r in run_rows], dtype=torch.float64)
+    for (task, seed), run in pd.DataFrame(rows).groupby(["task", "seed"], sort=False):
+        values = run.loc[run["step"] > 0, [*PREDICTORS, SCORE]]
+        levels, changes = (
+            x.corr("spearman", min_periods=3)[SCORE] for x in (values, values.diff())
+        )
         for name in PREDICTORS:
-            values = torch.tensor([r[name] for r in run_rows], dtype=torch.float64)
-            row: dict[str, Any] = {"task": run[0], "seed": run[1], "measure": name, "score": SCORE}
-            row |= {"points": len(run_rows), "levels": _rank_correlation(values, score)}
-            table.append(row | {"changes": _rank_correlation(values.diff(), score.diff())})
+            row: dict[str, Any] = {"task": task, "seed": seed, "measure": name, "score": SCORE}
+            row |= {"points": len(values), "levels": float(levels[name])}
+            table.append(row | {"changes": float(changes[name])})
     return table
-
-
-def _rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Spearman's rho; NaN for fewer than three points, or where either does not vary."""
-    if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
-        return math.nan
-    correlation: Any = spearmanr(x.numpy(), y.numpy())
-    return float(correlation.statistic)

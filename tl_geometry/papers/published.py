@@ -226,13 +226,14 @@ def _measure(
         rows = topic_windows(
             documents, windows=settings.topic_windows, length=settings.topic_length
         )
-        topic = topic_bases(view, basis, rows, **options)
+        assert rows.labels is not None  # for the type checker: topic_windows gives them
+        pos, ctx = topic_bases(view, basis, rows, **options)
         preset = "reference" if settings.absolute_with_self else "exact"
-        similarity = contextual.cluster_similarity(topic.ctx, topic.labels, preset=preset)
+        similarity = contextual.cluster_similarity(ctx, rows.labels, preset=preset)
         measured |= {
             "inter": similarity.inter,
             "intra": similarity.intra,
-            "incoherence": contextual.incoherence(topic.pos, topic.ctx).avg,
+            "incoherence": contextual.incoherence(pos, ctx).avg,
         }
     flags = [f"rank bound k={k} of {settings.k}"] if k < settings.k else []
     return measured, basis.provenance.flagged(*flags)

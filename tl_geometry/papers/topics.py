@@ -5,7 +5,6 @@ few documents, many overlapping windows of each, and bases relative to the large
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,31 +40,18 @@ def topic_windows(
         got=f"{shortest} in one",
         instead="longer documents",
     )
-    starts = [
-        np.linspace(0, len(document) - length, windows, dtype=int).tolist()
+    # row s of the unfolded document is the window that starts at s
+    rows = [
+        document.unfold(0, length, 1)[np.linspace(0, len(document) - length, windows, dtype=int)]
         for document in documents
     ]
-    rows = [
-        document[start : start + length]
-        for document, document_starts in zip(documents, starts, strict=True)
-        for start in document_starts
-    ]
     return TokenWindows(
-        tokens=torch.stack(rows),
+        tokens=torch.cat(rows),
         has_bos=False,
         labels=torch.arange(len(documents)).repeat_interleave(windows),
         names=tuple(str(i) for i in range(len(documents))),
         corpus="topics",
     )
-
-
-class TopicBases(NamedTuple):
-    """Positional vectors of positions 1..L-1 from the large corpus, context vectors of the topic
-    windows, and the document of each context as a number."""
-
-    pos: Float[Tensor, "state position d_model"]
-    ctx: Float[Tensor, "state context d_model"]
-    labels: Int[Tensor, " context"]
 
 
 def topic_bases(
@@ -75,8 +61,8 @@ def topic_bases(
     *,
     batch_size: int | None = None,
     progress: bool = True,
-) -> TopicBases:
-    """Positional and context bases as published, for topic windows of L tokens. Mean and pos come
+) -> tuple[Float[Tensor, "state position d_model"], Float[Tensor, "state context d_model"]]:
+    """Positional and context vectors as published, for topic windows of L tokens. Mean and pos come
     from the large corpus at positions 1 to L - 1 only. ``ctx_c`` is the mean of topic window c over
     these positions, minus the mean of the large corpus, so the ctx of the topics need not sum to
     zero."""
@@ -103,9 +89,6 @@ def topic_bases(
         batch_size=batch_size,
         progress=progress,
     )
-    # for the type checker: keep_ctx=True gives the first, topic_windows the second
+    # for the type checker: keep_ctx=True gives them
     assert topic_basis.context_means is not None
-    assert topics.labels is not None
-    return TopicBases(
-        means - centre[:, None], topic_basis.context_means - centre[:, None], topics.labels
-    )
+    return means - centre[:, None], topic_basis.context_means - centre[:, None]

@@ -2,10 +2,10 @@ from . import circuitsvis as circuitsvis
 from .basis import gram as gram
 from .basis import spirals as spirals
 from .basis import variance_shares as variance_shares
-from .circuit_curves import faithfulness_curve as faithfulness_curve
 from .flow import baseline_figure as baseline_figure
 from .flow import noise_figure as noise_figure
 from .flow import residual_figure as residual_figure
+from .flow import skip_figure as skip_figure
 from .flow import truncation_figure as truncation_figure
 from .graph_view import graph_page as graph_page
 from .head_view import heads as heads
@@ -17,7 +17,6 @@ from .measures import measure_curves as measure_curves
 from .rotary import band_atlas as band_atlas
 from .rotary import bands_page as bands_page
 from .rotary import head_planes as head_planes
-from .skipping import skip_figure as skip_figure
 from .space import bundle_3d as bundle_3d
 from .split_view import split as split
 from .sweeps import head_shares as head_shares
@@ -29,5 +28,6 @@ from .weights import sphere_paths as sphere_paths
 from .weights import surrogate_bars as surrogate_bars
 from .weights import weight_blocks as weight_blocks
 from .writers import composition_figure as composition_figure
+from .writers import faithfulness_curve as faithfulness_curve
 
 __all__: list[str]

@@ -241,7 +241,6 @@ def token_norms(
     state: int,
     title: str,
     provenance: Provenance,
-    ax: Axes | None = None,
 ) -> View:
     """Norm of every token of some contexts over its position, with the largest ones named.
 
@@ -254,7 +253,6 @@ def token_norms(
         state: the state that the norms are of, for the label.
         title: what the figure shows.
         provenance: what the norms were computed from.
-        ax: axes to draw into.
 
     >>> view = token_norms(
     ...     torch.rand(4, 8), (0, 8), [(0, 9.0, "the")], state=1, title="Norms",
@@ -265,7 +263,7 @@ def token_norms(
     """
     from matplotlib.ticker import LogFormatter
 
-    figure, axis = one_axes(ax, (WIDTH, 3.2))
+    figure, axis = one_axes(None, (WIDTH, 3.2))
     positions = torch.arange(*window)
     # thousands of points as vectors would make the SVG heavy
     cloud = {"s": 3, "color": GREY, "alpha": 0.35, "lw": 0, "rasterized": True}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional as F
 
 EXACT = 64
 """Most cells across a panel that holds float16. Larger panels hold int8, half the bytes."""
@@ -35,41 +35,25 @@ def block_maxima(
     """
     # sizes decide: NaN wins as inf, and a cell that is not allowed loses as -1
     finite = torch.nan_to_num(values.abs(), nan=torch.inf, posinf=torch.inf)
-    sizes = _blocks(torch.where(allowed, finite, -1.0), block, -1.0)
-    best = sizes.max(-1, keepdim=True)
-    largest = _blocks(values, block).gather(-1, best.indices)[..., 0]
-    return torch.where(best.values[..., 0] >= 0, largest, torch.nan)
-
-
-def _blocks(cells: Tensor, block: int, outside: float = 0.0) -> Tensor:
-    """The cells of each block in the last axis. Blocks at the edge are filled up with
-    ``outside``."""
-    pad = (0, -cells.shape[-1] % block, 0, -cells.shape[-2] % block)
-    padded = torch.nn.functional.pad(cells, pad, value=outside)
-    return rearrange(padded, "... (q a) (k b) -> ... q k (a b)", a=block, b=block)
+    sizes = torch.where(allowed, finite, -1.0)
+    # ceil_mode keeps the smaller blocks at the edge
+    best, places = F.max_pool2d(sizes, block, ceil_mode=True, return_indices=True)
+    largest = values.flatten(1).gather(1, places.flatten(1)).view_as(places)
+    return torch.where(best >= 0, largest, torch.nan)
 
 
 def any_allowed(allowed: Bool[Tensor, "head query key"], block: int) -> Bool[Tensor, "head ..."]:
     """Which blocks have an allowed cell."""
-    return _blocks(allowed, block).any(-1)
-
-
-class Payload(NamedTuple):
-    """Panels as the page reads them. ``half_step`` is the largest rounding error, in units of a
-    panel's largest value; ``exact`` says that values are float16."""
-
-    fields: dict[str, Any]
-    half_step: float
-    exact: bool
+    return F.max_pool2d(allowed.float(), block, ceil_mode=True) > 0
 
 
 def pack(
     values: Float[Tensor, "head term query key"],
     allowed: Bool[Tensor, "head query key"],
     levels: int,
-) -> Payload:
+) -> dict[str, Any]:
     """Quantise the allowed cells of each panel relative to its largest absolute value, and compress
-    them.
+    them. Returns the panels as the page reads them.
 
     Panels of up to :data:`EXACT` cells across hold ``value / largest`` as float16. Larger ones are
     int8, with ``levels`` steps from zero to the largest value and -128 for NaN. Each distinct mask
@@ -92,7 +76,7 @@ def pack(
         head[:, mask].reshape(-1) for head, mask in zip(coded, allowed.cpu().numpy(), strict=True)
     ]
     cells = np.concatenate(by_head)
-    fields = {
+    return {
         "size": panels.shape[-1],
         "levels": None if exact else levels,
         "largest": largest.tolist(),
@@ -100,8 +84,6 @@ def pack(
         "mask": which.tolist(),
         "cells": compressed(cells.tobytes()),
     }
-    # float16 has steps of 2**-11 between 0.5 and 1, where the largest values of a panel lie
-    return Payload(fields, 2.0**-12 if exact else 0.5 / levels, exact)
 
 
 def compressed(raw: bytes) -> str:

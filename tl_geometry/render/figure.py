@@ -54,7 +54,6 @@ SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.facecolor": "white",
-    "legend.frameon": False,
 }
 """matplotlib's settings for every figure. Text stays text in SVG ("none"), and PDF embeds its fonts
 as TrueType (42)."""
@@ -90,7 +89,7 @@ class View:
         return buffer.getvalue()
 
     def html(self) -> str:
-        """The figure as an HTML fragment."""
+        """The figure as an HTML fragment: under its title and caption, its source folded below."""
         form, data = "svg+xml", self.bytes("svg")
         if len(data) > HEAVY:
             form, data = "png", self.bytes("png")
@@ -101,7 +100,13 @@ class View:
         # the report's dark style inverts all images of figures but those of this class
         css_class = ' class="kept"' if self._sequential() else ""
         image = f'<img alt="{html.escape(self.title)}"{css_class} {attributes}>'
-        return framed(image, self.title, self.caption, self.null, self.source)
+        how = html.escape(" ".join(filter(None, (self.caption, self.null))))
+        # the space separates title and caption where no style sheet gives the title its own line
+        head = f'<b>{html.escape(self.title)}</b> <span class="how">{how}</span>'
+        top = f'<figcaption style="margin:0 0 .5em">{head}</figcaption>'
+        body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
+        foot = folded(self.source)
+        return f'<figure style="margin-left:0;margin-right:0">{top}{body}{foot}</figure>'
 
     def _sequential(self) -> bool:
         """Whether the figure has a sequential colour map, which a reader would misread if it were
@@ -130,16 +135,6 @@ class View:
     def __repr__(self) -> str:
         width, height = (int(v * 100) for v in self.figure.get_size_inches())
         return f"{self.title} ({width} x {height} px): {self.caption}"
-
-
-def framed(image: str, title: str, caption: str, null: str = "", source: str = "") -> str:
-    """An image (HTML) under its title and caption, with its source folded below."""
-    how = " ".join(filter(None, (caption, null)))
-    head = f'<b>{html.escape(title)}</b><span class="how">{html.escape(how)}</span>'
-    # the space separates title and caption where no style sheet gives the title its own line
-    top = f'<figcaption style="margin:0 0 .5em">{head.replace("</b>", "</b> ")}</figcaption>'
-    body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
-    return f'<figure style="margin-left:0;margin-right:0">{top}{body}{folded(source)}</figure>'
 
 
 def folded(source: str) -> str:
@@ -251,14 +246,6 @@ def legend_outside(
 def no_ticks(axis: Axes) -> None:
     """Remove the ticks of axes whose units mean nothing to a reader, such as directions."""
     axis.set(xticks=[], yticks=[])
-
-
-def whole_numbers(*sides: Any) -> None:
-    """Put ticks only at whole numbers of these axes (``axis.xaxis``, ``axis.yaxis``)."""
-    from matplotlib.ticker import MaxNLocator
-
-    for side in sides:
-        side.set_major_locator(MaxNLocator(integer=True))
 
 
 def some(values: Sequence[int], most: int) -> list[int]:

@@ -1,9 +1,11 @@
 """How do states move from layer to layer? Figures of the bundle of paths, of how many directions
-the output needs, of the residual of a map by rotation and stretch, and of whether this residual
-grows as noise does. The report, the gallery and a notebook draw them."""
+the output needs, of the residual of a map by rotation and stretch, of whether this residual grows
+as noise does, and of what it costs to skip blocks. The report, the gallery and a notebook draw
+them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,22 +16,25 @@ from tl_geometry.flow.alignment import top_directions
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import LAWS
 from tl_geometry.flow.reports import FlowReport
+from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
 from tl_geometry.render.figure import (
     SEQUENTIAL,
     WIDTH,
     View,
     canvas,
+    draw_matrix,
     draw_paths_3d,
     legend_beside,
+    legend_outside,
     one_axes,
     shades,
-    whole_numbers,
     whole_ticks,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
 """Measures of the residual of a map, a panel each."""
@@ -38,6 +43,13 @@ LAW_STYLES = dict(zip(LAWS, ("-", ":"), strict=True))
 dotted."""
 MOST_PATHS = 100
 """Most trajectories that a bundle shows, chosen with a fixed seed; more would hide each other."""
+FEW = 8
+"""Most states for which each cell has its number written in it."""
+DEEP, MOST_LENGTHS = 9, 4
+"""A model with more than ``DEEP`` states, measured for at most ``MOST_LENGTHS`` lengths of skips,
+is drawn as lines: its matrix would be nearly empty."""
+COST = "loss increase (nats)"
+"""Label of the cost of a skip."""
 
 
 def coordinates(ensemble: Trajectories) -> tuple[Tensor, list[str]]:
@@ -132,12 +144,13 @@ def residual_figure(report: FlowReport) -> View:
     figure, axes = canvas(len(RESIDUALS), size=(WIDTH / len(RESIDUALS), 2.0))
     # half a state beyond both ends, so that cells are centred on whole states
     first, last = report.states[0] - 0.5, report.states[-1] + 0.5
+    ticks = whole_ticks(report.states, 6)
     for axis, name in zip(axes, RESIDUALS, strict=True):
         table, extent = report.held_out[name], (first, last, first, last)
         image = axis.imshow(table.numpy(), origin="lower", extent=extent, cmap=SEQUENTIAL)
         axis.set_title(name.replace("_", " "), fontsize=9)
         axis.set(xlabel="state t + τ", ylabel="state t" if axis is axes[0] else "")
-        whole_numbers(axis.xaxis, axis.yaxis)
+        axis.set(xticks=ticks, yticks=ticks)
         figure.colorbar(image, ax=axis, location="top", shrink=0.9)
     return View(
         figure,
@@ -221,7 +234,7 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
                 axis.plot(ends, variance.log(), style, lw=1, **look)
     axis.legend(fontsize=8, frameon=False)
     axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
-    whole_numbers(axis.xaxis)
+    axis.set_xticks(whole_ticks(report.states[1:]))
     fits = [(law, report.law(law)) for law in laws]
     parameters = [
         f"{law}: alpha {signed(fit.alpha, '.3g')}, lambda {signed(fit.rate, '.3g')}, "
@@ -242,3 +255,82 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
         else "No null is drawn: the law of independent increments was not fitted.",
         source=report.provenance.line(),
     )
+
+
+def skip_figure(skips: SkipMap) -> View:
+    """How many blocks can be skipped for how much loss, at the last token of the chunks. Each map
+    has a panel: rows are the first skipped block, columns the block where the model goes on.
+
+    All panels have one colour scale. It ends at the cost of forgetting the state (the map
+    ``"mean"``) where that was measured. A deep model of which few pairs were measured has a line
+    for each map instead, and one panel for each number of skipped blocks.
+
+    Args:
+        skips: from :func:`tl_geometry.skip_map`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=16)
+    >>> skips = tlg.flow.skip_map(model, windows, progress=False)
+    >>> skip_figure(skips).title
+    'How many blocks can be skipped for how much loss?'
+    """
+    tables = {name: skips.table(name, "loss_increase") for name in skips.map_types}
+    lengths = sorted({end - start for start, end in skips.pairs()})
+    states = len(next(iter(tables.values())))
+    if states > DEEP and len(lengths) <= MOST_LENGTHS:
+        figure = _lines(tables, lengths)
+        how = "Each line is a map in the place of the skipped blocks"
+    else:
+        figure = _matrices(tables, skips.pairs() if states <= FEW else ())
+        how = "Each cell replaces the blocks from its row to its column by a map, a panel per map"
+    return View(
+        figure,
+        title="How many blocks can be skipped for how much loss?",
+        caption=f"{how}, at the last token of {skips.test} held-out chunks.",
+        null="The map 'mean' forgets the state: what every other must beat."
+        if "mean" in tables
+        else "",
+        source=skips.provenance.line(),
+    )
+
+
+def _matrices(tables: Mapping[str, Tensor], numbered: Sequence[tuple[int, int]]) -> Figure:
+    """One panel for each map: the cost of every pair of states, written out for the pairs in
+    ``numbered``."""
+    reference = tables.get("mean", torch.stack([*tables.values()]))
+    high = float(reference.nan_to_num().max())
+    figure, axes = canvas(len(tables), size=(WIDTH / max(len(tables), 3), 2.2), sharey=True)
+    for axis, (map_type, table) in zip(axes, tables.items(), strict=True):
+        last = len(table) - 1
+        # rows are the first skipped blocks, from 0; columns the blocks that go on, from 1
+        draw_matrix(axis, table[:-1, 1:], 0.0, high, extent=(0.5, last + 0.5, last - 0.5, -0.5))
+        axis.set_title(map_type, fontsize=9)
+        axis.set_xlabel("goes on at block")
+        axis.set(xticks=whole_ticks(range(1, last + 1), 6), yticks=whole_ticks(range(last), 6))
+        for start, end in numbered:
+            cost = float(table[start, end])
+            text = f"{cost:.2f}" if cost < 10 else f"{cost:.3g}"
+            look = {"fontsize": 6, "color": "white" if cost < high / 2 else "black"}
+            axis.text(end, start, text, ha="center", va="center", **look)
+    axes[0].set_ylabel("first block skipped")
+    figure.colorbar(axes[-1].images[0], ax=axes, label=COST, shrink=0.8)
+    return figure
+
+
+def _lines(tables: Mapping[str, Tensor], lengths: Sequence[int]) -> Figure:
+    """One panel for each number of skipped blocks: the cost over the first skipped block."""
+    figure, axes = canvas(len(lengths), size=(WIDTH / max(len(lengths), 2), 2.6), sharey=True)
+    for axis, length in zip(axes, lengths, strict=True):
+        for map_type, table in tables.items():
+            costs = table.diagonal(length)
+            width = 2 if map_type == "flow" else 1
+            axis.plot(range(len(costs)), costs, "o-", ms=2, lw=width, label=map_type)
+        if "mean" in tables:
+            # a map that costs much more than forgetting may leave the panel
+            axis.set_ylim(None, 1.2 * float(tables["mean"].diagonal(length).nan_to_num().max()))
+        axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
+        axis.set_xlabel("first block skipped")
+    axes[0].set_ylabel(COST)
+    legend_outside(figure, axes)
+    return figure

@@ -20,13 +20,10 @@ from tl_geometry.base import html
 from tl_geometry.base.errors import require
 from tl_geometry.circuits.graph_comparison import GraphComparison
 from tl_geometry.circuits.graph_means import AverageGraph
-from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, NOWHERE, LogitGraph
+from tl_geometry.circuits.logit_graph import EDGE_TYPES, LOGIT, NOWHERE, VALUE, LogitGraph
 
-VALUE = EDGE_TYPES.index("value")
 LONGEST = 24
 """Most characters of a token in the graph; longer ones are cut."""
-SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
-FIRST_ORDER = "Query and key edges are first order in the attention."
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +72,6 @@ class DrawnGraph:
     value: str
     kept: str
     legend: str = ""
-    null: str
     source: str
 
 
@@ -117,7 +113,6 @@ def _one(graph: LogitGraph) -> DrawnGraph:
         target=" − ".join(html.token_text(t) for t in graph.target_tokens),
         value=f"T is {html.signed(graph.value, '.4f')}, before any soft cap.",
         kept=f"all that carry {graph.keep:.0%}",
-        null=f"{SUMS} {FIRST_ORDER}",
         source=graph.provenance.line(),
     )
 
@@ -152,7 +147,6 @@ def _average(graph: AverageGraph) -> DrawnGraph:
         kept="all that any prompt’s graph has",
         legend=f"Numbers are means of {graph.prompts} prompts, {has_interval}."
         + ("" if few else " A dotted line has an interval that contains 0."),
-        null=f"{SUMS} {FIRST_ORDER}",
     )
 
 
@@ -161,7 +155,7 @@ def _comparison(graph: GraphComparison) -> DrawnGraph:
     # 0: both graphs have it; 1: only the first; 2: only the second
     only = lambda kept: torch.where(kept.all(1), 0, torch.where(kept[:, 0], 1, 2))  # noqa: E731
     node_marks, values = only(graph.kept), graph.values.mean(1)
-    first, other = (html.signed(float(v)) for v in graph.values[_logit(graph)])
+    first, other = (html.signed(float(v)) for v in graph.values[graph.names.index(LOGIT)])
     share = lambda x, chance: f"{x:.0%} (by chance {chance:.0%})"  # noqa: E731
     nodes = share(graph.node_jaccard, graph.node_jaccard_by_chance)
     edges = share(graph.edge_jaccard, graph.edge_jaccard_by_chance)
@@ -181,12 +175,7 @@ def _comparison(graph: GraphComparison) -> DrawnGraph:
         kept="all that either graph has",
         legend="Sizes are means of both graphs. A solid line is in both, a dashed one in the first "
         "alone, a dotted one in the second alone; marks that one graph has are hollow.",
-        null=f"{SUMS} {FIRST_ORDER}",
     )
-
-
-def _logit(graph: AverageGraph | GraphComparison) -> int:
-    return graph.names.index(LOGIT)
 
 
 def _placed(
@@ -202,7 +191,7 @@ def _placed(
 ) -> DrawnGraph:
     """The form of a graph over places (positions that prompts share). ``rest`` is what the edges
     into each node leave out, ``None`` for a comparison, which does not know it."""
-    logit = _logit(graph)
+    logit = graph.names.index(LOGIT)
     # the page expects the logit as node 0; ``place`` leads from old numbers to new ones
     order = torch.tensor([logit, *(i for i in range(len(graph.names)) if i != logit)])
     place, is_value = order.argsort(), graph.edge_types == VALUE

@@ -26,7 +26,7 @@ from tl_geometry.circuits.graph_comparison import GraphComparison
 from tl_geometry.circuits.graph_means import AverageGraph
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, LogitGraph
 from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
-from tl_geometry.render.graph_nodes import SUMS, DrawnGraph, drawn_graph
+from tl_geometry.render.graph_nodes import DrawnGraph, drawn_graph
 from tl_geometry.render.page import PageView, rounded
 
 START, MOST, LISTED = 40, 400, 12
@@ -38,6 +38,7 @@ SOURCES, LEAST_PAID = 6, 0.0005
 smaller values would show as 0."""
 WIDTH, TALLEST = 1080, 1180
 """Width of the page in pixels, and its largest height."""
+SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
 
 
 def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
@@ -79,7 +80,7 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
         height=_height(data),
         image=functools.partial(graph_figure, drawn),
         source=drawn.source,
-        null=drawn.null,
+        null=f"{SUMS} Query and key edges are first order in the attention.",
     )
 
 

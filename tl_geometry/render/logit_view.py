@@ -24,10 +24,16 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.interventions.knockouts import HeadKnockouts
-from tl_geometry.render.knockout_marks import KnockoutMarks, knockout_marks
 from tl_geometry.render.page import PageView, rounded, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
-from tl_geometry.render.writers import EXACT, finding, logit_figure, texts_of
+from tl_geometry.render.writers import (
+    EXACT,
+    KnockoutMarks,
+    finding,
+    knockout_marks,
+    logit_figure,
+    texts_of,
+)
 from tl_geometry.scores.terms import ALIBI, label, term_pairs
 
 HEADS, FEW, MANY = 5, 4, 9

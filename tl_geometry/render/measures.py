@@ -160,8 +160,7 @@ def measure_curves(
     figure, axes = panels(ax, len(chosen), "measure", columns=columns, size=size)
     for axis, name in zip(axes, chosen, strict=True):
         _draw_measure(axis, report, name)
-    if ax is None:
-        legend_outside(figure, axes)
+    legend_outside(figure, axes, ax=ax)
     what = "position" if isinstance(report, PositionalReport) else "context"
     return View(
         figure,

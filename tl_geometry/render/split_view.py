@@ -131,7 +131,7 @@ def split(
         # float16 panels have no steps to choose, so they are packed once
         for levels in cells.LEVELS if grids.values.shape[-1] > cells.EXACT else cells.LEVELS[:1]:
             packed = cells.pack(grids.values, grids.allowed, levels)
-            size = len(packed.fields["cells"])
+            size = len(packed["cells"])
             if size > 1.6 * most:  # the coarsest steps save only a third: larger blocks are needed
                 break
             if size <= most:
@@ -270,7 +270,7 @@ def _page(
     split: ScoreSplit,
     panels: dict[str, list[Term]],
     grids: PanelValues,
-    packed: cells.Payload,
+    packed: dict[str, Any],
     texts: list[str],
     centered: bool,
     title: str,
@@ -298,7 +298,7 @@ def _page(
         "limit": top,
         "high": high,
         "query": (len(texts) - 1) // grids.block,
-        **packed.fields,
+        **packed,
         **lookup,
     }
     across = max(width, LEAST)
@@ -358,7 +358,7 @@ def _caption(
     split: ScoreSplit,
     panels: dict[str, list[Term]],
     grids: PanelValues,
-    packed: cells.Payload,
+    packed: dict[str, Any],
     tokens: int,
     top: float,
     centered: bool,
@@ -368,8 +368,10 @@ def _caption(
     beyond = int((scores.abs() > top * (1 + 1e-9)).sum())
     holes = int((~torch.isfinite(shown)).sum())
     largest = float(torch.where(torch.isfinite(shown), shown.abs(), 0.0).max())
-    steps = f"int8 in {2 * (packed.fields['levels'] or 0) + 1} steps of each panel's largest value"
-    rounded = f"rounded by at most {largest * packed.half_step:.1g}"
+    levels = packed["levels"]
+    steps = f"int8 in {2 * levels + 1} steps of each panel's largest value" if levels else "float16"
+    # float16 has steps of 2**-11 between 0.5 and 1, where the largest values of a panel lie
+    half_step = 0.5 / levels if levels else 2.0**-12
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     marked = f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""
     said = [
@@ -377,7 +379,7 @@ def _caption(
         f"{tokens} tokens: red raises attention, blue lowers it",
         f"full colour at {top:.3g} on every panel and head{marked}",
         "pattern from 0 to 1",
-        f"{'float16' if packed.exact else steps}: {rounded}",
+        f"{steps}: rounded by at most {largest * half_step:.1g}",
     ]
     if error is not None:
         said.append(f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})")

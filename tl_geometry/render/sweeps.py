@@ -75,8 +75,8 @@ def head_types(sweep: SweepTable) -> View:
     >>> head_types(sweep).title
     'Which heads are previous-token or induction heads?'
     """
-    names = [n for n in ("previous", "induction", "duplicate") if n in sweep.types]
-    figure, axes = canvas(len(names), size=(WIDTH / max(len(names), 2), _height(sweep)))
+    names = ("previous", "induction", "duplicate")
+    figure, axes = canvas(len(names), size=(WIDTH / len(names), _height(sweep)))
     ends = scale("", torch.stack([sweep.types[name] for name in names]))
     for axis, name in zip(axes, names, strict=True):
         title = f"{name} (uniform {sweep.baselines[name]:.2f})"

@@ -1,35 +1,47 @@
-"""Who wrote what heads read? A figure of the strongest edges from writers to heads, which the
-gallery and a notebook draw; and a figure of one logit with the sources and scores behind it, the
-image of :func:`tl_geometry.render.logit_page`."""
+"""Who wrote what heads read, and how much of a behaviour does a circuit carry? Figures of the
+strongest edges from writers to heads, and of the faithfulness of pruned runs over the size of the
+circuit, which the gallery and notebooks draw; and a figure of one logit with the sources and scores
+behind it, the image of :func:`tl_geometry.render.logit_page`."""
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import choice
+from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.intervals import FEWEST
 from tl_geometry.circuits.logits import LogitExplanation
+from tl_geometry.circuits.pruned_runs import Faithfulness
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
+from tl_geometry.interventions.attribution_tables import require_same_model
+from tl_geometry.interventions.knockouts import HeadKnockouts
 from tl_geometry.render.figure import (
     BLUE,
     GREEN,
     GREY,
     NEGATIVE,
+    PINK,
     POSITIVE,
     VERMILION,
     WIDTH,
     View,
     canvas,
     drawable,
+    legend_beside,
     legend_outside,
     one_axes,
 )
-from tl_geometry.render.knockout_marks import MARK, KnockoutMarks
 from tl_geometry.scores.terms import label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAIRS, LABELS = 12, 40
 """Most (head, source) pairs, and most names of tokens, in the image of a logit."""
@@ -37,10 +49,16 @@ TOKEN = 16
 """Most characters of a token beside an axis; longer ones leave no room for the bars."""
 COLOURS = {"query": BLUE, "key": VERMILION, "value": GREEN}
 """One colour for each side on which a head reads a writer."""
+CURVES = (BLUE, VERMILION, GREEN, PINK)
+"""Colours of the curves of faithfulness, which also limit how many one figure compares."""
 TERMS = 2
 """How many terms of a score stand beside its bar."""
 TOLD = 4
 """For how many heads the image of a logit says what their knockouts do."""
+MARK = "≠"
+"""Marks heads whose direct contribution and knockout disagree."""
+REPLACED = {"mean": "its mean over prompts", "zero": "zero", "prompt": "that of another prompt"}
+"""``by`` of a knockout -> what replaces the output of the head, in words."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
@@ -106,6 +124,60 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
         null=f"Randomly turned writers have a {said} of {null:.3f} (root mean square, mean over "
         "edges).",
         source=composition.provenance.line(),
+    )
+
+
+def faithfulness_curve(
+    results: Faithfulness | Mapping[str, Faithfulness], *, ax: Axes | None = None
+) -> View:
+    """Faithfulness f of pruned runs over the share of edges (or nodes) that are kept, with 95%
+    intervals over prompts, beside that of random circuits of equal size.
+
+    Args:
+        results: from :func:`tl_geometry.faithfulness` for ranked edges or nodes; several by name,
+            to compare rankings. The random circuits drawn are those of the first.
+        ax: axes to draw into.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 12, n=4).tokens
+    >>> pairs = {"prompts": windows[:2], "counterfactuals": windows[2:], "targets": (11, 12)}
+    >>> scores = tlg.edge_scores(model, **pairs)
+    >>> result = tlg.faithfulness(model, scores, **pairs, fractions=(0.05, 0.5, 1.0), draws=2)
+    >>> faithfulness_curve(result).title
+    'How much of the behaviour do the highest-ranked edges carry?'
+    """
+    named = {"highest scores": results} if isinstance(results, Faithfulness) else dict(results)
+    expected = f"1 to {len(CURVES)} curves"
+    require(0 < len(named) <= len(CURVES), "results", expected=expected, got=len(named))
+    units = {result.unit for result in named.values()}
+    # complements belong to a chosen set of edges, which is one point and has no curve
+    same = len(units) == 1 and not any(r.complements is not None for r in named.values())
+    expected = "curves of edges, or of nodes"
+    require(same, "results", expected=expected, got=", ".join(sorted(units)))
+    unit = units.pop()
+    figure, axis = one_axes(ax, (WIDTH * 0.8, 3.0))
+    first = next(iter(named.values()))
+    for color, (name, result) in zip(CURVES, named.items(), strict=False):
+        at, f = 100 * result.fractions, result.f
+        label = f"{name}: CPR {float(result.cpr.value):.2f}, CMD {float(result.cmd.value):.2f}"
+        axis.plot(at, f.value, "o-", color=color, ms=3, lw=1, label=label)
+        axis.fill_between(at, f.low, f.high, color=color, alpha=0.2, lw=0)
+    null = first.random_f
+    at = 100 * first.fractions
+    axis.plot(at, null.mean(0), "s--", color=GREY, ms=3, lw=1, label=f"{len(null)} random circuits")
+    axis.fill_between(at, null.amin(0), null.amax(0), color=GREY, alpha=0.3, lw=0)
+    axis.axhline(1, color="k", lw=0.5)
+    axis.set(xscale="log", xlabel=f"{unit} kept (%)", ylabel="faithfulness f (share of the metric)")
+    legend_beside(axis) if ax is None else axis.legend(fontsize=7, frameon=False)
+    return View(
+        figure,
+        title=f"How much of the behaviour do the highest-ranked {unit} carry?",
+        caption="f is 1 where the pruned run has the metric of the whole model, and 0 where it has "
+        "that of the counterfactual. Bands are 95% intervals over prompts (from 10 prompts on).",
+        null=f"Grey: random circuits of the same sizes (those of {next(iter(named))}), their mean "
+        "and range.",
+        source=first.provenance.line(),
     )
 
 
@@ -195,3 +267,55 @@ def finding(found: LogitExplanation) -> str:
     value = _signed(float(found.heads[layer, head, source]))
     text = html.token_text(texts_of(found)[source])
     return f"L{layer}H{head} wrote {value} of {logit}, from “{text}” at {source}"
+
+
+class KnockoutMarks(NamedTuple):
+    """A sentence for each head that was knocked out, the heads whose knockout disagrees with what
+    they write (largest effect first), and how to read the marks."""
+
+    sentences: dict[tuple[int, int], str]
+    disagreeing: tuple[tuple[int, int], ...]
+    legend: str
+
+
+def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
+    """The marks that knockouts put on an explanation of a logit; none without knockouts."""
+    if knockouts is None:
+        return KnockoutMarks({}, (), "")
+    instead = "head_knockouts(model, prompts, targets=targets, attributions=True)"
+    # "without": knockouts, but made without attributions=True, and so without direct contributions
+    got = "without" if isinstance(knockouts, HeadKnockouts) else type(knockouts).__name__
+    disagrees = knockouts.disagrees if got == "without" else None
+    if disagrees is None or knockouts.direct is None:
+        expected = "knockouts with direct contributions"
+        fail("knockouts", expected=expected, got=got, instead=instead)
+    require_same_model(explained, knockouts)
+    value, _, high, _ = knockouts.effect
+    direct = knockouts.direct.mean(1)
+    sentences = {
+        head: knockout_sentence(float(direct[i]), float(value[i]), float(high[i] - value[i]))
+        for head, i in knockouts.by_head.items()
+    }
+    order = sorted(knockouts.by_head.items(), key=lambda pair: -abs(float(value[pair[1]])))
+    prompts = knockouts.effects.shape[1]
+    legend = (
+        f"{MARK} marks heads whose knockout is not what they write (difference of logits, "
+        f"mean of {prompts} prompts, ± 95% interval; a head removed is replaced by "
+        f"{REPLACED[knockouts.by]})."
+    )
+    few = f" Below {FEWEST} prompts there is no interval, and no mark."
+    legend += few if prompts < FEWEST else ""
+    disagreeing = tuple(head for head, i in order if bool(disagrees[i]))
+    return KnockoutMarks(sentences, disagreeing, legend)
+
+
+def knockout_sentence(direct: float, effect: float, reach: float) -> str:
+    """What a head writes, and what removing it does.
+
+    >>> knockout_sentence(0.89, -0.07, 0.1), knockout_sentence(-0.95, 1.01, float("nan"))
+    ('writes 0.89, removing it costs 0.07 ± 0.10', 'writes −0.95, removing it adds 1.01')
+    """
+    change = "adds" if effect > 0 else "costs"
+    around = f" ± {reach:.2f}" if math.isfinite(reach) else ""
+    written = html.signed(round(direct, 2) + 0.0)  # + 0.0: no minus zero
+    return f"writes {written}, removing it {change} {abs(effect):.2f}{around}"

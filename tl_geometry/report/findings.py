@@ -224,10 +224,8 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     )
 
 
-def head_type(table: SweepTable, name: str) -> Finding | None:
+def head_type(table: SweepTable, name: str) -> Finding:
     """Whether there is a head of this type (a key of :data:`TYPES`)."""
-    if name not in table.types or name not in table.type_errors:
-        return None
     row, among = _largest(table.types[name]), len(table.heads)
     value, null = float(table.types[name][row]), table.baselines[name]
     bounds = around(value, float(table.type_errors[name][row]), SEQUENCES)

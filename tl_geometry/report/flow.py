@@ -14,7 +14,6 @@ from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import truncation_kl
 from tl_geometry.models.untrained import reinitialized
 from tl_geometry.render import flow as views
-from tl_geometry.render.skipping import skip_figure
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis, at_even_distances
 from tl_geometry.report.origin import Cells
@@ -173,6 +172,6 @@ def _skips(draft: Draft, analysis: Analysis, chunks: TokenWindows) -> None:
         f"where the model's own loss is {Cells('skipped_layers', skips)(0, 'own_loss')} nats; "
         "'mean' forgets the state altogether: what a map must beat."
     )
-    draft.draw(skip_figure(skips), "skips")
+    draft.draw(views.skip_figure(skips), "skips")
     draft.table("skipped_layers", skips, "What it costs to skip blocks")
     draft.find(findings.skipped(skips))

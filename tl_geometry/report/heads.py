@@ -1,5 +1,6 @@
-"""Section: what drives each head? Shares of position, content and both; head types; and whether the
-dominant terms carry the model. Called by :mod:`tl_geometry.report.analysis`."""
+"""Section: what drives each head? Shares of position, content and both; head types; the frequencies
+that carry the scores of a rotary model; and whether the dominant terms carry the model. Called by
+:mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
+from tl_geometry.render.rotary import bands_page, head_planes
 from tl_geometry.render.split_view import split
 from tl_geometry.render.weights import effect_bars
-from tl_geometry.report import findings, planes
+from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
+from tl_geometry.scores.labels import UNCLEAR
+from tl_geometry.scores.plane_tables import BandTable, HeadBands
+from tl_geometry.scores.relative import offset_profile
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
 
@@ -30,6 +35,10 @@ PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
 """Most windows of the sweep (PROMPTS); most tokens that the example repeats (PERIOD). Where heads
 keep only their dominant term: most windows (KEPT), draws of a random term (DRAWS), and fewest draws
 (fewer do not say what another draw would cost)."""
+WORDS = {"previous": "previous-token", "induction": "induction"}
+"""Type of a head -> its name in sentences."""
+PROFILED = 16
+"""Most windows for the offset profile of a rotary model."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -60,7 +69,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.find(findings.head_type(table, name))
     if rotary:
         with draft.part("rotary planes"):
-            planes.add(draft, analysis, table)
+            _planes(draft, analysis, table)
     elif analysis.planes:
         draft.leave_out("rotary planes", "the model has no rotary embedding")
     with draft.part("the example on repeated text"):
@@ -111,18 +120,15 @@ def _maps(draft: Draft, table: SweepTable) -> None:
         "same terms have these shares:"
     )
     draft.draw(views.head_shares(table, share="gs"), "gain")
-    for name, words in (("previous", "previous-token"), ("induction", "induction")):
-        if name in table.types:
-            draft.say(
-                f"On repeated random tokens these are the strongest {words} heads (uniform "
-                f"attention would score {cell(0, f'{name}_uniform')}):"
-            )
-            for line in _named(table, table.top(name, 3), name):
-                draft.say(line)
-    if table.types:
-        draft.draw(views.head_types(table), "types")
-    value = "induction" if "induction" in table.types else None
-    draft.draw(heads(table, value, title="Every number of every head"), "heads")
+    for name, words in WORDS.items():
+        draft.say(
+            f"On repeated random tokens these are the strongest {words} heads (uniform "
+            f"attention would score {cell(0, f'{name}_uniform')}):"
+        )
+        for line in _named(table, table.top(name, 3), name):
+            draft.say(line)
+    draft.draw(views.head_types(table), "types")
+    draft.draw(heads(table, "induction", title="Every number of every head"), "heads")
     draft.table("heads", table, "Shares, types and labels of every head", COLUMNS)
 
 
@@ -159,6 +165,54 @@ def _evidence(table: SweepTable, row: int, group: str) -> str:
     return f" ({', '.join(evidence)})" if evidence else ""
 
 
+def _planes(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
+    """Add the shares of bands of wavelengths in sentences, figures and tables. With ``--planes`` a
+    table has the shares of every plane too."""
+    planes = table.planes()
+    bands = planes.by_band()
+    by_head = bands.by_head()
+    draft.say(
+        "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
+        "position, each at its own frequency: a plane of wavelength L sees the offset of two "
+        f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}. Near planes "
+        f"have wavelengths of up to 16 tokens. Far ones are longer than the {planes.length} tokens "
+        "of a window, and hardly see the offset at all."
+    )
+    for name, words in WORDS.items():
+        head = table.top(name, 1).heads[0]
+        shares = _shares(by_head, table.heads.index(head))
+        draft.say(f"The strongest {words} head, {head_name(head)}: {shares}.")
+    chosen, profile = _strongest(table), None
+    length, max_windows = analysis.windows.tokens.shape[1], min(PROFILED, len(analysis.windows))
+    count = analysis.budget.windows("rotary planes", length, max_windows, 2)
+    if count:
+        windows = analysis.pick(count)
+        scores = split_scores(analysis.model, windows, analysis.basis, heads=chosen)
+        profile = offset_profile(scores)
+    draft.draw(head_planes(planes, profile, heads=chosen), "planes")
+    draft.draw(bands_page(planes, profile), "bands")
+    draft.table("head_bands", by_head, "Shares of bands of wavelengths in every head")
+    draft.table("bands", bands, "The same by term")
+    if analysis.planes:
+        draft.table("planes", planes, "Shares of every rotary plane in every head")
+
+
+def _counts_in_words(bands: BandTable) -> str:
+    """How many heads each band dominates."""
+    words = {band: f"{band} planes lead" for band in bands.bands}
+    words[UNCLEAR] = "no band leads clearly by covariance and by gain"
+    counts = {band: bands.dominant.count(band) for band in words}
+    return ", ".join(f"{words[band]} in {count}" for band, count in counts.items() if count)
+
+
+def _shares(bands: HeadBands, head: int) -> str:
+    """The shares of the bands in one head."""
+    cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
+    # "pass" is shown only for partial rotation, which leaves some coordinates unrotated
+    listed = [b for b, v in zip(bands.bands, values, strict=True) if b != "pass" or v]
+    return ", ".join(f"{band} {cell(head, f'cs_{band}')}" for band in listed)
+
+
 def _example(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     what = "the example on repeated text"
     if not analysis.view.causal:
@@ -187,14 +241,17 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
     of the first window twice. ``None`` if the piece would be too short."""
     window, start = analysis.windows.tokens[0], int(bool(analysis.windows.has_bos))
     period = min(PERIOD, (analysis.basis.pos_seen.shape[1] - start) // 2, len(window) - start)
-    types = [name for name in ("previous", "induction") if name in table.types]
-    if period < 4 or not types:
+    if period < 4:
         return None
     piece = window[start : start + period]
-    chosen = list(dict.fromkeys(table.top(name, 1).heads[0] for name in types))
     # a BOS stands once, at the front: only the piece is repeated
     prompt = torch.cat([window[:start], piece, piece])
-    return split_scores(analysis.model, prompt, analysis.basis, heads=chosen)
+    return split_scores(analysis.model, prompt, analysis.basis, heads=_strongest(table))
+
+
+def _strongest(table: SweepTable) -> list[tuple[int, int]]:
+    """The strongest head of each type in :data:`WORDS`; one if it is the same."""
+    return list(dict.fromkeys(table.top(name, 1).heads[0] for name in WORDS))
 
 
 def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:

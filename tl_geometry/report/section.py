@@ -17,11 +17,11 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View
 from tl_geometry.render.page import PageView
-from tl_geometry.report import tables
 from tl_geometry.report.budget import Budget
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.origin import linked, plain
 from tl_geometry.report.page import Part
+from tl_geometry.report.tables import TableBlock
 from tl_geometry.report.templates import anchor, fill
 
 
@@ -36,20 +36,6 @@ class FigureBlock:
     def html(self) -> str:
         """The HTML of the figure in an element with an id, to which findings link."""
         return f'<div id="{self.key}">{self.text}</div>'
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TableBlock:
-    """A table at its place in the text. ``columns`` are those shown on the page, all by default."""
-
-    name: str
-    table: Result
-    about: str = ""
-    columns: tuple[str, ...] | None = None
-
-    def html(self) -> str:
-        """The table, folded where it is long."""
-        return tables.shown(self.name, self.table, about=self.about, columns=self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +169,7 @@ class Draft:
     ) -> None:
         """Add a table. All of its columns are written to ``name.csv``; ``columns`` are those on the
         page."""
-        chosen = None if columns is None else tuple(columns)
-        self.blocks.append(TableBlock(name=name, table=table, about=about, columns=chosen))
+        self.blocks.append(TableBlock(name=name, table=table, about=about, columns=columns))
 
     def find(self, finding: Finding | None) -> None:
         """Add a finding, if there is one."""

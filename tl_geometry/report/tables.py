@@ -145,34 +145,40 @@ def upright(
     return head, [[name, *(row[i] for row in rows)] for i, name in enumerate(columns) if i]
 
 
-def shown(
-    name: str, table: Result, *, about: str = "", columns: Sequence[str] | None = None
-) -> str:
-    """The HTML of a table, folded if it is long or wide, with a search if it is long. ``columns``
-    are those to show, all by default."""
-    names, rows = joined(table)
-    chosen = [key for key in names if columns is None or key in columns]
-    headings = [heading(table, key) for key in chosen]
-    labels = [f"{text} ({unit})" if unit else text for text, unit in headings]
-    cells = [[row[names.index(key)] for key in chosen] for row in rows[:LONGEST]]
-    labels, cells = upright(labels, cells)
-    # columns of numbers are aligned to the right
-    is_number = [
-        all(not isinstance(value, str) or _numeric(value) for value in column)
-        for column in zip(*cells)
-    ]
-    of_rows = f" of {len(rows):,} rows" if len(rows) > LONGEST else " rows"
-    return fill(
-        "table",
-        name=name,
-        anchor=anchor(name),
-        about=about or name.replace("_", " "),
-        size=f"{min(len(rows), LONGEST):,}{of_rows}, {len(chosen)} of {len(names)} columns",
-        open=len(cells) <= SHORT and len(labels) <= 8,
-        searched=len(cells) >= SEARCHED,
-        headings=list(zip(labels, is_number or [True] * len(labels), strict=True)),
-        rows=[[number(table.readable(cell)) for cell in row] for row in cells],
-    )
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TableBlock:
+    """A table at its place in the text. ``columns`` are those shown on the page, all by default."""
+
+    name: str
+    table: Result
+    about: str = ""
+    columns: Sequence[str] | None = None
+
+    def html(self) -> str:
+        """The table, folded if it is long or wide, with a search if it is long."""
+        names, rows = joined(self.table)
+        chosen = [key for key in names if self.columns is None or key in self.columns]
+        headings = [heading(self.table, key) for key in chosen]
+        labels = [f"{text} ({unit})" if unit else text for text, unit in headings]
+        cells = [[row[names.index(key)] for key in chosen] for row in rows[:LONGEST]]
+        labels, cells = upright(labels, cells)
+        # columns of numbers are aligned to the right
+        is_number = [
+            all(not isinstance(value, str) or _numeric(value) for value in column)
+            for column in zip(*cells)
+        ]
+        of_rows = f" of {len(rows):,} rows" if len(rows) > LONGEST else " rows"
+        return fill(
+            "table",
+            name=self.name,
+            anchor=anchor(self.name),
+            about=self.about or self.name.replace("_", " "),
+            size=f"{min(len(rows), LONGEST):,}{of_rows}, {len(chosen)} of {len(names)} columns",
+            open=len(cells) <= SHORT and len(labels) <= 8,
+            searched=len(cells) >= SEARCHED,
+            headings=list(zip(labels, is_number or [True] * len(labels), strict=True)),
+            rows=[[number(self.table.readable(cell)) for cell in row] for row in cells],
+        )
 
 
 def _numeric(value: object) -> bool:

@@ -1,6 +1,5 @@
 const state = {count: DATA.start, node: 0};
 const SVG = 'http://www.w3.org/2000/svg', ROW = 22, SLOT = 38, LOW = 60, WIDE = 78, GAP = 16, EMPTY = 3;
-const minus = text => text.replace('-', '−');
 const say = v => Math.abs(v) < 0.0005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.toFixed(Math.abs(v) < 0.095 ? 3 : 2));
 const percent = v => `${(100 * v).toFixed(0)}%`;
 const colour = v => v < 0 ? 'var(--negative)' : 'var(--positive)';
@@ -29,17 +28,11 @@ slider.oninput = () => { state.count = +slider.value; arrange(); };
 const said = make('output', '', {class: 'shown'}, tools);
 const sheet = make('div', null, {class: 'sheet', role: 'group', 'aria-label': 'graph'});
 const blocks = make('div', null, {class: 'blocks', 'aria-hidden': 'true'}, sheet);
-const svg = sheet.appendChild(document.createElementNS(SVG, 'svg'));
+const svg = add(sheet, 'svg', {});
 make('div', null, {class: 'corner'}, sheet);
 const tokens = make('div', null, {class: 'tokens', 'aria-hidden': 'true'}, sheet);
 const heading = make('div', null, {'aria-live': 'polite'}), cards = make('div', null, {class: 'cards'});
 make('p', DATA.caption);
-
-function add(tag, attributes, parent) {
-  const node = parent.appendChild(document.createElementNS(SVG, tag));
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  return node;
-}
 
 /* Nodes come by the share at which they appear. */
 const share = () => N[state.count - 1].reached;
@@ -97,7 +90,7 @@ function draw() {
     const thick = 0.7 + 7 * Math.sqrt(Math.abs(weight) / largest) ** 1.5, options = {d: `M${x0},${y0} C${x0},${middle} ${x1},${middle} ${x1},${y1}`, 'stroke-width': thick.toFixed(2), opacity: own.has(e) ? 0.9 : 0.3, 'data-edge': e};
     if (marked) options['stroke-dasharray'] = dash(marked, thick);
     else if (DASHES[type]) options['stroke-dasharray'] = DASHES[type];
-    const path = add('path', options, svg);
+    const path = add(svg, 'path', options);
     path.style.stroke = colour(weight);
     path.onclick = () => { choose(t); pick(e); };
   }
@@ -120,19 +113,19 @@ function draw() {
 
 /* One mark: its area is what it writes, its ring what it does by moving attention. */
 function mark(n, i, [x, y]) {
-  const node = add('g', {class: 'node', transform: `translate(${x},${y})`, role: 'button', tabindex: i === state.node ? 0 : -1, 'aria-pressed': i === state.node, 'aria-label': about(n), 'data-node': i}, svg);
+  const node = add(svg, 'g', {class: 'node', transform: `translate(${x},${y})`, role: 'button', tabindex: i === state.node ? 0 : -1, 'aria-pressed': i === state.node, 'aria-label': about(n), 'data-node': i});
   const r = n.shape === 'logit' ? 9 : 3 + 7 * Math.sqrt(Math.abs(n.value) / largest), ring = 6 * Math.abs(n.moved) / largest;
   const shape = size => ({head: `M${-size},0a${size},${size} 0 1,0 ${2 * size},0a${size},${size} 0 1,0 ${-2 * size},0z`,
     mlp: `M${-size},${-size}h${2 * size}v${2 * size}h${-2 * size}z`, token: `M0,${-size}L${size},${size}H${-size}z`}[n.shape]
     || `M0,${-size}L${size},0L0,${size}L${-size},0z`);
   const around = r * (n.shape === 'head' ? 1 : 1.4) + 1.5;
-  if (ring > 0.4) add('circle', {r: around + ring / 2, class: 'ring', 'stroke-width': ring.toFixed(2)}, node).style.stroke = colour(n.moved);
-  const disc = add('path', {d: shape(r), class: n.mark ? 'disc hollow' : 'disc'}, node);
+  if (ring > 0.4) add(node, 'circle', {r: around + ring / 2, class: 'ring', 'stroke-width': ring.toFixed(2)}).style.stroke = colour(n.moved);
+  const disc = add(node, 'path', {d: shape(r), class: n.mark ? 'disc hollow' : 'disc'});
   disc.style.fill = disc.style.stroke = colour(n.value);
-  add('circle', {r: around + ring + 2.5, class: 'here'}, node);
-  add('circle', {r: 11, fill: 'transparent'}, node);
-  if (n.shape === 'head' || n.shape === 'logit') add('text', {x: around + ring + 1, y: 3}, node).textContent = n.shape === 'head' ? n.name.slice(n.name.indexOf('H')) : 'T';
-  add('title', {}, node).textContent = about(n);
+  add(node, 'circle', {r: around + ring + 2.5, class: 'here'});
+  add(node, 'circle', {r: 11, fill: 'transparent'});
+  if (n.shape === 'head' || n.shape === 'logit') add(node, 'text', {x: around + ring + 1, y: 3}, n.shape === 'head' ? n.name.slice(n.name.indexOf('H')) : 'T');
+  add(node, 'title', {}, about(n));
   node.onclick = () => choose(i);
   node.onkeydown = event => step(event, i, x, y);
 }

@@ -1,6 +1,5 @@
 const state = {query: DATA.first, head: -1, detail: 0, pair: null};
 const SVG = 'http://www.w3.org/2000/svg';
-const minus = text => text.replace('-', '−');
 const say = v => Math.abs(v) < 0.005 ? '0.00' : (v > 0 ? '+' : '') + minus(v.toFixed(2));
 const plain = v => minus(v.toFixed(2));
 const at = () => DATA.queries[state.query];
@@ -12,8 +11,7 @@ make('p', 'Arcs run from the chosen token to what heads read there; the wider, t
   + (DATA.queries.some(q => q.copies.length) ? ' Dashed tokens followed an earlier copy of the chosen one.' : ''), {class: 'how'});
 if (DATA.legend) make('p', DATA.legend, {class: 'how'});
 const text = make('div', null, {class: 'text', role: 'group', 'aria-label': 'text'});
-const arcs = document.createElementNS(SVG, 'svg');
-arcs.setAttribute('aria-hidden', 'true'); text.appendChild(arcs);
+const arcs = add(text, 'svg', {'aria-hidden': 'true'});
 const known = new Map(DATA.queries.map((q, i) => [q.position, i]));
 const tokens = DATA.tokens.map((token, i) => {
   const node = make(known.has(i) ? 'button' : 'span', token, {class: 'token', 'data-at': i}, text);
@@ -63,20 +61,15 @@ function draw() {
   const from = place(at().position), seen = new Map();
   for (const [h, p, pair] of pairs().reverse()) {
     if (state.head >= 0 && h !== state.head) continue;
-    const to = place(pair.source), n = seen.get(pair.source) ?? 0, line = document.createElementNS(SVG, 'path');
+    const to = place(pair.source), n = seen.get(pair.source) ?? 0;
     seen.set(pair.source, n + 1);
     const x = to.x + Math.min(n * 3, to.half - 2), same = to.y === from.y, rise = Math.min(30, 9 + 0.12 * Math.abs(x - from.x) + 2 * n);
     const path = pair.source === at().position
       ? `M${x - 5},${to.y} C${x - 14},${to.y - 17 - 2 * n} ${x + 14},${to.y - 17 - 2 * n} ${x + 5},${to.y}`
       : same ? `M${from.x},${from.y} C${from.x},${from.y - rise} ${x},${to.y - rise} ${x},${to.y}`
         : `M${from.x},${from.y} C${from.x},${from.y - 34} ${x},${to.y + 58} ${x},${to.y + to.tall}`;
-    line.setAttribute('d', path);
-    line.setAttribute('stroke', colour(pair.written));
-    line.setAttribute('stroke-width', 0.8 + 5 * Math.abs(pair.written) / DATA.limit);
-    const hot = state.pair && state.pair[0] === h && state.pair[1] === p;
-    line.setAttribute('opacity', hot ? 1 : state.pair ? 0.2 : 0.7);
-    line.dataset.pair = `${at().heads[h].name} ${pair.source}`;
-    arcs.appendChild(line);
+    const hot = state.pair && state.pair[0] === h && state.pair[1] === p, thick = 0.8 + 5 * Math.abs(pair.written) / DATA.limit;
+    add(arcs, 'path', {d: path, stroke: colour(pair.written), 'stroke-width': thick, opacity: hot ? 1 : state.pair ? 0.2 : 0.7, 'data-pair': `${at().heads[h].name} ${pair.source}`});
   }
 }
 const pairs = () => at().heads.flatMap((h, i) => h.pairs.map((pair, p) => [i, p, pair])).sort((a, b) => Math.abs(b[2].written) - Math.abs(a[2].written));

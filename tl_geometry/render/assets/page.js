@@ -27,6 +27,15 @@ function make(tag, text, attributes, parent) {
   return node;
 }
 
+/* The same for a drawing, in a page that names its namespace SVG (an address, which other pages must not hold). */
+function add(parent, tag, attributes, text) {
+  const node = parent.appendChild(document.createElementNS(SVG, tag));
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+const minus = text => text.replace('-', '−');
+
 /* Bytes of a base64 string of deflated data. */
 async function inflate(text) {
   const raw = atob(text), bytes = new Uint8Array(raw.length);

@@ -59,14 +59,6 @@ function colour() {
   });
 }
 
-/* An element of a drawing, with its text. */
-function add(parent, tag, attributes, text) {
-  const node = document.createElementNS(SVG, tag);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  if (text !== undefined) node.textContent = text;
-  parent.appendChild(node);
-  return node;
-}
 const board2 = (said, low, high) => {
   const svg = add(side, 'svg', {viewBox: `0 0 ${WIDE} ${TALL}`, role: 'img', 'aria-label': said});
   const y = v => LOW - (v - low) / (high - low || 1) * (LOW - HIGH);
