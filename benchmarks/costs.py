@@ -115,7 +115,7 @@ def routes(case: Case) -> Routes:
 
     def bare() -> None:
         for part in case.tokens.split(batch):
-            view.run(part, {}, stop_at=view.n_layers)
+            view.run(part, {view.state_hooks[-1]: lambda h: None})
 
     quiet: dict[str, Any] = {"batch_size": batch, "progress": False}
     fit = partial(tlg.decompose, view, case.tokens, keep_ctx=False, keep=4, **quiet)

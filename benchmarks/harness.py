@@ -111,7 +111,7 @@ def paired(
     So both meet the same weather, batch by batch. A bridge computes its logits even with
     ``return_type=None``; the baseline ends before them, as the streaming routes do.
     """
-    forward = plain or (lambda batch: view.run(batch, {}, stop_at=view.n_layers))
+    forward = plain or (lambda batch: view.run(batch, {view.state_hooks[-1]: lambda h: None}))
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         spent = 0.0

@@ -32,7 +32,7 @@ options = {"batch_size": batch, "keep_ctx": False, "keep": 4, "progress": False}
 def forward(rows):
     with torch.inference_mode():
         for part in rows.split(batch):
-            view.run(part, {}, stop_at=layers)
+            view.run(part, {view.state_hooks[-1]: lambda h: None})
 def one(**more):
     return tlg.decompose(view, tokens, **options, **more)
 routes = {

@@ -61,7 +61,7 @@ def run(size: str) -> list[Row]:
     def bare_few() -> None:
         with torch.inference_mode():
             for part in few.split(batch):
-                view.run(part, {}, stop_at=view.n_layers)
+                view.run(part, {view.state_hooks[-1]: lambda h: None})
 
     def with_logits() -> None:
         with torch.inference_mode():
@@ -106,7 +106,7 @@ with grown() as used:
         sweep_heads(view, few, basis, batch_size=1, progress=False)
     elif sys.argv[2] == "forward":
         for row in few.split(1):
-            view.run(row, {}, stop_at=view.n_layers)
+            view.run(row, {view.state_hooks[-1]: lambda h: None})
     else:
         materialised(view, few, basis)
     seconds = time.perf_counter() - start

@@ -230,7 +230,7 @@ PASSES = [
     ),
     Call(
         "an edit of the last layer in a pass that stops before it",
-        lambda w: inside(w, lambda model: tlg.view(model).run(w.ids[:2], stop_at=0)),
+        lambda w: inside(w, lambda model: tlg.view(model).run(w.ids[:2])),
         "a forward pass inside the with block",
     ),
     Call("a refusal that was caught inside", refused_inside),

@@ -17,7 +17,6 @@ from torch import Tensor
 from tests.modules import copy_of
 from tl_geometry.base.results import Provenance
 from tl_geometry.flow import (
-    held_out,
     langevin,
     noise,
     replacing,
@@ -180,7 +179,7 @@ def check_held_out(module: Any) -> None:
 
 
 def test_held_out_errors_by_hand() -> None:
-    check_held_out(copy_of(held_out))
+    check_held_out(copy_of(residuals))
 
 
 def check_paths(module: Any) -> None:

@@ -16,7 +16,7 @@ from tests.flow.test_trajectories import deep, ensemble
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
 from tl_geometry.flow import skipping
-from tl_geometry.flow.ensemble import shared_rows, split_rows, trajectories
+from tl_geometry.flow.ensemble import shared_rows, split_rows, states_at, trajectories
 from tl_geometry.flow.replacing import SkipCosts
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
@@ -366,10 +366,10 @@ def test_few_skips_of_a_deep_model_are_drawn_as_lines() -> None:
 def test_states_of_a_float64_model_are_fitted_as_they_are() -> None:
     view = as_view(copy.deepcopy(tiny("bridge", "gpt2")).double())
     ids = tokens(5, 9)
-    X = skipping._collect(view, ids, [0, 1], 3)
-    states = trajectories(view, ids[:, :-1], states=[0, 1], progress=False).X
+    X = states_at(view, ids, -1, [0, 1])
+    states = view.activations(ids, view.state_hooks[:2])
     assert X.dtype == torch.float64
-    assert torch.allclose(X, states, rtol=1e-12, atol=1e-12)
+    assert torch.equal(X, torch.stack([h[:, -1] for h in states.values()], 1))
 
 
 def test_a_skip_keeps_no_state_but_that_of_the_last_position(

@@ -218,8 +218,6 @@ def test_missing_and_silent_hooks_are_named() -> None:
         seen.run(tokens(), {"blocks.7.hook_resid_pre": lambda _: None})
     with pytest.raises(UnsupportedModelError, match=r"silent: blocks\.0\.attn\.hook_result"):
         seen.run(tokens(), {"blocks.0.attn.hook_result": lambda _: None})
-    with pytest.raises(GeometryError, match="stop_at"):
-        seen.run(tokens(), {seen.state_hooks[2]: lambda _: None}, stop_at=1)
 
 
 def test_training_mode_is_refused_where_it_matters() -> None:

@@ -5,7 +5,7 @@ held-out chunks are here too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -26,7 +26,7 @@ from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.flow.noise import fit_noise_law
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import Hook, ModelView
+from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 
 SOURCE = ("sarfati2025",)
@@ -110,23 +110,17 @@ class Trajectories(Result):
         """Straightness, parallelism and neighbour preservation."""
         return ensemble_shape.bundle(self.X, k=k)
 
-    def residuals(self, *, align: str = "greedy", signs: str = "U") -> residuals.Maps:
+    def residuals(self) -> residuals.Maps:
         """Statistics of what rotation and stretch leave of this same ensemble, for all pairs of
         states (held out: :func:`tl_geometry.flow_report`)."""
-        flow = partial(residuals.flow_map, self.aligned_bases(align=align), signs=signs)
-        return residuals.residual_maps(self.X, flow)
+        return residuals.residual_maps(self.X, partial(residuals.flow_map, self.aligned_bases()))
 
-    def langevin(
-        self,
-        *,
-        noise: tuple[float, float] | str = "asymptotic",
-        align: str = "greedy",
-    ) -> LangevinModel:
+    def langevin(self, *, noise: tuple[float, float] | str = "asymptotic") -> LangevinModel:
         """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and
         lambda from that law of the residuals (as published), a pair is taken as given."""
         provenance = replace(self.provenance, dtype="float64")
         if isinstance(noise, str):
-            log_variance = self.residuals(align=align).log_variance
+            log_variance = self.residuals().log_variance
             law = fit_noise_law(log_variance, law=noise, times=self.times)
             noise = (law.alpha, law.rate)
             # the flow's noise variance is alpha lambda e^{lambda t}; that of the increment law
@@ -137,9 +131,7 @@ class Trajectories(Result):
                 noise = (0.0, 0.0)
                 none = f"noise law has lambda {law.rate:.3g}, not above 0: no noise"
                 provenance = provenance.flagged(none)
-        return LangevinModel.fit(
-            self.X, noise=noise, align=align, times=self.times, provenance=provenance
-        )
+        return LangevinModel.fit(self.X, noise=noise, times=self.times, provenance=provenance)
 
 
 def require_trajectories(value: object, what: str) -> None:
@@ -304,26 +296,24 @@ def _follow(
     progress: bool,
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
     """States of the followed position, one row per chunk, and the tokens of the chunks."""
-    dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
     ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
         for rows in source.batches(batch or default_batch(source.length, view.device)):
-            batch_states = torch.empty(len(rows), len(states), view.d_model, dtype=dtype)
-            hooks = {
-                view.state_hooks[s]: _store(batch_states, i, position) for i, s in enumerate(states)
-            }
-            view.run(rows, hooks)
-            parts.append(batch_states)
+            parts.append(states_at(view, rows, position, states))
             ids.append(rows)
             bar.update(len(rows))
     return torch.cat(parts), torch.cat(ids)
 
 
-def _store(into: Tensor, row: int, position: int) -> Hook:
-    """A hook that copies one position of a state ``[batch position d_model]`` to
-    ``into[:, row]``."""
+def states_at(
+    view: ModelView, tokens: Int[Tensor, "batch position"], position: int, states: Sequence[int]
+) -> Float[Tensor, "batch state d_model"]:
+    """Some states at one position of every row, on the CPU, at least in float32."""
+    dtype = torch.promote_types(view.dtype, torch.float32)
+    found = torch.empty(len(tokens), len(states), view.d_model, dtype=dtype, device=view.device)
 
-    def hook(h: Tensor) -> None:
-        into[:, row] = h[:, position].detach().to(into)
+    def keep(h: Tensor, row: int) -> None:
+        found[:, row] = h[:, position]
 
-    return hook
+    view.run(tokens, {view.state_hooks[s]: partial(keep, row=i) for i, s in enumerate(states)})
+    return found.cpu()

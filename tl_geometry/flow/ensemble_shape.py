@@ -101,21 +101,13 @@ def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> Bund
     )
 
 
-def _nearest(
-    rows: Float[Tensor, "trajectory d_model"], k: int, chunk: int = 1024
-) -> Int[Tensor, "trajectory rank"]:
-    """The ``k`` nearest other trajectories of each; distances of ``chunk`` rows to all others exist
-    at a time."""
+def _nearest(rows: Float[Tensor, "trajectory d_model"], k: int) -> Int[Tensor, "trajectory rank"]:
+    """The ``k`` nearest other trajectories of each."""
     nearest = []
-    squares = rows.square().sum(-1)
-    for start in range(0, len(rows), chunk):
-        block = rows[start : start + chunk]
-        # without the block's own squares, which do not change the order within a row
-        squared_distance = squares - 2 * block @ rows.mT
-        squared_distance[torch.arange(len(block)), torch.arange(start, start + len(block))] = (
-            torch.inf
-        )
-        nearest.append(squared_distance.topk(k, largest=False).indices)
+    for start in range(0, len(rows), 1024):  # distances of 1,024 rows to all others at a time
+        distances = torch.cdist(rows[start : start + 1024], rows)
+        distances.diagonal(start).fill_(torch.inf)  # of each to itself
+        nearest.append(distances.topk(k, largest=False).indices)
     return torch.cat(nearest)
 
 

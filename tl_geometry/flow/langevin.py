@@ -102,7 +102,6 @@ class LangevinModel(Result):
         X: Float[Tensor, "trajectory state d_model"],
         *,
         noise: tuple[float, float],
-        align: str = "greedy",
         times: Float[Tensor, " state"] | None = None,
         provenance: Provenance | None = None,
     ) -> LangevinModel:
@@ -112,8 +111,6 @@ class LangevinModel(Result):
         Args:
             X: the ensemble.
             noise: ``(alpha, lambda)``, for instance of a fitted noise law.
-            align: order and signs of the directions from state to state, see
-                :func:`tl_geometry.flow.alignment.align_directions`.
             times: layers of the states, by default 1, 2, ...
             provenance: where the ensemble comes from.
 
@@ -133,7 +130,7 @@ class LangevinModel(Result):
         if n < d:
             subspace, outside = common_basis(X)
             X = torch.stack([X[:, s].double() @ subspace for s in range(states)], dim=1)
-        aligned, flips = proper_rotations(fit_aligned_bases(X, align=align))
+        aligned, flips = proper_rotations(fit_aligned_bases(X))
         S = aligned.S.clamp(min=0)
         # TINY for a state of zeros, whose largest singular value is 0
         S = torch.maximum(S, FLOOR * S.amax(-1, keepdim=True)).clamp(min=TINY)

@@ -19,8 +19,7 @@ from tl_geometry.base.results import Result
 from tl_geometry.flow import ensemble_shape, noise
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import Trajectories, require_trajectories, too_few
-from tl_geometry.flow.held_out import held_out_errors
-from tl_geometry.flow.residuals import ALWAYS, MAPS, Maps, flow_map, residual_maps
+from tl_geometry.flow.residuals import ALWAYS, MAPS, Maps, flow_map, held_out_errors, residual_maps
 
 BASELINES = ("linear", "ridge", "scaled", "shift", "identity", "mean")
 """Maps that the flow is compared with."""
@@ -82,11 +81,8 @@ class FlowReport(Result):
 def flow_report(
     ensemble: Trajectories,
     *,
-    align: str = "greedy",
-    signs: str = "U",
     map_types: Sequence[str] = BASELINES,
     train_share: float = 0.5,
-    fdr: float = 0.05,
     seed: int = 0,
 ) -> FlowReport:
     """Rotation and stretch between all pairs of states of an ensemble, with baselines, noise laws,
@@ -96,10 +92,8 @@ def flow_report(
     labelled) and measured on the other; "in-sample" numbers are those of the fitted part, as
     published. Flags count the directions that the maps had to drop, and say where fewer
     trajectories than dimensions were fitted on. ``map_types`` are the baselines; ridge (its penalty
-    chosen on the fitted part) and the identity are always added. ``fdr`` is the false discovery
-    rate of the normality tests. Sarfati et al. 2025, sections 3.3 and 4; ``align`` and
-    ``signs`` as in :func:`tl_geometry.flow.alignment.fit_aligned_bases` and
-    :func:`tl_geometry.flow.residuals.flow_map`.
+    chosen on the fitted part) and the identity are always added. Sarfati et al. 2025, sections 3.3
+    and 4.
 
     Raises ``GeometryError`` for fewer than 16 trajectories or two states.
 
@@ -117,14 +111,14 @@ def flow_report(
     require(len(ensemble) >= 16, "trajectories", expected=expected, got=got, instead="more chunks")
     map_types = _baselines(map_types)
     train, test = ensemble.split(train_share, seed=seed)
-    aligned = train.aligned_bases(align=align)
-    flow = partial(flow_map, aligned, signs=signs)
+    aligned = train.aligned_bases()
+    flow = partial(flow_map, aligned)
     n = len(ensemble.states)
     empty = torch.full((n, n), torch.nan, dtype=torch.float64)
     tests = {name: empty.clone() for name in noise.Isotropy._fields if name != "sphericity_p"}
 
     def record_isotropy(start: int, end: int, residual: Tensor) -> None:
-        values = noise.isotropy_tests(residual, fdr=fdr)._asdict()
+        values = noise.isotropy_tests(residual)._asdict()
         for name, table in tests.items():
             table[start, end] = values[name]
 
@@ -133,7 +127,7 @@ def flow_report(
     laws = _laws(in_sample.log_variance, ensemble.times)
     anomalies = _anomalies(in_sample, ensemble.times, "")
     if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
-        normed = _after_norm(train, in_sample, align, signs)
+        normed = _after_norm(train, in_sample)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
     outliers = ensemble_shape.outliers(ensemble.X)
     flags = [
@@ -187,11 +181,11 @@ def _dropped(aligned: AlignedBases, states: tuple[int, ...]) -> list[str]:
     return [f"directions of {aligned.rank} dropped: {text}"] if text else []
 
 
-def _after_norm(train: Trajectories, maps: Maps, align: str, signs: str) -> Maps:
+def _after_norm(train: Trajectories, maps: Maps) -> Maps:
     """``train.after_norm().residuals()``, computed anew only for maps to the last state: alignment
     runs forward, so the others equal those of ``maps``."""
     X = train.after_norm().X
-    flow = partial(flow_map, fit_aligned_bases(X, align=align), signs=signs)
+    flow = partial(flow_map, fit_aligned_bases(X))
     maps_to_last = residual_maps(X, flow, first_end=X.shape[1] - 1)
     return Maps(
         *(
@@ -229,9 +223,7 @@ class NullComparison(Result):
         return {name: (value, ("sample",)) for name, value in self.statistics.items()}
 
 
-def compare_ensembles(
-    ensembles: Mapping[str, Trajectories], *, k: int = 10, align: str = "greedy"
-) -> NullComparison:
+def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> NullComparison:
     """Straightness, parallelism, neighbour preservation (of ``k`` neighbours), in-sample residual
     statistics and noise laws of several ensembles, such as a model and its nulls.
 
@@ -248,7 +240,7 @@ def compare_ensembles(
     require(len(ensembles) >= 1, "ensembles", expected="at least one", got="none")
     table: dict[str, list[float]] = {}
     for ensemble in ensembles.values():
-        bundle, maps = ensemble.bundle(k=k), ensemble.residuals(align=align)
+        bundle, maps = ensemble.bundle(k=k), ensemble.residuals()
         # the entropy rank reads singular values alone, which need no alignment
         directions = ensemble.aligned_bases(align="none")
         row = {

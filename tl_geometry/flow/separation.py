@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,8 +147,6 @@ def true_against_extrapolated(
     *,
     start: int,
     map_type: str = "flow",
-    align: str = "greedy",
-    signs: str = "U",
     classifier: str = "svm",
     seed: int = 0,
     **options: Any,
@@ -165,15 +162,13 @@ def true_against_extrapolated(
     choice(map_type, MAPS, "map_type")
     train, test = ensemble.split(seed=seed)
     start_row = ensemble.row(start)
-    flow = (
-        partial(flow_map, train.aligned_bases(align=align), start_row, signs=signs)
-        if map_type == "flow"
-        else None
-    )
     maps = MapsFrom(train.X[:, start_row])
     accuracies: dict[str, Accuracy] = {}
     for end in range(start_row + 1, len(ensemble.states)):
-        move = maps.to(train.X[:, end], map_type) if flow is None else flow(end)
+        if map_type == "flow":  # the published one
+            move = flow_map(train.aligned_bases(), start_row, end)
+        else:
+            move = maps.to(train.X[:, end], map_type)
         true, moved = test.X[:, end].double(), move(test.X[:, start_row].double())
         accuracies[f"{start}->{ensemble.states[end]}"] = separability(
             true, moved, paired=True, classifier=classifier, seed=seed, **options

@@ -18,8 +18,8 @@ from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
-from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts, keep_last
+from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, states_at, too_few
+from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts
 from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -143,7 +143,9 @@ def skip_map(
     passes = len(jobs) * len(held_out)
     with tqdm(total=passes, disable=not progress, desc="skipping", unit="pass") as bar:
         bar.set_postfix_str("fitting")
-        X = _collect(view, train, states, limit)
+        # the state of the last token read; the token after it is the target
+        parts = [states_at(view, rows[:, :-1], -1, states) for rows in train.split(limit)]
+        X = torch.cat(parts)
         maps = _fit(X, states, jobs, align)
         # maps are fitted in float64; float32 halves the memory of the many d_model^2 matrices
         if view.dtype != torch.float64:
@@ -259,20 +261,6 @@ def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
         jobs += [(pair, t) for t in map_types if t != "mean" or pair[1] not in seen]
         seen.add(pair[1])
     return jobs
-
-
-def _collect(
-    view: ModelView, rows: Tensor, states: Sequence[int], limit: int
-) -> Float[Tensor, "trajectory state d_model"]:
-    """States at the last token read of each training chunk; the token after it is the target."""
-    state_batches = []
-    for chunks in rows.split(limit):
-        last: dict[int, Tensor] = {}
-        view.run(chunks[:, :-1], {view.state_hooks[s]: keep_last(last, s) for s in states})
-        # maps are fitted on the CPU; half precision becomes float32, float64 stays
-        batch = torch.stack([last[s] for s in states], dim=1).cpu()
-        state_batches.append(batch.to(torch.promote_types(batch.dtype, torch.float32)))
-    return torch.cat(state_batches)
 
 
 def _fit(

@@ -8,6 +8,7 @@ from .edge_effects import EdgeNecessity as EdgeNecessity
 from .edge_effects import edge_necessity as edge_necessity
 from .edges import remove_edge as remove_edge
 from .edges import swap_edge as swap_edge
+from .effects import BesideControls as BesideControls
 from .effects import Effects as Effects
 from .head_removal import remove_heads as remove_heads
 from .knockouts import HeadKnockouts as HeadKnockouts

@@ -242,6 +242,41 @@ def measured(
     return {"losses": losses, "induction_losses": induction_losses, "kls": kls}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BesideControls(Result):
+    """Effects of edits on a metric of the output, for each prompt, beside those of random edits.
+
+    - ``effects``: the metric under an edit minus that of the clean run. The table has its mean with
+      Student's 95% interval (NaN below 10 prompts).
+    - ``control``: mean effect of random sets of as many heads; ``control_draws`` are the means over
+      prompts of each set.
+    - ``excess``: effect minus control. Its interval covers chance over prompts and the spread of
+      one more random set.
+    """
+
+    effects: Float[Tensor, "*batch context"]
+    control: Float[Tensor, "*batch context"] | None = None
+    control_draws: Float[Tensor, "*batch sample"] | None = None
+
+    @property
+    def effect(self) -> Interval:
+        """Mean effect of each row with its interval."""
+        return paired_interval(self.effects.movedim(-1, 0))
+
+    @property
+    def excess(self) -> Interval | None:
+        """What each row does beyond random sets of as many heads."""
+        if self.control is None or self.control_draws is None:
+            return None
+        return excess_over(self.effects - self.control, self.control_draws)
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        columns = interval_columns("effect", self.effect)
+        if self.control is not None and self.excess is not None:
+            columns |= {"control": self.control.mean(-1), **interval_columns("excess", self.excess)}
+        return {name: (values, self.table_axes) for name, values in columns.items()}
+
+
 def excess_over(
     gaps: Float[Tensor, "*batch context"], draws: Float[Tensor, "*batch sample"]
 ) -> Interval:

@@ -13,8 +13,6 @@ the head to the logits that dT/dz counts:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
@@ -24,18 +22,6 @@ from tl_geometry.circuits.frozen import Adjoints, FrozenPass
 from tl_geometry.circuits.trace import logit_readout
 from tl_geometry.models.model_view import ModelView
 
-Outputs = Float[Tensor, "layer batch position head d_head"]
-"""Mixed values of all heads of all layers."""
-
-
-class HeadAttributions(NamedTuple):
-    """Contributions of every head to a difference of two logits, minus those of what replaces its
-    mixed values."""
-
-    direct: Float[Tensor, "layer head"]
-    value_paths: Float[Tensor, "layer head"]
-    all_paths: Float[Tensor, "layer head"]
-
 
 def head_attributions(
     view: ModelView,
@@ -43,9 +29,10 @@ def head_attributions(
     removed: Float[Tensor, "layer position head d_head"],
     position: int,
     ids: tuple[int, int],
-) -> HeadAttributions:
+) -> Float[Tensor, "row layer head"]:
     """``sum_i (z_i - z_new_i) . dT/dz_i`` of every head over positions i of one prompt, with T the
-    logit of the first of ``ids`` minus that of the second; ``removed`` is ``z - z_new``."""
+    logit of the first of ``ids`` minus that of the second; ``removed`` is ``z - z_new``. The rows
+    are direct, value paths, all paths."""
     frozen = FrozenPass.of(view, tokens)
     readout = logit_readout(view, frozen, position, ids[0], ids[1], log_probability=False)
     entry = torch.zeros_like(frozen.last)
@@ -61,7 +48,7 @@ def head_attributions(
         _through(removed, frozen.adjoints(entry, follow_patterns=follow))
         for follow in (False, True)
     )
-    return HeadAttributions(direct.double().cpu(), value_paths, all_paths)
+    return torch.stack([direct.double().cpu(), value_paths, all_paths])
 
 
 def _through(

@@ -20,11 +20,10 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.intervals import Interval, paired_interval
-from tl_geometry.base.results import Result
+from tl_geometry.base.intervals import paired_interval
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.interventions.effects import excess_over, interval_columns
+from tl_geometry.interventions.effects import BesideControls
 from tl_geometry.interventions.head_attributions import head_attributions
 from tl_geometry.interventions.head_edits import (
     Heads,
@@ -51,19 +50,15 @@ from tl_geometry.models.reader import as_view
 CONTROLS = 8
 """Random sets of heads beside chosen ones, by default."""
 ATTRIBUTIONS = ("direct", "value_paths", "all_paths")
-"""Columns of attributions, in the order of :class:`HeadAttributions`."""
+"""Columns of attributions, in the order of :func:`head_attributions`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class HeadKnockouts(Result):
-    """What knockouts of heads do to a metric of the output: one row for each head, or set of heads.
+class HeadKnockouts(BesideControls):
+    """What knockouts of heads do to a metric of the output: one row for each head, or set of heads
+    (:class:`~tl_geometry.interventions.BesideControls`). Rows of one size share the random
+    sets.
 
-    - ``effects``: the metric without the heads minus that of the clean run, for each prompt. The
-      table has its mean with Student's 95% interval (NaN below 10 prompts).
-    - ``control``: mean effect of random sets of as many heads; rows of one size share the sets.
-      ``control_draws`` are the means over prompts of each set.
-    - ``excess``: effect minus control. Its interval covers chance over prompts and the spread of
-      one more random set.
     - ``direct``, ``value_paths``, ``all_paths``: what three attributions say that the heads
       contribute. Where an attribution is all that a head does, ``effect = -attribution``.
     - ``disagrees``: rows in which effect and direct contribution do not cancel. The 95% interval of
@@ -77,9 +72,6 @@ class HeadKnockouts(Result):
     metric: str
     by: str
     clean: Float[Tensor, " context"]
-    effects: Float[Tensor, "condition context"]
-    control: Float[Tensor, "condition context"] | None = None
-    control_draws: Float[Tensor, "condition sample"] | None = None
     direct: Float[Tensor, "condition context"] | None = None
     value_paths: Float[Tensor, "condition context"] | None = None
     all_paths: Float[Tensor, "condition context"] | None = None
@@ -91,18 +83,6 @@ class HeadKnockouts(Result):
         return {heads[0]: row for row, heads in enumerate(self.sets) if len(heads) == 1}
 
     @property
-    def effect(self) -> Interval:
-        """Mean effect of each row with its interval."""
-        return paired_interval(self.effects.mT)
-
-    @property
-    def excess(self) -> Interval | None:
-        """What each row does beyond random sets of as many heads."""
-        if self.control is None or self.control_draws is None:
-            return None
-        return excess_over(self.effects - self.control, self.control_draws)
-
-    @property
     def disagrees(self) -> Bool[Tensor, " condition"] | None:
         """Rows in which the effect of the knockout is not minus the direct contribution."""
         if self.direct is None:
@@ -112,14 +92,11 @@ class HeadKnockouts(Result):
         return (low > larger / 2) | (high < -larger / 2)
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        columns = interval_columns("effect", self.effect)
-        if self.control is not None and self.excess is not None:
-            columns |= {"control": self.control.mean(1), **interval_columns("excess", self.excess)}
-        for name in ATTRIBUTIONS:
-            values = getattr(self, name)
-            columns |= {} if values is None else {name: values.mean(1)}
+        attributions = {name: getattr(self, name) for name in ATTRIBUTIONS}
+        columns = {name: v.mean(1) for name, v in attributions.items() if v is not None}
         columns |= {} if self.disagrees is None else {"disagrees": self.disagrees}
-        return {name: (values, ("condition",)) for name, values in columns.items()}
+        added = {name: (values, self.table_axes) for name, values in columns.items()}
+        return {**super().table_numbers(), **added}
 
 
 def head_knockouts(
@@ -308,15 +285,8 @@ class _Runs:
         tokens = self.metric.tokens[rows].repeat(len(sets), 1)
         layers = by_layer([head for heads in sets for head in heads])
         edits = [self._edit(layer, sets) for layer in layers]
-        hooks, position = {}, self.metric.position
-        point = self.view.unembed_hook
-        # unembed the one position that is read, where the model has such a hook
-        if position is not None and point is not None:
-            hooks = {point: lambda h: h[:, [position]]}
         with edited_scores(self.view, edits):
-            logits = self.view.logits(tokens, hooks)
-        if position is not None and point is None:
-            logits = logits[:, [position]]
+            logits = self.view.logits(tokens, {}, self.metric.position)
         by_set = rearrange(logits, "(c b) i v -> c b i v", c=len(sets))
         return torch.stack([self.metric.of(set_logits, rows) for set_logits in by_set])
 
@@ -364,9 +334,7 @@ class _Runs:
         for row in tqdm(range(len(tokens)), disable=not self.progress, desc="attributions"):
             right, wrong = self.metric.ids[row].tolist()
             prompt = tokens[row : row + 1]
-            by_head = torch.stack(
-                head_attributions(view, prompt, removed[:, row], position, (right, wrong))
-            )
+            by_head = head_attributions(view, prompt, removed[:, row], position, (right, wrong))
             sums = [
                 by_head[:, [layer for layer, _ in heads], [head for _, head in heads]].sum(1)
                 for heads in sets

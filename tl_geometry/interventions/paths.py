@@ -31,13 +31,11 @@ from tqdm.auto import tqdm
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe, head_name
 from tl_geometry.base.errors import fail, listed, require
-from tl_geometry.base.intervals import Interval, paired_interval
-from tl_geometry.base.results import Result
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass, PathStream
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.interventions.effects import excess_over, interval_columns
+from tl_geometry.interventions.effects import BesideControls
 from tl_geometry.interventions.head_edits import (
     Heads,
     HeadsLike,
@@ -74,17 +72,11 @@ the stream, which :func:`output_batch` does not count."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class HeadPaths(Result):
+class HeadPaths(BesideControls):
     """What edges from heads to some of their readers do to a metric of the output: one row for each
-    sender (a head, or a set of heads) and receiver (an input, or a set of inputs).
-
-    - ``effects``: the metric with the edges patched minus that of the clean run, for each prompt.
-      The table has its mean with Student's 95% interval (NaN below 10 prompts).
-    - ``control``: mean effect of random sets of as many heads on the same receivers;
-      ``control_draws`` are the means over prompts of each set.
-    - ``excess``: effect minus control. Its interval covers chance over prompts and the spread of
-      one more random set.
-    - ``sets``: the heads of each sender; ``inputs``: the readers of each receiver.
+    sender (a head, or a set of heads) and receiver (an input, or a set of inputs), beside random
+    senders (:class:`~tl_geometry.interventions.BesideControls`). ``sets`` are the heads of
+    each sender, ``inputs`` the readers of each receiver.
     """
 
     senders: tuple[str, ...]
@@ -95,28 +87,7 @@ class HeadPaths(Result):
     by: str
     between: str
     clean: Float[Tensor, " context"]
-    effects: Float[Tensor, "sender receiver context"]
-    control: Float[Tensor, "sender receiver context"] | None = None
-    control_draws: Float[Tensor, "sender receiver sample"] | None = None
     table_axes = ("sender", "receiver")
-
-    @property
-    def effect(self) -> Interval:
-        """Mean effect of each row with its interval, ``[sender receiver]``."""
-        return paired_interval(self.effects.movedim(-1, 0))
-
-    @property
-    def excess(self) -> Interval | None:
-        """What each row does beyond random sets of as many heads."""
-        if self.control is None or self.control_draws is None:
-            return None
-        return excess_over(self.effects - self.control, self.control_draws)
-
-    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        columns = interval_columns("effect", self.effect)
-        if self.control is not None and self.excess is not None:
-            columns |= {"control": self.control.mean(-1), **interval_columns("excess", self.excess)}
-        return {name: (values, self.table_axes) for name, values in columns.items()}
 
 
 def head_paths(

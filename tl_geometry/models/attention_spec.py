@@ -69,8 +69,7 @@ class AttentionSpec:
     ``single`` marks a layer of a float64 model that computes in float32 in places (RMSNorm, rotary
     tables, GPT-Neo's products), as its own numbers on the probe show. ``added`` is what Shortformer
     models add to the inputs of queries and keys, by position. ``ignore`` is the score that the
-    layer itself gives to masked keys. ``norm_after`` says that a norm stands
-    between what the heads give and the stream (Gemma 2 and 3, OLMo 2).
+    layer itself gives to masked keys.
 
     In the methods ``which`` is ``"q"``, ``"k"`` or ``"v"``, ``h [batch position d_model]`` the
     layer's input, ``turn`` the tables of :func:`turn_of`.
@@ -90,7 +89,6 @@ class AttentionSpec:
     has_scores: bool = False
     single: bool = False
     added: Float[Tensor, "position d_model"] | None = None
-    norm_after: bool = False
 
     def every(self, share: int) -> AttentionSpec:
         """The specification of every ``share``-th head. Where groups of ``share`` heads have their

@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.models.fingerprints import fingerprint
 from tl_geometry.models.forward import Hook
 from tl_geometry.models.hook_points import HookedArguments, edited_heads, require_free
 from tl_geometry.models.live_edits import (
@@ -118,7 +117,7 @@ class EditHooks(HookList):
     def _begin_edit(self) -> None:
         """A pass reaches the first edited layer: the weights are compared once a pass, here."""
         self._begin()
-        require_unchanged(self.view)
+        self.view.require_unchanged()
 
     def _begin(self) -> None:
         """A pass begins: no head may be another edit's, and readers come last. Open contexts
@@ -174,7 +173,7 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
         view, edits = self._prepare()
         with edited_scores(view, edits) as record:
             yield record
-        require_unchanged(view)
+        view.require_unchanged()
 
     def __enter__(self) -> OpenEdit:
         context = self._opened()
@@ -211,13 +210,3 @@ class LiveEdit(AbstractContextManager[OpenEdit]):
         hooks = EditHooks(*self._prepare())
         self._records.append(hooks.record)
         return hooks
-
-
-def require_unchanged(view: ModelView) -> None:
-    """Raise ``GeometryError`` where weights or settings changed while an edit was in use: what it
-    removes was measured with the old ones."""
-    now = fingerprint(view._model)
-    what = f"an edit of {view.name}"
-    expected = f"the weights that it was made for ({view.fingerprint})"
-    got, instead = f"others ({now})", "a basis of the changed model, decompose(model, tokens)"
-    require(now == view.fingerprint, what, expected=expected, got=got, instead=instead)

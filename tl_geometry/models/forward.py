@@ -77,19 +77,14 @@ class Runner:
         return name in self.points
 
     def __call__(
-        self,
-        tokens: Tensor,
-        hooks: Mapping[str, Hook],
-        *,
-        logits: bool = False,
-        stop_at: int | None = None,
+        self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False
     ) -> Tensor | None:
         ids = self.checked(tokens)
         for name in hooks:
             self.has(name)  # points that were added since
         require_points(self.points, hooks, self.name, self.class_name)
         fired: set[str] = set()
-        last = self._last_state(hooks, logits, stop_at)
+        last = self._last_state(hooks, logits)
         handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
         try:
             if last is not None:
@@ -192,19 +187,10 @@ class Runner:
         point = self.points[name]
         return point, put_on(point, wrapped)
 
-    def _last_state(
-        self, hooks: Mapping[str, Hook], logits: bool, stop_at: int | None
-    ) -> int | None:
+    def _last_state(self, hooks: Mapping[str, Hook], logits: bool) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
         deepest = max((self._state_of(name) for name in hooks), default=0)
-        if stop_at is not None:
-            fits = 0 <= stop_at < len(self.state_hooks) and not logits and deepest <= stop_at
-            expected = "a block after everything that is hooked, without logits"
-            got = f"{stop_at} with hooks up to state {deepest}"
-            require(fits, "stop_at", expected=expected, got=got)
-        if logits or deepest >= len(self.state_hooks):
-            return None
-        return deepest if stop_at is None else stop_at
+        return None if logits or deepest >= len(self.state_hooks) else deepest
 
     def _state_of(self, name: str) -> int:
         """The first state that is complete once this hook has fired; beyond the last for hooks of
@@ -256,10 +242,8 @@ def _stop(value: Tensor) -> None:
     raise Stop
 
 
-def collect(
-    run: Callable[..., Any], tokens: Tensor, names: Sequence[str], **options: Any
-) -> dict[str, Tensor]:
+def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
     """Activations of one forward pass by hook name, detached."""
     activations: dict[str, Tensor] = {}
-    run(tokens, {name: keep(activations, name) for name in names}, **options)
+    run(tokens, {name: keep(activations, name) for name in names})
     return activations

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.models.forward import Hook, collect, put_on, require_points, take_away
+from tl_geometry.models.forward import Hook, put_on, require_points, take_away
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.user_hooks import foreign, home, without_hooks
 
@@ -258,7 +258,7 @@ class HookedArguments(PassArguments):
         if POSITIONS in points:
             # the last id: some models do not count padding tokens, which mostly stand earlier
             ids = torch.full((1, 2), self.view.d_vocab - 1)
-            usual = collect(self.view.run, ids, [POSITIONS], stop_at=0)[POSITIONS]
+            usual = self.view.activations(ids, [POSITIONS])[POSITIONS]
             if not usual.is_floating_point():  # OPT has its mask there
                 self.first = int(usual.flatten()[0])
                 readers.append((POSITIONS, self._positions))

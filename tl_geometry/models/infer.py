@@ -119,14 +119,7 @@ class SpecInference:
                 single = self.is_single(error, float(pairs[0][0].abs().max()))
                 best, least = replace(spec, single=single), error
         assert best is not None  # the candidate without a norm always exists
-        return replace(best, norm_after=self.norm_after(best))
-
-    def norm_after(self, spec: AttentionSpec) -> bool:
-        """Whether heads write through a norm: the block has a module for it, or the model is a
-        decoder with norms, none of which stands before attention."""
-        model = self.parameters.model
-        only_after = spec.norm.norm_type is None and model.cfg.normalization_type is not None
-        return (self.causal and only_after) or hasattr(model.blocks[self.layer], "ln1_post")
+        return best
 
     def added(self) -> Tensor | None:
         """Positional vectors that go into queries and keys only (Shortformer)."""

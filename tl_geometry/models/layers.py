@@ -160,18 +160,15 @@ class Layers:
             names += [h for h in TABLES if f"blocks.{layer}.{h}" in self.probe]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
-    def view(
-        self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
-    ) -> LayerView:
-        """The layer as this forward pass went through it, verified (scores at ``queries`` queries
-        of each context, all by default). Without ``verify`` pattern, scores and z may be missing,
-        and gradients pass through the activations and weights.
+    def view(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
+        """The layer as this forward pass went through it, verified. Without ``verify`` pattern,
+        scores and z may be missing, and gradients pass through the activations and weights.
 
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
         """
         if isinstance(cache, RowActivations):
-            return self._judged(*self._build(layer, cache, verify, detach=verify, queries=queries))
+            return self._judged(*self._build(layer, cache, verify, detach=verify))
         names = self.hooks(layer)
         # an ActivationCache is no Mapping
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
@@ -185,9 +182,7 @@ class Layers:
         h = activations[names[0]]
         expected, got = "a batch dimension", describe(h)
         require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
-        return self._judged(
-            *self._build(layer, activations, verify, detach=verify, queries=queries)
-        )
+        return self._judged(*self._build(layer, activations, verify, detach=verify))
 
     def sampled(
         self, layer: int, activations: Mapping[str, Tensor], row: int, queries: int | None = None

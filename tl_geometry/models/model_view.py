@@ -106,32 +106,19 @@ class ModelView:
         have none, and a pass that asks for them raises ``UnsupportedModelError``."""
         return tuple(f"blocks.{layer}.hook_mlp_out" for layer in range(self.n_layers))
 
-    @property
-    def unembed_hook(self) -> str | None:
-        """A hook in front of the unembedding, at which positions can be left out of the logits;
-        ``None`` where the class has none."""
-        points = ("unembed.hook_in", "ln_final.hook_normalized")
-        return next((point for point in points if point in self._model.hook_dict), None)
-
     # ---- forward passes
 
     def run(
-        self,
-        tokens: Tensor,
-        hooks: Mapping[str, Hook] = NO_HOOKS,
-        *,
-        logits: bool = False,
-        stop_at: int | None = None,
+        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, *, logits: bool = False
     ) -> Tensor | None:
         """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
 
         ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
-        With ``logits`` the logits are returned, otherwise ``None`` and they are never computed
-        where the class allows it; ``stop_at`` stops before that block (only where nothing later is
-        hooked). Hooks are removed afterwards, also on exceptions; a hook that did not fire is an
-        error.
+        With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
+        state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
+        fire is an error.
         """
-        return self._run(tokens, hooks, logits=logits, stop_at=stop_at)
+        return self._run(tokens, hooks, logits=logits)
 
     def run_in_rows(self, tokens: Tensor, hooks: Mapping[str, Hook]) -> None:
         """One forward pass for ``hooks`` that change nothing, of long prompts in blocks of query
@@ -142,13 +129,19 @@ class ModelView:
             self.run(tokens, hooks)
 
     def logits(
-        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS
+        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, position: int | None = None
     ) -> Float[Tensor, "*batch d_vocab"]:
-        """Logits of one forward pass ``[batch position d_vocab]`` (at the positions that a hook at
-        :attr:`unembed_hook` leaves)."""
+        """Logits of one forward pass ``[batch position d_vocab]``, at one ``position`` if it is
+        given: no other is unembedded, where the model has a hook in front of its unembedding."""
+        point = None
+        if position is not None and self.causal:
+            points = ("unembed.hook_in", "ln_final.hook_normalized")
+            point = next((name for name in points if name in self._model.hook_dict), None)
+        if point is not None:
+            hooks = {**hooks, point: lambda h: h[:, [position]]}
         logits = self.run(tokens, hooks, logits=True)
         assert logits is not None
-        return logits
+        return logits if position is None or point is not None else logits[:, [position]]
 
     def logits_at(
         self, tokens: Int[Tensor, "batch position"], position: int
@@ -156,11 +149,9 @@ class ModelView:
         """Logits of one position, not negative; long prompts run in blocks of query rows."""
         return row_pass.logits_at(self._layers, tokens, position)
 
-    def activations(
-        self, tokens: Tensor, hooks: Sequence[str], *, stop_at: int | None = None
-    ) -> dict[str, Tensor]:
+    def activations(self, tokens: Tensor, hooks: Sequence[str]) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
-        return collect(self.run, tokens, hooks, stop_at=stop_at)
+        return collect(self.run, tokens, hooks)
 
     def run_layers(
         self,
@@ -194,12 +185,10 @@ class ModelView:
         it."""
         return row_pass.in_rows(self._layers, length)
 
-    def layer(
-        self, layer: int, cache: Any, *, verify: bool = True, queries: int | None = None
-    ) -> LayerView:
+    def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
         """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
         :meth:`layer_hooks`; without ``verify`` pattern, scores and z may be missing."""
-        return self._layers.view(layer, cache, verify=verify, queries=queries)
+        return self._layers.view(layer, cache, verify=verify)
 
     def layer_hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks that a cache must hold for :meth:`layer`."""
@@ -300,11 +289,12 @@ class ModelView:
 
     def require_unchanged(self) -> None:
         """Raise unless the weights and settings are still those of this view: sums over a pass in
-        which they changed belong to no model. Edits by this library change neither."""
+        which they changed belong to no model, and an edit removes what was measured with the old
+        ones. Edits by this library change neither."""
         now = fingerprint(self._model)
-        what = f"weights of {self.name}"
-        expected = f"the same until the pass has ended ({self.fingerprint})"
-        got = f"others ({now}): they changed during the pass"
+        what = f"a result or an edit of {self.name}"
+        expected = f"the weights that it was made for ({self.fingerprint})"
+        got = f"others ({now}): they changed during the pass, or since the edit was made"
         instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
         require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
 

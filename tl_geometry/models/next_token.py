@@ -64,17 +64,9 @@ def log_probabilities(
     position: int | None = -1,
 ) -> Float[Tensor, "*batch d_vocab"]:
     """Log-probabilities of the next token after ``position`` (after every position for ``None``),
-    float64 for one position.
-
-    Where the model has a hook in front of its unembedding, only the wanted position is unembedded.
-    """
-    if position is None:
-        return view.logits(tokens, hooks).float().log_softmax(-1)
-    point = view.unembed_hook if view.causal else None
-    if point is not None:
-        hooks = {**hooks, point: lambda h: h[:, [position]]}
-    logits = view.logits(tokens, hooks)
-    return logits[:, 0 if point is not None else position].double().log_softmax(-1)
+    float64 for one position."""
+    logits = view.logits(tokens, hooks, position)
+    return (logits.float() if position is None else logits[:, 0].double()).log_softmax(-1)
 
 
 class PilotRuns(NamedTuple):

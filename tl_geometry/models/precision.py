@@ -37,23 +37,14 @@ def can_widen(model: Any) -> bool:
 def widened(model: nn.Module) -> Iterator[None]:
     """The model in float32 inside ``with``; afterwards its weights are the very tensors that they
     were, also on exceptions."""
-    roots = [model, getattr(model, "original_model", None)]
+    cfg: Any = model.cfg
     with ExitStack() as stack:
-        cfg: Any = model.cfg
         stack.callback(setattr, cfg, "dtype", cfg.dtype)  # HookedTransformer casts to it
         cfg.dtype = torch.float32
-        # by identity: a bridge shares modules with the model that it was made from
-        for module in {
-            id(m): m for root in roots if isinstance(root, nn.Module) for m in root.modules()
-        }.values():
-            for p in module._parameters.values():
-                if p is not None and p.dtype in HALF:
-                    stack.callback(setattr, p, "data", p.data)
-                    p.data = p.data.float()
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and buffer.dtype in HALF:
-                    stack.callback(module._buffers.__setitem__, name, buffer)
-                    module._buffers[name] = buffer.float()
+        # a bridge shares modules with the model that it was made from: these are wide by then
+        for root in (model, getattr(model, "original_model", None)):
+            if isinstance(root, nn.Module):
+                stack.enter_context(with_single_weights(root))
         yield
 
 

@@ -131,16 +131,6 @@ def pattern_roundoff(pattern: Tensor | None, roundoff: float) -> float:
     return max(roundoff, 2**-24) if bool(fits_single(pattern)) else roundoff
 
 
-def pattern_bound(pattern: Tensor | None, roundoff: float, scale: float) -> float:
-    """Largest error allowed between scores and logarithms of a pattern:
-    :func:`reconstruction_bound` with a scale of at least one.
-
-    Softmax rounds each probability by a few units, whatever the scores, so that near-uniform
-    attention (a freshly initialised model) adds up to 32 u and not to 32 u A.
-    """
-    return reconstruction_bound(pattern_roundoff(pattern, roundoff), max(scale, 1.0))
-
-
 def head_spreads(
     scores: Float[Tensor, "batch head query key"], allowed: Bool[Tensor, "query key"]
 ) -> Float[Tensor, " head"]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,21 +61,16 @@ def pair_of(d_rot: int, pairing: str) -> Int[Tensor, " d_rot"]:
 def frequencies(
     cos: Float[Tensor, "position d_rot"], sin: Float[Tensor, "position d_rot"]
 ) -> Float[Tensor, " d_rot"]:
-    """Radians per position, from the angle at position 1, refined at 2, 4, 8, ... and the last
-    (float64; zero for a single position).
+    """Radians per position, from the unwrapped angle at the last one (float64; zero for a single
+    position).
 
     >>> angle = torch.arange(40.0).double().unsqueeze(1) * torch.tensor([1.0, 0.01])
     >>> frequencies(angle.cos(), angle.sin())
     tensor([1.0000, 0.0100], dtype=torch.float64)
     """
-    phase = torch.atan2(sin.double(), cos.double())
-    last = len(phase) - 1
-    theta = torch.zeros_like(phase[0]) if last == 0 else phase[1]
-    for t in (*(2**n for n in range(1, max(1, last.bit_length()))), last):
-        if t > 1:  # the estimate so far says how many whole turns the angle at t leaves out
-            turns = ((theta * t - phase[t]) / (2 * math.pi)).round()
-            theta = (phase[t] + 2 * math.pi * turns) / t
-    return theta
+    # a plane turns by less than half a turn from one position to the next, so that no turn is lost
+    angle = np.unwrap(torch.atan2(sin.double(), cos.double()).numpy(), axis=0)
+    return torch.from_numpy(angle[-1] / max(1, len(angle) - 1))
 
 
 def planes_of_tables(

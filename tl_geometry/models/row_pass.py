@@ -27,7 +27,7 @@ from torch import Tensor
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.rows import KeyRanges
-from tl_geometry.models.attention_spec import rotary_tables, unmasked
+from tl_geometry.models.attention_spec import ignore_of, rotary_tables, unmasked
 from tl_geometry.models.forward import Hook, Runner, collect
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.parameters import upcast
@@ -119,7 +119,7 @@ class RowCheck:
         scores = activations.pop(f"{prefix}attn_scores", None)
         self.rows.on_rows(self.layer, start, pattern)
         rows = slice(start, start + pattern.shape[-2])
-        ranges = self._ranges(rows, activations, scores)
+        ranges = self._ranges(rows, scores)
         if ranges is None or pattern.shape[-1] != rows.stop:
             what = f"mask of layer {self.layer} of {self.layers.parameters.name}"
             expected, got = "consecutive keys for each query of a long prompt", "others"
@@ -131,16 +131,13 @@ class RowCheck:
             model |= {} if scores is None else {"scores": upcast(scores[contexts])}
             self._compare(rows, self._block(rows, activations, contexts), model)
 
-    def _ranges(
-        self, rows: slice, activations: Mapping[str, Tensor], scores: Tensor | None
-    ) -> KeyRanges | None:
+    def _ranges(self, rows: slice, scores: Tensor | None) -> KeyRanges | None:
         """The keys of a block of queries: by the model's masked scores, or, where it shows none, by
         causality and the window of its settings."""
-        spec = self.layers.spec(self.layer)
         if scores is not None:
-            h = upcast(activations[f"blocks.{self.layer}.hook_resid_pre"])
-            ignore = self.layers.spec_with_weights(self.layer, h).ignore
+            ignore = ignore_of(self.layers.parameters.attention(self.layer))
             return KeyRanges.of(unmasked(scores[0], ignore).any(0))
+        spec = self.layers.spec(self.layer)
         i = torch.arange(rows.start, rows.stop)
         first = torch.zeros_like(i) if spec.window is None else (i + 1 - spec.window).clamp(min=0)
         return KeyRanges(first, i + 1, rows.stop)

@@ -36,12 +36,7 @@ class ModelReport(Result):
         return self.findings
 
     def __repr__(self) -> str:
-        widths = [max(len(row[i]) for row in (*self.findings, self.columns())) for i in range(2)]
-        lines = [
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}"
-            for a, b, c in [tuple(self.columns()), *self.findings]
-        ]
-        return "\n".join([f"ModelReport({self.provenance.line()})", *lines])
+        return self.text()
 
     @property
     def refused(self) -> tuple[Row, ...]:

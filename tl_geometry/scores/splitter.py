@@ -24,8 +24,8 @@ from tl_geometry.models.reconstruction import (
     Check,
     head_spreads,
     judge_rounding,
-    pattern_bound,
     pattern_error,
+    pattern_roundoff,
     reconstruction_bound,
     require_reconstruction,
 )
@@ -200,7 +200,9 @@ class Splitter:
                 pattern_errors.append(pattern_error(capped, pattern, allowed, layer.roundoff))
         scale, spreads = sizes.settled()
         if layer.pattern is not None:
-            bound = pattern_bound(layer.pattern, layer.roundoff, scale)
+            # softmax rounds by a few units however small the scores, as in report_of()
+            unit = pattern_roundoff(layer.pattern, layer.roundoff)
+            bound = reconstruction_bound(unit, max(scale, 1.0))
             error = float(torch.stack(pattern_errors).max())
             checks.append((layer.layer, "sum pattern", error, bound))
         if layer.scores is not None or in_rows:

@@ -46,6 +46,7 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
+from tl_geometry.models.write_spec import writing_of
 from tl_geometry.scores.families import Family, UserParts, family_of
 from tl_geometry.scores.split_request import check_basis, check_heads, each_layer, provenance_of
 from tl_geometry.scores.splitter import Splitter
@@ -238,7 +239,8 @@ def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
     """Refuse direct effects where a head's output does not reach the final linear map unchanged but
     for the final norm."""
     trained_head(view)
-    direct = not any(view.layer_facts(layer).norm_after for layer in layers)
+    blocks = writing_of(view).blocks
+    direct = all(blocks[layer].after_attention is None for layer in layers)
     what, expected = f"logits of {view.name}", "heads that write straight into the stream"
     got, instead = "a norm after attention", "split_values without token_ids="
     require(direct, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)

@@ -27,6 +27,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.reader import as_view
+from tl_geometry.models.write_spec import writing_of
 from tl_geometry.weights import readout
 from tl_geometry.weights.vocabulary import (
     embeddings,
@@ -191,11 +192,12 @@ def noun_probe(
 def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> None:
     """Refuse layers whose scores are not bilinear in the normalised stream, or whose heads do not
     write straight into it."""
+    blocks = writing_of(view).blocks
     for layer in layers:
         spec = view.layer_facts(layer)
         qk_norm = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
         obstacle = "a norm after attention" if spec.qk_norm is None else qk_norm
-        plain = spec.qk_norm is None and not spec.norm_after
+        plain = spec.qk_norm is None and blocks[layer].after_attention is None
         expected = "heads without QK-norm and without a norm after attention"
         instead, error = "weight_geometry or token_readout", UnsupportedModelError
         got = f"{obstacle} in layer {layer} of {view.name}"

@@ -60,8 +60,8 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
 
 
 def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
-    first_hook, stop_at = view.state_hooks[0], 1 if view.n_layers > 1 else None
-    return view.activations(tokens, [first_hook], stop_at=stop_at)[first_hook].float()
+    first_hook = view.state_hooks[0]
+    return view.activations(tokens, [first_hook])[first_hook].float()
 
 
 def normalized_rows(
