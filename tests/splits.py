@@ -34,7 +34,9 @@ def synthetic(
         mask=allowed.tril() if causal else allowed,
         softcap=torch.full((heads,), torch.inf),
         sinks=torch.full((heads,), -torch.inf),
-        planes=HeadPlanes.unturned(heads, 16, tokens),
+        planes=HeadPlanes(
+            torch.zeros(heads, 16, dtype=torch.int64), torch.zeros(heads, 1).double(), tokens
+        ),
         checks=((0, "scores", 1e-6, 2e-5),),
         str_tokens=tuple(texts) or tuple(f" t{i}" for i in range(tokens)),
     )

@@ -180,6 +180,15 @@ SETTINGS = [
     Call("a window of one number", lambda w: w.decompose(w.ids, window=8), "window"),
     Call("batch_size 0", lambda w: w.decompose(w.ids, batch_size=0), "batch_size"),
     Call("batch_size -3", lambda w: w.decompose(w.ids, batch_size=-3), "batch_size"),
+    *[
+        Call(
+            f"{function.__name__}, batch_size {size}",
+            lambda w, f=function, s=size: f(w.model, w.ids, batch_size=s),
+            "batch_size",
+        )
+        for function in (tlg.trajectories, tlg.skip_map, tlg.token_paths)
+        for size in (0, -3)
+    ],
     Call("groups 0", lambda w: w.decompose(w.ids, groups=0), "groups"),
     Call("keep -1", lambda w: w.decompose(w.ids, keep=-1), "keep"),
     Call(

@@ -178,3 +178,5 @@ def test_what_makes_no_sense_is_refused() -> None:
         split_scores(model, PROMPTS, None, parts="writers", memory_budget=1000)
     with pytest.raises(GeometryError, match="L0H"):
         sweep_of(model).of("L1H0", "L0H9")
+    with pytest.raises(GeometryError, match="that the result has"):
+        sweep_of(model, layers=[1]).of("L0H1", "embed")

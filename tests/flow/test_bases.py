@@ -515,6 +515,17 @@ def test_isotropy_tests_accept_isotropic_noise_also_when_coordinates_outnumber_t
     assert found.gaussian_rejected == 0
 
 
+def test_a_coordinate_that_varies_by_rounding_alone_is_left_out():
+    x = noise(300, 20, seed=1)
+    x[:, 3] = 0.1
+    x[::2, 3] = torch.nextafter(x[0, 3], torch.ones(()).double())
+    assert float(x.var(0)[3]) > 0
+    found = isotropy_tests(x)
+    assert found.degenerate == residual_statistics(x).degenerate == 1
+    assert found.sphericity_p > 0.01
+    assert isotropy_tests(noise(300, 20, seed=1)).degenerate == 0
+
+
 @pytest.mark.parametrize("spoil", ["stretch", "correlate", "tails"])
 def test_isotropy_tests_see_each_violation(spoil):
     x = noise(300, 20, seed=2)

@@ -108,6 +108,32 @@ def test_an_error_leaves_out_blocks_of_eight_contexts() -> None:
         assert torch.allclose(error, same.errors[name], rtol=1e-6), name
 
 
+def test_blocks_of_unequal_size_count_by_their_size() -> None:
+    """With labels groups follow documents: Busing's pseudo-values with h = contexts / block."""
+    sizes = torch.tensor([9, 20, 12, 16])
+    h, labels = planted(contexts=int(sizes.sum())), torch.arange(4).repeat_interleave(sizes)
+    basis = basis_of(h, groups=4, labels=labels)
+    assert basis.group_counts.tolist() == sizes.tolist()
+    found = position_report.positional_report(basis, k=4, nulls=False)
+
+    def ranks(kept: Tensor) -> Tensor:
+        return linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, kept]).pos))
+
+    whole, weight = ranks(labels >= 0), (sizes.sum() / sizes).double()[:, None]
+    left_out = torch.stack([ranks(labels != g) for g in range(4)])
+    pseudo = weight * whole - (weight - 1) * left_out
+    mean = 4 * whole - ((1 - 1 / weight) * left_out).sum(0)
+    expected = ((pseudo - mean).square() / (weight - 1)).mean(0).sqrt()
+    assert torch.allclose(found.errors["stable_rank"], expected)
+    as_if_equal = 3**0.5 * left_out.std(0, correction=0)
+    assert not torch.allclose(expected, as_if_equal, rtol=0.02)
+
+
+def test_a_basis_of_one_position_has_a_report() -> None:
+    found = position_report.positional_report(basis_of(planted()[:, :, :1]))
+    assert found["rank"].isnan().all()
+
+
 def test_the_error_of_the_raw_relative_norm_moves_its_denominator() -> None:
     contexts, mean = 64, gaussian(102, D)
     size = 1 + 0.6 * gaussian(5, contexts)[:, None, None]  # contexts differ along the mean

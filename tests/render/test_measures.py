@@ -78,6 +78,7 @@ def test_other_views_and_the_callers_axes(
     mine = Figure().subplots()
     assert views.measure_curves(positional, ["rank"], ax=mine).figure is mine.figure
     assert mine.get_title() == "rank"
+    assert mine.get_legend() is not None, "the null's line has its name"
 
 
 def test_one_axes_is_not_given_several_panels(

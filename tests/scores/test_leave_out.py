@@ -28,9 +28,9 @@ from tl_geometry.scores import details, sweep
 from tl_geometry.scores.details import Details
 from tl_geometry.scores.leave_out import (
     BLOCKS,
-    GroupBasis,
     GroupProjections,
     LeaveOut,
+    group_basis,
     own_groups,
 )
 from tl_geometry.scores.position_null import PositionNull
@@ -301,23 +301,24 @@ def by_hand(
 ) -> Tensor:
     """``sum X~ . S~`` of the position terms of one draw, every context in full: base vectors turned
     with the groups, and with ``turn`` (an orthogonal matrix) the contexts of each group too."""
-    groups = GroupBasis.of(basis, layer.layer, layer.h.shape[1])
-    share = groups.share.to(layer.h)
+    group_mean, group_pos, share = (
+        x.to(layer.h) for x in group_basis(basis, layer.layer, layer.h.shape[1])
+    )
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for which, whole, constant in (
         ("q", layer.q, layer.q_constant),
         ("k", layer.k, layer.k_constant),
     ):
         mapped = layer.q_map if which == "q" else layer.k_map
-        bias = mapped(groups.mean.unsqueeze(1).expand_as(groups.pos).to(layer.h)) + constant[:1]
-        pos, mean = mapped(groups.pos.to(layer.h)), (bias * share[:, None, None, None]).sum(0)
+        bias = mapped(group_mean.unsqueeze(1).expand_as(group_pos)) + constant[:1]
+        pos, mean = mapped(group_pos), (bias * share[:, None, None, None]).sum(0)
         kept, moves = torch.ones(mean.shape[1]).to(mean), pos
         if rotary:
             noise = ((bias - mean).square() * share[:, None, None, None]).sum((0, 1, 3)) / 7
             kept = (1 - noise / mean.square().sum((0, 2))).clamp(min=0)
             moves = pos + bias - (mean * kept[:, None] if which == "q" else 0)
         mean = mean * kept[:, None] * (which == "q" or not rotary)
-        weight = (c * groups.share).to(mean)
+        weight = (c.to(share) * share).to(mean)
         base = mean + einsum(weight, moves, "g, g i h e -> i h e")
         if turn is not None:
             root = share.sqrt()[:, None, None, None]

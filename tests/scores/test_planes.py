@@ -197,7 +197,7 @@ def test_the_sweep_gives_the_same_shares(architecture: str) -> None:
 
 
 def test_layers_with_fewer_planes_stand_beside_others() -> None:
-    one = HeadPlanes.unturned(1, 4, 20)
+    one = HeadPlanes(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 1).double(), 20)
     assert one.theta.tolist() == [[0.0]]
     table = PlaneTable(
         provenance=split_of("bridge", "llama").provenance,

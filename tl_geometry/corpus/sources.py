@@ -378,7 +378,7 @@ def _of_item(item: Any) -> Any:
     if mask is not None:
         several = isinstance(mask, list | tuple) and len(mask) > 0 and hasattr(mask[0], "__len__")
         rows = mask if several else [mask]
-        zeros = sum(int((np.asarray(r) == 0).sum()) for r in rows)
+        zeros = sum(int((torch.as_tensor(r) == 0).sum()) for r in rows)
         expected, got = "ones everywhere (no padding)", f"{zeros} zeros"
         require(zeros == 0, "attention_mask", expected=expected, got=got, instead=REPACK)
     return item[name]
@@ -405,7 +405,7 @@ def _ids(rows: Any) -> Int[Tensor, "..."]:
         instead = "tl_geometry.windows(model, texts, length) for text"
         fail("tokens", expected="integer ids", got=describe(rows), instead=instead)
     require(checks.holds_integers(ids), "tokens", expected="integer ids", got=describe(ids))
-    return ids.to(torch.int64, copy=True)
+    return ids.to("cpu", torch.int64, copy=True)
 
 
 def label_ids(

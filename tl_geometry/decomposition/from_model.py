@@ -184,7 +184,7 @@ def decompose_activations(
         seed=seed,
     )
     numbers, names = label_ids(labels, h.shape[1])
-    h = h[list(chosen)]
+    h = h if states is None else h[list(chosen)]
     work = Accumulation(
         plan,
         provenance,

@@ -24,7 +24,7 @@ from tl_geometry.flow import ensemble_shape, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.flow.noise import fit_noise_law
-from tl_geometry.models.batches import default_batch
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -298,7 +298,7 @@ def _follow(
     """States of the followed position, one row per chunk, and the tokens of the chunks."""
     ids, parts = [], []
     with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
-        for rows in source.batches(batch or default_batch(source.length, view.device)):
+        for rows in source.batches(batch_of(batch, source.length, view.device)):
             parts.append(states_at(view, rows, position, states))
             ids.append(rows)
             bar.update(len(rows))

@@ -163,6 +163,18 @@ class Isotropy(NamedTuple):
     """Constant coordinates (left out)."""
 
 
+def varying(values: Float[Tensor, "trajectory d_model"]) -> Bool[Tensor, " d_model"]:
+    """Which coordinates are not constant. A constant one keeps a few rounding errors of its mean,
+    which are no variance.
+
+    >>> varying(torch.tensor([[0.1, 1.0], [0.1, 2.0], [0.1, 4.0]])).tolist()
+    [False, True]
+    """
+    values = values.double()
+    rounding = 64 * torch.finfo(torch.float64).eps * values.abs().amax(0)
+    return values.std(0, correction=0) > rounding
+
+
 def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float = 0.05) -> Isotropy:
     """Tests of the claim that residuals are isotropic, uncorrelated Gaussian noise (Sarfati et al.
     2025, section 4). Raises ``GeometryError`` for fewer than 8 trajectories or 2 coordinates that
@@ -177,7 +189,7 @@ def isotropy_tests(residual: Float[Tensor, "trajectory d_model"], *, fdr: float 
     require(n >= 8 and d >= 2, "residuals", expected=expected, got=f"{n} of {d}")
     centred = residual.double() - residual.double().mean(0)
     variance = centred.square().sum(0) / (n - 1)
-    varies = variance > 0
+    varies = varying(residual)
     constant = int((~varies).sum())
     centred, variance = centred[:, varies], variance[varies]
     d = centred.shape[1]

@@ -126,7 +126,7 @@ def flow_report(
     held_out = residual_maps(test.X, flow, collect=record_isotropy)
     laws = _laws(in_sample.log_variance, ensemble.times)
     anomalies = _anomalies(in_sample, ensemble.times, "")
-    if ensemble.post_norm is not None and ensemble.states[-1] == max(ensemble.states):
+    if ensemble.post_norm is not None:
         normed = _after_norm(train, in_sample)
         anomalies |= _anomalies(normed, ensemble.times, "_post_norm")
     outliers = ensemble_shape.outliers(ensemble.X)

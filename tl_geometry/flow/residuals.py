@@ -25,6 +25,7 @@ from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.linalg import SVD, svd
 from tl_geometry.flow.alignment import AlignedBases, inverse_values
+from tl_geometry.flow.noise import varying
 
 MAPS = ("flow", "linear", "ridge", "scaled", "shift", "identity", "mean")
 """Types of map from one state to another, see :func:`fit_map`."""
@@ -341,9 +342,7 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> Residu
     mean = values.mean(0)
     centered = values - mean
     second_moment = centered.square().mean(0)
-    # a constant coordinate keeps a few rounding errors of its mean, which are no variance
-    rounding = 64 * torch.finfo(torch.float64).eps * values.abs().amax(0)
-    varies = second_moment.sqrt() > rounding
+    varies = varying(values)
     if not bool(varies.any()):
         return ResidualStatistics(*[float("nan")] * 6, degenerate=values.shape[1])
     fourth_moment = centered.square().square().mean(0)[varies]

@@ -21,6 +21,7 @@ from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, states_at, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts
 from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
@@ -136,7 +137,8 @@ def skip_map(
     chosen = _pairs(view, pairs)
     if pairs is None and view.n_layers > 2:
         flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
-    limit = batch_size or output_batch(view, source.length, all_positions=False)
+    default = output_batch(view, source.length, all_positions=False)
+    limit = default if batch_size is None else batch_of(batch_size, source.length, view.device)
     states = sorted({s for pair in chosen for s in pair})
     jobs = _jobs(chosen, map_types)
     fits_matrix = not set(map_types) <= set(VECTOR_MAPS)

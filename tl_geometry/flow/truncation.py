@@ -23,6 +23,7 @@ from tl_geometry.flow.ensemble import (
     require_trajectories,
     too_few,
 )
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import Hook, ModelView
 from tl_geometry.models.next_token import (
@@ -152,7 +153,8 @@ def truncation_kl(
     _check_bos(view, ensemble, ids)
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
     rows = {s: ensemble.row(s) for s in states}
-    limit = batch_size or output_batch(view, source.length, all_positions=False)
+    default = output_batch(view, source.length, all_positions=False)
+    limit = default if batch_size is None else batch_of(batch_size, source.length, view.device)
     curves, own_log_probs = _run(view, ids, aligned, grid, rows, positions, limit, progress)
     view.require_unchanged()
     kl, reverse, top1, top5 = curves

@@ -125,7 +125,7 @@ def edge_necessity(
     shares = _shares(view, rows.tokens, chosen, side, start)
     others = _controls(controls, shares, writer)
     is_counted = _counted(counted, rows.tokens).to(view.device)
-    size = max(1, output_batch(view, rows.tokens.shape[1], all_positions=True))
+    size = output_batch(view, rows.tokens.shape[1], all_positions=True)
     order = derangement(len(rows), seed)
     losses: list[Tensor] = []
     for batch in torch.arange(len(rows)).split(size):

@@ -41,7 +41,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
-from tl_geometry.models.attention_spec import scores_of, unmasked
+from tl_geometry.models.attention_spec import ignore_of, scores_of, unmasked
 from tl_geometry.models.forward import Hook
 from tl_geometry.models.hook_points import (
     HookedArguments,
@@ -332,7 +332,8 @@ class LiveLayer:
         """Edited scores after the soft cap, where the model attends by what leaves this point."""
         layer, own, new = self._begin(value)
         scores, allowed = value[:, self.heads], layer.allowed
-        ignore = self.view.layer_facts(self.edit.layer).ignore
+        # read anew: the score of masked keys is a buffer that no fingerprint counts
+        ignore = ignore_of(self.view._layers.parameters.attention(self.edit.layer))
         same_mask = bool((unmasked(scores, ignore) == allowed).all())
         fits, what = same_mask and bool(allowed.diagonal().all()), self._what("mask")
         expected = "one mask for all prompts and heads, under which each token sees itself"

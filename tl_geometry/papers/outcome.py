@@ -25,6 +25,7 @@ from tl_geometry.models import from_hf
 from tl_geometry.papers.setup import Setup
 from tl_geometry.report import page
 from tl_geometry.report.analysis import versions
+from tl_geometry.report.folder import write_csv
 from tl_geometry.report.section import Section
 from tl_geometry.report.tables import Table, TableBlock
 
@@ -114,7 +115,7 @@ class Outcome:
         files: dict[str, Callable[[Path], object]] = {}
         for name, table in tables:
             if isinstance(table, Table):
-                files[f"{name}.csv"] = partial(table.to_dataframe().to_csv, index=False)
+                files[f"{name}.csv"] = partial(write_csv, table)
             files[f"{name}.safetensors"] = table.save
         files |= {f"{name}.png": figure.save for name, figure in self.figures.items()}
         page_parts = [section.part(section.title) for section in sections]

@@ -30,9 +30,8 @@ def by_step(
     import pandas as pd
 
     keys = ["task", "seed", "step"]
-    of_states, of_heads = (
-        rows[rows["length"] == length] for rows in (pd.DataFrame(states), pd.DataFrame(heads))
-    )
+    of_states: Any = pd.DataFrame(states).query("length == @length")
+    of_heads: Any = pd.DataFrame(heads).query("length == @length")
     steps = of_states[of_states["state"] > 0].groupby(keys, sort=False)
     # every row of a step repeats its scores and the measures of wpe
     first = steps.first()
@@ -55,7 +54,8 @@ def prediction(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     import pandas as pd
 
     table: list[dict[str, Any]] = []
-    for (task, seed), run in pd.DataFrame(rows).groupby(["task", "seed"], sort=False):
+    runs: Any = pd.DataFrame(rows).groupby(["task", "seed"], sort=False)
+    for (task, seed), run in runs:
         values = run.loc[run["step"] > 0, [*PREDICTORS, SCORE]]
         levels, changes = (
             x.corr("spearman", min_periods=3)[SCORE] for x in (values, values.diff())

@@ -169,7 +169,10 @@ def faithfulness_curve(
     axis.fill_between(at, null.amin(0), null.amax(0), color=GREY, alpha=0.3, lw=0)
     axis.axhline(1, color="k", lw=0.5)
     axis.set(xscale="log", xlabel=f"{unit} kept (%)", ylabel="faithfulness f (share of the metric)")
-    legend_beside(axis) if ax is None else axis.legend(fontsize=7, frameon=False)
+    if ax is None:
+        legend_beside(axis)
+    else:
+        axis.legend(fontsize=7, frameon=False)
     return View(
         figure,
         title=f"How much of the behaviour do the highest-ranked {unit} carry?",

@@ -20,6 +20,7 @@ from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.labels import UNCLEAR
 from tl_geometry.scores.plane_tables import BandTable, HeadBands
+from tl_geometry.scores.planes import NEAR
 from tl_geometry.scores.relative import offset_profile
 from tl_geometry.scores.split import ScoreSplit, split_scores
 from tl_geometry.scores.sweep import SweepTable, sweep_heads
@@ -175,8 +176,8 @@ def _planes(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
         f"tokens modulo L. Of {len(table.heads)} heads, {_counts_in_words(bands)}. Near planes "
-        f"have wavelengths of up to 16 tokens. Far ones are longer than the {planes.length} tokens "
-        "of a window, and hardly see the offset at all."
+        f"have wavelengths of up to {NEAR} tokens. Far ones are longer than the {planes.length} "
+        "tokens of a window, and hardly see the offset at all."
     )
     for name, words in WORDS.items():
         head = table.top(name, 1).heads[0]

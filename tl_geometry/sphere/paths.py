@@ -20,7 +20,7 @@ from tl_geometry.base.results import Result, hash_tokens
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.batches import default_batch
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
@@ -189,7 +189,7 @@ def _contexts_per_batch(
         instead = "shorter or fewer windows, or a larger memory_budget="
         got, error = memory_budget, BudgetError
         fail("memory_budget", expected=expected, got=got, instead=instead, error=error)
-    requested = batch_size or default_batch(length, view.device)
+    requested = batch_of(batch_size, length, view.device)
     return max(min_contexts, min(memory_budget // per_context, requested))
 
 

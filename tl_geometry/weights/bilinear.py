@@ -254,7 +254,7 @@ def haar_null(
     (NaN for a zero matrix).
 
     ``[alpha |W|^2 + beta (tr(WW) + (tr W)^2)] / |W|^2`` with
-    ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and ``beta = k(d-k) / (d(d-1)(d+2))``;
+    ``alpha = k((d+1)k - 2) / (d(d-1)(d+2))`` and ``beta = k(d-k) / (d(d-1)(d+2))``.
     With ``off_diagonal`` W is taken without its diagonal. With ``one_basis=False`` the two sides
     are independent random subspaces, which gives ``(k / d)^2``; for one basis that is wrong by a
     large factor where the trace is large. With ``centered`` V lies among the vectors whose

@@ -186,7 +186,8 @@ class Inputs:
         expected = f"at most {rows}, the rows of the file"
         enough = self.contexts is None or self.contexts <= rows
         require(enough, "--contexts", expected=expected, got=self.contexts)
-        return ids[: self.contexts]
+        # TokenSource says what is wrong with an array of no dimension
+        return ids if self.contexts is None else ids[: self.contexts]
 
 
 def at_least(value: int | None, low: int, what: str) -> None:
