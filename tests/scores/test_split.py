@@ -844,7 +844,7 @@ def test_tokens_of_direct_effects_are_ids_or_single_tokens_one_or_several() -> N
     assert chosen("c") == (9,)
     assert chosen(["c", 5]) == (9, 5)
     assert target_ids(seen, torch.tensor([7, 5])) == (7, 5)
-    with pytest.raises(GeometryError, match=r"ids, or texts of one token each, got 5\.7"):
+    with pytest.raises(GeometryError, match=r"an index from 0 to 60, got 5\.7"):
         target_ids(seen, [5.7])
     for asked, text in (
         ("cd", "ids, or texts of one token each, got 'cd', which is 2 tokens"),
