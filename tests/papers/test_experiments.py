@@ -531,6 +531,7 @@ def test_addition_at_smoke_scale(tmp_path: Path) -> None:
     assert set(states.column("state")) == {0, 1, 2}
     heads: Any = outcome.tables["heads"]
     terms = [n for n in heads.names if n.startswith("cs_")]
+    assert set(heads.column("step")) == {30}, "heads of the finished model alone"
     for row in heads.cells:
         assert sum(row[heads.names.index(n)] for n in terms) == pytest.approx(1.0, abs=1e-4)
     html = page_of(tmp_path)

@@ -92,6 +92,22 @@ def test_every_figure_has_its_anatomy(made: tuple[Path, list[Any]]) -> None:
     assert not lacking, str(lacking)
 
 
+FIGURES = (
+    *("position", "fourier", "learning", "variance", "massive", "incoherence"),
+    "what-curve-do-positions-lie-on-in-each-state",
+    "which-positions-and-contexts-of-state-2-point-the-same-way",
+    *("shares", "gain", "types", "heads", "example", "dominance"),
+    *("lift", "blocks", "coverage", "sphere", "surrogates"),
+    *("bundle", "maps", "residuals", "noise", "truncation", "skips"),
+)
+"""Names of the figures of a report with all sections on a model without rotation."""
+
+
+def test_the_page_has_every_figure(folder: Path) -> None:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'id="figure-([\w-]+)"', page)) == sorted(FIGURES)
+
+
 def own_figures() -> list[View | PageView]:
     """Views that are read outside a report, or are in few reports."""
     planes, rotary = tables()
