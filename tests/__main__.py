@@ -1,6 +1,6 @@
 """``python -m tests``: format, lint, types, the site, tests and doctests. ``--fast`` leaves out
-the slow tests, ``--only tests`` the rest. ``--second`` is for the second generation of
-TransformerLens: tests that no generation changes are left out."""
+the slow tests, ``--only tests`` the rest. ``--second`` is for the run with TransformerLens 4 that
+follows one with 3: it leaves out tests that neither version can change (:data:`ONCE`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main() -> int:
     names = ("format", "lint", "types", "docs", "tests")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some checks")
     parser.add_argument("--second", action="store_true", help="leave out what runs once")
-    parser.add_argument("--part", help="1/4: the first quarter of the test files")
+    parser.add_argument("--part", help="K/N: every Nth test file, from the Kth on")
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
     arguments = parser.parse_args()
     python = [sys.executable, "-m"]

@@ -1,5 +1,5 @@
-"""Shared settings: offline, seeded, and every skip carries its reason, which in CI must be one that
-is expected."""
+"""How does every run of the tests behave? Offline, seeded, slow files first, one part of the files
+where ``--part`` asks for it, and in CI no skip without an expected reason."""
 
 from __future__ import annotations
 

@@ -205,6 +205,9 @@ def test_chunks_that_were_fitted_on_are_left_out_or_refused() -> None:
         skip_map(deep(), fit, test=fit)
     clean = skip_map(deep(), fit, test=other, map_types="linear", progress=False)
     assert not any("left out" in flag for flag in clean.provenance.flags)
+    twice = skip_map(deep(), fit, test=other, map_types=["linear"] * 2, progress=False)
+    same(twice, clean)
+    assert str(twice.rows()) == str(clean.rows())
     mixed = skip_map(
         deep(), fit, test=torch.cat([fit[3:5], other]), map_types="linear", progress=False
     )

@@ -132,6 +132,8 @@ def test_the_post_norm_state_is_what_the_head_reads(model_class):
         GeometryError, match=r"post_norm: expected the last state after the norm, got none"
     ):
         trajectories(model, ids, progress=False).after_norm()
+    with pytest.raises(GeometryError, match="post_norm: expected states that include the last"):
+        trajectories(model, ids, states=[0, 1], post_norm=True, progress=False)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

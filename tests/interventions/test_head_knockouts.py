@@ -226,6 +226,7 @@ def test_excess_takes_in_what_one_more_draw_would_give() -> None:
     reach = 4.302653 * 0.1 * (1 + 1 / 3) ** 0.5  # t with 2 degrees of freedom
     assert float(table.excess.low) == pytest.approx(-1 - reach, abs=1e-5)
     assert float(table.excess.high) == pytest.approx(-1 + reach, abs=1e-5)
+    assert float(table.excess.error) == pytest.approx(reach / 4.302653, abs=1e-5)
 
 
 def test_the_table_is_stored_and_read_back(tmp_path: Path) -> None:

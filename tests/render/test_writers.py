@@ -25,6 +25,8 @@ def test_the_composition_and_its_graph() -> None:
     assert first <= min(columns) - 0.5, "a name has room for its left half"
     assert last >= max(columns) + 0.5
     assert "12 strongest" in view.caption
+    edges = found.to_dataframe().dropna(subset=["random_cs"])
+    assert f"of {edges.random_cs.mean():.3f} (root" in view.null
     assert set(found.to_networkx(n=12)) == texts
 
 

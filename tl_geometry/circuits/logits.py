@@ -327,7 +327,7 @@ class _Pairs:
             self.splitter.family.take(written)
         pairs_here = [p for p, (of_layer, _, _) in enumerate(self.pairs) if of_layer == layer.layer]
         heads = sorted({self.pairs[p][1] for p in pairs_here})
-        terms = self.splitter.layer(layer, heads, layer.h.device)
+        terms = self.splitter.terms_of(layer, heads, layer.h.device)
         self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
         values = self.splitter.values(layer).double()
         # what is written whatever the source is stands among the constants of the logit

@@ -79,9 +79,8 @@ class Trajectories(Result):
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
         """Two disjoint parts, the first with about ``share`` of the trajectories. Where chunks have
-        document labels, each document is in one part only.
-
-        Equal chunks are in one part too.
+        document labels, each document is in one part only, but for chunks that equal one of the
+        first part: these move to it.
         """
         first, second = split_rows(len(self), self.labels, share, seed, self.tokens)
         return self.pick(first), self.pick(second)
@@ -244,6 +243,8 @@ def trajectories(
     requested = range(1, view.n_layers + 1) if states is None else states
     chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
+    expected = f"states that include the last one, {view.n_layers}"
+    require(not post_norm or view.n_layers in chosen, "post_norm", expected=expected, got=chosen)
     X, ids = _follow(view, source, followed, chosen, batch_size, progress)
     # summed over states, one check covers them all: a NaN or infinity makes its sum not finite
     finite(X.sum(1), "states of the followed token")
@@ -252,7 +253,7 @@ def trajectories(
         flags.append("first token followed")
     elif not view.causal:
         summary = "it does not gather the text before it"
-        flags.append(f"an encoder's last token is not a pilot: {summary}")
+        flags.append(f"a token of an encoder is not a pilot: {summary}")
     provenance = view.provenance(
         corpus=source.corpus,
         token_hash=hash_tokens(ids),
@@ -262,8 +263,7 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
-    # the final norm reads state n_layers, which is the last row only if it was chosen
-    normed = view.after_final_norm(X[:, -1]) if post_norm and view.n_layers in chosen else None
+    normed = view.after_final_norm(X[:, -1]) if post_norm else None
     provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
     return Trajectories(
         X=X,

@@ -208,7 +208,8 @@ def repeated_for(
     bos_id = view.bos_id if basis.provenance.has_bos else None
     low, high = token_range(view.d_vocab, [view.bos_id])
     longest = period_for(min(view.n_ctx, basis.length), high - low, bos=bos_id is not None)
-    expected, instead = "at least 4 positions", "decompose(...) on longer windows"
+    needed = 4 if bos_id is None else 5
+    expected, instead = f"at least {needed} positions", "decompose(...) on longer windows"
     require(longest >= 2, "basis", expected=expected, got=basis.length, instead=instead)
     base = repeated_random_tokens(longest, 1, batch, low=low, high=high, seed=seed)
     # periods from the longest down to just above its half: every row repeats once or more
@@ -288,12 +289,13 @@ def excess_over(
     (``draws``: each draw's mean over prompts). It is NaN below 10 prompts or 2 draws.
     """
     gap, count = paired_interval(gaps.movedim(-1, 0)), draws.shape[-1]
-    one_more = torch.full_like(gap.value, torch.nan)
+    one_more = half_width = torch.full_like(gap.value, torch.nan)
     if count > 1:
+        one_more = draws.std(-1) * (1 + 1 / count) ** 0.5
         quantile = float(t_quantile(torch.tensor(count - 1.0)))
-        one_more = quantile * draws.std(-1) * (1 + 1 / count) ** 0.5
-    half_width = torch.hypot(gap.value - gap.low, one_more)
-    return Interval(gap.value, gap.value - half_width, gap.value + half_width, gap.error)
+        half_width = torch.hypot(gap.value - gap.low, quantile * one_more)
+    error = torch.hypot(gap.error, one_more)
+    return Interval(gap.value, gap.value - half_width, gap.value + half_width, error)
 
 
 def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:

@@ -1,10 +1,10 @@
-"""What does the MLP of a block compute? The answer is data, or the model's own module.
+"""What does the MLP of a block compute? Its matrices say it, or its own module.
 
 :func:`mlp_spec` is called for the frozen linear model of a forward pass
 (:mod:`tl_geometry.circuits.frozen`), :func:`live_mlp` for passes in which everything is live
 (:mod:`tl_geometry.circuits.edge_pass`). A block's MLP is
 
-    out = N_after(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out),    x = N(h)
+    out = N_after((a(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out),    x = N(h)
 
 Without a gate the factor ``x W_in + b_in`` is missing, and W_gate and b_gate are what the module
 calls W_in and b_in. h is the stream after attention, or before it (parallel blocks). Norms,
@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 CONFIGURED: dict[str, str] = dict.fromkeys(
     ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
 )
-"""What configurations call them, where it is another name."""
+"""Name in a configuration -> name in :data:`ACTIVATIONS`, where the two differ."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -183,14 +183,14 @@ class _Probe(NamedTuple):
 def _probe(view: ModelView, layer: int) -> _Probe | None:
     """What the probe of :func:`writing_of` gives at one block, ``None`` where it has no MLP."""
     spec = writing_of(view).blocks[layer]
-    if spec.mlp is None:
+    if spec.mlp_hook is None:
         return None
     activations, roundoff = view._layers.memo["write probe"]
     h = activations[f"blocks.{layer}.hook_resid_pre"]
     attention = attention_of(view, layer, activations)
     if spec.after_attention is not None:
         attention = spec.after_attention.apply(attention)
-    return _Probe(h, h + attention, activations[spec.mlp], roundoff)
+    return _Probe(h, h + attention, activations[spec.mlp_hook], roundoff)
 
 
 @torch.no_grad()
@@ -219,12 +219,12 @@ Way = tuple[int, ...]
 """Which of its choices a reading takes, by number: 0 is the likeliest one."""
 
 
-def _ways(sizes: tuple[int, ...], likeliest: Way | None) -> list[Way]:
-    """All readings, those that depart least from the likeliest choices first. ``likeliest`` is what
-    fitted the block before: blocks are alike. After a block of the other kind (matrices, module) it
-    has another length and matches none."""
+def _ways(sizes: tuple[int, ...], fitted: Way | None) -> list[Way]:
+    """All readings: first the one that ``fitted`` the block before, since blocks are alike; then
+    the others, those with the smallest numbers first. What fitted a block of the other kind
+    (matrices, module) has another length and equals none."""
     ways = product(*map(range, sizes))
-    return sorted(ways, key=lambda way: (way != likeliest, sum(way)))
+    return sorted(ways, key=lambda way: (way != fitted, sum(way)))
 
 
 def _best(candidates: Iterator[tuple[Way, Found]], probe: _Probe) -> tuple[Way, Found] | None:
@@ -246,7 +246,7 @@ def _best(candidates: Iterator[tuple[Way, Found]], probe: _Probe) -> tuple[Way, 
 
 
 def _candidates(
-    view: ModelView, block: object, h: Tensor, likeliest: Way | None
+    view: ModelView, block: object, h: Tensor, fitted: Way | None
 ) -> Iterator[tuple[Way, MLPSpec]]:
     """Readings of an MLP by its matrices."""
     mlp = part(block, "mlp")
@@ -273,7 +273,7 @@ def _candidates(
     b_gate = bias("b_gate", width) if gated else b_in
     before, after = _norms(view, block, h)
     sizes = (len(after), 2, len(activations), len(biases), len(before))
-    for way in _ways(sizes, likeliest):
+    for way in _ways(sizes, fitted):
         norm_after, parallel, activation, biased, norm_before = way
         b_in, b_out = biases[biased]
         yield (
@@ -294,11 +294,11 @@ def _candidates(
 
 
 def _modules(
-    view: ModelView, block: object, h: Tensor, likeliest: Way | None
+    view: ModelView, block: object, h: Tensor, fitted: Way | None
 ) -> Iterator[tuple[Way, MLPModule]]:
     """Readings of an MLP as its own module."""
     before, after = _norms(view, block, h)
-    for way in _ways((len(after), 2, len(before)), likeliest):
+    for way in _ways((len(after), 2, len(before)), fitted):
         norm_after, parallel, norm_before = way
         yield (
             way,

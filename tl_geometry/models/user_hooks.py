@@ -30,8 +30,8 @@ OWN = (
     "accelerate.",
     "tl_geometry.models.forward.",
 )
-"""How the names of those Python modules begin whose hooks are no user's: they belong to a model, or
-to the pass that asks. A dot is put behind a name before it is compared."""
+"""Beginnings of the names of Python modules whose hooks are not a user's: they belong to a model,
+or to the pass that asks. A dot is added to a module's name before it is compared."""
 GLOBAL = "every module"
 """The name given to torch's global hooks."""
 Table = dict[int, Any]
@@ -59,6 +59,7 @@ def foreign_tables(model: Any) -> Iterator[tuple[str, Table, frozenset[int]]]:
         if ids:
             yield GLOBAL, table, ids
     for name, module in _modules(model):
+        # a hook point wraps the user's function; its handle keeps it as user_hook
         functions: Mapping[int, Any] = {
             h.hook.id: h.user_hook for h in getattr(module, "fwd_hooks", ())
         }

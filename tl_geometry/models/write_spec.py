@@ -44,7 +44,7 @@ class BlockWriting(NamedTuple):
 
     after_attention: NormWeights | None
     around: tuple[NormWeights, NormWeights] | None
-    mlp: str | None
+    mlp_hook: str | None
     b_out: Float[Tensor, " d_model"]
 
 
@@ -62,7 +62,7 @@ class Writing:
         also those of the embeddings."""
         names = [hook for _, hook in self.embeddings] if layer == 0 else []
         names += [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.attn.hook_z"]
-        mlp = self.blocks[layer].mlp
+        mlp = self.blocks[layer].mlp_hook
         return (*names, *([] if mlp is None else [mlp]))
 
 
@@ -181,6 +181,7 @@ def _block(
     b_out = part(part(block, "mlp"), "b_out")
     b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
     candidates: list[tuple[Tensor, BlockWriting]] = []
+    # OLMo 2 calls the norm behind attention ln1
     behind = [norm for name in ("ln1_post", "ln1") for norm in norms_of(view, part(block, name), h)]
     for norm in (None, *behind):
         total = h + (attention if norm is None else norm.apply(attention)) + mlp_out

@@ -68,7 +68,7 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
             writers += [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
         else:
             writers.append(Writer(f"attn{at}", at, -1))
-        if writing.blocks[at].mlp is not None:
+        if writing.blocks[at].mlp_hook is not None:
             writers.append(Writer(f"mlp{at}", at, -1))
     return tuple(writers)
 
@@ -155,8 +155,8 @@ class Written:
         if block.around is not None:
             self._through(block.around[0], block.around[0].scale(h + attention))
             h = block.around[0].apply(h + attention)
-        if block.mlp is not None:
-            mlp = upcast(activations[block.mlp]).to(h)
+        if block.mlp_hook is not None:
+            mlp = upcast(activations[block.mlp_hook]).to(h)
             self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)
             self.constants = self.constants + block.b_out.to(h)
             h = h + mlp

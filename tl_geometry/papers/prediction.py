@@ -15,9 +15,9 @@ PREDICTORS = (
     "wpe_fracture",
     "wpe_roughness",
 )
-"""Measures of geometry that might predict the failure out of the trained lengths."""
+"""Measures of geometry that might predict failure at lengths that were not trained."""
 SCORE = "digits_out"
-"""The score that they are compared with: the share of right digits out of the trained lengths."""
+"""The score that they are compared with: the share of right digits at untrained lengths."""
 STATE_MEASURES = ("fracture", "fracture_digits", "roughness", "low_frequency")
 """Measures of the positional basis that are averaged over states."""
 

@@ -114,8 +114,10 @@ def composition_figure(composition: Composition, *, share: str = "cs", n: int = 
     axis.set_xticks([*range(width), width], [*map(str, range(width)), "MLP"])
     axis.set(ylabel="block (those with an edge)", xlabel="head (of the writer or reader)")
     random = {"cs": composition.random_cs, "gs": composition.random_gs}[share]
-    # without the first part, the constants, which have no edges
-    null = float(random[..., 1:].nan_to_num().mean())
+    layers = torch.tensor([[[layer]] for layer, _ in composition.heads])
+    # constants (NaN), later writers (0) and the gain of values (NaN) have no edges
+    are_edges = (torch.tensor(composition.wrote) < layers) & random.isfinite()
+    null = float(random[are_edges].mean())
     return View(
         figure,
         title="Who wrote what the heads read",
@@ -151,10 +153,11 @@ def faithfulness_curve(
     expected = f"1 to {len(CURVES)} curves"
     require(0 < len(named) <= len(CURVES), "results", expected=expected, got=len(named))
     units = {result.unit for result in named.values()}
-    # complements belong to a chosen set of edges, which is one point and has no curve
-    same = len(units) == 1 and not any(r.complements is not None for r in named.values())
     expected = "curves of edges, or of nodes"
-    require(same, "results", expected=expected, got=", ".join(sorted(units)))
+    # complements belong to a chosen set of edges
+    chosen = any(result.complements is not None for result in named.values())
+    require(not chosen, "results", expected=expected, got="a chosen set, which is one point")
+    require(len(units) == 1, "results", expected=expected, got=", ".join(sorted(units)))
     unit = units.pop()
     figure, axis = one_axes(ax, (WIDTH * 0.8, 3.0))
     first = next(iter(named.values()))
@@ -286,9 +289,9 @@ def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None)
     if knockouts is None:
         return KnockoutMarks({}, (), "")
     instead = "head_knockouts(model, prompts, targets=targets, attributions=True)"
-    # "without": knockouts, but made without attributions=True, and so without direct contributions
-    got = "without" if isinstance(knockouts, HeadKnockouts) else type(knockouts).__name__
-    disagrees = knockouts.disagrees if got == "without" else None
+    made = isinstance(knockouts, HeadKnockouts)
+    got = "knockouts made without attributions=True" if made else type(knockouts).__name__
+    disagrees = knockouts.disagrees if made else None
     if disagrees is None or knockouts.direct is None:
         expected = "knockouts with direct contributions"
         fail("knockouts", expected=expected, got=got, instead=instead)

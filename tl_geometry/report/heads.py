@@ -89,8 +89,8 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
         draft.leave_out(what, why)
         return None
     max_windows = min(PROMPTS, len(analysis.windows))
-    # labels need an interval, so FEWEST windows are taken whatever the budget
-    count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
+    # labels need an interval, so this many windows are taken whatever the budget
+    count = max(needed, analysis.budget.windows(what, length, max_windows))
     # a shortformer has no position in its residual stream, and so no null of position
     nulls = () if analysis.view.position == "shortformer" else ("nulls",)
     table = sweep_heads(

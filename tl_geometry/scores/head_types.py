@@ -166,7 +166,7 @@ def _ratio_error(
 
 def period_for(n_ctx: int, d_vocab: int, *, bos: bool = False) -> int:
     """The longest period up to 32 of which two copies fit into ``n_ctx`` positions, and that has as
-    many distinct ids.
+    many distinct ids, of the ``d_vocab`` that are drawn from.
 
     >>> period_for(1024, 50257), period_for(24, 100)
     (32, 12)
@@ -176,8 +176,8 @@ def period_for(n_ctx: int, d_vocab: int, *, bos: bool = False) -> int:
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
     """Half-open range of ids to draw from: 1,000 to 9,999 in a large vocabulary (rarely special
-    tokens; the ids of Song & Zhong 2023's code), else all above the ``avoid`` ids in its lower
-    half.
+    tokens; the ids of Song & Zhong 2023's code). In a small one it begins above those ``avoid`` ids
+    that lie in the vocabulary's lower half; an ``avoid`` id in its upper half may be drawn.
 
     >>> token_range(50257), token_range(100, avoid=[0])
     ((1000, 10000), (1, 100))

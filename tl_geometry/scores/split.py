@@ -427,7 +427,7 @@ def split_scores(
 
     def on_layer(layer: LayerView) -> None:
         heads_here = [h for l, h in chosen if l == layer.layer]
-        layer_terms.append(splitter.layer(layer, heads_here, device))
+        layer_terms.append(splitter.terms_of(layer, heads_here, device))
 
     each_layer(view, prompts, cache, splitter.layers, on_layer, family, on_rows)
     order = [(terms.layer, h) for terms in layer_terms for h in terms.heads]

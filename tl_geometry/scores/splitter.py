@@ -93,7 +93,7 @@ class Splitter:
         normed input."""
         return layer.normalized() if self.family.normalized else layer
 
-    def layer(
+    def terms_of(
         self, layer: LayerView, heads: Sequence[int], device: torch.device | str
     ) -> HeadTerms:
         """Project one layer's parts for the chosen heads and check that they add up."""
@@ -166,7 +166,7 @@ class Splitter:
             expected="'exact' where positions are added to queries and keys (Shortformer)",
             error=UnsupportedModelError,
         )
-        # papers import this package, so that this module of theirs is imported only here
+        # by name, an exception: papers/ comes after scores/ in the order of packages
         presets = importlib.import_module("tl_geometry.papers.split_presets")
         return getattr(presets, self.preset)(self.view, layer, self.family.parts(layer))
 

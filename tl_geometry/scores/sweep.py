@@ -179,7 +179,7 @@ def sweep_heads(
         }
         options |= {"prepend_bos": prepend_bos, "progress": progress, "layers": layers}
         drop = None if basis is None else basis.window[0]
-        # circuits import this package, so that this module of theirs is imported only here
+        # by name, an exception: circuits/ comes after scores/ in the order of packages
         writers = importlib.import_module("tl_geometry.circuits.writer_sweep")
         return writers.sweep_writers(view, tokens, grain=parts, drop=drop, **options)
     if basis is None:

@@ -180,9 +180,15 @@ def known(name: str, *, seed: int = 0, positions: str = "learned") -> KnownModel
     checks.choice(name, NAMES, "name")
     checks.choice(positions, POSITIONS, "positions")
     _checked(1, seed)
-    circuits = (planted_circuit, partial(planted_circuit, idle=True))
-    makers = (planted_heads, planted_retrieval, *circuits, _induction, _sum)
-    hf, truth = makers[NAMES.index(name)](positions, seed)
+    makers = {
+        "heads": planted_heads,
+        "retrieval": planted_retrieval,
+        "circuit": planted_circuit,
+        "idle": partial(planted_circuit, idle=True),
+        "induction": _induction,
+        "sum": _sum,
+    }
+    hf, truth = makers[name](positions, seed)
     title = f"{name} ({positions}, seed {seed})"
     return KnownModel(model=from_hf(hf, None, name=title), **truth)
 
@@ -196,7 +202,7 @@ def _induction(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
         with torch.inference_mode():
             patterns = torch.stack(hf(tokens, output_attentions=True).attentions)
         # mean over queries from position 7 on, which have all the offsets; and over queries of a
-        # second copy or later, which begin after BOS and one period
+        # second copy or later, which begin after BOS and one period (here the longer of the two)
         by_offset, by_copy = (
             _attention_by_offset(patterns[..., first:, :].mean(1))
             for first in (max(SHIFTS), 1 + max(TRIED_PERIODS))

@@ -57,13 +57,18 @@ LABELS |= {"induction": "content", "match": "content", "decoy": "content"}
 """What a head does -> the label that it deserves; none for heads that attend evenly."""
 OFFSETS = {"previous": 1, "second": 2, "itself": 0}
 """Offset at which a head of layer 0 attends."""
-TOKEN, BEFORE, SCRATCH, UNREAD, PLACE = range(5)
-"""Blocks of directions; SCRATCH and UNREAD are the first and the second scratch block."""
-READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH, TOKEN), "match": (TOKEN, BEFORE)}
+TOKEN, BEFORE, SCRATCH_1, SCRATCH_2, PLACE = range(5)
+"""Blocks of directions, in the order of the text above."""
+READS = {"induction": (BEFORE, TOKEN), "decoy": (SCRATCH_1, TOKEN), "match": (TOKEN, BEFORE)}
 """Blocks that the heads of layer 1 read as keys and as values; queries are tokens."""
-WRITES = {"previous": (BEFORE,), "second": (SCRATCH,), "itself": (SCRATCH,), "even": (UNREAD,)}
+WRITES = {
+    "previous": (BEFORE,),
+    "second": (SCRATCH_1,),
+    "itself": (SCRATCH_1,),
+    "even": (SCRATCH_2,),
+}
 """Blocks that the heads of layer 0 copy to."""
-IDLE = WRITES | {"previous": (BEFORE, UNREAD), "itself": (BEFORE,)}
+IDLE = WRITES | {"previous": (BEFORE, SCRATCH_2), "itself": (BEFORE,)}
 """Blocks that they copy to in ``zoo.known("idle")``."""
 STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
 """Score of a match, size of the predicted token, and norm of the random entries of a matrix
@@ -96,8 +101,9 @@ def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[A
     for layer, (names, norm) in enumerate(zip(orders, SQUARED_NORMS[positions], strict=True)):
         make = second_head if layer else partial(first_head, idle=idle)
         heads = [noisy(make(name, columns, d_head), g) for name in names]
-        # one less before layer 1 with idle heads: see SQUARED_NORMS
-        plant(model, layer, heads, basis, norm - (layer and idle), g)
+        # idle heads have written one block less before layer 1: see SQUARED_NORMS
+        squared_norm = norm - 1 if layer == 1 and idle else norm
+        plant(model, layer, heads, basis, squared_norm, g)
     places = basis[4 * VOCAB :] if learned else None
     embed(model, basis[:VOCAB], places, basis[:VOCAB])
     at = {f"{layer}{n}": f"L{layer}H{h}" for layer in (0, 1) for h, n in enumerate(orders[layer])}
@@ -140,7 +146,7 @@ def first_head(name: str, columns: int, d_head: int, *, idle: bool) -> HeadWeigh
         head.key[block(PLACE)] = size * torch.ones(LENGTH - offset).diag(offset)
     elif name in OFFSETS:
         head.query_bias, head.key_bias = constants(SHARP, OFFSETS[name], size)
-    copied = UNREAD if idle and name != "previous" else TOKEN
+    copied = SCRATCH_2 if idle and name != "previous" else TOKEN
     head.value[block(copied), :VOCAB] = torch.eye(VOCAB)
     for to in (IDLE if idle else WRITES)[name]:
         head.out[:VOCAB, block(to)] = torch.eye(VOCAB)
@@ -153,11 +159,11 @@ def second_head(name: str, columns: int, d_head: int) -> HeadWeights:
     head, size = HeadWeights(columns, d_head), math.sqrt(STRENGTH * math.sqrt(d_head))
     start = 0 if columns > 4 * VOCAB else SLOW
     at = slice(start, start + VOCAB)
-    key, value = READS.get(name, (None, UNREAD))
+    key, value = READS.get(name, (None, SCRATCH_2))
     if key is not None:
         head.query[block(TOKEN), at] = head.key[block(key), at] = size * torch.eye(VOCAB)
     head.value[block(value), :VOCAB] = torch.eye(VOCAB)
-    to, copied = (TOKEN, COPIED) if name == "induction" else (UNREAD, 1.0)
+    to, copied = (TOKEN, COPIED) if name == "induction" else (SCRATCH_2, 1.0)
     head.out[:VOCAB, block(to)] = copied * torch.eye(VOCAB)
     return head
 
