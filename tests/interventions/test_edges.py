@@ -123,7 +123,7 @@ def test_swapping_with_the_same_prompts_changes_nothing() -> None:
     model = tiny("bridge", "llama")
     plain = model(PROMPTS)
     with (
-        pytest.raises(GeometryError, match="other: expected tokens"),
+        pytest.raises(GeometryError, match="other: expected counterfactual prompts"),
         swap_edge(model, PROMPTS, "L0H1", "L1H2", other=PROMPTS[:, 1:]),
     ):
         pass

@@ -86,7 +86,7 @@ def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> No
             close(r.values, read.values, 1e-6)
             assert r.right_tokens == read.right_tokens
             assert r.left_opposite_tokens == read.left_opposite_tokens
-            close(r.right_scores, read.right_scores, 1e-5)
+            close(r.right.top_scores, read.right.top_scores, 1e-5)
 
 
 def test_raw_weights_do_depend_on_the_loading_and_reproduce_the_plain_product() -> None:
@@ -258,8 +258,8 @@ def test_readout_equals_dense_singular_vectors_against_all_tokens() -> None:
         scores = z @ Vh[i]
         scores = scores if float(scores.max()) >= float(-scores.min()) else -scores
         order = scores.argsort(descending=True)
-        assert r.right_ids[3 + i].tolist() == order[:4].tolist()
-        assert r.right_opposite_ids[3 + i].tolist() == order.flip(0)[:4].tolist()
+        assert r.right.top_ids[3 + i].tolist() == order[:4].tolist()
+        assert r.right.bottom_ids[3 + i].tolist() == order.flip(0)[:4].tolist()
     close(r.coverage[:, -1], torch.ones(2).double())
     frame = r.to_dataframe()
     assert list(frame.columns)[6:] == ["queries", "queries_opposite", "keys", "keys_opposite"]

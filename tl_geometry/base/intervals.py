@@ -33,6 +33,10 @@ class Interval(NamedTuple):
     high: Float[Tensor, "*batch"]
     error: Float[Tensor, "*batch"]
 
+    def columns(self, name: str) -> dict[str, Float[Tensor, "*batch"]]:
+        """The value and the two ends under the names that tables and results give them."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 class LeftOut(NamedTuple):
     """A statistic without each of G groups, and how many samples each group has (counts or shares:

@@ -190,22 +190,18 @@ def average_graphs(
         places=places,
         **placed.where(nodes),
         place_tokens=placed.place_tokens,
-        **_fields("values", of_nodes),
-        **_fields("moved", of_moved),
+        **of_nodes.columns("values"),
+        **of_moved.columns("moved"),
         node_prompts=node_prompts,
         rest=_rest(placed, nodes, of_nodes.value, targets, edge_types, of_edges.value, graphs[0]),
         sources=sources,
         targets=targets,
         edge_types=edge_types,
-        **_fields("weights", of_edges),
+        **of_edges.columns("weights"),
         edge_prompts=edge_prompts,
         token_places=(*placed.places, CONSTANTS),
-        **_fields("token_values", _by_place(placed, graphs[0])),
+        **_by_place(placed, graphs[0]).columns("token_values"),
     )
-
-
-def _fields(name: str, interval: Interval) -> dict[str, Tensor]:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _rest(

@@ -159,17 +159,16 @@ class Faithfulness(Result):
         return {"fraction": self.fractions.tolist()}
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        f, null = self.f, self.random_f
-        columns = {"kept": self.kept}
-        columns |= {"f": f.value, "f_low": f.low, "f_high": f.high, "random": null.mean(0)}
-        columns |= {"random_low": null.amin(0), "random_high": null.amax(0)}
+        columns = {"kept": self.kept, **self.f.columns("f"), **_over_draws("random", self.random_f)}
         if self.complements is not None:
-            rest, null = self.completeness, self.random_completeness
-            columns |= {"complement": rest.value, "complement_low": rest.low}
-            columns |= {"complement_high": rest.high, "random_complement": null.mean(0)}
-            columns |= {"random_complement_low": null.amin(0)}
-            columns |= {"random_complement_high": null.amax(0)}
+            columns |= self.completeness.columns("complement")
+            columns |= _over_draws("random_complement", self.random_completeness)
         return {name: (values, ("level",)) for name, values in columns.items()}
+
+
+def _over_draws(name: str, f: Float[Tensor, "sample level"]) -> dict[str, Float[Tensor, " level"]]:
+    """Mean, least and largest f of random circuits, as columns of the table."""
+    return {name: f.mean(0), f"{name}_low": f.amin(0), f"{name}_high": f.amax(0)}
 
 
 def faithfulness(

@@ -141,8 +141,8 @@ def truncation_kl(
     choice(positions, ("pilot", "all"), "positions")
     _check_ensemble(view, ensemble, where)
     aligned = ensemble.aligned_bases(align="none", centered=centered)
-    default = (*(k for k in GRID if k < aligned.rank), aligned.rank)
-    grid = default if K is None else tuple(sorted(set(K)))
+    default_grid = (*(k for k in GRID if k < aligned.rank), aligned.rank)
+    grid = default_grid if K is None else tuple(sorted(set(K)))
     expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
     require(
         grid[0] >= 1 and grid[-1] <= aligned.rank, "K", expected=expected, got=grid, instead=instead

@@ -30,7 +30,6 @@ from tl_geometry.interventions.effects import (
     Condition,
     Effects,
     excess_over,
-    interval_columns,
     measured,
 )
 from tl_geometry.interventions.head_edits import Heads, HeadsLike
@@ -133,7 +132,7 @@ class Dominance(Effects):
 
     def column_values(self) -> dict[str, Float[Tensor, " condition"]]:
         columns, row = super().column_values(), self.row("dominant term")
-        for name, number in interval_columns("saved", self.saved()).items():
+        for name, number in self.saved().columns("saved").items():
             columns[name] = torch.full_like(self.loss, math.nan)
             columns[name][row] = number
         return columns

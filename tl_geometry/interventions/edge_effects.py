@@ -28,8 +28,8 @@ from tl_geometry.circuits.writer_sweep import sweep_writers
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.edges import clean_run, edge_edits, first_edited
-from tl_geometry.interventions.effects import Conditions, interval_columns
-from tl_geometry.interventions.head_edits import Heads, by_layer, derangement
+from tl_geometry.interventions.effects import Conditions
+from tl_geometry.interventions.head_edits import Heads, by_layer, derangement, require_several
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit, edited_scores
 from tl_geometry.models.model_like import ModelLike
@@ -73,7 +73,7 @@ class EdgeNecessity(Conditions):
         }
         columns = {"share": self.share, "loss": self.loss}
         for name, values in differences.items():
-            columns |= interval_columns(name, paired_interval(values.mT))
+            columns |= paired_interval(values.mT).columns(name)
         return columns | {"p": self.p_values(REMOVE)}
 
 
@@ -118,7 +118,7 @@ def edge_necessity(
     view = as_view(model)
     require_output(view, "edge_necessity")
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    require(len(rows) >= 2, "tokens", expected="at least 2 prompts", got=len(rows))
+    require_several(len(rows), "tokens")
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     checks.choice(side, HEAD_SIDES, "side")
     layers, start = by_layer(chosen), first_edited(drop, rows)

@@ -33,8 +33,8 @@ from tl_geometry.interventions.head_edits import (
     Heads,
     bias_of,
     by_layer,
-    derangement,
     edit_of_heads,
+    other_prompts,
 )
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.hook_points import PassTokens
@@ -251,13 +251,5 @@ def swap_edge(
     """
     view = as_view(model)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    if other is None:
-        enough, several, instead = len(rows) >= 2, "at least 2 prompts", "other=other_tokens"
-        require(enough, "swap", expected=several, got="one prompt", instead=instead)
-        others = rows.tokens[derangement(len(rows), seed)]
-    else:
-        others = token_rows(view, other, prepend_bos=prepend_bos).tokens
-        shape = tuple(rows.tokens.shape)
-        fits = tuple(others.shape) == shape
-        require(fits, "other", expected=f"tokens {shape}", got=tuple(others.shape))
+    others = other_prompts(view, rows, other, prepend_bos, seed, "other")
     return _live(model, rows, writer, heads, side, drop, others)

@@ -247,6 +247,7 @@ def measured(
 class BesideControls(Result):
     """Effects of edits on a metric of the output, for each prompt, beside those of random edits.
 
+    - ``sets`` are the heads of each row; ``clean`` is the metric of the clean run.
     - ``effects``: the metric under an edit minus that of the clean run. The table has its mean with
       Student's 95% interval (NaN below 10 prompts).
     - ``control``: mean effect of random sets of as many heads; ``control_draws`` are the means over
@@ -255,6 +256,10 @@ class BesideControls(Result):
       one more random set.
     """
 
+    sets: tuple[tuple[tuple[int, int], ...], ...]
+    metric: str
+    by: str
+    clean: Float[Tensor, " context"]
     effects: Float[Tensor, "*batch context"]
     control: Float[Tensor, "*batch context"] | None = None
     control_draws: Float[Tensor, "*batch sample"] | None = None
@@ -272,9 +277,9 @@ class BesideControls(Result):
         return excess_over(self.effects - self.control, self.control_draws)
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
-        columns = interval_columns("effect", self.effect)
+        columns = self.effect.columns("effect")
         if self.control is not None and self.excess is not None:
-            columns |= {"control": self.control.mean(-1), **interval_columns("excess", self.excess)}
+            columns |= {"control": self.control.mean(-1), **self.excess.columns("excess")}
         return {name: (values, self.table_axes) for name, values in columns.items()}
 
 
@@ -296,8 +301,3 @@ def excess_over(
         half_width = torch.hypot(gap.value - gap.low, quantile * one_more)
     error = torch.hypot(gap.error, one_more)
     return Interval(gap.value, gap.value - half_width, gap.value + half_width, error)
-
-
-def interval_columns(name: str, interval: Interval) -> dict[str, Tensor]:
-    """The columns of a table for an interval: its value and its two ends."""
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}

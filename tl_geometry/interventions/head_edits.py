@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import fail, require
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.edit_lists import LiveEdit
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.live_edits import Edit
@@ -58,18 +61,25 @@ def by_layer(heads: Heads) -> dict[int, tuple[int, ...]]:
     return {at: tuple(sorted(head for layer, head in heads if layer == at)) for at in layers}
 
 
-def heads_in_sets(
-    sets: Sequence[Heads], layer: int, n_heads: int
-) -> Bool[Tensor, "condition head"]:
-    """Which heads of a layer each set has.
+def replaced_in_sets(
+    z: Float[Tensor, "row position head d_head"],
+    sets: Sequence[Heads],
+    layer: int,
+    new: Callable[[Tensor], Tensor],
+) -> Float[Tensor, "row position head d_head"]:
+    """Mixed values of a layer, ``(set prompt)`` by row, with those of the heads of each set
+    replaced; ``new`` gives the others, ``[set prompt position head d_head]``.
 
-    >>> heads_in_sets([[(0, 1)], [(0, 0), (1, 1)]], 0, 2).tolist()
-    [[False, True], [True, False]]
+    >>> z = torch.ones(2, 1, 2, 1)
+    >>> replaced_in_sets(z, [[(0, 1)], [(0, 0), (1, 1)]], 0, torch.zeros_like).flatten(1).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
     """
-    chosen = torch.zeros(len(sets), n_heads, dtype=torch.bool)
+    chosen = torch.zeros(len(sets), z.shape[2], dtype=torch.bool)
     for row, heads in enumerate(sets):
         chosen[row, [head for at, head in heads if at == layer]] = True
-    return chosen
+    by_set = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
+    mask = rearrange(chosen, "c h -> c 1 1 h 1").to(z.device)
+    return torch.where(mask, new(by_set), by_set).flatten(0, 1)
 
 
 def mixed_values(view: ModelView, layer: LayerView) -> Float[Tensor, "batch position head d_head"]:
@@ -104,6 +114,25 @@ def require_several(prompts: int, what: str) -> None:
     """Refuse a single prompt, which has no other to take anything from."""
     expected, instead = "a batch of at least 2 prompts", "more prompts of the same length"
     require(prompts >= 2, what, expected=expected, got=prompts, instead=instead)
+
+
+def other_prompts(
+    view: ModelView,
+    rows: TokenWindows,
+    other: TokensLike | None,
+    prepend_bos: bool | None,
+    seed: int,
+    what: str,
+) -> Int[Tensor, "batch position"]:
+    """The prompt from which each prompt gets something: that of the same row of ``other``, by
+    default another of the prompts."""
+    if other is None:
+        require_several(len(rows), what)
+        return rows.tokens[derangement(len(rows), seed)]
+    others = token_rows(view, other, prepend_bos=prepend_bos).tokens
+    shape, got = tuple(rows.tokens.shape), tuple(others.shape)
+    require(got == shape, what, expected=f"counterfactual prompts {shape}, one for each", got=got)
+    return others
 
 
 def from_another_prompt(term: Tensor, seed: int, what: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from tl_geometry.interventions.head_edits import (
     HeadsLike,
     by_layer,
     derangement,
-    heads_in_sets,
     mixed_values,
+    replaced_in_sets,
+    require_several,
 )
 from tl_geometry.interventions.head_removal import REPLACEMENTS, mean_outputs
 from tl_geometry.interventions.output_metrics import (
@@ -68,10 +70,6 @@ class HeadKnockouts(BesideControls):
     """
 
     conditions: tuple[str, ...]
-    sets: tuple[tuple[tuple[int, int], ...], ...]
-    metric: str
-    by: str
-    clean: Float[Tensor, " context"]
     direct: Float[Tensor, "condition context"] | None = None
     value_paths: Float[Tensor, "condition context"] | None = None
     all_paths: Float[Tensor, "condition context"] | None = None
@@ -150,8 +148,7 @@ def head_knockouts(
     view = as_view(model)
     require_output(view, "head_knockouts")
     rows = token_rows(view, prompts, prepend_bos=prepend_bos)
-    several = "at least 2 prompts"
-    require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
+    require_several(len(rows), "prompts")
     named_sets = head_sets(view, heads)
     sets = list(named_sets.values())
     measured = output_metric(view, rows, metric, targets, position)
@@ -292,13 +289,8 @@ class _Runs:
 
     def _edit(self, layer: int, sets: Sequence[Heads]) -> StreamEdit:
         """Other mixed values in the rows of the batch whose set has heads of this layer."""
-        mask = rearrange(heads_in_sets(sets, layer, self.view.n_heads), "c h -> c 1 1 h 1")
-        mask = mask.to(self.view.device)
-
-        def change(outputs: Float[Tensor, "batch position head d_head"]) -> Tensor:
-            z = rearrange(outputs, "(c b) i h e -> c b i h e", c=len(sets))
-            return torch.where(mask, self._replacement(z, layer), z).flatten(0, 1)
-
+        new = partial(self._replacement, layer=layer)
+        change = partial(replaced_in_sets, sets=sets, layer=layer, new=new)
         return edit_of_outputs(self.view, layer, range(self.view.n_heads), change)
 
     def _replacement(

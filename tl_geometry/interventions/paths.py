@@ -34,15 +34,16 @@ from tl_geometry.base.errors import fail, listed, require
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass, PathStream
 from tl_geometry.corpus.sources import token_rows
-from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.effects import BesideControls
 from tl_geometry.interventions.head_edits import (
     Heads,
     HeadsLike,
     by_layer,
-    derangement,
-    heads_in_sets,
     mixed_values,
+    other_prompts,
+    replaced_in_sets,
+    require_several,
 )
 from tl_geometry.interventions.head_removal import REPLACEMENTS
 from tl_geometry.interventions.knockouts import (
@@ -58,7 +59,6 @@ from tl_geometry.interventions.output_metrics import (
 )
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.reader import as_view
 
@@ -81,12 +81,8 @@ class HeadPaths(BesideControls):
 
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
-    sets: tuple[tuple[tuple[int, int], ...], ...]
     inputs: tuple[tuple[str, ...], ...]
-    metric: str
-    by: str
     between: str
-    clean: Float[Tensor, " context"]
     table_axes = ("sender", "receiver")
 
 
@@ -150,8 +146,7 @@ def head_paths(
     require_output(view, "head_paths")
     layout = EdgeLayout.of(view)
     rows = token_rows(view, prompts, prepend_bos=prepend_bos)
-    several = "at least 2 prompts"
-    require(len(rows) >= 2, "prompts", expected=several, got=len(rows), instead="more prompts")
+    require_several(len(rows), "prompts")
     columns = _receiver_sets(layout, receivers)
     before = _heads_before(layout, columns)
     chosen = head_sets(view, before if senders is None else senders)
@@ -160,7 +155,7 @@ def head_paths(
     drawn = control_sets(list(chosen.values()), before, controls, seed)
     means = others = None
     if by == "prompt":
-        others = _other_prompts(view, rows, reference, prepend_bos, seed)
+        others = other_prompts(view, rows, reference, prepend_bos, seed, "reference")
     else:
         means = reference_means(view, rows, by, reference, prepend_bos)
     at = None if receiver_position is None else rows.position(receiver_position)
@@ -258,19 +253,6 @@ def _receives(
     return receives
 
 
-def _other_prompts(
-    view: ModelView, rows: TokenWindows, reference: Any, prepend_bos: bool | None, seed: int
-) -> Int[Tensor, "batch position"]:
-    """The prompt whose mixed values each prompt gets."""
-    if reference is None:
-        return rows.tokens[derangement(len(rows), seed)]
-    others = token_rows(view, reference, prepend_bos=prepend_bos).tokens
-    shape = tuple(rows.tokens.shape)
-    expected = f"counterfactual prompts {shape}, one for each prompt"
-    require(tuple(others.shape) == shape, "reference", expected=expected, got=tuple(others.shape))
-    return others
-
-
 class _Clean(NamedTuple):
     """Some prompts in the clean run: the input ``h`` of every block, the mixed values ``z`` of its
     heads, and the ``new`` ones that replace them."""
@@ -355,22 +337,21 @@ class _PathRuns:
 
     def _inputs(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The input of every block and the mixed values of its heads."""
-        h: list[Tensor] = []
-        z: list[Tensor] = []
         view = self.edges.view
 
-        def on_layer(layer: LayerView) -> None:
-            h.append(layer.h)
-            z.append(mixed_values(view, layer))
+        def run() -> tuple[list[Tensor], list[Tensor]]:
+            # new lists: where float32 fails part of the way, the model's precision is tried
+            h: list[Tensor] = []
+            z: list[Tensor] = []
 
-        def run() -> None:
-            # float32 may fail part of the way: the run is then tried again in the model's precision
-            h.clear()
-            z.clear()
+            def on_layer(layer: LayerView) -> None:
+                h.append(layer.h)
+                z.append(mixed_values(view, layer))
+
             view.run_layers(tokens, range(view.n_layers), on_layer, verify=False)
+            return h, z
 
-        view.in_single(run)
-        return h, z
+        return view.in_single(run)[0]
 
     def _patched(
         self, run: _Clean, sets: Sequence[Heads], column: int
@@ -407,10 +388,7 @@ class _PathRuns:
         self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor
     ) -> Float[Tensor, "row position head d_head"]:
         """Mixed values of a layer, ``(set prompt)`` by row, with the heads of each set replaced."""
-        mask = heads_in_sets(sets, layer, z.shape[2]).to(z.device)
-        by_set = rearrange(z, "(c b) i h e -> c b i h e", c=len(sets))
-        mask = rearrange(mask, "c h -> c 1 1 h 1")
-        return torch.where(mask, run.new[layer], by_set).flatten(0, 1)
+        return replaced_in_sets(z, sets, layer, lambda _: run.new[layer])
 
     def _first_half(
         self, run: _Clean, sets: Sequence[Heads], layer: int, z: Tensor

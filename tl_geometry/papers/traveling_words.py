@@ -9,7 +9,6 @@ model every row says so.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,5 +92,5 @@ def molina(
             layer_and_head = (int(row["layer"]), str(row["head"]), subject.format(**row))
             end_tokens = (str(row[tokens]), str(row[others]))
             cells.append((readout, *layer_and_head, *end_tokens, float(row[size]), verdict))
-    provenance = dataclasses.replace(view.provenance(sources=("molina2023",)), preset="paper")
+    provenance = view.provenance(sources=("molina2023",), preset="paper")
     return TravelingWords(cells=tuple(cells), provenance=provenance)

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import fail, listed, require
+from tl_geometry.base.intervals import Interval
 from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.terms import TermResult
@@ -26,8 +27,6 @@ LABEL = (
 :class:`tl_geometry.scores.labels.Dominant`, in their order."""
 NUMBERS = ("{}_share", "{}_margin", "{}_gain", "{}_gain_margin")
 """The numeric ones of :data:`LABEL`."""
-ENDS = ("corrected", "corrected_low", "corrected_high")
-"""Suffixes of the columns of an interval, after share and group: ``cs_position_corrected``."""
 READ = (
     *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
     *("induction", "previous", "group_by_cs", "group_by_gs", "dominant_term"),
@@ -111,8 +110,8 @@ class SweepTable(ShareTable):
             if interval is None or not self.groups:
                 continue
             for index, group in enumerate(self.groups):
-                for end, values in zip(ENDS, interval[:3], strict=True):
-                    bounds[f"{share}_{group}_{end}"] = values[:, index]
+                of_group = Interval(*(values[:, index] for values in interval))
+                bounds |= of_group.columns(f"{share}_{group}_corrected")
         return bounds
 
     def _measured(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.weights import bilinear, low_rank_diagonal, readout, subspaces
 from tl_geometry.weights.bilinear import Factors
+from tl_geometry.weights.readout import Extremes
 from tl_geometry.weights.vocabulary import (
     decode_table,
     embeddings,
@@ -290,10 +291,10 @@ class TokenReadout(Result):
     per head and direction, heads first (see :func:`token_readout`).
 
     ``left`` is the query side of W_QK or the reading side of W_OV, ``right`` the key side or the
-    writing side. ``*_ids [row k]`` and ``*_scores`` are the tokens with the largest dot products,
-    ``*_opposite_*`` those with the smallest. ``values`` are all singular values per head,
-    ``coverage`` their cumulative share, ``needed`` the number of directions whose share first
-    exceeds 99%; ``degenerate`` directions are not unique.
+    writing side: tokens ``[row k]`` with the largest (``top``) and smallest (``bottom``) dot
+    products; ``*_tokens`` and ``*_opposite_tokens`` are their texts. ``values`` are all singular
+    values per head, ``coverage`` their cumulative share, ``needed`` the number of directions whose
+    share first exceeds 99%; ``degenerate`` directions are not unique.
     """
 
     matrix: str
@@ -303,14 +304,8 @@ class TokenReadout(Result):
     values: Float[Tensor, "head rank"]
     needed: Int[Tensor, " head"]
     degenerate: Bool[Tensor, "head rank"]
-    left_ids: Int[Tensor, "row column"]
-    left_scores: Float[Tensor, "row column"]
-    left_opposite_ids: Int[Tensor, "row column"]
-    left_opposite_scores: Float[Tensor, "row column"]
-    right_ids: Int[Tensor, "row column"]
-    right_scores: Float[Tensor, "row column"]
-    right_opposite_ids: Int[Tensor, "row column"]
-    right_opposite_scores: Float[Tensor, "row column"]
+    left: Extremes
+    right: Extremes
     left_tokens: tuple[tuple[str, ...], ...]
     left_opposite_tokens: tuple[tuple[str, ...], ...]
     right_tokens: tuple[tuple[str, ...], ...]
@@ -378,7 +373,7 @@ def token_readout(
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> tlg.token_readout(model, heads="L1H0", features=2, k=3).left_ids.shape
+    >>> tlg.token_readout(model, heads="L1H0", features=2, k=3).left.top_ids.shape
     torch.Size([2, 3])
     """
     view = as_view(model)
@@ -386,7 +381,7 @@ def token_readout(
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
     rows = embeddings(view)
     writes = output_rows(view, raw=raw) if matrix == "OV" else None
-    layer_readings: list[tuple[Tensor, readout.Extremes, readout.Extremes]] = []
+    layer_readings: list[tuple[Tensor, Extremes, Extremes]] = []
     reads_norm, reads = None, rows
     read_layers = sorted({layer for layer, _ in pairs})
     for layer, factors in factors_of(view, read_layers, matrix, raw=raw, offsets=tuple(offsets)):
@@ -410,7 +405,7 @@ def _readout(
     pairs: tuple[tuple[int, int], ...],
     features: int,
     raw: bool,
-    layer_readings: list[tuple[Tensor, readout.Extremes, readout.Extremes]],
+    layer_readings: list[tuple[Tensor, Extremes, Extremes]],
 ) -> TokenReadout:
     values = torch.cat([S for S, _, _ in layer_readings]).cpu()
     fields: dict[str, Any] = {}
@@ -419,13 +414,10 @@ def _readout(
             torch.cat([end.flatten(0, -2) for end in layers]).cpu()
             for layers in zip(*(part[i] for part in layer_readings), strict=True)
         ]
-        ends = readout.Extremes(*ends_of_side)
+        ends = Extremes(*ends_of_side)
         fields |= {
-            f"{side}_ids": ends.top_ids,
-            f"{side}_scores": ends.top_scores,
+            side: ends,
             f"{side}_tokens": decode_table(view, ends.top_ids),
-            f"{side}_opposite_ids": ends.bottom_ids,
-            f"{side}_opposite_scores": ends.bottom_scores,
             f"{side}_opposite_tokens": decode_table(view, ends.bottom_ids),
         }
     untrained = matrix == "OV" and not view.head_trained
