@@ -131,7 +131,8 @@ def other_prompts(
         return rows.tokens[derangement(len(rows), seed)]
     others = token_rows(view, other, prepend_bos=prepend_bos).tokens
     shape, got = tuple(rows.tokens.shape), tuple(others.shape)
-    require(got == shape, what, expected=f"counterfactual prompts {shape}, one for each", got=got)
+    expected = f"counterfactual prompts {shape}, one for each prompt"
+    require(got == shape, what, expected=expected, got=got)
     return others
 
 
