@@ -74,11 +74,12 @@ PATIENCE = 4
 
 HEAD = """# Which faults the tests notice
 
-Made by `python -m tests.mutate --sample {sample} --seed {seed} --limit {limit:.0f} --page
-docs/mutation.md` on commit {commit} (hours on two cores). {sample} lines of code of the package
-were drawn at random, and a fault was planted in each, one at a time: another operator, comparison,
-constant or order, a negated or missing condition, a missing argument or statement. Then the tests
-that evaluate the line ran, the quick ones first, until one failed.
+Made by `python -m tests.mutate --sample {sample} --first {planted} --seed {seed}
+--limit {limit:.0f} --page docs/mutation.md` on commit {commit} (hours on two cores). {sample} lines of code of the package
+were drawn at random, and a fault was planted in {planted} of them (the first that were drawn), one
+at a time: another operator, comparison, constant or order, a negated or missing condition, a
+missing argument or statement. Then the tests that evaluate the line ran, the quick ones first,
+until one failed.
 
 - **caught**: a test failed, or hung;
 - **survived**: all of them passed;
@@ -121,7 +122,8 @@ class Verdict(NamedTuple):
 def main() -> int:
     """Make the map or plant the faults; 1 where fewer are caught than the goal says."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
-    parser.add_argument("--sample", type=int, default=300, help="how many faults")
+    parser.add_argument("--sample", type=int, default=300, help="how many faults are drawn")
+    parser.add_argument("--first", type=int, help="plant only the first of them")
     parser.add_argument("--seed", type=int, default=0, help="which")
     parser.add_argument("--package", help="only in this package, such as render")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one fault")
@@ -138,7 +140,8 @@ def main() -> int:
         place.write_text(json.dumps(map_of(chosen, arguments.workers)))
     covered = {name: TestFile(*entry) for name, entry in json.loads(place.read_text()).items()}
     results = arguments.results or Path(f"mutation-seed-{arguments.seed}.jsonl")
-    verdicts = run(chosen, covered, results, arguments.limit, arguments.workers)
+    planted = chosen[: arguments.first]
+    verdicts = run(planted, covered, results, arguments.limit, arguments.workers)
     sys.stdout.write(report(verdicts))
     if arguments.page:
         head = HEAD.format(**vars(arguments), **in_words(verdicts), commit=commit())
@@ -453,6 +456,7 @@ def in_words(verdicts: list[Verdict]) -> dict[str, float]:
     outcomes, share = shares(verdicts)["all"]
     that_matter = outcomes.total() - outcomes["equivalent"]
     return {
+        "planted": len(verdicts),
         "goal": GOAL,
         "worst": WORST,
         "that_matter": that_matter,
