@@ -75,11 +75,11 @@ PATIENCE = 4
 HEAD = """# Which faults the tests notice
 
 Made by `python -m tests.mutate --sample {sample} --first {planted} --seed {seed}
---limit {limit:.0f} --page docs/mutation.md` on commit {commit} (hours on two cores). {sample} lines of code of the package
-were drawn at random, and a fault was planted in {planted} of them (the first that were drawn), one
-at a time: another operator, comparison, constant or order, a negated or missing condition, a
-missing argument or statement. Then the tests that evaluate the line ran, the quick ones first,
-until one failed.
+--limit {limit:.0f} --page docs/mutation.md` on commit {commit} (hours on two cores). {sample} lines
+of code of the package were drawn at random, and a fault was planted in {planted} of them (the first
+that were drawn), one at a time: another operator, comparison, constant or order, a negated or
+missing condition, a missing argument or statement. Then the tests that evaluate the line ran, the
+quick ones first, until one failed.
 
 - **caught**: a test failed, or hung;
 - **survived**: all of them passed;
