@@ -210,6 +210,7 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     found = gibberish(deep(), 400, 10, seed=3)
     counts = found.tokens.reshape(-1).bincount(minlength=VOCAB)
     assert float(counts.float().std()) < 3 * math.sqrt(4000 / VOCAB)
+    assert bool((counts > 0).all()), "the first and the last id too"
     like = gibberish(deep(), 50, 10, like=torch.tensor([[5, 5, 5, 7]]))
     assert set(like.tokens.unique().tolist()) == {5, 7}
     windows = TokenWindows(tokens=torch.tensor([[9, 5, 5, 7]]), has_bos=True)

@@ -72,6 +72,15 @@ def test_a_knockout_is_that_of_hooks_by_hand(model_class: str, architecture: str
     assert torch.equal(logits(model, edit.hooks()), inside)
 
 
+@pytest.mark.parametrize("by", ["zero", "prompt"])
+def test_a_reference_matters_for_the_mean_alone(by: str) -> None:
+    model = tiny("bridge", "gpt2")
+    with remove_heads(model, HEADS, by, reference=REFERENCE):
+        given = logits(model)
+    with remove_heads(model, HEADS, by):
+        assert torch.equal(given, logits(model))
+
+
 def test_another_prompt_is_one_layer_at_a_time() -> None:
     """The heads of the second block take what they make in the edited run."""
     model = tiny("bridge", "gpt2")

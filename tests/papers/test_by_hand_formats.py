@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.modules import copy_of
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.papers import characters
 from tl_geometry.papers.setup import Training
 
@@ -49,6 +51,18 @@ def check_held_out(module: Any) -> None:
         ("own text", float(len(own)), "own text"),
         ("other text", float(len(second)), "other text"),
     ]
+
+
+def test_a_row_beside_the_published_one_is_a_mean_over_states() -> None:
+    rows = [{"seed": 4, "measured": "own text", "rank": value} for value in (3.0, 5.0, 10.0)]
+    row = characters._beside_published(rows, "rank")
+    assert (row["seed"], row["mean"]) == (4, 6.0)
+    assert row["sd"] == pytest.approx((26 / 3) ** 0.5)
+
+
+def test_a_text_of_one_character_is_refused() -> None:
+    with pytest.raises(GeometryError, match="two characters or more, got 1"):
+        characters.nanogpt("smoke", texts=["a" * 4000], other=["a" * 4000], progress=False)
 
 
 def test_experiments_by_hand() -> None:

@@ -108,6 +108,11 @@ def test_the_page_has_every_figure(folder: Path) -> None:
     assert sorted(re.findall(r'id="figure-([\w-]+)"', page)) == sorted(FIGURES)
 
 
+def test_a_budget_that_cut_nothing_is_not_mentioned(folder: Path) -> None:
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Losses are those of 16 windows of 64 tokens of this corpus." in page
+
+
 def own_figures() -> list[View | PageView]:
     """Views that are read outside a report, or are in few reports."""
     planes, rotary = tables()
