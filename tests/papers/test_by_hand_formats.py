@@ -54,7 +54,8 @@ def check_held_out(module: Any) -> None:
 
 
 def test_a_row_beside_the_published_one_is_a_mean_over_states() -> None:
-    rows = [{"seed": 4, "measured": "own text", "rank": value} for value in (3.0, 5.0, 10.0)]
+    place = {"seed": 4, "measured": "own text", "loss": 2.0}
+    rows = [place | {"rank": value} for value in (3.0, 5.0, 10.0)]
     row = characters._beside_published(rows, "rank")
     assert (row["seed"], row["mean"]) == (4, 6.0)
     assert row["sd"] == pytest.approx((26 / 3) ** 0.5)
