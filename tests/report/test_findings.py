@@ -267,6 +267,8 @@ def check_flow(module: Any) -> None:
     same(found.said, row["from_layer"], row["kl"])
     wide = reach(row["kl_se"], 20)
     same(found.beside, 95, row["kl"] - wide, row["kl"] + wide, 20, mean["kl"], 4)
+    unknown = dataclasses.replace(skips(), map_types=("linear", "identity"))
+    assert module.skipped(unknown) is None, "what a map must beat was not measured"
     found = module.truncated(curve())
     row = rows(curve())[1]
     assert found.clear

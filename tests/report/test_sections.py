@@ -203,7 +203,7 @@ def test_a_small_budget_leaves_out_and_says_so_but_not_labels(
     assert kinds.count("left out") >= 2
     assert "windows are more than --budget quick allows" in (tmp_path / "report.html").read_text()
     heads_table = SweepTable.load(tmp_path / "heads.safetensors")
-    assert heads_table.provenance.contexts == 10
+    assert heads_table.provenance.contexts == 32
     assert heads_table.group_intervals is not None
     assert bool(heads_table.group_intervals.low.isfinite().all())
     change = Dominance.load(tmp_path / "dominant_only.safetensors").change("random term")

@@ -244,6 +244,14 @@ def test_what_is_not_known_is_refused(name: str, options: dict[str, Any], says: 
         zoo.known(name, **options)
 
 
+@pytest.mark.parametrize("name", ["circuit", "idle"])
+def test_every_head_that_chooses_keys_has_a_label(name: str) -> None:
+    truth = zoo.known(name)
+    # where heads are idle, the block that the decoy reads is empty
+    even = {"even", "idle", "decoy"} if name == "idle" else {"even"}
+    assert set(truth.labels) == {head for head, does in truth.does.items() if does not in even}
+
+
 def test_an_unknown_change_of_the_prompts_and_no_rows_are_refused() -> None:
     truth = zoo.known("circuit")
     with pytest.raises(GeometryError, match="last"):
