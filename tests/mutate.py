@@ -447,7 +447,7 @@ def report(verdicts: list[Verdict]) -> str:
         if verdict.outcome in columns[1:3]:
             fault = verdict.fault
             code = [f"`{_on_one_line(text)}`" for text in (fault.before, fault.after)]
-            rows.append(_row([f"{fault.path}:{fault.line}", fault.kind, *code]))
+            rows.append(_row([f"`{fault.path}:{fault.line}`", fault.kind, *code]))
     return "\n".join(rows) + "\n"
 
 
