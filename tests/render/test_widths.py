@@ -175,7 +175,8 @@ def check_frames(browser: Browser, shown: list[str], width: int, *, dark: bool =
             see(page, frame)
             page.wait(AS_HIGH, frame=frame, timeout=10)
             assert page.evaluate(FITS, frame=frame), frame
-            assert page.evaluate("dark.matches", frame=frame) == dark
+            # the event of a new height may come after the height
+            page.wait(f"dark.matches === {str(dark).lower()}", frame=frame, timeout=10)
         assert page.evaluate(FITS)
         page.assert_harmless()
 
