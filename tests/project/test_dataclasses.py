@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tl_geometry
+from tl_geometry.base.results import Result
 
 ARRAYS = {"Tensor", "Float", "Int", "Bool", "ndarray"}
 FILLED_IN = {
@@ -72,3 +73,24 @@ def test_a_class_that_is_compared_or_changes_is_found(options: dict[str, bool]) 
     Outer.__annotations__ = {"inner": "list[Inner]"}
     good, bad = dataclasses.dataclass(frozen=True, eq=False), dataclasses.dataclass(**options)
     assert _wrong({"a.Inner": good(Inner), "a.Outer": bad(Outer)}) == {"a.Outer"}
+
+
+def _by_place(classes: dict[str, Any]) -> set[str]:
+    """Results with a field that may be given without its name."""
+    return {
+        name
+        for name, cls in classes.items()
+        if issubclass(cls, Result) and not all(field.kw_only for field in dataclasses.fields(cls))
+    }
+
+
+def test_results_take_their_fields_by_name() -> None:
+    assert _by_place(_dataclasses()) == set()
+
+
+def test_a_result_with_a_field_by_place_is_found() -> None:
+    class Planted(Result):
+        """Has one field of its own."""
+
+    Planted.__annotations__ = {"x": "int"}
+    assert _by_place({"by place": dataclasses.dataclass(frozen=True)(Planted)}) == {"by place"}
