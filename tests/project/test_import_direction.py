@@ -216,12 +216,25 @@ def test_axis_names_come_from_the_vocabulary() -> None:
     assert not unknown, sorted(unknown)
 
 
-def test_sizes_stay_readable() -> None:
-    for name, source in modules().items():
-        assert source.count("\n") <= 500, name
+def too_long(sources: dict[str, str]) -> list[str]:
+    """Modules of more than 500 lines, and functions of more than 60 below their docstring."""
+    found = [name for name, source in sources.items() if source.count("\n") > 500]
+    for name, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) else node.body
-                assert (node.end_lineno or 0) - (body[0].lineno if body else node.lineno) < 62, (
-                    f"{name}.{node.name}"
-                )
+                first = node.body[1:2] if ast.get_docstring(node) else node.body[:1]
+                if first and (node.end_lineno or 0) - first[0].lineno >= 60:
+                    found.append(f"{name}.{node.name}")
+    return found
+
+
+def test_sizes_stay_readable() -> None:
+    assert too_long(modules()) == []
+
+
+def test_what_is_too_long_is_found() -> None:
+    def function(lines: int) -> str:
+        return "def f():\n    'Long.'\n" + "    pass\n" * lines
+
+    sources = {"a": function(60), "b": function(61), "c": "\n" * 501}
+    assert too_long(sources) == ["c", "b.f"]
