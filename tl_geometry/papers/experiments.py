@@ -71,7 +71,7 @@ def experiment(
     with lock(out / LOCK):
         if not check_folder(out, name, EXPERIMENT_FILES, force=force):
             # a folder without a record: write one now, so that a stopped run can be resumed here
-            write_record(out, {"written_by": WRITER, "experiment": name, "finished": False})
+            write_record(out, {"written_by": WRITER, "experiment": name})
         outcome: Outcome = getattr(module, name)(setup, **options)
         outcome.save(out, command=command, force=force)
     return outcome
