@@ -12,6 +12,7 @@ import tl_geometry
 
 DEFAULTS: dict[str, object] = {
     "batch_size": None,
+    "encoding": "utf-8",
     "force": False,
     "jackknife": True,
     "layers": None,
@@ -27,12 +28,16 @@ DEFAULTS: dict[str, object] = {
     "seeds": (0,),
 }
 OTHERS = {
+    "base.results.Provenance.__init__ processed": "None where nobody said it",
+    "base.results.Provenance.__init__ seed": "None where nothing was drawn",
     "circuits.features.feature_shares batch_size": "each feature of each token is held",
     "corpus.nulls.gibberish prepend_bos": "as published",
     "corpus.nulls.pseudo_sentences prepend_bos": "as published",
     "corpus.nulls.repeated_random_tokens seed": "as published",
     "interventions.effects.measure_effects progress": "its callers show one bar for many runs",
     "papers.lines_of_thought.sarfati prepend_bos": "as published",
+    "papers.protocol.Settings.__init__ seed": "as published",
+    "scores.corpus_pass.CorpusPass.__init__ progress": "a report shows one bar for many passes",
     "scores.head_types.measure_types seed": "as published",
     "zoo.embedded_model.default_windows prepend_bos": "the embedded model was trained with BOS",
 }
@@ -40,14 +45,16 @@ OTHERS = {
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    """The functions of the package that are not private, by their dotted names."""
+    """The functions and methods of the package, by their dotted names."""
     found = {}
-    for info in pkgutil.walk_packages(tl_geometry.__path__, f"{tl_geometry.__name__}."):
-        if not info.name.endswith("__main__"):
-            module = importlib.import_module(info.name)
-            for name, member in inspect.getmembers(module, inspect.isfunction):
-                if member.__module__ == info.name and not name.startswith("_"):
-                    found[f"{info.name.partition('.')[2]}.{name}"] = member
+    for module in pkgutil.walk_packages(tl_geometry.__path__, f"{tl_geometry.__name__}."):
+        if module.name.endswith("__main__"):
+            continue
+        for member in vars(importlib.import_module(module.name)).values():
+            if getattr(member, "__module__", "") == module.name:
+                inside = vars(member).values() if inspect.isclass(member) else [member]
+                for each in filter(inspect.isfunction, inside):
+                    found[f"{module.name}.{each.__qualname__}".partition(".")[2]] = each
     return found
 
 
