@@ -87,6 +87,22 @@ def test_pairs_of_features_are_those_of_a_split_by_features() -> None:
     assert first.weight == float(pairs.weights[a, b, first.key])
 
 
+def test_rows_are_the_largest_by_weight() -> None:
+    graph, split = graph_and_split("gpt2", parts="writers")
+    pairs = attention_pairs(graph, split, graph.node(HEAD, AT), drop=1)
+    expected = [
+        (a, b, j, f"<{int(PROMPT[0, j])}>", weight, float(pairs.gains[i, k, j]))
+        for i, a in enumerate(pairs.parts)
+        for k, b in enumerate(pairs.parts)
+        for j, weight in enumerate(pairs.weights[i, k].tolist())
+    ]
+    expected.sort(key=lambda row: -abs(row[4]))
+    assert list(pairs.columns()) == ["query_part", "key_part", "key", "token", "weight", "gain"]
+    assert pairs.rows() == expected[:50]
+    assert pairs.rows(3) == expected[:3]
+    assert (pairs.head, pairs.query, pairs.drop) == ("L1H2", AT, 1)
+
+
 def test_pairs_beyond_the_memory_budget_are_refused() -> None:
     graph, split = graph_and_split("llama", parts="writers")
     node, needed = graph.node(HEAD, AT), 24 * len(split.parts) ** 2 * PROMPT.shape[1]

@@ -190,6 +190,57 @@ def test_edges_and_rows() -> None:
     assert float((blocks.cs.sum(-1) - 1).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("parts", ["writers", "blocks"])
+def test_rows_and_edges_by_loops(parts: str) -> None:
+    table = found(tiny("bridge", "gpt2"), heads=["L1H2", "L0H1", "L1H0"], parts=parts)
+    names = ("cs", "cs_low", "cs_high", "gs", "gs_low", "gs_high", "weights")
+    names += ("other_cs", "other_gs", "random_cs", "random_gs")
+    read = [
+        (h, s, p)
+        for h, (layer, _) in enumerate(table.heads)
+        for s in range(3)
+        for p in range(len(table.parts))
+        if table.wrote[p] < layer
+    ]
+    order = sorted(read, key=lambda at: (*at[:2], -abs(float(table.cs[at]))))
+    expected = [
+        (
+            *table.heads[h],
+            HEAD_SIDES[s],
+            table.parts[p],
+            *(float(getattr(table, name)[h, s, p]) for name in names),
+            float(table.cosine[p]),
+        )
+        for h, s, p in order
+    ]
+    columns = ["layer", "head", "side", "writer", *names, "cosine"]
+    assert list(table.columns()) == columns
+    assert str(table.rows()) == str(expected)  # as texts, NaN equals NaN
+    assert table.wrote[0] == table.writer_heads[0] == -1
+    for share in ("cs", "gs"):
+        for side in (None, *HEAD_SIDES):
+            for writers in ("all", "heads"):
+                edges = [
+                    (table.parts[p], f"L{l}H{head}", HEAD_SIDES[s], value)
+                    for h, s, p in read
+                    for l, head in [table.heads[h]]
+                    for value in [float(getattr(table, share)[h, s, p])]
+                    if p > 0 and value == value and side in (None, HEAD_SIDES[s])
+                    if writers == "all" or "H" in table.parts[p]
+                ]
+                edges.sort(key=lambda edge: -abs(edge[3]))
+                options: dict[str, Any] = {"share": share, "side": side, "writers": writers}
+                assert table.edges(**options, n=1000) == edges
+                assert table.edges(**options) == edges[:20]
+    assert table.edges(n=3) == table.edges(share="cs", side=None, writers="all", n=3)
+    assert table.place("L0H1") == (0, 1)
+    assert table.place("embed") == (-1, -1)
+    last = "L0H3" if parts == "writers" else "mlp0"
+    assert table.place(last) == ((0, 3) if parts == "writers" else (0, -1))
+    if parts == "blocks":
+        assert all(bool(table.weights[at].isnan()) for at in read)
+
+
 def test_one_prompt_has_no_null() -> None:
     with pytest.raises(GeometryError, match="at least 2 prompts"):
         composition(tiny("bridge", "gpt2"), PROMPTS[:1], progress=False)

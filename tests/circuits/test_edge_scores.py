@@ -31,6 +31,7 @@ from tl_geometry.base.errors import (
 )
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.circuits import EdgeLayout, EdgeScores, edge_scores, faithfulness, read_mib
+from tl_geometry.circuits.edge_attribution import largest
 from tl_geometry.circuits.edge_pass import LiveBlock
 from tl_geometry.models import from_hf, view
 from tl_geometry.models.norms import NormWeights
@@ -249,6 +250,29 @@ def test_integrated_scores_of_the_embedding_sum_to_the_change(architecture: str)
     assert errors[2] < errors[1]
 
 
+@pytest.mark.parametrize("steps", [1, 2, None])
+def test_integrated_gradients_are_taken_in_the_middle_of_each_step(steps: int | None) -> None:
+    """The model's own, five steps where no number is given."""
+    model = tiny("bridge", "gpt2", dtype=torch.float64)
+    options = {} if steps is None else {"method": "integrated", "steps": steps}
+    scores = edge_scores(model, PROMPTS, COUNTERFACTUALS, targets=(5, 9), **options)
+    name, count = view(model).state_hooks[0], steps or 5
+    clean, other = (view(model).activations(x, [name])[name] for x in (PROMPTS, COUNTERFACTUALS))
+    expected = 0.0
+    for m in range(count):
+        first = other + (2 * m + 1) / (2 * count) * (clean - other)
+        first = first.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = model.run_with_hooks(
+                PROMPTS, fwd_hooks=[(name, lambda value, hook, first=first: first)]
+            )
+            metric = (logits[:, -1, 5] - logits[:, -1, 9]).sum()
+        (gradient,) = torch.autograd.grad(metric, first)
+        expected += float(((other - clean) * gradient).sum()) / count / len(PROMPTS)
+    assert float(scores.node_scores[0]) == pytest.approx(expected, rel=1e-5)
+    assert scores.method == "integrated"
+
+
 def test_a_small_change_is_the_sum_of_the_gradient_scores() -> None:
     hf = hf_model("llama", torch.float64)
     embedding = hf.get_input_embeddings().weight
@@ -326,6 +350,58 @@ def test_a_metric_of_the_user_and_the_likeliest_tokens() -> None:
     likeliest = edge_scores(model, **first)
     assert close(likeliest.scores, edge_scores(model, **first, targets=own).scores, 1e-12)
     assert not close(likeliest.scores, edge_scores(model, **first, targets=own[::-1]).scores, 1.0)
+
+
+def test_targets_are_given_for_each_pair_or_for_all() -> None:
+    model = tiny("bridge", "llama")
+    score = partial(edge_scores, model, PROMPTS, COUNTERFACTUALS, method="gradient")
+    for forms in (
+        ((5, 9), [5, 9], torch.tensor([5, 9]), [(5, 9)] * 3, torch.tensor([[5, 9]] * 3)),
+        ([(5, 9), (7, 3), (4, 6)], torch.tensor([[5, 9], [7, 3], [4, 6]])),
+    ):
+        first, *others = (score(targets=form).scores for form in forms)
+        assert all(torch.equal(first, of) for of in others)
+    for bad, text in (
+        ([(5, 9), (7, 7), (4, 6)], "targets of prompt pair 1: expected two different tokens"),
+        ([(5, 9), (7, 3), (4,)], "targets of prompt pair 2: expected two different tokens"),
+        ([(5, 9)] * 2, r"\(answer, other\) for each of 3 prompts"),
+        ([5, 9, 7], r"\(answer, other\) for each of 3 prompts"),
+        (5, r"\(answer, other\) for each of 3 prompts"),
+    ):
+        with pytest.raises(GeometryError, match=text):
+            score(targets=bad)
+    with pytest.raises(GeometryError, match="metric, targets: expected one of them, got both"):
+        score(lambda logits: logits[:, -1, 0], targets=(5, 9))
+    with pytest.raises(GeometryError, match="metric: expected finite numbers"):
+        score(lambda logits: logits[:, -1, 0] * torch.inf)
+    with pytest.raises(GeometryError, match="counterfactuals: expected one for each of 3 prompts"):
+        edge_scores(model, PROMPTS, COUNTERFACTUALS[:2])
+    # a metric sees the logits of every position
+    middle, own = score(lambda logits: logits[:, 4, 5]), view(model).logits(PROMPTS)
+    assert middle.clean == pytest.approx(float(own[:, 4, 5].mean()), abs=1e-4)
+
+
+def test_the_largest_edges_are_a_share_of_all_and_at_least_one() -> None:
+    scores = torch.tensor([0.1, -0.5, 0.3, -0.3, 0.0, 0.2, 0.05])
+    for fraction, rows in ((1e-9, [1]), (0.3, [1, 2]), (3 / 7, [1, 2, 3]), (1.0, list(range(7)))):
+        assert largest(scores, fraction).nonzero()[:, 0].tolist() == rows
+    for bad in (0.0, -0.1, 1.01, float("nan")):
+        with pytest.raises(GeometryError, match="a share above 0, at most 1"):
+            largest(scores, bad)
+    found = edge_scores(tiny("bridge", "llama"), **PAIRS, method="gradient")
+    names = dict(zip(found.names(), found.scores.tolist(), strict=True))
+    first = sorted(names, key=lambda name: -abs(names[name]))[:4]
+    assert set(found.edges(4 / len(names))) == set(first)
+    assert [f"{row[0]}->{row[1]}" for row in found.rows()[:4]] == first
+    nodes = dict(zip(found.layout.writers, found.node_scores.tolist(), strict=True))
+    rows = found.nodes().rows()
+    assert [row[:2] for row in rows] == sorted(nodes.items(), key=lambda of: -abs(of[1]))
+    assert all(row[2] != row[2] for row in rows)  # three prompts have no interval
+    with pytest.raises(GeometryError, match="fraction: expected a share of the edges, got none"):
+        found.edges()
+    assert found.provenance.contexts == 3
+    assert found.provenance.sources == ("syed2023", "hanna2024")
+    assert found.provenance.has_bos is False
 
 
 def test_the_layout_counts_every_edge_once() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tests.tiny import D, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
+from tl_geometry.base.results import Provenance
+from tl_geometry.base.rows import row_center
 from tl_geometry.circuits import features
 from tl_geometry.circuits.dictionaries import dictionary
 from tl_geometry.circuits.features import FeatureShares, feature_shares
@@ -86,6 +88,116 @@ def test_pairs_are_those_of_the_dense_split(architecture: str) -> None:
         assert float(gs) == pytest.approx(float(table.gs[0, term]), abs=1e-5)
     sizes = found.pair_gs[0].abs()
     assert bool((sizes[:-1] >= sizes[1:] - 1e-12).all())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("products", [features.PRODUCTS, 1])
+def test_the_two_largest_pairs_of_each_cell_are_summed(
+    architecture: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By scores as matrices; all queries at once, and one at a time."""
+    model = tiny("bridge", architecture, dtype=torch.float64)
+    monkeypatch.setattr(features, "PRODUCTS", products)
+    found = shares(model, orthonormal(model, 4), per_cell=2, pairs=16)
+    h = states(model)
+    parts = {f"f{i}": ((h - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(4)}
+    parts["rest"] = h - torch.stack(list(parts.values())).sum(0)
+    split = split_scores(model, PROMPTS, None, heads="L1H2", parts=parts)
+    total, allowed = split.total()[:, 0].double(), split.allowed[0]
+    centred = row_center(total, allowed)
+    pattern = total.masked_fill(~allowed, -torch.inf).softmax(-1)
+    moved = pattern - allowed / allowed.sum(-1, keepdim=True)
+    terms = torch.stack([split.terms[f"f{c // 4}", f"f{c % 4}"][:, 0].double() for c in range(16)])
+    best = terms.abs().topk(2, 0).indices
+    kept = torch.zeros_like(terms).scatter(0, best, terms.gather(0, best)) * allowed
+    cs, gs = ((w * kept).sum((1, 2, 3)) / (w * centred).sum() for w in (centred, moved))
+    order = gs.abs().argsort(descending=True).tolist()
+    assert found.pairs[0].tolist() == [[c // 4, c % 4] for c in order if bool(kept[c].any())]
+    assert torch.allclose(found.pair_cs[0], cs[order[: len(found.pair_cs[0])]], atol=1e-6)
+    assert torch.allclose(found.pair_gs[0], gs[order[: len(found.pair_gs[0])]], atol=1e-6)
+
+
+def test_batches_and_what_is_dropped_change_nothing() -> None:
+    model = tiny("bridge", "gpt2", dtype=torch.float64)
+    activations, decoder, bias = orthonormal(model, 6)
+    whole = shares(model, (activations, decoder, bias), drop=2)
+    louder = activations.clone()
+    louder[:, :2] *= 50  # the positions that are left out
+    for found in (
+        *(shares(model, (activations, decoder, bias), drop=2, batch_size=n) for n in (1, 2)),
+        shares(model, (louder, decoder, bias), drop=2),
+    ):
+        assert torch.allclose(found.cs, whole.cs, atol=1e-9)
+        assert torch.allclose(found.gs, whole.gs, atol=1e-9)
+        assert torch.equal(found.pairs, whole.pairs)
+        assert torch.allclose(found.pair_gs, whole.pair_gs, atol=1e-9)
+        assert found.unexplained == pytest.approx(whole.unexplained, rel=1e-9)
+    h = states(model)[:, 2:]
+    error = h - (activations[:, 2:] @ decoder + bias)
+    assert whole.unexplained == pytest.approx(float(error.square().sum() / h.square().sum()))
+    assert whole.provenance.window == (2, 10)
+    assert whole.pairs.shape == (1, 20, 2)  # of 36
+    assert not torch.allclose(whole.cs, shares(model, (activations, decoder, bias)).cs, atol=1e-3)
+
+
+def test_requests_that_leave_nothing_are_refused() -> None:
+    model = tiny("bridge", "gpt2")
+    source = orthonormal(model, 4)
+    assert shares(model, source, drop=8).drop == 8
+    for none in ({"pairs": 0}, {"per_cell": 0}):
+        assert shares(model, source, **none).pairs.shape == (1, 0, 2)
+    for bad, text in (
+        ({"drop": 9}, "drop: expected 0 to 8, to leave two positions, got 9"),
+        ({"drop": -1}, "drop: expected 0 to 8"),
+        ({"per_cell": -1}, "per_cell: expected at least 0"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
+    ):
+        with pytest.raises(GeometryError, match=text):
+            shares(model, source, **bad)
+
+
+def test_rows_have_the_error_the_largest_parts_and_the_pairs() -> None:
+    gs = torch.tensor([[[0.1, 0.05, -0.3, 0.2, -0.6, 0.0], [-0.2, 0.9, 0.1, 0.3, torch.nan, 0.0]]])
+    found = FeatureShares(
+        provenance=Provenance(),
+        heads=((1, 2),),
+        feature_ids=torch.tensor([4, 7, 9]),
+        cs=gs + 1,
+        gs=gs,
+        pairs=torch.tensor([[[4, 9], [7, 7], [-1, -1]]]),
+        pair_cs=torch.tensor([[0.5, 0.25, torch.nan]]),
+        pair_gs=torch.tensor([[2.0, 1.0, torch.nan]]),
+        unexplained=0.1,
+        drop=0,
+    )
+    rows = found.rows(2)
+    assert [row[:4] for row in rows] == [
+        *((1, 2, "query", part) for part in ("error", "f7", "b_dec")),
+        *((1, 2, "key", part) for part in ("error", "f4", "bias")),
+        (1, 2, "pair", "f4-f9"),
+        (1, 2, "pair", "f7-f7"),
+    ]
+    numbers = [number for row in rows for number in row[4:]]
+    expected = [
+        1.05,
+        0.05,
+        0.4,
+        -0.6,
+        0.7,
+        -0.3,
+        1.9,
+        0.9,
+        1.3,
+        0.3,
+        0.8,
+        -0.2,
+        0.5,
+        2.0,
+        0.25,
+        1.0,
+    ]
+    assert numbers == pytest.approx(expected)
+    assert len(found.rows()) == 2 * 6 + 2
 
 
 class Autoencoder:

@@ -10,10 +10,16 @@ import torch
 
 import tl_geometry as tlg
 from tests.tiny import ARCHITECTURES, hf_model, loadable, tiny, tokens
-from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
-from tl_geometry.circuits.logits import LogitExplanation, explain_logit
+from tl_geometry.base.errors import (
+    BudgetError,
+    GeometryError,
+    ReconstructionError,
+    UnsupportedModelError,
+)
+from tl_geometry.circuits.logits import Direct, LogitExplanation, explain_logit
 from tl_geometry.models import from_hf, view
 from tl_geometry.scores.split import split_scores
+from tl_geometry.scores.values import trained_head
 
 PROMPT = tokens(batch=1, length=14, seed=7)
 ENCODERS = ("bert", "roberta")
@@ -159,3 +165,42 @@ def test_rows_are_sorted_and_name_their_tokens() -> None:
     sizes = [abs(float(str(row[5]))) for row in found.rows()]
     assert sizes == sorted(sizes, reverse=True)
     assert found.target_tokens[0] == found.str_tokens[23]
+
+
+def test_pairs_are_the_largest_contributions_and_rows_have_them_all() -> None:
+    found = explained(tiny("bridge", "gpt2"))
+    sizes = found.heads.abs().flatten().sort(descending=True).values
+    assert [abs(float(found.heads[pair])) for pair in found.pairs] == sizes[:16].tolist()
+    every = explained(tiny("bridge", "gpt2"), top=1000)
+    assert sorted(every.pairs) == [(l, h, j) for l in range(2) for h in range(4) for j in range(14)]
+    expected: list[tuple[Any, ...]] = [
+        (name, None, None, None, None, value, None, None)
+        for name, value in zip(found.other_names, found.others.tolist(), strict=True)
+    ]
+    for p, (layer, head, source) in enumerate(found.pairs):
+        value = float(found.heads[layer, head, source])
+        where = (f"L{layer}H{head}", layer, head, source, f"<{int(PROMPT[0, source])}>")
+        expected.append((*where, value, float(found.pair_patterns[p]), float(found.pair_scores[p])))
+    assert found.rows() == sorted(expected, key=lambda row: -abs(row[5]))
+    size = float(found.heads.abs().sum() + found.others.abs().sum())
+    total = float(found.heads.sum() + found.others.sum())
+    assert (found.size, found.total) == (pytest.approx(size), pytest.approx(total))
+    assert found.error == pytest.approx(abs(total - found.logit) / size)
+    names = found.parts
+    terms = [
+        (names[i], names[j], value)
+        for i, row in enumerate(found.pair_terms[3].tolist())
+        for j, value in enumerate(row)
+    ]
+    assert found.terms(3) == sorted(terms, key=lambda term: -abs(term[2]))
+
+
+def test_the_budget_is_what_heads_take_and_mlps_write() -> None:
+    model = tiny("bridge", "llama")
+    seen = view(model)
+    direct = Direct(seen, trained_head(seen), torch.tensor([[5, 9]]), 11, 14)
+    direct.run(PROMPT)
+    needed = sum(taken.nbytes for taken in direct.paid_values) + 2 * 14 * 32 * 8
+    assert explained(model, memory_budget=needed).error < 1e-6
+    with pytest.raises(BudgetError, match=f"got {needed:,} bytes for all heads and MLPs"):
+        explained(model, memory_budget=needed - 1)

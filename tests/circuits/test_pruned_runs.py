@@ -22,10 +22,11 @@ from tests.circuits.edges_by_hand import (
     pruned_by_hand,
 )
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
-from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.circuits import EdgeLayout, Faithfulness, edge_scores, faithfulness
 from tl_geometry.circuits.edge_pass import PrunedStream
+from tl_geometry.circuits.prompt_pairs import pairs_per_batch
 from tl_geometry.models import from_hf, view
 
 needs_hooked = pytest.mark.skipif(
@@ -260,3 +261,64 @@ def test_what_cannot_be_run_is_refused() -> None:
         faithfulness(model, scores, tokens(2), tokens(2), targets=(5, 9))
     with pytest.raises(GeometryError, match="a chosen set"):
         _ = faithfulness(model, scores, **PAIRS, fractions=[0.5], draws=1).completeness
+
+
+def test_circuits_are_of_edges_nodes_or_heads() -> None:
+    model = tiny("bridge", "llama")
+    layout, scores = EdgeLayout.of(view(model)), edge_scores(model, **PAIRS)
+    nodes = faithfulness(model, scores, **PAIRS, nodes=True, fractions=(0.001, 0.5), draws=1)
+    assert (nodes.unit, nodes.total, nodes.kept.tolist()) == ("nodes", 11, [1, 6])  # 5.5, to even
+    assert nodes.complements is None
+    # nodes kept are writers kept for whoever reads them: the two largest by hand
+    two = scores.node_scores.abs().argsort(descending=True)[:2].tolist()
+    names = [
+        name
+        for name, source in zip(layout.edge_names(), layout.ends()[0].tolist(), strict=True)
+        if source in two
+    ]
+    by_edges = faithfulness(model, names, **PAIRS, draws=2, seed=3)
+    pair = faithfulness(model, scores, **PAIRS, nodes=True, fractions=(2 / 11,), draws=1)
+    assert torch.equal(pair.metrics, by_edges.metrics)
+    assert (by_edges.unit, by_edges.total) == ("edges", len(layout.edge_names()))
+    assert by_edges.kept.tolist() == [len(names)]
+    assert (by_edges.seed, by_edges.provenance.seed) == (3, 3)
+    assert by_edges.random.shape == (2, 1, 3)
+    # random circuits of a chosen set and what they leave out are other runs than those of the set
+    assert by_edges.random_complements is not None
+    assert not torch.allclose(by_edges.random[0], by_edges.random[1], atol=1e-3)
+    assert not torch.allclose(by_edges.random_complements, by_edges.random, atol=1e-3)
+    single = faithfulness(model, "L1H2", **PAIRS)
+    assert (single.unit, single.total, single.kept.tolist()) == ("heads", 8, [1])
+    assert torch.equal(single.metrics, faithfulness(model, [(1, 2)], **PAIRS, draws=1).metrics)
+    assert len(single.random) == 3
+    for options in ({"nodes": True}, {"fractions": (0.5,)}):
+        with pytest.raises(GeometryError, match="EdgeScores, which they rank, got a chosen set"):
+            faithfulness(model, "L1H2", **PAIRS, **options)
+    with pytest.raises(GeometryError, match="fractions: expected at least one share"):
+        faithfulness(model, scores, **PAIRS, fractions=())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_budget_of_a_pair_is_about_what_it_holds(gradients: bool) -> None:
+    """At least the writes of both runs and their differences, with gradients also the reads and
+    their gradients, and at most four times as much."""
+    needed = {}
+    for dtype in (torch.float32, torch.float64):
+        seen = view(tiny("bridge", "llama", dtype=dtype))
+        layout = EdgeLayout.of(seen)
+        held = 3 * len(layout.writers) + gradients * 2 * len(layout.readers)
+        for length in (12, 24):
+            rows_of = pairs_per_batch(seen, layout, None, 1, gradients)
+            with pytest.raises(BudgetError, match="at least") as raised:
+                rows_of(length)
+            needed[dtype, length] = int(str(raised.value).split("at least ")[1].split(" bytes")[0])
+            least = held * length * 32 * dtype.itemsize
+            assert least <= needed[dtype, length] <= 4 * least
+            for budget, pairs in (
+                (3 * needed[dtype, length], 3),
+                (3 * needed[dtype, length] - 1, 2),
+            ):
+                assert pairs_per_batch(seen, layout, None, budget, gradients)(length) == pairs
+                assert pairs_per_batch(seen, layout, 2, budget, gradients)(length) == 2
+    assert needed[torch.float32, 24] == 2 * needed[torch.float32, 12]
+    assert needed[torch.float64, 12] == 2 * needed[torch.float32, 12]

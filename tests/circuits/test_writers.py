@@ -12,10 +12,19 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.scores.dense import share_sums_dense
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
+from tests.tiny import (
+    ARCHITECTURES,
+    HAS_HOOKED,
+    hf_model,
+    loadable,
+    tiny,
+    tiny_hooked,
+    tokens,
+)
 from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.rows import row_center
-from tl_geometry.models import view
+from tl_geometry.circuits.writer_sweep import sweep_writers
+from tl_geometry.models import from_hf, view
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.values import split_values
@@ -147,6 +156,78 @@ def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     names = [name for name, _ in sweep.top("L1H0", 3)]
     assert "L0H0" in names
     assert sweep.of("L1H0", "L0H0") == dict(sweep.top("L1H0", 3))["L0H0"]
+
+
+def test_shares_are_looked_up_sorted_and_tabulated_by_name() -> None:
+    """By loops over heads, sides and parts; of the shares those of gain on the key side unless
+    others are asked for."""
+    sweep = sweep_of(tiny("bridge", "bloom"))
+    assert sweep.parts[-1] == "alibi"
+    table = [
+        (*head, side, part, *(float(x[h, s, p]) for x in (sweep.cs, sweep.gs)), mass)
+        for h, (head, mass) in enumerate(zip(sweep.heads, sweep.dropped_mass.tolist(), strict=True))
+        for s, side in enumerate(("query", "key"))
+        for p, (part, wrote) in enumerate(zip(sweep.parts, sweep.wrote, strict=True))
+        if wrote < head[0]
+    ]
+    assert list(sweep.columns()) == ["layer", "head", "side", "part", "cs", "gs", "dropped_mass"]
+    assert sweep.rows() == table
+    assert {row[3] for row in table if row[0] == 0} == {"bias", "embed", "constants", "alibi"}
+    row = sweep.heads.index((1, 2))
+    for s, side in enumerate(("query", "key")):
+        for share, values in (("cs", sweep.cs[row, s]), ("gs", sweep.gs[row, s])):
+            named = zip(sweep.parts, values.tolist(), strict=True)
+            expected = sorted(named, key=lambda pair: -pair[1])
+            assert list(sweep.top("L1H2", 20, side=side, share=share)) == expected
+            for part, value in expected:
+                assert sweep.of((1, 2), part, side=side, share=share) == value
+    assert sweep.top("L1H2") == sweep.top("L1H2", 5, side="key", share="gs")
+    assert sweep.of("L1H2", "embed") == sweep.of("L1H2", "embed", side="key", share="gs")
+
+
+def test_a_head_without_scores_has_no_shares() -> None:
+    hf = hf_model("gpt2")
+    attention = hf.transformer.h[1].attn.c_attn
+    with torch.no_grad():  # the queries of head 2
+        attention.weight[:, 16:24], attention.bias[16:24] = 0.0, 0.0
+    model = from_hf(hf, None, name="uniform")
+    sweep = sweep_of(model)
+    none = sweep.cs.isnan()
+    assert [bool(x.all()) for x in none] == [head == (1, 2) for head in sweep.heads]
+    assert torch.equal(none, sweep.gs.isnan())
+    assert [bool(x.any()) for x in none] == [head == (1, 2) for head in sweep.heads]
+
+
+def test_two_positions_are_left_after_those_that_are_dropped() -> None:
+    seen = view(tiny("bridge", "gpt2"))
+    assert sweep_writers(seen, PROMPTS, drop=12, progress=False).drop == 12
+    text = r"tokens: expected more than 14 positions \(13 left out\), got 14"
+    with pytest.raises(GeometryError, match=text):
+        sweep_writers(seen, PROMPTS, drop=13, progress=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_budget_of_a_context_is_about_what_it_holds(dtype: torch.dtype) -> None:
+    """At least scores and writes, at most eight times as much; and so many contexts run at once."""
+    model, needed = tiny("bridge", "gpt2", dtype=dtype), {}
+    for length in (14, 56):
+        rows = tokens(5, length, seed=3)
+        with pytest.raises(BudgetError, match="memory_budget: expected at least") as raised:
+            sweep_heads(model, rows, parts="writers", progress=False, memory_budget=1)
+        needed[length] = int(str(raised.value).split("at least ")[1].split(" bytes")[0])
+        # scores of four heads; four heads of 8 and an MLP of 32 in each of two blocks
+        held = dtype.itemsize * length * (4 * length + 2 * (32 + 32))
+        assert held <= needed[length] <= 8 * held
+    sizes: list[int] = []
+    model.add_hook("blocks.0.hook_resid_pre", lambda h, hook: sizes.append(len(h)))
+    try:
+        options: dict[str, Any] = {"parts": "writers", "progress": False}
+        for budget, batches in ((3, [3, 2]), (2.9, [2, 2, 1])):
+            sizes.clear()
+            sweep_heads(model, rows, memory_budget=int(budget * needed[56]), **options)
+            assert sizes == batches
+    finally:
+        model.reset_hooks()
 
 
 @pytest.mark.parametrize("parts", ["writers", "blocks"])
