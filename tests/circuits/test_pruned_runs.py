@@ -291,7 +291,8 @@ def test_circuits_are_of_edges_nodes_or_heads() -> None:
     assert (single.unit, single.total, single.kept.tolist()) == ("heads", 8, [1])
     assert torch.equal(single.metrics, faithfulness(model, [(1, 2)], **PAIRS, draws=1).metrics)
     assert len(single.random) == 3
-    for options in ({"nodes": True}, {"fractions": (0.5,)}):
+    rankings: list[dict[str, Any]] = [{"nodes": True}, {"fractions": (0.5,)}]
+    for options in rankings:
         with pytest.raises(GeometryError, match="EdgeScores, which they rank, got a chosen set"):
             faithfulness(model, "L1H2", **PAIRS, **options)
     with pytest.raises(GeometryError, match="fractions: expected at least one share"):

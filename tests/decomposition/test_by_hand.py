@@ -178,8 +178,9 @@ def test_defaults_are_eight_groups_and_thirty_two_samples() -> None:
         assert flags == (f"{text} of the statistics",)
     assert decompose_activations(h, window=(0, 4)).provenance.flags == ()
     for name in ("keep", "seed"):
+        options: dict[str, Any] = {name: -1}
         with pytest.raises(GeometryError, match=f"{name}: expected at least 0, got -1"):
-            decompose_activations(h, **{name: -1})
+            decompose_activations(h, **options)
 
 
 # ---- largest tokens
@@ -221,11 +222,11 @@ def test_a_remark_names_three_places_and_tokens() -> None:
         "4 of 4000 tokens hold 88% of the sum of squares (positions 3996, 3997, 3998, ..., "
         r"tokens 'a', 'b\n', 'c', ...)"
     )
-    largest.position[0, :4] = torch.tensor([5, 7, 7, 7])
+    largest.position[0, :4] = torch.tensor([5, 7, 7, 6])
     largest.token[0, :4] = torch.tensor([-1, 8, 9, 8])
     held = sinks_of(histogram, largest, 0)
-    assert (held.positions, held.ids) == ((7, 5), (8, 9))
-    assert held.remark.endswith("(positions 7, 5, tokens 8, 9)")
+    assert (held.positions, held.ids) == ((7, 5, 6), (8, 9))
+    assert held.remark.endswith("(positions 7, 5, 6, tokens 8, 9)")
     largest.token[0] = -1
     largest.position[0, :4] = 7
     assert sinks_of(histogram, largest, 0).remark.endswith("squares (position 7)")
