@@ -120,34 +120,6 @@ def test_the_card_describes_the_files() -> None:
     ]
 
 
-def test_the_trainer_says_the_held_out_loss_and_writes_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def steps(*_: Any, on_step: Any, **options: Any) -> list[float]:
-        for step in range(450):
-            on_step(step, None)
-        return [1.0]
-
-    fakes = {
-        "train": steps,
-        "train_tokenizer": lambda texts, path: path.touch(),
-        "encode": lambda texts, path: torch.arange(len(texts)),
-        "natural_loss": lambda model, ids: 2.5,
-        "model_card": lambda *_: {"steps": 1},
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(train_embedded, name, fake)
-    monkeypatch.setattr(corpus, "training_texts", lambda: ["a", "b"])
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    with caplog.at_level("INFO"):
-        assert train_embedded.main(["--out", str(tmp_path / "new")]) == 0
-    said = [line for line in caplog.messages if line.startswith("step")]
-    assert said == [f"step {n}: held-out loss 2.500" for n in (200, 400)]
-    assert json.loads((tmp_path / "new" / "card.json").read_text())["steps"] == 1
-    names = {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert names <= {path.name for path in (tmp_path / "new").iterdir()}
-
-
 def test_the_model_is_trained_without_dropout() -> None:
     fresh, ids = train_embedded.new_model(), torch.arange(8).unsqueeze(0)
     outputs = [fresh.train(mode)(ids).logits for mode in (True, False)]
