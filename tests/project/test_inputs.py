@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import tl_geometry as tlg
 from tl_geometry.base import checks
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.zoo.inputs import Inputs
+from tl_geometry.zoo.inputs import Inputs, check_device
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,101 @@ def test_a_corpus_that_is_no_text_is_refused(windows: tlg.TokenWindows, tmp_path
             GeometryError, match=rf"--corpus: expected text files, got {name}\. Use tl-geometry fit"
         ):
             Inputs(corpus=(tmp_path / name,)).texts()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "code.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x * {i}\n\n" for i in range(120)))
+    return path
+
+
+def test_models_are_loaded_as_the_options_say() -> None:
+    plain = Inputs().load()
+    assert tlg.view(plain).name == "tl-geometry-embedded"
+    assert tlg.view(plain).dtype == torch.float32
+    assert not tlg.view(plain).processed
+    control = Inputs(dtype="float64", processed=True, model_class="hooked").load(trained=False)
+    found = tlg.view(control)
+    assert found.name == "tl-geometry-embedded-untrained"
+    assert (found.dtype, found.processed) == (torch.float64, True)
+    assert found.class_name == "HookedTransformer"
+    named = tlg.view(Inputs(model=str(tlg.zoo.directory()), dtype="float64").load())
+    assert named.dtype == torch.float64
+    assert Inputs().load(device="meta").W_E.device.type == "meta"
+
+
+def test_windows_are_as_many_and_as_long_as_asked_for(model: Any, text: Path) -> None:
+    """By default of the model's length, at most 512, with BOS where the tokenizer has one."""
+    view, inputs = tlg.view(model), Inputs(corpus=(text,))
+    everything = inputs.windows(view, inputs.texts())
+    assert everything.tokens.shape[1] == view.n_ctx == 128
+    assert everything.has_bos
+    assert everything.corpus == "code.txt"
+    long = dataclasses.replace(view, n_ctx=1024)
+    assert inputs.windows(long, inputs.texts()).tokens.shape[1] == 512
+    assert inputs.windows(view, inputs.texts(), 16).tokens.shape[1] == 16
+    some = dataclasses.replace(inputs, length=16)
+    count = len(some.windows(view, some.texts()))
+    for contexts, most, wanted in (
+        (3, None, 3),
+        (3, 5, 3),
+        (None, 5, 5),
+        (None, 10 * count, count),
+        (count, None, count),
+    ):
+        asked = dataclasses.replace(some, contexts=contexts)
+        assert len(asked.windows(view, asked.texts(), most=most)) == wanted
+    too_many = dataclasses.replace(some, contexts=count + 1)
+    with pytest.raises(GeometryError, match=f"--contexts: expected at most {count} windows of 16"):
+        too_many.tokens(model)
+    seeds = [dataclasses.replace(some, contexts=5, seed=seed).tokens(model) for seed in (0, 1)]
+    assert not torch.equal(seeds[0].tokens, seeds[1].tokens)  # pyright: ignore
+    bare = dataclasses.replace(view, bos_id=None)
+    assert not inputs.windows(bare, inputs.texts()).has_bos
+    without = dataclasses.replace(inputs, bos=False)
+    assert not without.windows(view, without.texts()).has_bos
+
+
+def test_a_file_of_ids_is_cut_to_the_contexts_asked_for(
+    model: Any, windows: tlg.TokenWindows, tmp_path: Path
+) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, windows.tokens.numpy())
+    for contexts, wanted in ((None, 8), (3, 3), (8, 8)):
+        found = Inputs(corpus=(path,), contexts=contexts).tokens(model)
+        assert np.array_equal(np.asarray(found), windows.tokens[:wanted].numpy())
+    with pytest.raises(GeometryError, match="--contexts: expected at most 8, the rows of the file"):
+        Inputs(corpus=(path,), contexts=9).tokens(model)
+    Inputs(corpus=(path,)).check_corpus(ids=True)
+    for options in ({}, {"ids": False}):
+        with pytest.raises(GeometryError, match="--corpus: expected text files"):
+            Inputs(corpus=(path,)).check_corpus(**options)
+    for given, says in (
+        (Inputs(corpus=(path,), field="a", pack=True), "--field --pack: expected text files"),
+        (Inputs(corpus=(path,), bos=False), "--length, --bos: expected none with a token file"),
+        (Inputs(corpus=(path, path)), "--corpus: expected one existing .npy file"),
+    ):
+        with pytest.raises(GeometryError, match=says):
+            given.check_corpus(ids=True)
+
+
+def test_a_gpu_is_taken_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, available in ((0, True), (2, False), (2, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)  # noqa: B023
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)  # noqa: B023
+        there = count if available else 0
+        for number, name in enumerate(("cuda:0", "cuda:1", "cuda:2")):
+            if number < there:
+                check_device(name)
+                check_device("cuda")
+                continue
+            with pytest.raises(GeometryError, match=f"{name}, got {there} CUDA devices"):
+                check_device(name)
+    for mps in (True, False):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)  # noqa: B023
+        if mps:
+            check_device("mps")
+        else:
+            with pytest.raises(GeometryError, match="a machine with MPS, got none"):
+                check_device("mps")

