@@ -365,6 +365,27 @@ def test_theorem_one_as_corrected(
     )
 
 
+def test_the_bounds_of_theorem_one_by_dense_matrices() -> None:
+    """Both printed and corrected ones, with the largest entry and the norm of the stencil."""
+    T, k, m = 9, 3, 2
+    P = centred(7, T, 4)
+    r, G = diff.theorem1(P, k, m), (P @ P.T).numpy()
+    delta = stencil(G, m)
+    largest, operator = np.abs(delta).max(), np.linalg.norm(delta, 2)
+    g = {j: 1 / (2 * T * math.sin(math.pi * j / (2 * T))) for j in (1, k)}
+    bracket = (g[k] * g[1]) ** m + g[k] ** (2 * m)
+    assert r.bound_tight == pytest.approx(bracket * largest)
+    assert r.bound_operator == pytest.approx(bracket * operator / (2 * T))
+    assert r.bound_safe == pytest.approx(6 / (4 * k) ** m * largest)
+    assert r.bound_paper == pytest.approx(6 / (8 * k) ** m * largest)
+    t, j = np.arange(1, T + 1)[:, None], np.arange(1, k + 1)
+    Q = np.linalg.qr(np.cos((j - 0.5) * (t - 1) * math.pi / T))[0]
+    rest = np.eye(T) - Q @ Q.T
+    assert r.lhs_paper == pytest.approx(np.linalg.norm(rest @ G @ rest, 2) / T)
+    assert float(diff.smoothness(P, 0)) == 1
+    assert float(diff.smoothness(P)) == float(diff.smoothness(P, 1))
+
+
 def test_theorem_one_vanishes_with_all_frequencies_and_is_half_for_a_frequency_left_out() -> None:
     assert diff.theorem1(centred(0, 12, 4), 12, 2).lhs < 1e-12
     for j in (2, 5, 12):

@@ -49,8 +49,6 @@ def test_the_table_of_nouns_has_three_tokens_of_first_middle_and_last_layer(mode
     p = probes.noun_probe(view, nouns)
     assert (p.nouns, p.skipped, p.layers) == (("map", "class"), ("several tokens",), (0, 3, 6))
     assert p.key_ids.shape == p.value_ids.shape == (3, view.n_heads, 2, 3)
-    explicit = probes.noun_probe(view, nouns, layers=[0, 3, 6], k=3, biases=True)
-    assert p.rows() == explicit.rows()
     assert p.provenance.preset == "exact"
     rows = iter(p.rows())
     for i, layer in enumerate((0, 3, 6)):

@@ -113,17 +113,17 @@ def test_subspaces_have_20_directions_and_60_are_shown(basis: tlg.PositionContex
     assert g.p.isnan().all()
     assert g.provenance.flags == ()
     few, least, one = (
-        weight_geometry(model, basis, rank=rank, shown=shown, draws=0)
+        weight_geometry(model, basis, layers=1, rank=rank, shown=shown, draws=0)
         for rank, shown in ((3, 7), (9, 1), (1, 1))
     )
-    for found, size in ((few, 7), (least, 9), (one, 1)):
-        torch.testing.assert_close(found.block, g.block[:, :size, :size])
-    for layer, factors in vocabulary.factors_of(tlg.view(model), [0, 1], "QK"):
-        energy = off_diagonal(factors).square().sum((1, 2))
-        rows = slice(4 * layer, 4 * layer + 4)
-        for found, k in ((g, 20), (few, 3), (least, 9), (one, 1)):
-            expected = g.block[rows, :k, :k].square().sum((1, 2)) / energy
-            torch.testing.assert_close(found.concentration[rows], expected)
+    ((_, factors),) = vocabulary.factors_of(tlg.view(model), [1], "QK")
+    energy = off_diagonal(factors).square().sum((1, 2))
+    for found, k, size in ((few, 3, 7), (least, 9, 9), (one, 1, 1)):
+        torch.testing.assert_close(found.block, g.block[4:, :size, :size])
+        expected = g.block[4:, :k, :k].square().sum((1, 2)) / energy
+        torch.testing.assert_close(found.concentration, expected)
+    expected = g.block[4:, :20, :20].square().sum((1, 2)) / energy
+    torch.testing.assert_close(g.concentration[4:], expected)
     for name in ("corpus", "token_hash", "has_bos", "window", "contexts"):
         assert getattr(g.provenance, name) == getattr(basis.provenance, name)
 
@@ -131,7 +131,7 @@ def test_subspaces_have_20_directions_and_60_are_shown(basis: tlg.PositionContex
 def test_a_geometry_of_fewer_directions_is_padded() -> None:
     embedded = tlg.zoo.embedded()
     windows = tlg.zoo.default_windows(embedded, 16, n=8)
-    short = tlg.decompose(embedded, windows, progress=False)
+    short = tlg.decompose(embedded, windows, states=[0], progress=False)
     wide = weight_geometry(embedded, short, layers=0)
     assert wide.block.shape == (4, 60, 60)
     (k,) = wide.k
