@@ -174,13 +174,14 @@ def test_windows_for_surrogates_are_halved_only_where_each_offset_has_a_product(
     assert set(budget.asked) == {OFFSETS if position == "rotary" else WHAT}
 
 
-def test_surrogates_take_a_decoder_with_a_trained_head() -> None:
-    for causal_, trained in ((True, False), (False, True)):
-        draft = Noted()
-        module = copy_of(weights_section)
-        module._surrogates(draft, stub(causal=causal_, head_trained=trained))
-        why = "it takes a decoder with a trained output head"
-        assert draft.lines() == [f"{WHAT}: left out, because {why}."]
+def test_edits_take_a_decoder_with_a_trained_head() -> None:
+    heads, weights = copy_of(heads_section), copy_of(weights_section)
+    why = "left out, because it takes a decoder with a trained output head."
+    for is_causal, trained in ((True, False), (False, True)):
+        of, draft = stub(causal=is_causal, head_trained=trained), Noted()
+        weights._surrogates(draft, of)
+        heads._dominant(draft, of, "table")
+        assert draft.lines() == [f"{WHAT}: {why}", f"the model with dominant terms only: {why}"]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,8 @@ def test_a_model_with_dominant_terms_only(
         module._dominant(draft, of, "table")
         assert edit.call_args.args[1].tokens.equal(of.pick(count).tokens)
         assert edit.call_args.kwargs["draws"] == draws
+        asked = ("the model with dominant terms only", 16, min(16, windows))
+        assert budget.windows.call_args.args == asked
         said, *remark = draft.section().text
         assert f"On {count} windows of this corpus its loss goes from" in said
         assert said.endswith(f"{smaller}. Edits act in the live model.")
