@@ -104,7 +104,10 @@ def test_half_a_reliability_is_enough() -> None:
 def test_weights_read_position_at_five_percent(p: float, reliability: float, clear: bool) -> None:
     table = Mock(spec=WeightGeometry, heads=((0, 0), (0, 1), (1, 0), (1, 1)))
     table.excess = torch.tensor([2.0, torch.inf, torch.nan, 3.0])
-    table.p, table.reliability = torch.full((4,), p).double(), torch.full((4,), reliability)
+    table.p, table.reliability = (
+        torch.full((4,), p, dtype=torch.float64),
+        torch.full((4,), reliability),
+    )
     table.columns.return_value = ["excess"]
     table.rows.return_value = [[value] for value in table.excess.tolist()]
     found = held(findings.lift(table))

@@ -171,6 +171,7 @@ def test_windows_for_surrogates_are_halved_only_where_each_offset_has_a_product(
     assert (
         f"those of {count} windows of {shorter} tokens of this corpus{smaller}." in draft.blocks[0]
     )
+    assert (draft.drawn, draft.tabled) == (["surrogates"], ["surrogates"])
     assert set(budget.asked) == {OFFSETS if position == "rotary" else WHAT}
 
 
@@ -203,7 +204,8 @@ def test_a_sweep_has_the_windows_that_its_labels_need(
         assert module._sweep(draft, of) is module.sweep_heads.return_value
         _, chosen, _ = module.sweep_heads.call_args.args
         assert chosen.tokens.equal(of.pick(count).tokens)
-        assert module.sweep_heads.call_args.kwargs["detail"] == detail
+        options = {"detail": detail, "progress": False, "seed": 5}
+        assert module.sweep_heads.call_args.kwargs == options
         said = [f"{count} windows in place of {windows}, to keep the budget."]
         assert draft.lines() == (said if count < windows else [])
         assert budget.windows.call_args.args[:2] == ("the sweep over all heads", 16)
@@ -250,7 +252,9 @@ def test_a_model_with_dominant_terms_only(
         of, draft = stub(count=windows, budget=budget), Noted()
         module._dominant(draft, of, "table")
         assert edit.call_args.args[1].tokens.equal(of.pick(count).tokens)
-        assert edit.call_args.kwargs["draws"] == draws
+        options = {"table": "table", "draws": draws, "progress": False, "seed": 5}
+        assert edit.call_args.kwargs == options
+        assert (draft.drawn, draft.tabled) == (["dominance"], ["dominant_only"])
         asked = ("the model with dominant terms only", 16, min(16, windows))
         assert budget.windows.call_args.args == asked
         said, *remark = draft.section().text
@@ -336,6 +340,8 @@ def test_states_are_truncated_on_chunks_of_their_own(
     assert given[1].tokens[:, 0].tolist() == list(range(fitted))
     assert held_out.tokens[:, 0].tolist() == list(range(fitted, fitted + tested))
     assert (model, ensemble) == ("model", module.trajectories.return_value)
+    assert (draft.drawn, draft.tabled) == (["truncation"], ["truncation"])
+    assert draft.findings == [module.findings.truncated.return_value]
     for function in (module.trajectories, module.truncation_kl):
         assert function.call_args.kwargs == {"progress": False}
 
@@ -369,6 +375,8 @@ def test_blocks_are_skipped_in_every_pair_of_states_of_a_shallow_model(
     maps = ("flow", "ridge", "identity", "mean")
     options = {"pairs": pairs, "map_types": maps, "progress": False, "seed": 5}
     assert call.kwargs == options
+    assert (draft.drawn, draft.tabled) == (["skips"], ["skipped_layers"])
+    assert draft.findings == [module.findings.skipped.return_value]
     assert shown in draft.lines()[0]
     assert "skipped_layers:0:own_loss" in draft.lines()[0]
 
