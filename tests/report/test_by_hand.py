@@ -3,6 +3,7 @@ faults planted in the modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from tl_geometry.report import basis as basis_section
 from tl_geometry.report import findings, massive
 from tl_geometry.report import flow as flow_section
 from tl_geometry.report import heads as heads_section
-from tl_geometry.report.origin import plain
+from tl_geometry.report.analysis import Analysis
+from tl_geometry.report.origin import Cells, plain
 from tl_geometry.report.section import Draft, FigureBlock
 
 
@@ -207,3 +209,49 @@ def test_sentences_by_hand() -> None:
     check_anova(copy_of(basis_section))
     check_dominance(copy_of(findings))
     check_heads(copy_of(heads_section))
+
+
+def planted(*norms: tuple[int, int, float]) -> torch.Tensor:
+    """States of three layers, 20 windows and 30 positions; in the second all tokens have norm one,
+    save those given by window, position and norm."""
+    h = torch.randn(3, 20, 30, 8, generator=torch.Generator().manual_seed(0)).double()
+    h[1] /= torch.linalg.vector_norm(h[1], dim=-1, keepdim=True)
+    for window, position, norm in norms:
+        h[1, window, position] *= norm
+    return h
+
+
+def test_massive_tokens_are_those_above_three_medians_each_named_once() -> None:
+    h = planted((4, 2, 100), (5, 2, 50), (6, 7, 3.5), (7, 8, 2.9))
+    basis = decompose_activations(h)
+    table = basis.largest_tokens()
+    texts = ("a" * 16, "a" * 16, "b" * 17, "c", *["d"] * (len(table.token[1]) - 4))
+    named = dataclasses.replace(table, str_tokens=(texts, texts, texts))
+    assert massive.largest(named, 1)[2] == (7, pytest.approx(3.5), "b" * 17)
+    coordinate = int(h[1, 4, 2].abs().argmax())
+    places = f"'{'a' * 16}' at position 2, '{'b' * 15}…' at position 7"
+    assert plain(massive.sentence(basis, named, 1, "98%")) == (
+        f"1 of 600 tokens hold 98% of the sum of squares of state 1 ({places}; norm 100 where the "
+        f"median token has 1, coordinate {coordinate}). Shares, spectra and measures of 1 of 3 "
+        "states (1) describe these tokens more than the others; a normalised basis weighs all "
+        "tokens alike."
+    )
+
+
+@pytest.mark.parametrize("norms", [[(4, 2, 100.0)], []])
+def test_the_share_of_the_largest_tokens_is_that_of_their_table(norms: list[Any]) -> None:
+    h = planted(*norms)
+    basis = decompose_activations(h)
+    squares = h.square().sum(-1).flatten(1)
+    shares = squares.amax(1) / squares.sum(1)
+    row = int(shares.argmax())
+    few = "1 of 600 tokens" if norms else "No massive tokens: the largest 0.1% of 600 tokens"
+    start = f"{few} hold {100 * float(shares[row]):.3g}% of the sum of squares of state {row}"
+    for cells in (Cells("anova", basis.anova(), rounded=True), None):
+        draft = Draft("basis")
+        massive.add(draft, Mock(spec=Analysis, basis=basis), cells)
+        (said,) = draft.section().text
+        if cells is None:
+            start = f"{few} hold {float(shares[row]):.1%} of the sum of squares of state {row}"
+        assert said.startswith(start)
+        assert said.endswith("all tokens alike." if norms else "more than of any other state.")

@@ -188,6 +188,7 @@ def test_a_csv_is_plain_text_with_one_end_of_line(tmp_path: Path) -> None:
 
 def test_the_order_of_settings_does_not_matter_and_paths_count() -> None:
     assert digest({"a": 1, "b": (2, Path("c"))}) == digest({"b": (2, Path("c")), "a": 1})
+    assert re.fullmatch("[0-9a-f]{16}", digest({"a": 1}))
     assert digest({"a": Path("b")}) != digest({"a": Path("c")})
 
 
