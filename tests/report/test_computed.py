@@ -246,7 +246,7 @@ def drawn(figure: Any) -> list[Any]:
 
 def test_figures_of_heads_show_what_they_are_for() -> None:
     of = analysis("llama")
-    section, figures, calls, _ = made(of, "heads")
+    _, figures, calls, _ = made(of, "heads")
     keys = ("shares", "gain", "types", "heads", "planes", "bands", "example", "dominance")
     assert tuple(figures) == keys
     table = calls[0].result
@@ -254,7 +254,7 @@ def test_figures_of_heads_show_what_they_are_for() -> None:
         assert drawn(figures[key][0]) == drawn(sweeps.head_shares(table, share=share))
     chosen = strongest(table)
     scores = tlg.split_scores(of.model, of.pick(16), of.basis, heads=chosen)
-    planes, profile = section.tables["planes"], offset_profile(scores)
+    planes, profile = table.planes(), offset_profile(scores)
     assert drawn(figures["planes"][0]) == drawn(head_planes(planes, profile, heads=chosen))
     bands, example = figures["bands"][0], figures["example"][0]
     assert isinstance(bands, PageView)
