@@ -205,6 +205,8 @@ def test_a_bundle_has_each_path_on_the_directions_of_the_last_state() -> None:
     for count in (100, 101):
         points, names = flow.coordinates(paths(count))
         assert len(points) == 100
+        torch.manual_seed(count)
+        assert torch.equal(flow.coordinates(paths(count))[0], points), "a fixed seed"
         assert names == [f"u{i} of state 6" for i in (1, 2, 3)]
     ensemble = paths(9)
     view = flow.bundle_figure(ensemble)
