@@ -7,6 +7,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,6 +225,48 @@ def test_exact_steps_through_more_times_have_the_same_law_and_seeds_decide():
     assert model.simulate(x, [2.0], dtype=torch.float32).dtype == torch.float32
 
 
+def uneven(alpha: float = 1.0, rate: float = 0.3) -> LangevinModel:
+    """States at layers 1, 2 and 3.5."""
+    times = torch.tensor([1.0, 2.0, 3.5]).double()
+    return dataclasses.replace(planted(3, 3, alpha=alpha, rate=rate), times=times)
+
+
+@pytest.mark.parametrize(("dt", "seed"), [(None, 0), (0.25, 7), (5.0, 7)])
+def test_euler_paths_are_the_steps_written_out(dt: float | None, seed: int) -> None:
+    """The drift and the noise at the start of each step; steps end at states and at times asked
+    for, and are of 0.1 layers by default."""
+    model, x, times = uneven(), noise(4, 3, seed=1), [1.3, 2.5, 3.5]
+    draws = torch.Generator().manual_seed(seed)
+    found = model.simulate(x, times, method="euler", dt=dt, seed=seed)
+    assert found.shape == (1, 4, 3, 3)
+    at, now = x, 1.0
+    for end in (1.3, 2.0, 2.5, 3.5):
+        steps = math.ceil(round((end - now) / (dt or 0.1), 6))
+        h = (end - now) / steps
+        for u in [now + step * h for step in range(steps)]:
+            spread = math.sqrt(0.3 * math.exp(0.3 * u) * h)
+            gaussian = torch.randn(4, 3, generator=draws, dtype=torch.float64)
+            at, now = at + h * at @ model.drift(u).mT + spread * gaussian, end
+        if end in times:
+            assert torch.allclose(found[0, :, times.index(end)], at, rtol=1e-10), end
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_exact_paths_are_the_increments_written_out(seed: int) -> None:
+    """Of the co-moving coordinates; at the start itself nothing is drawn."""
+    model, x, now = uneven(), noise(4, 3, seed=1), 1.0
+    draws = torch.Generator().manual_seed(seed)
+    found = model.simulate(x, [1.0, 1.7, 3.5], seed=seed)
+    assert torch.equal(found, model.simulate(x, [1.0, 1.7, 3.5])) == (seed == 0)
+    assert torch.allclose(found[0, :, 0], x)
+    y = x @ (model.rotation(1.0) / model.sigma(1.0))
+    for i, t in ((1, 1.7), (2, 3.5)):
+        gaussian = torch.randn(4, 3, generator=draws, dtype=torch.float64)
+        y, now = y + gaussian * model.noise_integral(now, t).sqrt(), t
+        right = (y * model.sigma(t)) @ model.rotation(t).mT
+        assert torch.allclose(found[0, :, i], right, rtol=1e-10)
+
+
 # fitting
 
 
@@ -292,6 +335,32 @@ def test_a_state_without_energy_in_a_direction_is_clamped_and_flagged():
     assert bool(torch.isfinite(model.simulate(X[:, 0], [3.0])).all())
 
 
+def test_fits_take_layers_from_one_and_raise_what_has_no_logarithm() -> None:
+    """With as many trajectories as coordinates nothing is projected; a state of zeros and a
+    direction below 1e-10 of the largest keep a positive stretch."""
+    X = noise(4, 3, 4, seed=5)
+    model = LangevinModel.fit(X, noise=(0.5, 0.2))
+    assert model.times.tolist() == [1, 2, 3]
+    assert torch.equal(model.subspace, torch.eye(4).double())
+    assert (model.alpha, model.rate, model.trajectories, model.clamped) == (0.5, 0.2, 4, 0)
+    made = model.provenance
+    assert (made.sources, made.dtype, made.contexts) == (("sarfati2025",), "float64", 4)
+    late = LangevinModel.fit(X, noise=(0.0, 0.0), times=torch.tensor([2.0, 5, 7]), provenance=made)
+    assert late.times.tolist() == [2, 5, 7]
+    still = X.clone()
+    still[:, 1] = 0
+    assert LangevinModel.fit(still, noise=(0.0, 0.0)).clamped == 4
+    few = LangevinModel.fit(still[:2], noise=(0.0, 0.0))
+    assert few.outside.tolist()[1] == 0
+    assert bool(few.simulate(still[:2, 0], [3.0]).isfinite().all())
+    for share, clamped in ((1.5e-10, 0), (0.5e-10, 1)):
+        Y = torch.diag(torch.tensor([2.0, 1.0, 2 * share]).double())
+        model = LangevinModel.fit(torch.stack([Y, Y], 1), noise=(0.0, 0.0))
+        assert model.clamped == 2 * clamped
+        smallest = model.S.min(1).values
+        assert torch.allclose(smallest, torch.full((2,), 2 * max(share, 1e-10)).double(), rtol=0.02)
+
+
 def test_models_survive_a_file(tmp_path):
     model = planted(3, 3)
     again = LangevinModel.load(model.save(tmp_path / "flow.safetensors"))
@@ -313,6 +382,61 @@ def test_errors_name_what_was_expected():
         dataclasses.replace(model, rate=-0.1)
     with pytest.raises(GeometryError, match="method: expected one of 'exact', 'euler', got 'rk4'"):
         model.simulate(noise(1, 3), [2.0], method="rk4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"S": torch.eye(3).double()}, "singular values: expected positive numbers, got zeros"),
+        ({"times": torch.tensor([1.0, 2, 2]).double()}, "times: expected increasing layers"),
+        ({"preset": "published"}, "preset: expected one of 'exact', 'reference'"),
+    ],
+)
+def test_no_model_of_what_is_no_flow(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(GeometryError, match=text):
+        dataclasses.replace(planted(3, 3), **fields)
+    with pytest.raises(GeometryError, match="LangevinModel: expected at least two states, got 1"):
+        LangevinModel.fit(noise(5, 1, 3), noise=(0.0, 0.0))
+    assert len(LangevinModel.fit(noise(5, 2, 3), noise=(0.0, 0.0)).S) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "times", "options", "text"),
+    [
+        (2, [2.0], {}, r"start states: expected \[trajectory 3\]"),
+        (3, [], {}, "expected increasing times from 1"),
+        (3, [1.0, 1.0], {}, "expected increasing times from 1"),
+        (3, [1.5], {"start": 2.0}, "expected increasing times from 2"),
+        (3, [2.0], {"samples": 0}, "samples and dt: expected positive numbers, got 0 and None"),
+        (3, [2.0], {"method": "euler", "dt": 0.0}, "expected positive numbers, got 1 and 0.0"),
+        (3, [2.0], {"dt": 0.5}, "dt: expected none with method="),
+        (3, [3.5], {"method": "euler"}, r"time: expected 1 to 3 \(layers\), got 3.5"),
+        (3, [1.0], {"start": 0.5, "method": "euler"}, r"expected 1 to 3 \(layers\), got 0.5"),
+    ],
+)
+def test_no_paths_from_what_makes_no_sense(
+    columns: int, times: list[float], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(GeometryError, match=text):
+        planted(3, 3).simulate(noise(2, columns), times, **options)
+
+
+def test_a_path_is_known_between_its_ends_alone() -> None:
+    """But for rounding, 1e-9 of the last layer; no time from a state to itself is no change."""
+    model = planted(3, 3)
+    for end in (1 - 1e-8, 3 + 1e-8):
+        for ask in (model.sigma, model.stretch_rate, model.rotation, model.drift):
+            with pytest.raises(GeometryError, match=r"time: expected 1 to 3 \(layers\)"):
+                ask(end)
+    for near, k, share in ((1 - 2e-9, 0, 0.0), (3 + 2e-9, 1, 1.0)):
+        interval, passed = model.path.locate(near)
+        assert (interval, passed) == (k, pytest.approx(share, abs=1e-8))
+    for k, time in enumerate((1.0, 2.0, 3.0)):
+        assert torch.equal(model.rotation(time), model.U[k])
+        assert torch.allclose(model.transition(time, time), torch.eye(3).double())
+        assert not bool(model.noise_integral(time, time).any())
+    with pytest.raises(GeometryError, match="times: expected start <= end"):
+        model.noise_integral(2.0, 1.5)
 
 
 def test_a_state_begins_its_interval_at_its_own_time() -> None:
