@@ -89,6 +89,7 @@ def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(
     slow.undo()
     same(whole, skip_map(model, rows, map_types=("flow", "mean"), progress=False))
     assert whole.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5) if b - a != 3]
+    assert not any("near chance" in flag for flag in whole.provenance.flags), "it is trained"
 
 
 def test_truncation_at_the_pilot_is_that_of_whole_passes(slow: pytest.MonkeyPatch) -> None:
