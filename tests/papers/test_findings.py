@@ -227,7 +227,9 @@ def test_findings_of_characters(last: float, falls: bool) -> None:
         for measure in ("rank", "relative_norm_reference", "relative_norm")
     ]
     summary = [row | {"mean": row["mean"] + row["seed"]} for row in summary]
-    claims: list[Claim] = list(characters._findings(summary, start + end, (0, 4)))
+    middle = [row | {"step": 3, "loss": 7.0} for row in start]
+    first_state = [row for row in start + middle + end if row["state"] == 0]
+    claims: list[Claim] = list(characters._findings(summary, first_state, (0, 4)))
     rank = "10.00(1.00); 14.00(1.00)"
     reference, norm = "1.25(1.00); 5.25(1.00)", "1.50(1.00); 5.50(1.00)"
     losses = f"3.000 to 2.000; 2.250 to {last:.3f}"
