@@ -15,7 +15,6 @@ from tests.scores.dense import share_sums_dense
 from tests.tiny import (
     ARCHITECTURES,
     HAS_HOOKED,
-    hf_model,
     loadable,
     tiny,
     tiny_hooked,
@@ -24,7 +23,7 @@ from tests.tiny import (
 from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.writer_sweep import sweep_writers
-from tl_geometry.models import from_hf, view
+from tl_geometry.models import view
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.sweep import sweep_heads
 from tl_geometry.scores.values import split_values
@@ -183,19 +182,6 @@ def test_shares_are_looked_up_sorted_and_tabulated_by_name() -> None:
                 assert sweep.of((1, 2), part, side=side, share=share) == value
     assert sweep.top("L1H2") == sweep.top("L1H2", 5, side="key", share="gs")
     assert sweep.of("L1H2", "embed") == sweep.of("L1H2", "embed", side="key", share="gs")
-
-
-def test_a_head_without_scores_has_no_shares() -> None:
-    hf = hf_model("gpt2")
-    attention = hf.transformer.h[1].attn.c_attn
-    with torch.no_grad():  # the queries of head 2
-        attention.weight[:, 16:24], attention.bias[16:24] = 0.0, 0.0
-    model = from_hf(hf, None, name="uniform")
-    sweep = sweep_of(model)
-    none = sweep.cs.isnan()
-    assert [bool(x.all()) for x in none] == [head == (1, 2) for head in sweep.heads]
-    assert torch.equal(none, sweep.gs.isnan())
-    assert [bool(x.any()) for x in none] == [head == (1, 2) for head in sweep.heads]
 
 
 def test_two_positions_are_left_after_those_that_are_dropped() -> None:
