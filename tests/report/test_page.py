@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.run_files import CHECKPOINT
 from tl_geometry.render.figure import View, canvas
@@ -106,21 +107,12 @@ def shown(block: TableBlock) -> Shown:
 
 
 def test_a_table_has_units_bounds_and_numbers_to_the_right() -> None:
-    names = (
-        "what",
-        "loss",
-        "loss_se",
-        "loss_change",
-        "loss_low",
-        "loss_high",
-        "top1",
-        "x",
-        "a_low",
-    )
+    names = ("what", "loss", "loss_se", "loss_change", "loss_low", "loss_high", "top1")
+    names += ("mean_kl", "mean_kl_se", "a_low")
     held = table(
         names,
-        ("3 of 4", 3.14159, 0.02, -0.25, -0.5, 0.0625, True, 12345.6, 1),
-        ("none ± 2", nan, nan, 0.5, nan, nan, False, None, 2),
+        ("3 of 4", 3.14159, 0.02, -0.25, -0.5, 0.0625, True, 12345.6, 100.0, 1),
+        ("none ± 2", nan, nan, 0.5, nan, nan, False, None, nan, 2),
     )
     assert shown(TableBlock(name="the_edits", table=held)) == Shown(
         open=True,
@@ -131,16 +123,16 @@ def test_a_table_has_units_bounds_and_numbers_to_the_right() -> None:
             ("loss (nats)", True),
             ("loss change (nats)", True),
             ("same likeliest token (share)", True),
-            ("x", True),
+            ("mean kl", True),
             ("a low", True),
         ],
         rows=[
-            ["3 of 4", "3.142 ± 0.02", "−0.250 [−0.500, 0.0625]", "yes", "12,300", "1"],
+            ["3 of 4", "3.142 ± 0.02", "−0.250 [−0.500, 0.0625]", "yes", "12,346 ± 1e+02", "1"],
             ["none ± 2", "–", "0.500", "no", "–", "2"],
         ],
     )
-    chosen = TableBlock(name="edits", table=held, about="Edits", columns=("x", "what"))
-    assert shown(chosen).headings == [("what", False), ("x", True)]
+    chosen = TableBlock(name="edits", table=held, about="Edits", columns=("mean_kl", "what"))
+    assert shown(chosen).headings == [("what", False), ("mean kl", True)]
     assert shown(chosen).about == "Edits · 2 rows, 2 of 6 columns; all of it in edits.csv"
     assert shown(TableBlock(name="e", table=table(("a", "b")))).headings == [
         ("a", True),
@@ -159,7 +151,8 @@ def test_long_tables_are_folded_and_searched_and_wide_ones_turned() -> None:
     assert [of_size(rows, 3).search for rows in (14, 15)] == [False, True]
     assert [of_size(3, columns).open for columns in (8, 9)] == [True, False]
     assert [len(of_size(3, columns).rows) for columns in (12, 13)] == [3, 12]
-    assert [len(of_size(rows, 13).rows) for rows in (12, 13)] == [12, 13]
+    assert [len(of_size(rows, 13).headings) for rows in (12, 13)] == [13, 13]
+    assert [len(of_size(rows, 14).headings) for rows in (12, 13)] == [13, 14]
     turned = of_size(2, 13)
     assert turned.headings[0][0] == "c0"
     assert [text for text, _ in turned.headings] == ["c0", "0", "100"]
@@ -175,7 +168,7 @@ def test_a_column_of_a_table_where_others_have_given_values() -> None:
     assert held.column("c", a=1) == [5, 7]
     assert held.column("c", a=1, b="y") == [7]
     assert held.column("c", a=1, b="y", c=7) == [7]
-    with pytest.raises(Exception, match="column: expected one of a, b, c, got 'd'"):
+    with pytest.raises(GeometryError, match="column: expected one of a, b, c, got 'd'"):
         held.column("d")
 
 
@@ -278,10 +271,13 @@ def test_a_later_run_takes_over_what_it_may(tmp_path: Path) -> None:
     def later(seed: int, *, resume: bool) -> Folder:
         out = tmp_path / f"{seed} {resume}"
         shutil.copytree(tmp_path / "first", out)
-        made = Folder(out, "m", names=names, resume=resume, force=True)
+        options = {"resume": True} if resume else {}
+        made = Folder(out, "m", names=names, force=True, **options)
         made.begin({"seed": seed})
         return made
 
+    with pytest.raises(GeometryError, match="or --force to overwrite"):
+        Folder(tmp_path / "first", "m", names=names, resume=True)
     for seed, resume, found in ((1, True, ["overview"]), (2, True, []), (1, False, [])):
         made = later(seed, resume=resume)
         assert made.finished() == found
