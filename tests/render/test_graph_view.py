@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex, to_rgba
 
 import tl_geometry as tlg
 from tests.browser import (
@@ -26,9 +28,11 @@ from tests.browser import (
 )
 from tests.modules import copy_of
 from tl_geometry import render
+from tl_geometry.base.html import token_text
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.render import graph_nodes, graph_view
-from tl_geometry.render.graph_nodes import DrawnGraph
+from tl_geometry.render.figure import NEGATIVE, POSITIVE
+from tl_geometry.render.graph_nodes import DrawnGraph, drawn_graph
 from tl_geometry.render.writers import logit_figure
 
 
@@ -154,6 +158,106 @@ def test_the_image_has_every_node_that_the_page_begins_with() -> None:
     view = render.graph_page(graph).image()
     assert len(view.figure.axes[0].collections) == min(graph_view.START, len(graph.names))
     assert view.title == render.graph_page(graph).title
+
+
+def sign(value: float) -> str:
+    return POSITIVE if value > 0 else NEGATIVE
+
+
+def test_the_image_of_a_graph_has_its_nodes_at_their_places() -> None:
+    graph = traced()
+    drawn = drawn_graph(graph)
+    axis = render.graph_page(graph).image().figure.axes[0]
+    order = drawn.reached.argsort(stable=True)[: graph_view.START].tolist()
+    nodes = sorted(order)
+    marks: Any = axis.collections
+    assert len(marks) == len(nodes) == 40
+    rows = dict(zip(axis.get_yticks(), (t.get_text() for t in axis.get_yticklabels()), strict=True))
+    columns = [t.get_text() for t in axis.get_xticklabels()]
+    points: dict[int, tuple[float, float]] = {}
+    sizes: list[tuple[float, float]] = []
+    for i, mark in zip(nodes, marks, strict=True):
+        ((x, y),) = np.asarray(mark.get_offsets()).tolist()
+        points[i] = (x, y)
+        layer, head, at = (int(v[i]) for v in (drawn.layers, drawn.heads_of, drawn.positions))
+        kind = "block" if head >= 0 else "MLP"
+        where = "logit" if i == 0 else "embeddings" if layer < 0 else f"{kind} {layer}"
+        assert rows[y] == where
+        text = "constants" if at < 0 else f"{token_text(graph.str_tokens[at])} {at}"
+        assert columns[round(x)] == text
+        value = float(drawn.values[i])
+        assert to_hex(mark.get_facecolor()[0]) == sign(value)
+        sizes.append((abs(value), float(mark.get_sizes()[0])))
+    assert len(set(points.values())) == len(points), "no node on another"
+    sizes.sort()
+    assert [size for _, size in sizes] == sorted(size for _, size in sizes)
+    largest = float(drawn.values.abs().max())
+    assert sizes[-1][1] == pytest.approx(15 + 150 * sizes[-1][0] / largest)
+    assert list(rows.values()) == sorted(
+        rows.values(), key=lambda r: [*order_of_rows(drawn.blocks)].index(r)
+    )
+    names = {a.xy: a.get_text() for a in axis.texts}
+    heads = {points[i]: f"H{int(drawn.heads_of[i])}" for i in nodes if drawn.heads_of[i] >= 0}
+    assert names == heads
+
+
+def order_of_rows(blocks: int) -> list[str]:
+    """From the bottom."""
+    inside = [name for i in range(blocks) for name in (f"block {i}", f"MLP {i}")]
+    return ["embeddings", *inside, "logit"]
+
+
+def test_lines_of_the_image_lead_from_writers_to_readers() -> None:
+    graph = traced()
+    drawn = drawn_graph(graph)
+    axis = render.graph_page(graph).image().figure.axes[0]
+    nodes = sorted(drawn.reached.argsort(stable=True)[: graph_view.START].tolist())
+    marks: Any = axis.collections
+    points = {
+        i: tuple(np.asarray(mark.get_offsets())[0].tolist())
+        for i, mark in zip(nodes, marks, strict=True)
+    }
+    wanted: dict[Any, float] = {}
+    for target in nodes:
+        into = [
+            (abs(float(drawn.weights[e])), e)
+            for e in range(len(drawn.weights))
+            if int(drawn.targets[e]) == target
+            and int(drawn.sources[e]) in points
+            and int(drawn.edge_types[e]) == 0
+        ]
+        for _, e in sorted(into, reverse=True)[: graph_view.LISTED]:
+            ends = (points[int(drawn.sources[e])], points[target])
+            wanted[ends] = float(drawn.weights[e])
+    found = {}
+    for line in axis.lines:
+        x, y = (np.asarray(v).tolist() for v in line.get_data())
+        found[(x[0], y[0]), (x[1], y[1])] = line
+    assert set(found) == set(wanted)
+    for ends, weight in wanted.items():
+        assert to_rgba(found[ends].get_color()) == to_rgba(sign(weight))
+    widths = [found[ends].get_linewidth() for ends in sorted(wanted, key=lambda e: abs(wanted[e]))]
+    assert widths == sorted(widths)
+    assert widths[-1] > 5 * widths[0]
+
+
+def test_a_head_lists_the_attention_that_it_paid() -> None:
+    """The six largest, of at least 0.0005."""
+    graph = traced()
+    drawn = drawn_graph(graph)
+    paid = torch.zeros_like(drawn.attention)
+    paid[:, 3:10] = torch.tensor([0.3, 0.2, 0.1, 0.0004, 0.0006, 0.05, 0.04])
+    view = render.graph_page(dataclasses.replace(graph, attention=paid))
+    nodes = view.data["nodes"]
+    heads = [n["paid"] for n in nodes if n["shape"] == "head"]
+    wanted = [[3, 0.3], [4, 0.2], [5, 0.1], [8, 0.05], [9, 0.04], [7, 0.0006]]
+    assert heads
+    assert all(own == wanted for own in heads)
+    many = torch.full_like(paid, 0.01)
+    view = render.graph_page(dataclasses.replace(graph, attention=many))
+    assert {len(n["paid"]) for n in view.data["nodes"]} == {0, 6}
+    assert view.data["start"] == 40
+    assert view.data["all"] == len(graph.names)
 
 
 LISTS = """[...document.querySelectorAll('.card')].filter(c => c.querySelector('.sum')).map(c => [

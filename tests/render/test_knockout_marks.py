@@ -22,7 +22,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.interventions import AttributionTable, HeadKnockouts, beside_knockouts
-from tl_geometry.render.writers import knockout_marks
+from tl_geometry.render.writers import knockout_marks, logit_figure
 
 PAIR = (5, 9)
 WORDS = re.compile(r"writes (−?[\d.]+), removing it (costs|adds) ([\d.]+)(?: ± ([\d.]+))?")
@@ -118,6 +118,15 @@ def test_planted_heads_are_marked_and_listed() -> None:
     plain = render.logit_page(explained())
     assert "≠" not in plain.page.split('id="data">')[1].split("</script>")[0]
     assert "≠" not in plain.image().figure.axes[1].get_xlabel()
+
+
+def test_the_largest_effects_of_knockouts_are_told_first_and_at_most_four() -> None:
+    hidden = [of[0] for of in measured().sets if of[0] not in shown_heads()][:6]
+    sizes = (0.5, -0.9, 0.6, -0.7, 0.8, 0.4)
+    effects = dict(zip(hidden, sizes, strict=True))
+    figure = logit_figure(explained(), knockout_marks(explained(), planted({}, effects)))
+    told = re.findall(r"≠ (L\d+H\d+) writes", figure.figure.axes[1].get_xlabel())
+    assert told == [head_name(hidden[i]) for i in (1, 4, 3, 2)]
 
 
 def test_few_prompts_have_no_interval_and_no_mark() -> None:
