@@ -338,18 +338,19 @@ def test_a_state_without_energy_in_a_direction_is_clamped_and_flagged():
 def test_fits_take_layers_from_one_and_raise_what_has_no_logarithm() -> None:
     """With as many trajectories as coordinates nothing is projected; a state of zeros and a
     direction below 1e-10 of the largest keep a positive stretch."""
-    X = noise(4, 3, 4, seed=5)
+    X = noise(6, 3, 6, seed=11)
     model = LangevinModel.fit(X, noise=(0.5, 0.2))
     assert model.times.tolist() == [1, 2, 3]
-    assert torch.equal(model.subspace, torch.eye(4).double())
-    assert (model.alpha, model.rate, model.trajectories, model.clamped) == (0.5, 0.2, 4, 0)
+    assert torch.equal(model.subspace, torch.eye(6).double())
+    assert (model.alpha, model.rate, model.trajectories, model.clamped) == (0.5, 0.2, 6, 0)
     made = model.provenance
-    assert (made.sources, made.dtype, made.contexts) == (("sarfati2025",), "float64", 4)
+    assert (made.sources, made.dtype, made.contexts) == (("sarfati2025",), "float64", 6)
+    assert model.flips == proper_rotations(fit_aligned_bases(X))[1] == 1
     late = LangevinModel.fit(X, noise=(0.0, 0.0), times=torch.tensor([2.0, 5, 7]), provenance=made)
     assert late.times.tolist() == [2, 5, 7]
     still = X.clone()
     still[:, 1] = 0
-    assert LangevinModel.fit(still, noise=(0.0, 0.0)).clamped == 4
+    assert LangevinModel.fit(still, noise=(0.0, 0.0)).clamped == 6
     few = LangevinModel.fit(still[:2], noise=(0.0, 0.0))
     assert few.outside.tolist()[1] == 0
     assert bool(few.simulate(still[:2, 0], [3.0]).isfinite().all())
