@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
-from tl_geometry.models import from_hf, load, view
-from tl_geometry.models.directories import only_whole
+from tl_geometry.models import from_hf, load, loaders, view
+from tl_geometry.models.directories import only_whole, quiet
 from tl_geometry.models.support import check_model
 from tl_geometry.zoo import tokenizer
 
@@ -171,7 +172,7 @@ from tl_geometry.models import load
 for name in sys.argv[2:]:
     try:
         seen = tlg.view(load(name, model_class=sys.argv[1]))
-        print("loaded", seen.n_layers, seen.head_trained)
+        print("loaded", seen.n_layers, seen.head_trained, seen.class_name, seen.name)
     except tlg.GeometryError as error:
         print("refused", error)
 """
@@ -199,12 +200,135 @@ def test_weights_by_name_are_whole_as_well(model_class: str, tmp_path: Path) -> 
         command, env=options, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     whole, headless, broken = (line for line in printed if line.startswith(("loaded", "refused")))
-    assert whole == "loaded 2 True"
-    assert headless == "loaded 2 False"
+    class_name = {"bridge": "TransformerBridge", "hooked": "HookedTransformer"}[model_class]
+    assert whole == f"loaded 2 True {class_name} gpt2"
+    assert headless == f"loaded 2 False {class_name} gpt2-medium"
     assert broken.startswith(
         "refused model: expected in gpt2-large every weight that its config.json asks for"
     )
     assert "got no transformer.h.1.attn.c_attn.bias" in broken
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_name_is_loaded_as_it_was_asked_for(
+    model_class: str, processed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformer_lens.model_bridge import TransformerBridge
+
+    calls: list[Any] = []
+
+    class Loaded(torch.nn.Module):
+        def enable_compatibility_mode(self, **options: Any) -> None:
+            calls.append("processed")
+
+    def loads(how: str) -> Callable[..., Loaded]:
+        def call(name: str, **options: Any) -> Loaded:
+            calls.append((how, name, options))
+            return Loaded()
+
+        return call
+
+    names = ("from_pretrained", "from_pretrained_no_processing")
+    hooked = SimpleNamespace(**{name: loads(name) for name in names})
+    monkeypatch.setattr(loaders, "hooked_class", lambda which: hooked)
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", loads("boot_transformers"))
+    load("gpt2", model_class=model_class, processed=processed, dtype=torch.float64, device="cpu")
+    options = {"device": "cpu", "dtype": torch.float64}
+    if model_class == "hooked":
+        assert calls == [(names[not processed], "gpt2", options)]
+        return
+    how, name, given = calls[0]
+    assert (how, name) == ("boot_transformers", "gpt2")
+    assert given == options | {"trust_remote_code": False}
+    assert calls[1:] == ["processed"] * processed
+
+
+def test_a_directory_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    hf_model("llama", torch.bfloat16).save_pretrained(tmp_path / "snapshot")
+    assert view(load(tmp_path / "snapshot")).dtype == torch.float32
+    seen = view(load(tmp_path / "snapshot", dtype=torch.float16))
+    assert (seen.dtype, seen.name, seen.processed) == (torch.float16, tmp_path.name, False)
+    kept = view(from_hf(hf_model("llama", torch.bfloat16), None))
+    assert (kept.dtype, kept.name, kept.processed) == (torch.bfloat16, "model", False)
+    assert view(from_hf(hf_model("llama"), None, dtype=torch.float64)).dtype == torch.float64
+    assert not check_model(load(tmp_path / "snapshot")).refused
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.9, False), (1.1, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_conversion_may_be_off_by_one_percent(
+    share: float, refused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest log-probability, in what is not half precision."""
+    hf = hf_model("gpt2", dtype)
+
+    class Off(torch.nn.Module):
+        def forward(self, ids: Tensor, return_type: str) -> Tensor:
+            assert return_type == "logits"
+            log_p = hf(ids).logits.double().log_softmax(-1)
+            log_p.view(-1)[log_p.argmin()] *= 1 + 0.01 * share  # a token without weight
+            return log_p
+
+    monkeypatch.setattr(loaders, "_bridge", lambda *_: Off())
+    if refused and dtype == torch.float32:
+        with pytest.raises(UnsupportedModelError, match="off: expected the outputs of the Hugging"):
+            from_hf(hf, None, name="off")
+    else:
+        assert isinstance(from_hf(hf, None, name="off"), Off)
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_what_transformers_prints_is_put_back(bars: bool) -> None:
+    from transformers.utils import logging
+
+    before, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+    logging.set_verbosity(logging.DEBUG)
+    try:
+        with pytest.raises(KeyError), quiet():
+            assert not logging.is_progress_bar_enabled()
+            assert logging.get_verbosity() == logging.ERROR
+            raise KeyError
+        assert logging.is_progress_bar_enabled() == bars
+        assert logging.get_verbosity() == logging.DEBUG
+    finally:
+        logging.set_verbosity(level)
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_an_encoder_with_its_head_is_whole(model_class: str, tmp_path: Path) -> None:
+    """Also without the pooler that HookedEncoder has, and no forward pass here reads."""
+    seen = view(load(saved(tmp_path, "bert"), model_class=model_class))
+    assert (seen.head_trained, seen.causal) == (True, False)
+    found, own = ([x.run(tokens(), logits=True)] for x in (seen, view(tiny("bridge", "bert"))))
+    assert found[0] is not None
+    assert own[0] is not None
+    assert torch.allclose(found[0], own[0], atol=1e-5)
+    text = message(edit(tmp_path, without("cls.predictions.transform.LayerNorm", "layer.1.output")))
+    assert "got no bert.encoder.layer.1.output." in text
+    assert "cls.predictions" not in text
+
+
+def test_settings_of_a_trainer_are_no_weights(tmp_path: Path) -> None:
+    (saved(tmp_path) / "model.safetensors").unlink()
+    (tmp_path / "training_args.bin").write_text("")
+    assert "pickled" not in message(tmp_path)
+    (tmp_path / "consolidated.pth").write_text("")
+    assert "got consolidated.pth (pickled)" in message(tmp_path)
+
+
+@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_gemma_without_caps_is_held_without_caps(processed: bool) -> None:
+    """Outputs are compared with those of Hugging Face when it is made."""
+    hf = hf_model("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    model = from_hf(hf, None, model_class="hooked", processed=processed)
+    facts, head = view(model).layer_facts(0), view(model).output_head()
+    assert facts.softcap is None
+    assert head is not None
+    assert head.softcap is None
 
 
 def test_arguments_are_refused_before_anything_is_read() -> None:

@@ -177,6 +177,34 @@ def test_a_hook_that_writes_into_the_stream_is_noticed(architecture: str) -> Non
         parts_of(model)
 
 
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("blocks.1.hook_resid_pre", "the stream before block 1 of tiny-gpt2"),
+        ("blocks.1.hook_resid_post", "the last state of tiny-gpt2"),
+    ],
+)
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_where_writers_do_not_add_up_is_said(hook: str, place: str, from_cache: bool) -> None:
+    model = tiny("bridge", "gpt2")
+
+    def run(verify: bool) -> None:
+        cache = model.run_with_cache(PROMPTS)[1] if from_cache else None
+        ends: list[Tensor] = []
+        nothing: Callable[..., None] = lambda *_: None
+        options: dict[str, Any] = {"verify": verify, "cache": cache}
+        run_written(
+            view(model), PROMPTS, [0, 1], nothing, on_end=lambda h, _: ends.append(h), **options
+        )
+        assert len(ends) == 1
+
+    with model.hooks(fwd_hooks=[(hook, lambda value, hook: value + 0.01)]):
+        with pytest.raises(ReconstructionError, match=f"{place}: expected"):
+            run(verify=True)
+        run(verify=False)
+    run(verify=True)
+
+
 FAULTS: dict[str, Callable[[Written], None]] = {
     "no output bias": lambda w: w.dense.update(mlp0=w.dense["mlp0"] - w.writing.blocks[0].b_out),
     "another scale": lambda w: setattr(w.heads[0], "scale", 1.001 * w.heads[0].scale),

@@ -140,6 +140,28 @@ def test_a_fault_in_one_block_is_refused(fault: str, monkeypatch: pytest.MonkeyP
         assert split_scores(model, PROMPTS, basis_of(model)).reconstruction.adds_up
 
 
+@pytest.mark.parametrize("queries", [1, 5, 6, 8, 24])
+def test_the_queries_of_a_sample_are_compared_in_blocks_as_whole(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one follows on the last row of a block. The largest scores are the same."""
+    seen = view(tiny("bridge", "llama"))
+
+    def report() -> dict[str, float]:
+        found: list[Any] = []
+        options: dict[str, Any] = {"sample": (1, found.append), "queries": queries}
+        seen.run_layers(
+            PROMPTS, [1], lambda _: None, verify=False, on_rows=row_pass.no_rows, **options
+        )
+        assert found[0].reconstruction.adds_up
+        return {"scale": found[0].reconstruction.scale, **found[0].reconstruction.sizes}
+
+    whole = report()
+    monkeypatch.setattr(row_pass, "LONG", 0)
+    monkeypatch.setattr(row_pass, "ROW_CELLS", 4 * 2 * 60)
+    assert report() == pytest.approx(whole, rel=1e-5)
+
+
 @pytest.mark.usefixtures("in_rows")
 def test_parts_that_do_not_add_up_are_refused_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from tl_geometry.scores.splitter import Splitter
