@@ -438,6 +438,11 @@ def test_a_path_is_known_between_its_ends_alone() -> None:
         assert not bool(model.noise_integral(time, time).any())
     with pytest.raises(GeometryError, match="times: expected start <= end"):
         model.noise_integral(2.0, 1.5)
+    path = uneven().path
+    assert path.locate(2.6) == (1, pytest.approx(0.4))
+    half, whole = path.U[1].mT @ path.rotation(2.75), path.U[1].mT @ path.U[2]
+    assert torch.allclose(half @ half, whole)
+    assert not torch.allclose(half, whole, atol=1e-2)
 
 
 def test_a_state_begins_its_interval_at_its_own_time() -> None:
