@@ -30,16 +30,18 @@ from tl_geometry.models.live_edits import edited_scores
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.scores.sweep import sweep_heads
 
-PROMPTS = tokens(batch=5, length=14, seed=4)
+PROMPTS, FIVE = tokens(batch=4, length=14, seed=4), tokens(batch=5, length=14, seed=4)
 QUIET: dict[str, Any] = {"progress": False}
 
 
-def losses_of(architecture: str, heads: list[tuple[int, int]], change: Change) -> Tensor:
+def losses_of(
+    architecture: str, heads: list[tuple[int, int]], change: Change, ids: Tensor = FIVE
+) -> Tensor:
     """Loss of each prompt under one edit."""
     model, basis = tiny("bridge", architecture), basis_of("bridge", architecture)
     seen = view(model)
     with torch.no_grad(), edited_scores(seen, edits_for(seen, basis, heads, change)):
-        return next_token_losses(model(PROMPTS), PROMPTS).mean(1)
+        return next_token_losses(model(ids), ids).mean(1)
 
 
 @pytest.mark.parametrize(("architecture", "alibi"), [("gpt2", False), ("bloom", True)])
@@ -48,7 +50,7 @@ def test_conditions_of_necessity_are_those_of_each_edit(architecture: str, alibi
     model, basis = tiny("bridge", architecture), basis_of("bridge", architecture)
     heads, names = [(0, 1), (1, 2)], terms_of(["mixed", "pos-cvec"])
     found = necessity_sufficiency(
-        model, PROMPTS, basis, ["L1H2", "L0H1"], ["mixed", "pos-cvec"], **QUIET
+        model, FIVE, basis, ["L1H2", "L0H1"], ["mixed", "pos-cvec"], **QUIET
     )
     swaps = [losses_of(architecture, heads, swapping(names, i)) for i in range(3)]
     others = [a for a in terms_of(["position", "content", "mixed"]) if a not in names]
@@ -105,12 +107,13 @@ def test_conditions_of_dominance_are_those_of_each_edit() -> None:
     }
     for condition, change in expected.items():
         row = found.losses[found.row(condition)].float()
-        assert torch.allclose(row, losses_of("gpt2", every, change), atol=1e-4), condition
+        expected_losses = losses_of("gpt2", every, change, PROMPTS)
+        assert torch.allclose(row, expected_losses, atol=1e-4), condition
     assert found.drawn.shape == (5,)
     assert float(found.drawn.mean()) == pytest.approx(float(found.loss[found.row("random term")]))
     assert len(set(found.drawn.tolist())) == 5
     made = found.provenance
-    assert (made.seed, made.window, made.contexts) == (0, basis.window, 5)
+    assert (made.seed, made.window, made.contexts) == (0, basis.window, 4)
     some = sweep_heads(model, PROMPTS, basis, layers=[1], progress=False)
     with pytest.raises(GeometryError, match=r"a row for every head, got none for \[\(0, 0\)"):
         dominant_only(model, PROMPTS, basis, table=some, **QUIET)
