@@ -66,8 +66,8 @@ def test_scores_of_planted_heads_are_their_formulas(positions: str, seed: int) -
     found = {does: at[:, head] for (_, head), does in truth.does.items()}
     assert offset in (1, 2, 3)
     equal = tokens[:, :, None] == tokens[:, None]
-    at_offset = (offset == QUERY - KEY).float() if learned else waves(offset, range(8))
-    keys = [j == KEY for j in range(24)]
+    at_offset = (QUERY - KEY).eq(offset).float() if learned else waves(offset, range(8))
+    keys = [KEY.eq(j) for j in range(24)]
     on_key = [(tokens == t)[:, None] for t in range(16)]
     on_query = [(tokens == t)[:, :, None] for t in range(16)]
 

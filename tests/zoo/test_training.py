@@ -3,6 +3,7 @@ hand, the numbers of the card, and what is written."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -312,10 +313,12 @@ def test_checkpoints_are_written_when_due_and_keep_what_was_recorded(
     assert not any(modes)
     kept: list[Any] = ["of before"]
     refuse: Any = lambda step: pytest.fail("nothing is left to do")
-    assert train(gpt2(), refuse, settings, records=kept, **options) == losses
+    finished = gpt2().train()
+    assert train(finished, refuse, settings, records=kept, **options) == losses
+    assert not finished.training
     assert kept == [{"step": step} for step in range(7)]
     others: list[tuple[Any, TrainSettings, str]] = [
-        (gpt2(), TrainSettings(**(vars(settings) | {"clip": 2.0})), "other clip"),
+        (gpt2(), dataclasses.replace(settings, clip=2.0), "other clip"),
         (gpt2(n_layer=2), settings, "parameters of another model"),
         (gpt2(n_positions=9), settings, "parameters of another model"),
     ]
@@ -324,14 +327,29 @@ def test_checkpoints_are_written_when_due_and_keep_what_was_recorded(
             train(model, some_batch, changed, **options)
 
 
-def test_a_bar_is_shown_unless_it_is_silenced(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = TrainSettings(steps=3, learning_rate=0.01, final_learning_rate=0.0, warmup=1)
+def test_a_bar_is_shown_unless_it_is_silenced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = TrainSettings(
+        steps=3, learning_rate=0.01, final_learning_rate=0.0, warmup=1, checkpoint_every=2
+    )
     losses = train(gpt2(), some_batch, settings, progress=False)
     assert capsys.readouterr().err == ""
     train(gpt2(), some_batch, settings)
     shown = capsys.readouterr().err
     assert "3/3" in shown
     assert f"loss={losses[0]:.3f}" in shown
+
+    def stopped(step: int) -> tuple[Tensor, Tensor]:
+        if step == 2:
+            raise KeyboardInterrupt
+        return some_batch(step)
+
+    path = tmp_path / "training.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        train(gpt2(), stopped, settings, checkpoint=path, progress=False)
+    train(gpt2(), some_batch, settings, checkpoint=path)
+    assert "2/3" in capsys.readouterr().err, "goes on where it stopped"
 
 
 def test_a_sequence_without_targets_counts_as_zero() -> None:
