@@ -125,9 +125,13 @@ def test_a_head_below_uniform_attention_is_no_head_of_its_type() -> None:
         errors = {name: torch.full_like(x, 1e-3) for name, x in sweep().type_errors.items()}
         baselines = dict.fromkeys(sweep().baselines, 0.1)
         changed = {"types": none, "type_errors": errors, "baselines": baselines}
-        for name in findings.TYPES:
+        for name, words in (("induction", "induction"), ("previous", "previous-token")):
             found = findings.head_type(dataclasses.replace(sweep(), **changed), name)
             assert found.clear is clear
+            article = "an" if name == "induction" else "a"
+            start = "The strongest" if clear else f"No evidence of {article}"
+            assert found.said.startswith(f"{start} {words} head")
+            assert f"{100 * score:.0f}%" in plain(found.value).replace(".0", "")
 
 
 GROUPS = ("position", "content", "mixed")
@@ -177,6 +181,13 @@ def test_a_head_is_driven_by_what_comes_first_by_covariance_and_by_gain() -> Non
     assert not found.clear
     shown = "it makes up 90.0% of the scores of L0H0, its largest share in any head."
     assert plain(found.said) == f"No evidence that position drives a head: {shown}"
+
+
+def test_without_rotation_position_is_asked_for_alone_and_beyond_its_null() -> None:
+    for share, clear in ((0.2, True), (0.105, False)):
+        found = held(driver(heads_table([[share, 0.7, 0.1]], ["position"], ["position"])))
+        assert found.clear is clear
+        assert f"{100 * share:.1f}%" in plain(found.said)
 
 
 def test_in_a_rotary_model_content_may_drive_a_head() -> None:
