@@ -212,10 +212,10 @@ def test_sentences_by_hand() -> None:
 
 
 def planted(*norms: tuple[int, int, float]) -> torch.Tensor:
-    """States of three layers, 20 windows and 30 positions; in the second all tokens have norm one,
-    save those given by window, position and norm."""
+    """States of three layers, 20 windows and 30 positions; in the second all tokens have norm two,
+    save those given by window, position and norm over it."""
     h = torch.randn(3, 20, 30, 8, generator=torch.Generator().manual_seed(0)).double()
-    h[1] /= torch.linalg.vector_norm(h[1], dim=-1, keepdim=True)
+    h[1] *= 2 / torch.linalg.vector_norm(h[1], dim=-1, keepdim=True)
     for window, position, norm in norms:
         h[1, window, position] *= norm
     return h
@@ -227,12 +227,12 @@ def test_massive_tokens_are_those_above_three_medians_each_named_once() -> None:
     table = basis.largest_tokens()
     texts = ("a" * 16, "a" * 16, "b" * 17, "c", *["d"] * (len(table.token[1]) - 4))
     named = dataclasses.replace(table, str_tokens=(texts, texts, texts))
-    assert massive.largest(named, 1)[2] == (7, pytest.approx(3.5), "b" * 17)
+    assert massive.largest(named, 1)[2] == (7, pytest.approx(7.0), "b" * 17)
     coordinate = int(h[1, 4, 2].abs().argmax())
     places = f"'{'a' * 16}' at position 2, '{'b' * 15}…' at position 7"
     assert plain(massive.sentence(basis, named, 1, "98%")) == (
-        f"1 of 600 tokens hold 98% of the sum of squares of state 1 ({places}; norm 100 where the "
-        f"median token has 1, coordinate {coordinate}). Shares, spectra and measures of 1 of 3 "
+        f"1 of 600 tokens hold 98% of the sum of squares of state 1 ({places}; norm 200 where the "
+        f"median token has 2, coordinate {coordinate}). Shares, spectra and measures of 1 of 3 "
         "states (1) describe these tokens more than the others; a normalised basis weighs all "
         "tokens alike."
     )
