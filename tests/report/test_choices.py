@@ -209,7 +209,8 @@ def test_a_report_shows_its_progress_and_has_all_that_was_asked_for(
         earlier.write()
         (out / "flow.csv").write_text("changed")
         building.build(of, out, progress=progress)
-        shown = "".join(capsys.readouterr())
+        printed, shown = capsys.readouterr()
+        assert printed == "", "a command prints its JSON there"
         said = (
             "loading the model: 0/2 (",
             "position and context of every state: 0/2 (",

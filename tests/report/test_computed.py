@@ -137,7 +137,7 @@ def weights_tables(of: Analysis) -> tuple[dict[str, Result], list[Finding | None
         "weights_ov": ov,
         "readout_ov": token_readout(of.model, matrix="OV"),
         "paths": token_paths(of.model, of.windows.tokens[:1]),
-        "surrogates": surrogate_effect(of.model, of.pick(16).tokens, of.basis),
+        "surrogates": surrogate_effect(of.model, of.pick(16).tokens, of.basis, seed=SEED),
     }
     return tables, [findings.lift(qk)]
 

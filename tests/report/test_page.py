@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
@@ -200,7 +201,12 @@ def test_the_record_of_a_report_from_its_beginning_to_its_end(tmp_path: Path) ->
     out = tmp_path / "a" / "b"
     made = Folder(out, "m", command=["x"], versions={"v": "1"}, names=("overview", "flow"))
     begun = {"written_by": "tl-geometry", "command": ["x"], "versions": {"v": "1"}}
-    assert json.loads((out / "run.json").read_text()) == {**begun, "finished": False, "files": {}}
+    assert json.loads((out / "run.json").read_text()) == {
+        **begun,
+        "manifest": {},
+        "finished": False,
+        "files": {},
+    }
     made.begin({"seed": 1})
     provenance = Provenance(model="m", sources=("song2023",))
     made.describe(provenance, notes=["a note"], lede="The lede.", caution="The caution.")
@@ -272,6 +278,8 @@ def test_a_later_run_takes_over_what_it_may(tmp_path: Path) -> None:
         out = tmp_path / f"{seed} {resume}"
         shutil.copytree(tmp_path / "first", out)
         options = {"resume": True} if resume else {}
+        # a run that is stopped before it knows its settings loses nothing
+        Folder(out, "m", names=names, force=True, **options)
         made = Folder(out, "m", names=names, force=True, **options)
         made.begin({"seed": seed})
         return made
@@ -316,3 +324,9 @@ def test_a_figure_keeps_its_texts_unless_others_are_given() -> None:
     assert first.html().startswith('<div id="figure-a">')
     assert "How. Null." in first.text
     assert "Other how. Other null." in second.text
+
+
+def test_a_section_is_named_in_any_bar() -> None:
+    """Also in one without a total, of which no truth value can be asked."""
+    bar = tqdm(disable=True)
+    assert Draft("Title", bar).bar is bar

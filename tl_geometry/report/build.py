@@ -5,6 +5,7 @@ decompose, write the sections. The command line calls :func:`build` with the opt
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def build(
             names=request.names,
         )
         if folder.kept and progress:
-            bar.write(f"kept, because changed since they were written: {', '.join(folder.kept)}")
+            kept = f"kept, because changed since they were written: {', '.join(folder.kept)}"
+            bar.write(kept, file=sys.stderr)
         with threads_for(view.d_model):
             analysis = analyse(request, model, texts, folder, bar, resume=resume)
             return write(analysis, folder)

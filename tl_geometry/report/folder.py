@@ -93,6 +93,8 @@ class Folder:
             "written_by": WRITER,
             "command": list(command),
             "versions": dict(versions or {}),
+            # kept until this run knows whether its settings are the same
+            "manifest": self.known,
         }
         self.parts: dict[str, page.Part] = {}
         self.provenance = Provenance()

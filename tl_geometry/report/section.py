@@ -117,7 +117,7 @@ class Draft:
     """
 
     def __init__(self, title: str, bar: tqdm | None = None) -> None:
-        self.title, self.bar = title, bar or tqdm(disable=True)
+        self.title, self.bar = title, tqdm(disable=True) if bar is None else bar
         self.bar.set_description(title)
         self.blocks: list[Any] = []
         self.findings: list[Finding] = []

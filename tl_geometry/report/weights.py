@@ -106,7 +106,7 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
         return
     # windows at even distances, as for the other edits of the model
     windows = analysis.pick(count).tokens[:, :length]
-    effect = surrogate_effect(analysis.model, windows, analysis.basis)
+    effect = surrogate_effect(analysis.model, windows, analysis.basis, seed=analysis.seed)
     smaller = ", to keep the budget" if (count, length) != (max_windows, full_length) else ""
     draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
