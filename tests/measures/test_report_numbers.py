@@ -74,12 +74,12 @@ def test_every_positional_measure_of_a_window_by_numpy() -> None:
         for name, value in expected.items():
             value_here = abs(float(found[name][i])) if name == "winding" else float(found[name][i])
             assert value_here == pytest.approx(value, rel=1e-4), name
+        assert set(found.values) == {*expected, *RELATIVE, "split_half"}
         assert 0 < expected["rank"] < D
         assert expected["winding"] > 0.8
         gram = P @ P.T / np.outer(*2 * [np.linalg.norm(P, axis=1)])
         spectrum = np.asarray(scipy.fft.dctn(gram, norm="ortho"))
         assert np.allclose(found.fourier[i], spectrum[:2, :2])
-    assert set(found.values) == {*expected, *RELATIVE, "split_half"}
     assert (found.k, found.blocks, found.draws, found.nulls) == (3, 4, 8, {})
     said = (f"positions 0 to {FIRST - 1} left out of the statistics",)
     assert found.provenance.flags == said
@@ -117,11 +117,13 @@ def test_nulls_of_position_have_the_energy_and_the_roughness_of_random_rows(
 
 def test_the_noise_of_position_is_the_mean_over_half_as_many_draws(with_nulls: Any) -> None:
     basis = basis_of(states())
+    two = positional_report(basis, draws=2, seed=3, jackknife=False)
     for i in range(2):
         noise = resampling.window_means(basis, i, resampling.noise_weights(basis, DRAWS // 2, 3))
         P = (noise - noise.mean(1, keepdim=True)).numpy()
         rough = (np.diff(P, axis=1) ** 2).sum((1, 2)) / (P**2).sum((1, 2))
         assert float(with_nulls.nulls["roughness", "noise"][i]) == pytest.approx(rough.mean())
+        assert float(two.nulls["roughness", "noise"][i]) == pytest.approx(rough[0])
         top = np.linalg.norm(P, 2, axis=(1, 2)) ** 2
         stable = ((P**2).sum((1, 2)) / top).mean()
         assert float(with_nulls.nulls["stable_rank", "noise"][i]) == pytest.approx(stable)
@@ -176,7 +178,7 @@ def test_nulls_of_shuffled_documents_do_not_depend_on_other_random_numbers() -> 
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        found.append(contextual_report(basis, labels, jackknife=False))
+        found.append(contextual_report(basis, labels, jackknife=False, draws=2))
     assert {null for _, null in found[0].nulls} == {"random", "flipped", "exchanged", "shuffled"}
     assert all(torch.equal(value, found[1].nulls[key]) for key, value in found[0].nulls.items())
     compact = [key for key in found[0].nulls if "compactness" in key[0]]
@@ -266,11 +268,12 @@ def test_compactness_of_documents_of_one_context_with_its_options() -> None:
     points = h[0].flatten(0, 1).numpy()
     rows = labels.repeat(POSITIONS + FIRST)
     scale = (len(points) - 3) / 2
-    for options, factor, ridge in (
+    cases: list[tuple[dict[str, Any], float, float]] = [
         ({}, 1.0, 0.0),
         ({"norm": "dof"}, scale, 0.0),
         ({"ridge": 0.3}, 1.0, 0.3),
-    ):
+    ]
+    for options, factor, ridge in cases:
         found = contextual_report(
             basis_of(h), torch.from_numpy(labels), jackknife=False, nulls=False, **options
         )
@@ -289,6 +292,8 @@ def test_compactness_needs_as_many_points_as_coordinates() -> None:
             basis_of(x), labels, jackknife=False, nulls=False, space=("pca", 1)
         )
         assert bool(plane["compactness_raw"].isfinite().all())
+        ridged = contextual_report(basis_of(x), labels, jackknife=False, nulls=False, ridge=0.1)
+        assert bool(ridged["compactness_raw"].isfinite().all())
 
 
 def test_overlap_of_one_direction_is_the_squared_cosine() -> None:
@@ -319,7 +324,7 @@ def test_floors_are_those_of_the_noisier_basis_and_the_table_says_what_is_compar
     h[1] = h[1] + 2 * gaussian(9, *h[1].shape)
     found = compare_bases(*map(basis_of, h), rank=2, states=[1, (0, 1)])
     even = torch.arange(64) // 8 % 2 == 0
-    floors: dict[str, list[float]] = {"overlap": [], "procrustes": [], "difference": []}
+    floors: dict[str, list[Any]] = {"overlap": [], "procrustes": [], "difference": []}
     for x in (h[0][1], h[1][1]):
         halves = [x[part].mean(0) for part in (even, ~even)]
         A, B = ((half - half.mean(0)).numpy() for half in halves)
@@ -332,7 +337,9 @@ def test_floors_are_those_of_the_noisier_basis_and_the_table_says_what_is_compar
     assert float(found.procrustes_floor[0]) == pytest.approx(min(floors["procrustes"]))
     assert float(found.difference_floor[0]) == pytest.approx(max(floors["difference"]))
     means = [x[1].mean((0, 1)) for x in h]
-    assert float(found.mean_cosine[0]) == pytest.approx(float(torch.cosine_similarity(*means, 0)))
+    assert float(found.mean_cosine[0]) == pytest.approx(
+        float(torch.cosine_similarity(means[0], means[1], 0))
+    )
     table = found.to_dataframe()
     assert table[["state_a", "state_b", "rank"]].to_numpy().tolist() == [[1, 1, 2], [0, 1, 2]]
     assert table["overlap_random"].tolist() == [2 / D] * 2
@@ -352,3 +359,7 @@ def test_a_basis_without_position_is_like_no_other() -> None:
         found = compare_bases(*pair, rank=1)
         assert found.procrustes.tolist() == [0, 0]
         assert found.difference.isnan().all()
+    small = basis_of(1e-6 * states())
+    itself = compare_bases(small, small, rank=1)
+    assert itself.procrustes.tolist() == pytest.approx([1, 1])
+    assert itself.difference.tolist() == pytest.approx([0, 0], abs=1e-6)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, tiny, tiny_hooked, tokens
+from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import hash_tokens
+from tl_geometry.models import from_hf
 from tl_geometry.sphere import paths, projection
 from tl_geometry.weights import vocabulary
 
@@ -123,6 +124,15 @@ def test_a_model_without_mlps_is_moved_by_attention_alone() -> None:
     assert not p.tangential[1].any()
 
 
+def test_a_model_of_one_layer_has_paths() -> None:
+    model = from_hf(hf_model("gpt2", n_layer=1), None, name="one layer")
+    p = paths.token_paths(model, tokens(2, 5))
+    assert p.steps.shape == (2, 5, 1)
+    assert torch.equal(p.steps.sum(-1), p.net)
+    assert p.turn.shape == (2, 1, 2, 5)
+    assert p.turn.isfinite().all()
+
+
 def test_paths_refuse_a_basis_of_other_states() -> None:
     model, ids = tiny("bridge", "gpt2"), tokens(2, 4)
     other = tlg.decompose(tiny("bridge", "opt"), tokens(8, 6), progress=False)
@@ -136,7 +146,7 @@ def test_paths_refuse_a_basis_of_other_states() -> None:
 
 
 def test_a_closed_path_has_no_tortuosity() -> None:
-    out = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 1.0], [1.0, 2.0, 4.0]])
+    out = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.5, 4.0], [1.0, 2.0, 4.0]])  # less than 1 radian
     closed, open_path = projection.path_geometry(out), projection.path_geometry(out[:2])
     assert float(closed.length) == pytest.approx(2 * float(open_path.length))
     assert float(closed.net) == 0
@@ -153,4 +163,6 @@ def test_a_vector_without_direction_is_a_whole_radius_from_the_sphere() -> None:
         assert g.deficit.tolist() == pytest.approx([3, 3])
     x = 0.01 * torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).double()
     expected = torch.nn.functional.layer_norm(x, (9,))
-    assert torch.allclose(projection.norm_geometry(x).z, expected, atol=1e-9)
+    g = projection.norm_geometry(x)
+    assert torch.allclose(g.z, expected, atol=1e-9)
+    assert torch.allclose(g.deficit, 3 - g.radius)

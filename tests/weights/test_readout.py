@@ -127,6 +127,7 @@ def test_coverage_and_the_number_of_directions_needed() -> None:
     )
     close(readout.coverage(s)[0], torch.tensor([0.5, 0.8, 0.99, 1.0], dtype=torch.float64))
     assert readout.features_needed(s, 0.75).tolist() == [2, 4, 1, 0]
+    assert int(readout.features_needed(torch.tensor([0.9, 0.095, 0.004, 0.001]))) == 2  # of 99%
     assert readout.near_degenerate(s).tolist() == [
         [False] * 4,
         [True] * 4,
@@ -136,6 +137,7 @@ def test_coverage_and_the_number_of_directions_needed() -> None:
     assert readout.near_degenerate(
         torch.tensor([1 + 5e-7, 1.0, 0.5], dtype=torch.float64)
     ).tolist() == [True, True, False]
+    assert not readout.near_degenerate(torch.tensor([1 + 1.5e-6, 1.0, 0.5]).double()).any()
 
 
 def test_errors() -> None:

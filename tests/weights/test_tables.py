@@ -182,10 +182,9 @@ def test_nulls_and_reliability_of_a_geometry(architecture: str, matrix: str, raw
 
 def test_a_geometry_has_19_draws_of_seed_0(basis: tlg.PositionContext) -> None:
     model = tiny("bridge", "gpt2")
-    plain, same, other = (
-        weight_geometry(model, basis, layers=0, **options)
-        for options in ({}, {"draws": 19, "seed": 0}, {"seed": 1})
-    )
+    plain = weight_geometry(model, basis, layers=0)
+    same = weight_geometry(model, basis, layers=0, draws=19, seed=0)
+    other = weight_geometry(model, basis, layers=0, seed=1)
     for name in ("noise_null", "noise_high", "p"):
         assert torch.equal(getattr(plain, name), getattr(same, name))
     assert not torch.allclose(plain.noise_null, other.noise_null)
@@ -277,14 +276,19 @@ def test_offsets_are_those_of_a_rotary_score(
             dict(vocabulary.factors_of(view, [1], matrix, raw=raw, offsets=offsets))
 
 
-def test_the_null_of_one_dimension_is_its_only_subspace() -> None:
-    """Of two coordinates, vectors that sum to zero are multiples of (1, -1)."""
+def test_nulls_of_one_and_two_dimensions() -> None:
+    """Of two coordinates, vectors that sum to zero are multiples of (1, -1); all are the mean over
+    lines of every angle."""
     W = normal(3, 2, 2)
     factors = bilinear.Factors(W, torch.eye(2).double().expand(3, 2, 2).contiguous())
     u = torch.tensor([1.0, -1.0]).double() / 2**0.5
     expected = (u @ W @ u).square() / W.square().sum((1, 2))
     found = bilinear.haar_null(factors, 1, off_diagonal=False, centered=True)
     torch.testing.assert_close(found, expected)
+    turn = torch.arange(8).double() * torch.pi / 8
+    lines = torch.stack([turn.cos(), turn.sin()], 1)  # eight of them average fourth powers exactly
+    shares = (lines @ W * lines).sum(2).square().mean(1) / W.square().sum((1, 2))
+    torch.testing.assert_close(bilinear.haar_null(factors, 1, off_diagonal=False), shares)
 
 
 def test_a_fit_of_two_bases_of_unequal_size_has_no_symmetric_part() -> None:
