@@ -16,6 +16,7 @@ from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
 from tests.measures.test_reports import basis_of, gaussian
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import resampling
 from tl_geometry.measures import context_report, contextual
 from tl_geometry.measures.comparison import compare_bases
@@ -167,6 +168,14 @@ def test_a_report_has_eight_draws_of_seed_0(report: Callable[..., StateMeasures]
     assert all(torch.equal(value, same.nulls[key]) for key, value in plain.nulls.items())
     drawn = [key for key, value in plain.nulls.items() if not torch.equal(value, other.nulls[key])]
     assert {null for _, null in drawn} == {null for _, null in plain.nulls} - {"random"}
+
+
+@pytest.mark.parametrize("report", [positional_report, contextual_report])
+def test_one_draw_has_no_spread(report: Callable[..., StateMeasures]) -> None:
+    """And warns of nothing."""
+    found = report(basis_of(states(count=1)), jackknife=False, draws=1)
+    assert found.nulls
+    assert not found.spreads
 
 
 # --- Context --------------------------------------------------------------------------------------
@@ -355,6 +364,8 @@ def test_states_of_both_bases_are_compared_along_one_direction_at_least() -> Non
 
 def test_a_basis_without_position_is_like_no_other() -> None:
     some, none = basis_of(states()), basis_of(torch.ones(2, CONTEXTS, POSITIONS + FIRST, D))
+    with pytest.raises(GeometryError, match="rank: expected 1 to .* directions, got 0"):
+        compare_bases(some, some, rank=0)
     for pair in ((some, none), (none, some)):
         found = compare_bases(*pair, rank=1)
         assert found.procrustes.tolist() == [0, 0]

@@ -124,7 +124,7 @@ def compare_bases(
     for state_a, state_b in pairs:
         i, j = a.index(state_a), b.index(state_b)
         factors = (linalg.svd(a.pos[i]), linalg.svd(b.pos[j]))
-        n_directions = rank or _rank(factors[0].S, (positions, d_model))
+        n_directions = _rank(factors[0].S, (positions, d_model)) if rank is None else rank
         limit = min(len(svd.S) for svd in factors)
         require(
             1 <= n_directions <= limit,

@@ -230,7 +230,8 @@ def positional_report(
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
         factors = linalg.svd(pos)
-        # a basis of one dimension has no second axis: with a zero one the winding number is 0
+        # a basis of one dimension has no second axis: with a zero one, each change of sign counts
+        # as half a turn
         axes = factors.V if factors.V.shape[1] > 1 else torch.nn.functional.pad(factors.V, (0, 1))
         measure = _Measure(axes, (positions, d_model), k_used, strategy, sizes, frequencies)
         position_means = window_means(basis, row, context_subsets.member[1:].double())

@@ -122,7 +122,9 @@ def state_fields(
         "nulls": {n: x if x.dim() == 1 else x.mean(1) for n, x in null_values.items()},
         # none for "noise": random halves vary as the corpus itself does, which the errors show
         "spreads": {
-            n: x.std(1) for n, x in null_values.items() if x.dim() == 2 and n[1] != "noise"
+            n: x.std(1)
+            for n, x in null_values.items()
+            if x.dim() == 2 and x.shape[1] > 1 and n[1] != "noise"
         },
         "curve": curve,
         "blocks": sets.blocks,

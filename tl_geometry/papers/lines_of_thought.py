@@ -155,7 +155,7 @@ def sarfati(
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
     published_chunks, post_norm = SETTINGS.get(name, (None, False))
-    chunks = chunks[: n or published_chunks]
+    chunks = chunks[: published_chunks if n is None else n]
     chunks, removed = _without_outliers(chunks, name)
     enough_chunks, instead = len(chunks) >= 32, "a longer text"
     require(enough_chunks, "text", expected="at least 32 chunks", got=len(chunks), instead=instead)
@@ -252,7 +252,7 @@ def _perceptron(
     protocol is the published one, with fewer trajectories if the text is short."""
     published_chunks, length = PERCEPTRON
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
-    chunks = chunks[: min(len(chunks), published_chunks, n or published_chunks)]
+    chunks = chunks[: published_chunks if n is None else min(n, published_chunks)]
     random_chunks = gibberish(view, len(chunks), length, prepend_bos=prepend_bos, seed=seed)
     paths = [
         trajectories(view, tokens, post_norm=post_norm, progress=progress)

@@ -177,7 +177,7 @@ def weight_geometry(
     require(set(needed) <= set(basis.states), "basis", expected=expected, got=got, instead=instead)
     require(rank is None or rank >= 1, "rank", expected="at least 1", got=rank)
     require(draws >= 0, "draws", expected="at least 0", got=draws)
-    max_rank = rank or 20  # as Song & Zhong 2023, like the 60 of ``shown``
+    max_rank = 20 if rank is None else rank  # as Song & Zhong 2023, like the 60 of ``shown``
     width = min(max(shown, max_rank), view.d_model)
     centered = not raw and view.attention_norm(chosen[0]).norm_type == "LN"
     positional = subspaces.Subspaces(
