@@ -364,7 +364,7 @@ def test_states_of_both_bases_are_compared_along_one_direction_at_least() -> Non
 
 def test_a_basis_without_position_is_like_no_other() -> None:
     some, none = basis_of(states()), basis_of(torch.ones(2, CONTEXTS, POSITIONS + FIRST, D))
-    with pytest.raises(GeometryError, match="rank: expected 1 to .* directions, got 0"):
+    with pytest.raises(GeometryError, match=r"rank: expected 1 to .* directions, got 0"):
         compare_bases(some, some, rank=0)
     for pair in ((some, none), (none, some)):
         found = compare_bases(*pair, rank=1)
