@@ -203,6 +203,23 @@ def test_bad_tokens_are_refused(model_class: str, ids: Tensor, text: str) -> Non
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_the_longest_prompt_and_the_ends_of_the_vocabulary_are_taken(model_class: str) -> None:
+    seen = view(tiny(model_class, "gpt2"))
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    ids[0, -1] = VOCAB - 1
+    assert logits_of(seen, ids).shape == (1, 64, VOCAB)
+    assert logits_of(seen, ids[:, -1:]).shape == (1, 1, VOCAB)
+    for wrong, text in (
+        (ids - 1, "got ids from -1 to 59"),
+        (ids + 1, "got ids from 1 to 61"),
+        (ids[:0], "integer ids [batch position], got int64 tensor of shape (0, 64)"),
+    ):
+        with pytest.raises(GeometryError) as error:
+            seen.run(wrong, {})
+        assert text in str(error.value)
+
+
 def test_every_state_is_found_by_its_hook_and_no_other() -> None:
     before, last = [f"blocks.{layer}.hook_resid_pre" for layer in range(3)], "blocks.2.{}"
     assert [state_of(name, 4) for name in before] == [0, 1, 2]

@@ -4,6 +4,7 @@ well outside, in every dtype."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,11 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.precision import widened
-from tl_geometry.models.reconstruction import ReconstructionReport, reconstruction_bound
+from tl_geometry.models.reconstruction import (
+    ReconstructionReport,
+    pattern_error,
+    reconstruction_bound,
+)
 from tl_geometry.models.support import check_model
 from tl_geometry.models.verify import measured_scores, report_of
 
@@ -199,6 +204,43 @@ def test_a_pattern_that_does_not_sum_to_one_is_refused() -> None:
         assert report.checks["pattern"][0] <= report.checks["pattern"][1]  # rows are centred
         assert not report.adds_up
         assert checked(layer).adds_up
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.float32, 1.1754944e-35), (torch.float16, 0.061), (None, 0.0)]
+)
+def test_a_key_without_weight_must_be_negligible(dtype: torch.dtype | None, least: float) -> None:
+    """Up to ten times a thousand smallest normal numbers of the model's dtype."""
+    dtype, least = (torch.bfloat16, 1.1754944e-35) if dtype is None else (dtype, least)
+    for share, seen in ((5.0, False), (20.0, True)):
+        probability = min(share * least, 0.9)
+        scores = torch.tensor([[math.log(probability), 0.0]])
+        pattern = torch.tensor([[0.0, 1.0]])
+        allowed = torch.ones(1, 2, dtype=torch.bool)
+        error = float(pattern_error(scores, pattern, allowed, unit_roundoff(dtype)))
+        assert error == (math.inf if seen else 0.0)
+        assert float(pattern_error(scores, pattern, pattern > 0, unit_roundoff(dtype))) == 0
+        assert math.isinf(pattern_error(scores, pattern, pattern == 0, unit_roundoff(dtype)))
+
+
+def test_sums_of_many_keys_round_by_the_root_of_their_number() -> None:
+    layer = layers_of(view(tiny("bridge", "gpt2")), tokens())[1]
+    numbers = {"scale": 5.0, "pattern sum": 0.0, "pattern": 0.0, "scores": 0.0}
+
+    def bounds(keys: int, roundoff: float, **more: Any) -> list[float]:
+        wide = layer.k[:, :1].expand(-1, keys, -1, -1)
+        mask = torch.ones(16, keys, dtype=torch.bool)
+        more |= {"k": wide, "k_constant": wide, "mask": mask, "pattern": None, "scores": None}
+        seen = dataclasses.replace(layer, roundoff=roundoff, **more)
+        checks = report_of(seen, numbers).checks
+        return [checks[name][1] / roundoff for name in ("pattern sum", "pattern", "scores")]
+
+    for keys, root in ((16, 1), (256, 1), (1024, 2), (2304, 3)):
+        assert bounds(keys, 2**-24) == [32 * root, 160, 160]
+        assert bounds(keys, 2**-24, sinks=torch.zeros(4)) == [160 * root, 160, 160]
+        assert bounds(keys, 2**-8) == [4, 20, 20]  # half precision sums in float32
+    numbers["scale"] = 0.1  # softmax rounds however small the scores
+    assert bounds(16, 2**-24) == [32, 32, pytest.approx(3.2)]
 
 
 # --------------------------------------------------------------------------------------------------
