@@ -4,6 +4,7 @@ code of it runs."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -280,21 +281,21 @@ def test_a_conversion_may_be_off_by_one_percent(
 
 @pytest.mark.parametrize("bars", [True, False])
 def test_what_transformers_prints_is_put_back(bars: bool) -> None:
-    from transformers.utils import logging
+    from transformers.utils import logging as hf_logging
 
-    before, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
-    logging.set_verbosity(logging.DEBUG)
+    before, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
+    (hf_logging.enable_progress_bar if bars else hf_logging.disable_progress_bar)()
+    hf_logging.set_verbosity(logging.DEBUG)
     try:
         with pytest.raises(KeyError), quiet():
-            assert not logging.is_progress_bar_enabled()
-            assert logging.get_verbosity() == logging.ERROR
+            assert not hf_logging.is_progress_bar_enabled()
+            assert hf_logging.get_verbosity() == logging.ERROR
             raise KeyError
-        assert logging.is_progress_bar_enabled() == bars
-        assert logging.get_verbosity() == logging.DEBUG
+        assert hf_logging.is_progress_bar_enabled() == bars
+        assert hf_logging.get_verbosity() == logging.DEBUG
     finally:
-        logging.set_verbosity(level)
-        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+        hf_logging.set_verbosity(level)
+        (hf_logging.enable_progress_bar if before else hf_logging.disable_progress_bar)()
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
