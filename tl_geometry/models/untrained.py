@@ -51,13 +51,17 @@ def reinitialized(
     for part in parts:
         named |= {id(p): (name, p) for name, p in part.named_parameters()}
     trained = [(p, p.detach().clone()) for _, p in named.values()]
+    pairs = list(zip(named.values(), trained, strict=True))
+    if how == "shuffle":
+        # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
+        pairs.sort(key=lambda pair: -pair[1][0].numel())
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
     label, open_ = f"{view.name}, {what} ({how})", True
     try:
         with torch.no_grad():
-            for name, value in named.values():
-                value.copy_(_redrawn(name, value, how, std, generator))
+            for (name, value), (_, old) in pairs:
+                value.copy_(_redrawn(name, old, how, std, generator))
         control = as_view(root)
 
         def refresh(seen: ModelView) -> ModelView:
