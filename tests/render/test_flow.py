@@ -173,7 +173,7 @@ def test_points_and_laws_of_noise_stand_at_the_states_where_maps_end() -> None:
     by_style: dict[str, list[Any]] = {}
     for line in axis.lines:
         if len(np.asarray(line.get_xdata())):
-            style = "o" if line.get_marker() == "o" else line.get_linestyle()
+            style = "o" if line.get_marker() == "o" else str(line.get_linestyle())
             by_style.setdefault(style, []).append(line)
     assert [len(by_style[style]) for style in ("o", "-", ":")] == [3, 1, 3]
     for i, (point, law) in enumerate(zip(by_style["o"], by_style[":"], strict=True)):

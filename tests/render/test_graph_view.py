@@ -196,7 +196,8 @@ def test_the_image_of_a_graph_has_its_nodes_at_their_places() -> None:
     assert list(rows.values()) == sorted(
         rows.values(), key=lambda r: [*order_of_rows(drawn.blocks)].index(r)
     )
-    names = {a.xy: a.get_text() for a in axis.texts}
+    notes: Any = axis.texts
+    names = {note.xy: note.get_text() for note in notes}
     heads = {points[i]: f"H{int(drawn.heads_of[i])}" for i in nodes if drawn.heads_of[i] >= 0}
     assert names == heads
 

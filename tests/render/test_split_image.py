@@ -25,7 +25,7 @@ from tl_geometry.scores.split import ScoreSplit
 def uneven(heads: int = 3, tokens: int = 9) -> ScoreSplit:
     """Heads that differ in all that a split holds of each: bias, mask, soft cap and sink."""
     split = synthetic(heads, tokens)
-    mask = split.mask.clone()
+    mask = split.allowed.clone()
     for head in range(heads):
         mask[head] &= torch.ones(tokens, tokens, dtype=torch.bool).triu(-2 - head)
     return dataclasses.replace(
