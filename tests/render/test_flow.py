@@ -88,6 +88,8 @@ def test_deep_models_with_few_lengths_have_lines_and_small_ones_numbers(
     states: int, lengths: tuple[int, ...], lines: bool, written: int
 ) -> None:
     found = skips(states, lengths, ("flow", "mean"))
+    # forgetting may cost more over a short skip
+    found.values["mean", "loss_increase"][0, 1] = 1e4
     view = flow.skip_figure(found)
     first = view.figure.axes[0]
     assert bool(first.lines) == lines

@@ -26,6 +26,10 @@ while it is being written."""
 def folder(path: Path) -> None:
     """Make the folder to write to, or say why not; the trial leaves no file behind."""
     _check_length(path)
+    _make(path)
+
+
+def _make(path: Path) -> None:
     existing = next((part for part in (path, *path.parents) if part.exists()), path)
     got, instead = f"the file {printable(str(existing))}", "another --out"
     is_folder = existing.is_dir() or not existing.exists()
@@ -46,7 +50,7 @@ def file(path: Path, *, suffix: str = "") -> None:
     require(not path.is_dir(), "--out", expected="a file to write", got=f"the folder {shown}")
     expected = f"a name ending in {suffix}"
     require(path.name.endswith(suffix), "--out", expected=expected, got=shown)
-    folder(path.parent)
+    _make(path.parent)
     writable = not path.exists() or os.access(path, os.W_OK)
     require(writable, "--out", expected="a file that may be written", got=shown)
 

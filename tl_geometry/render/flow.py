@@ -326,11 +326,11 @@ def _lines(tables: Mapping[str, Tensor], lengths: Sequence[int]) -> Figure:
             costs = table.diagonal(length)
             width = 2 if map_type == "flow" else 1
             axis.plot(range(len(costs)), costs, "o-", ms=2, lw=width, label=map_type)
-        if "mean" in tables:
-            # a map that costs much more than forgetting may leave the panel
-            axis.set_ylim(None, 1.2 * float(tables["mean"].diagonal(length).nan_to_num().max()))
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped", fontsize=9)
         axis.set_xlabel("first block skipped")
+    if "mean" in tables:
+        # a map that costs much more than forgetting may leave the panels
+        axes[0].set_ylim(None, 1.2 * float(tables["mean"].nan_to_num().max()))
     axes[0].set_ylabel(COST)
     legend_outside(figure, axes)
     return figure

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from decimal import ROUND_UP, Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -372,6 +373,7 @@ def _caption(
     steps = f"int8 in {2 * levels + 1} steps of each panel's largest value" if levels else "float16"
     # float16 has steps of 2**-11 between 0.5 and 1, where the largest values of a panel lie
     half_step = 0.5 / levels if levels else 2.0**-12
+    rounded_up = Context(prec=1, rounding=ROUND_UP).create_decimal(largest * half_step)
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     marked = f", {beyond} of {scores.numel()} cells beyond it marked" if beyond else ""
     said = [
@@ -379,7 +381,7 @@ def _caption(
         f"{tokens} tokens: red raises attention, blue lowers it",
         f"full colour at {top:.3g} on every panel and head{marked}",
         "pattern from 0 to 1",
-        f"{steps}: rounded by at most {largest * half_step:.1g}",
+        f"{steps}: rounded by at most {rounded_up:g}",
     ]
     if error is not None:
         said.append(f"reconstruction error {error:.1e} ({what}; allowed {bound:.1e})")
