@@ -8,13 +8,14 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.browser import HOSTILE, Browser, as_cells
+from tests.browser import HOSTILE, Browser, as_cells, without_policy
 from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
@@ -174,6 +175,22 @@ def test_a_frame_is_dark_where_the_page_around_it_is(
             "t => document.querySelector(t).getBoundingClientRect()))"
         )
         assert page.evaluate(covered), "the image lies below the live view"
+
+
+def test_a_frame_whose_height_came_without_an_event_is_dark(browser: Browser) -> None:
+    """As Chromium lays out frames while it has much to do."""
+    page_text = without_policy(render.split(synthetic(1, 4)).page)
+    page_text = page_text.replace("<html ", "<html data-framed ")
+    unheard = page_text.replace("wear();\nif", "if").replace("'resize', wear", "'never', wear")
+    assert len(unheard) == len(page_text) - 9
+    observer = "wear();\n    parent"
+    assert unheard.count(observer) == 1
+    for source, found in ((unheard, True), (unheard.replace(observer, "parent"), False)):
+        frame = f'<iframe style="height:402px" srcdoc="{escape(source)}"></iframe>'
+        with browser.open(as_cells(frame)) as page:
+            page.wait("innerHeight && document.body.dataset.drawn", frame=1)
+            page.evaluate("new Promise(r => setTimeout(r, 200))", frame=1)
+            assert page.evaluate("dark.matches", frame=1) == found
 
 
 @pytest.mark.parametrize(("theme", "system"), [("auto", True), ("auto", False), ("light", True)])

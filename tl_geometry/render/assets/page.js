@@ -10,8 +10,11 @@ function wear() {
 wear();
 if (framed) {
   addEventListener('resize', wear);
-  /* A frame that comes into view is as high as its page, where the page around hears it (frame.js). */
-  new ResizeObserver(() => parent.postMessage({tlgHeight: document.body.getBoundingClientRect().height}, '*')).observe(document.body);
+  /* A frame that comes into view is as high as its page, where the page around hears it (frame.js). Its first height may come without an event. */
+  new ResizeObserver(() => {
+    wear();
+    parent.postMessage({tlgHeight: document.body.getBoundingClientRect().height}, '*');
+  }).observe(document.body);
 } else system.addEventListener('change', wear);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const SIGNED = {light: [[5,48,97],[67,147,195],[255,255,255],[214,96,77],[103,0,31]], dark: [[120,190,255],[40,98,160],[16,16,18],[168,60,44],[255,160,130]]};
