@@ -31,7 +31,7 @@ from tl_geometry.render.rotary import bands_page, head_planes
 from tl_geometry.report import findings, heads
 from tl_geometry.report.analysis import Analysis, make
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.origin import by_error, number, plain
+from tl_geometry.report.origin import Cells, by_error, number, plain
 from tl_geometry.report.section import Draft, Section
 from tl_geometry.scores.relative import offset_profile
 from tl_geometry.sphere.paths import token_paths
@@ -227,6 +227,24 @@ def test_sentences_on_heads_by_their_table() -> None:
         shares = {b: by_error(cells(bands, f"cs_{b}")[row], nan) for b in ("near", "middle", "far")}
         listed = ", ".join(f"{b} {share}" for b, share in shares.items())
         assert f"The strongest {kind} head, {name}: {listed}." in section.text
+
+
+def test_sentences_on_measures_by_their_tables() -> None:
+    """Of the state in the middle."""
+    section = made(analysis("gpt2"), "measures").section
+    said = " ".join(section.text).replace(",", "")
+    for name, columns in (
+        ("positional", ("rank", "stable_rank")),
+        ("contextual", ("incoherence_avg", "incoherence_avg_random", "incoherence_avg_exchanged")),
+    ):
+        table = section.tables[name]
+        state = cells(table, "state")[len(table.rows()) // 2]
+        sentence = re.search(rf"(At|of) state {state} (.*?)\. The ", said)
+        assert sentence is not None
+        cell = Cells(name, table)
+        shown = [plain(cell(len(table.rows()) // 2, column)) for column in columns]
+        assert [number in sentence[2].split() for number in shown] == [True] * len(shown), name
+        said = said[sentence.end() :]
 
 
 def strongest(table: Any) -> list[tuple[int, int]]:

@@ -401,6 +401,18 @@ def test_offset_shares_of_a_split() -> None:
     assert float(offset_share(normed, "cvec-cvec").max()) < 0.9
 
 
+def test_heads_are_shared_under_the_mask_of_their_own_layer() -> None:
+    """Gemma 2's first block attends to a window."""
+    model, basis = tiny("bridge", "gemma2", dtype=torch.float64), basis_of("bridge", "gemma2")
+    split = many("gemma2")
+    assert not torch.equal(split.allowed[0], split.allowed[-1])
+    alone = [
+        offset_share(split_scores(model, MANY, basis, heads=[(layer, h) for h in range(4)]))
+        for layer in (0, 1)
+    ]
+    assert torch.allclose(offset_share(split), torch.cat(alone), atol=1e-12)
+
+
 def test_what_is_restricted_says_so() -> None:
     split = many()
     near = split.on_planes(["near", 3])
