@@ -277,7 +277,7 @@ def test_a_later_run_takes_over_what_it_may(tmp_path: Path) -> None:
     def later(seed: int, *, resume: bool) -> Folder:
         out = tmp_path / f"{seed} {resume}"
         shutil.copytree(tmp_path / "first", out)
-        options = {"resume": True} if resume else {}
+        options: dict[str, Any] = {"resume": True} if resume else {}
         # a run that is stopped before it knows its settings loses nothing
         Folder(out, "m", names=names, force=True, **options)
         made = Folder(out, "m", names=names, force=True, **options)
