@@ -117,6 +117,14 @@ def test_the_two_largest_pairs_of_each_cell_are_summed(
     assert torch.allclose(found.pair_gs[0], gs[order[: len(found.pair_gs[0])]], atol=1e-6)
 
 
+def test_heads_of_fewer_pairs_are_filled_up_with_none() -> None:
+    model = tiny("bridge", "gpt2", dtype=torch.float64)
+    read = dictionary(orthonormal(model, 4), 1, model)
+    missing = feature_shares(model, PROMPTS, read, per_cell=1, pairs=16).pairs < 0
+    assert bool(missing.any())
+    assert torch.equal(missing[..., 0], missing[..., 1])
+
+
 def test_batches_and_what_is_dropped_change_nothing() -> None:
     model = tiny("bridge", "gpt2", dtype=torch.float64)
     activations, decoder, bias = orthonormal(model, 6)

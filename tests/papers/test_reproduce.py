@@ -428,6 +428,14 @@ def test_a_work_is_asked_for_what_is_installed_and_given(installed: bool, tmp_pa
     assert module.reproduce("lines-of-thought")[1] == options | {"n": None, "progress": True}
 
 
+def test_a_work_on_weights_takes_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for given in ({"corpus": [tmp_path / "a.txt"]}, {"contexts": 3}):
+        options: dict[str, Any] = {"progress": False, **given}
+        with pytest.raises(GeometryError, match="--corpus, --contexts: expected none"):
+            papers.reproduce("traveling-words", **options)
+
+
 def test_topic_documents_by_file(tmp_path: Path) -> None:
     """What the command line takes is what the function takes."""
     texts = [t[:6000] for t in zoo.corpus.held_out_documents().texts[:3]]

@@ -158,6 +158,7 @@ def test_the_line_of_norms_is_the_median_of_each_position() -> None:
     drawn = sorted(map(tuple, np.asarray(cloud.get_offsets()).tolist()))
     assert drawn == sorted((p + 2.0, float(values[c, p])) for c in range(5) for p in range(8))
     assert np.asarray(largest.get_offsets()).tolist() == [[4, 9], [3, 5]]
+    assert cloud.get_rasterized(), "an SVG stays small"
     assert axis.get_yscale() == "log"
     assert axis.get_ylabel().startswith("norm in state 1")
 
