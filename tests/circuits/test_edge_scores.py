@@ -434,6 +434,12 @@ def test_the_edge_list_comes_back(tmp_path: Path) -> None:
     assert [row[:3] for row in saved.rows()] == [row[:3] for row in scores.rows()]
     with pytest.raises(GeometryError, match="expected the edges of"):
         read_mib(tiny("bridge", "bloom6"), path)
+    chosen_alone = json.loads(path.read_text())
+    for edge in chosen_alone["edges"].values():
+        del edge["score"]
+    path.write_text(json.dumps(chosen_alone))
+    assert not bool(read_mib(model, path).scores.any())
+    assert read_mib(model, path).edges() == stored.edges()
     path.write_text("{}")
     with pytest.raises(GeometryError, match="expected an edge list in JSON"):
         read_mib(model, path)
