@@ -4,6 +4,7 @@ to the change of the metric."""
 from __future__ import annotations
 
 import importlib
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
