@@ -298,6 +298,10 @@ def test_published_settings_follow_the_model(bridge: Any) -> None:
     assert protocol.settings_for(view) == papers.Settings()
     assert not papers.Settings(uint16=True, final_norm=True).exact().remarks()
     assert len(papers.Settings().remarks()) == 3
+    published = papers.Settings()
+    assert (published.length, published.contexts, published.fresh) == (512, 6400, 32)
+    assert (published.seed, published.train_share, published.states) == (1234, 0.9, 13)
+    assert (published.topic_windows, published.topic_length) == (64, 128)
     assert protocol.chosen_states(24, 13) == tuple(range(0, 25, 2))
     assert protocol.chosen_states(12, 13) == tuple(range(13))
 
