@@ -23,6 +23,8 @@ from tl_geometry.models.layer_view import LayerView
 
 HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens has HookedTransformer and HookedEncoder (3.x)."""
+KIND = ("hooked", "HookedTransformer") if HAS_HOOKED else ("bridge", "TransformerBridge")
+"""A model class, as users ask for it and by its name: not the default one where there are two."""
 D, HEADS, VOCAB, CTX = 32, 4, 61, 64
 _PLAIN = {
     "vocab_size": VOCAB,

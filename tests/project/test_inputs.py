@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tl_geometry as tlg
+from tests.tiny import KIND
 from tl_geometry.base import checks
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.zoo.inputs import Inputs, check_device
@@ -155,11 +156,12 @@ def test_models_are_loaded_as_the_options_say() -> None:
     assert tlg.view(plain).name == "tl-geometry-embedded"
     assert tlg.view(plain).dtype == torch.float32
     assert not tlg.view(plain).processed
-    control = Inputs(dtype="float64", processed=True, model_class="hooked").load(trained=False)
+    kind, class_name = KIND
+    control = Inputs(dtype="float64", processed=True, model_class=kind).load(trained=False)
     found = tlg.view(control)
     assert found.name == "tl-geometry-embedded-untrained"
     assert (found.dtype, found.processed) == (torch.float64, True)
-    assert found.class_name == "HookedTransformer"
+    assert found.class_name == class_name
     named = tlg.view(Inputs(model=str(tlg.zoo.directory()), dtype="float64").load())
     assert named.dtype == torch.float64
     assert Inputs().load(device="meta").W_E.device.type == "meta"

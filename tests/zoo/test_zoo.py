@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.tiny import KIND
 from tl_geometry import zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
@@ -330,9 +331,10 @@ def test_the_embedded_model_and_its_control_are_told_apart() -> None:
         name = "tl-geometry-embedded" + ("" if trained else "-untrained")
         assert tlg.view(found).name == name
         assert not tlg.view(found).processed
-    hooked = zoo.embedded(model_class="hooked", processed=True)
-    assert tlg.view(hooked).processed
-    assert tlg.view(hooked).class_name == "HookedTransformer"
+    kind, class_name = KIND
+    processed = zoo.embedded(model_class=kind, processed=True)
+    assert tlg.view(processed).processed
+    assert tlg.view(processed).class_name == class_name
 
 
 def test_packages_that_are_absent_are_named_with_their_command(
