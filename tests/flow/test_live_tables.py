@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.bars import bars
 from tests.flow.test_trajectories import deep, ensemble
 from tests.tiny import tiny, tokens
 from tl_geometry import GeometryError
@@ -241,41 +242,17 @@ def test_skips_refuse_what_is_no_skip() -> None:
 # ---- bars
 
 
-class Bar:
-    """In the place of tqdm's."""
-
-    made: ClassVar[list[Bar]] = []
-
-    def __init__(self, total: int, disable: bool, **options: Any) -> None:
-        self.total, self.disable, self.steps = total, disable, 0
-        Bar.made.append(self)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def set_postfix_str(self, text: str) -> None:
-        pass
-
-    def update(self, n: int) -> None:
-        self.steps += n
-
-
 @pytest.mark.parametrize("progress", [True, False])
 def test_bars_move_to_their_end_and_show_where_asked(
     progress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (following, truncation, skipping):
-        monkeypatch.setattr(module, "tqdm", Bar)
-    monkeypatch.setattr(Bar, "made", [])
+    made = bars(monkeypatch, following, truncation, skipping)
     monkeypatch.setattr(next_token, "PILOTS", 20)
     ids = tokens(20, 10, 3)
     options: dict[str, Any] = {} if progress else {"progress": False}
     found: Trajectories = trajectories(deep(), ids, batch_size=3, **options)
     truncation_kl(deep(), ids, found, K=(1, 2, 5), batch_size=3, **options)
     skip_map(deep(), ids, map_types=("flow", "mean"), batch_size=3, **options)
-    assert [bar.total for bar in Bar.made] == [20, 60, 10 * (8 * 3 + 4)]
-    assert [bar.steps for bar in Bar.made] == [bar.total for bar in Bar.made]
-    assert {bar.disable for bar in Bar.made} == {not progress}
+    assert [bar.total for bar in made] == [20, 60, 10 * (8 * 3 + 4)]
+    assert [bar.seen for bar in made] == [bar.total for bar in made]
+    assert {bar.disable for bar in made} == {not progress}

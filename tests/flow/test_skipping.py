@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.bars import bars
 from tests.flow.test_trajectories import deep, ensemble
 from tests.tiny import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
@@ -166,30 +167,11 @@ def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result
 
 
 def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bar:
-        seen: ClassVar[list[Any]] = []
-
-        def __init__(self, total: int, **options: Any) -> None:
-            self.total, self.steps = total, []
-            Bar.seen.append(self)
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def set_postfix_str(self, text: str) -> None:
-            pass
-
-        def update(self, n: int) -> None:
-            self.steps.append(n)
-
-    monkeypatch.setattr(skipping, "tqdm", Bar)
+    made = bars(monkeypatch, skipping)
     monkeypatch.setattr(next_token, "PILOTS", 60)
     skip_map(deep(), tokens(40, 8), pairs="all", batch_size=40)
-    bar = Bar.seen[0]
-    assert sum(bar.steps) == bar.total
+    bar = made[0]
+    assert bar.seen == bar.total
     assert len(bar.steps) > 20
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.bars import bars
 from tests.interventions.bases import basis_of
 from tests.tiny import HEADS, tiny, tokens
 from tl_geometry.base.errors import GeometryError
@@ -451,37 +452,14 @@ def test_a_surrogate_has_twenty_directions_by_default_and_no_more_than_positions
 # ---- bars
 
 
-class Bar:
-    """In the place of tqdm's."""
-
-    made: ClassVar[list[Bar]] = []
-
-    def __init__(self, steps: Any = None, *, total: int = 0, disable: bool, **_: Any) -> None:
-        self.steps, self.total, self.disable, self.seen = steps, total, disable, 0
-        Bar.made.append(self)
-
-    def __iter__(self) -> Any:
-        return iter(self.steps)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def update(self, n: int) -> None:
-        self.seen += n
-
-
 @pytest.mark.parametrize("progress", [True, False])
 def test_bars_move_to_their_end_and_show_where_asked(
     progress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = bars(monkeypatch, knockouts, paths, effects)
     for module in (knockouts, paths, effects):
-        monkeypatch.setattr(module, "tqdm", Bar)
         fits = 12 if module is effects else 2
         monkeypatch.setattr(module, "output_batch", lambda *_, fits=fits, **__: fits)
-    monkeypatch.setattr(Bar, "made", [])
     model, basis = tiny("bridge", "gpt2"), basis_of("bridge")
     options: dict[str, Any] = {} if progress else {"progress": False}
     head_knockouts(model, PROMPTS, targets=TARGETS, attributions=True, by="zero", **options)
@@ -490,9 +468,9 @@ def test_bars_move_to_their_end_and_show_where_asked(
     tlg.interventions.necessity_sufficiency(
         model, PROMPTS, basis, "L0H1", "content", draws=1, **options
     )
-    attributed, passes, patched, measured, repeated = Bar.made
-    assert (len(passes.steps), len(attributed.steps)) == (8, 4)
+    attributed, passes, patched, measured, repeated = made
+    assert (len(passes.items), len(attributed.items)) == (8, 4)
     assert patched.total == patched.seen == 2 * 2 * 2
     assert measured.total == measured.seen == 6 + 8
     assert repeated.seen == repeated.total
-    assert [bar.disable for bar in Bar.made] == [not progress] * 4 + [True]
+    assert [bar.disable for bar in made] == [not progress] * 4 + [True]

@@ -30,6 +30,7 @@ def folder(path: Path) -> None:
 
 
 def _make(path: Path) -> None:
+    """Make a folder with a name of any length that the file system allows."""
     existing = next((part for part in (path, *path.parents) if part.exists()), path)
     got, instead = f"the file {printable(str(existing))}", "another --out"
     is_folder = existing.is_dir() or not existing.exists()

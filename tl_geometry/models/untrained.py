@@ -50,17 +50,16 @@ def reinitialized(
     named: dict[int, tuple[str, Tensor]] = {}
     for part in parts:
         named |= {id(p): (name, p) for name, p in part.named_parameters()}
-    trained = [(p, p.detach().clone()) for _, p in named.values()]
-    pairs = list(zip(named.values(), trained, strict=True))
+    trained = [(name, p, p.detach().clone()) for name, p in named.values()]
     if how == "shuffle":
         # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
-        pairs.sort(key=lambda pair: -pair[1][0].numel())
+        trained.sort(key=lambda entry: -entry[1].numel())
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
     label, open_ = f"{view.name}, {what} ({how})", True
     try:
         with torch.no_grad():
-            for (name, value), (_, old) in pairs:
+            for name, value, old in trained:
                 value.copy_(_redrawn(name, old, how, std, generator))
         control = as_view(root)
 
@@ -78,7 +77,7 @@ def reinitialized(
     finally:
         open_ = False
         with torch.no_grad():
-            for value, old in trained:
+            for _, value, old in trained:
                 value.copy_(old)
 
 
