@@ -393,7 +393,9 @@ def test_errors_name_what_was_expected():
         ({"preset": "published"}, "preset: expected one of 'exact', 'reference'"),
     ],
 )
-def test_no_model_of_what_is_no_flow(fields: dict[str, Any], text: str) -> None:
+def test_models_refuse_zeros_layers_out_of_order_and_negative_noise(
+    fields: dict[str, Any], text: str
+) -> None:
     with pytest.raises(GeometryError, match=text):
         dataclasses.replace(planted(3, 3), **fields)
     with pytest.raises(GeometryError, match="LangevinModel: expected at least two states, got 1"):
@@ -415,7 +417,7 @@ def test_no_model_of_what_is_no_flow(fields: dict[str, Any], text: str) -> None:
         (3, [1.0], {"start": 0.5, "method": "euler"}, r"expected 1 to 3 \(layers\), got 0.5"),
     ],
 )
-def test_no_paths_from_what_makes_no_sense(
+def test_simulations_refuse_times_and_steps_out_of_range(
     columns: int, times: list[float], options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(GeometryError, match=text):

@@ -179,7 +179,7 @@ def test_effect_is_a_table_and_the_random_control_costs_more_on_the_embedded_mod
     assert effect.moved.shape == (3, 4)
     assert float(effect.moved[2].max()) < 1e-4
     assert 0 < float(effect.moved[0].mean()) < float(effect.moved[1].mean())
-    assert replacements(tlg.view(model), basis, [(0, 1)], "low_rank", rank=60)
+    assert len(replacements(tlg.view(model), basis, [(0, 1)], "low_rank", rank=60)) == 1
     with pytest.raises(GeometryError, match="rank: expected 1 to 60 directions, got 61"):
         replacements(tlg.view(model), basis, [(0, 1)], "low_rank", rank=61)
     again = type(effect).load(effect.save(tmp_path / "e.safetensors"))

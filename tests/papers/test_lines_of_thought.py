@@ -167,8 +167,9 @@ def test_what_a_user_asks_for_reaches_every_measure(protocol: Any) -> None:
     assert [row[0] for row in few.rows()][-1] == "mean |kurtosis|, untrained"
     with pytest.raises(GeometryError, match="at least 32 chunks, got 31"):
         protocol.sarfati(view, "text", n=31)
-    with pytest.raises(GeometryError, match="at least one, got int64"):
-        protocol.sarfati(view, "text", n=0)
+    for n in (0, -5):
+        with pytest.raises(GeometryError, match=f"n: expected at least 1 chunk, got {n}"):
+            protocol.sarfati(view, "text", n=n)
 
 
 def test_the_seven_chunks_that_the_paper_removes(module: Any) -> None:

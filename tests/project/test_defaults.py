@@ -53,7 +53,9 @@ def _functions() -> dict[str, Callable[..., Any]]:
         for member in vars(importlib.import_module(module.name)).values():
             if getattr(member, "__module__", "") == module.name:
                 inside = vars(member).values() if inspect.isclass(member) else [member]
-                for each in filter(inspect.isfunction, inside):
+                # a class method and a static method hold their function
+                functions = [getattr(each, "__func__", each) for each in inside]
+                for each in filter(inspect.isfunction, functions):
                     found[f"{module.name}.{each.__qualname__}".partition(".")[2]] = each
     return found
 

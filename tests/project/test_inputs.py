@@ -222,11 +222,14 @@ def test_a_file_of_ids_is_cut_to_the_contexts_asked_for(
             given.check_corpus(ids=True)
 
 
-def test_a_gpu_is_taken_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_devices_that_are_there_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     for count, available in ((0, True), (2, False), (2, True)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: available)  # noqa: B023
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)  # noqa: B023
         there = count if available else 0
+        if not there:
+            with pytest.raises(GeometryError, match="cuda, got 0 CUDA devices"):
+                check_device("cuda")
         for number, name in enumerate(("cuda:0", "cuda:1", "cuda:2")):
             if number < there:
                 check_device(name)

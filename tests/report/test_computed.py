@@ -262,7 +262,7 @@ def drawn(figure: Any) -> list[Any]:
     return [figure.title, figure.caption, [axis.get_title() for axis in axes], lines, images]
 
 
-def test_figures_of_heads_show_what_they_are_for() -> None:
+def test_figures_of_heads_are_drawn_from_its_tables() -> None:
     of = analysis("llama")
     _, figures, calls, _ = made(of, "heads")
     keys = ("shares", "gain", "types", "heads", "planes", "bands", "example", "dominance")

@@ -230,8 +230,8 @@ def positional_report(
     for row in range(len(basis.states)):
         pos, sizes = basis.pos[row], _sizes(basis, row)
         factors = linalg.svd(pos)
-        # a basis of one dimension has no second axis: with a zero one, each change of sign counts
-        # as half a turn
+        # a basis of one dimension has no second axis: with a zero one its winding number says
+        # nothing, because each change of sign is half a turn to one side or the other
         axes = factors.V if factors.V.shape[1] > 1 else torch.nn.functional.pad(factors.V, (0, 1))
         measure = _Measure(axes, (positions, d_model), k_used, strategy, sizes, frequencies)
         position_means = window_means(basis, row, context_subsets.member[1:].double())

@@ -151,6 +151,7 @@ def sarfati(
     Truncation always projects the last state before the final norm, even where the other numbers
     take it after the norm. ``separate`` asks for the rows of separability, which need scikit-learn.
     ``prepend_bos`` departs from the paper; it is for models that were trained with BOS only."""
+    require(n is None or n >= 1, "n", expected="at least 1 chunk", got=n)
     view = as_view(model)
     name = published_as or next((m for m in SETTINGS if m.lower() in view.name.lower()), view.name)
     chunks = pseudo_sentences(view, text, length, prepend_bos=prepend_bos)
