@@ -127,3 +127,70 @@ def test_a_transposed_map_gives_the_same_products() -> None:
     with torch.no_grad():
         back = linalg.transposed(lambda v: M @ v, y)
     assert float(back @ x) == pytest.approx(float(y @ (M @ x)))
+
+
+@pytest.mark.parametrize(("error", "fits"), [(0.9e-6, True), (1.5e-6, False)])
+def test_a_rotation_is_orthogonal_to_a_millionth(error: float, fits: bool) -> None:
+    """Columns whose squares sum to one but for this error."""
+    turned = rotation(0.7, ones=1) * math.sqrt(1 + error)
+    if fits:
+        linalg.rotation_log(turned)
+        return
+    with pytest.raises(GeometryError) as refusal:
+        linalg.rotation_log(turned)
+    expected = "rotation: expected an orthogonal matrix, got orthogonality error 1.5e-06."
+    assert str(refusal.value) == expected
+
+
+def test_a_mirror_is_refused_with_what_to_do() -> None:
+    """In a whole sentence."""
+    with pytest.raises(GeometryError) as refusal:
+        linalg.rotation_log(torch.diag(torch.tensor([1.0, -1.0])))
+    expected = "rotation: expected determinant +1, got -1."
+    assert str(refusal.value) == f"{expected} Use the last column with its sign flipped."
+
+
+@pytest.mark.parametrize("sine", [1.5e-12, -1.5e-12, 0.9e-12])
+def test_planes_of_tiny_angles_are_planes_down_to_rounding(sine: float) -> None:
+    """Below the threshold of 1e-12 an angle counts as none."""
+    log = linalg.rotation_log(torch.tensor([[1.0, -sine], [sine, 1.0]], dtype=torch.float64))
+    assert float(log[1, 0]) == pytest.approx(sine if abs(sine) > 1e-12 else 0.0, rel=1e-6)
+
+
+def test_half_turns_are_paired_in_order() -> None:
+    """Four eigenvalues -1 are two planes turned by pi, about whatever lies between."""
+    log = linalg.rotation_log(torch.diag(torch.tensor([-1.0, 1.0, -1.0, -1.0, -1.0])))
+    planes = {(2, 0), (4, 3)}
+    for i in range(5):
+        for j in range(i):
+            size = abs(float(log[i, j]))
+            assert size == pytest.approx(math.pi if (i, j) in planes else 0, abs=1e-6)
+    assert torch.equal(log, -log.mT)
+    assert linalg.rotation_log(torch.zeros(0, 0)).shape == (0, 0)
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(7, 5, 3), (5, 7, 3), (4, 4, 6)])
+def test_the_svd_of_a_product_is_that_of_the_matrix(rows: int, columns: int, rank: int) -> None:
+    """Through its factors, of a batch, wide or narrow."""
+    left, right = normal(2, rows, rank), normal(2, columns, rank, seed=1)
+    found, size = linalg.product_svd(left, right), min(rows, columns, rank)
+    assert torch.allclose(found.U * found.S.unsqueeze(-2) @ found.V.mT, left @ right.mT)
+    expected = torch.linalg.svdvals(left @ right.mT)[:, :size]
+    assert torch.allclose(found.S[:, :size], expected)
+    peak = found.V.gather(-2, found.V.abs().argmax(-2, keepdim=True))
+    assert bool((peak > 0).all())
+
+
+def test_stable_ranks_cosines_and_roundoffs_by_hand() -> None:
+    """Sums of squares over the largest; the orthonormal cosines; half of the machine epsilon."""
+    assert float(linalg.stable_rank(torch.tensor([2.0, 2.0, 1.0]))) == 2.25
+    assert bool(linalg.stable_rank(torch.zeros(3)).isnan())
+    for j in range(5):
+        for t in range(5):
+            scale = math.sqrt((1 if j == 0 else 2) / 5)
+            expected = scale * math.cos(math.pi * j * (t + 0.5) / 5)
+            assert float(linalg.dct_matrix(5)[j, t]) == pytest.approx(expected, abs=1e-15)
+    assert linalg.dct_matrix(2).dtype == torch.float64
+    assert linalg.dct_matrix(2, torch.float32).dtype == torch.float32
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    assert [linalg.unit_roundoff(d) for d in dtypes] == [2**-53, 2**-24, 2**-11, 2**-8]

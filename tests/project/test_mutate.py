@@ -103,7 +103,8 @@ def test_only_what_was_undecided_is_planted_again(
     fault = mutate.draw(1, seed=5)[0]
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps(mutate.Verdict(fault, before, "")) + "\n")
-    monkeypatch.setattr(mutate, "copy_of_tree", lambda folder: folder)
+    for name in ("copy_of_tree", "compiled"):
+        monkeypatch.setattr(mutate, name, lambda folder: folder)
     monkeypatch.setattr(mutate, "judge", lambda *_: ("caught", "a test"))
     for _ in range(2):  # what is added to the file counts the second time
         (verdict,) = mutate.run([fault], {}, results, limit=1, workers=1)
