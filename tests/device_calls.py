@@ -1,9 +1,10 @@
-"""What takes a model, one call each, for the pretended device (:mod:`tests.pretend_device`)."""
+"""What takes a model, one call each, for the pretended device (:mod:`tests.pretend_device`) and for
+GPUs (``tests/models/test_gpu.py``)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def calls(
         "composition": lambda m: tlg.composition(m, many, **streamed),
         "explain_logit": lambda m: tlg.explain_logit(m, few[:1], 13, 5),
         "explain_logits": lambda m: circuits.explain_logits(m, few, targets),
-        "trace_logit": lambda m: tlg.trace_logit(m, few[:1], 5, against=9),
+        "trace_logit": lambda m: tlg.trace_logit(m, few[:1], 5, against=9, keep=1.0),
         "edge_scores": lambda m: tlg.edge_scores(m, **both),
         "faithfulness": lambda m: tlg.faithfulness(m, ["L0H0", "L1H1"], **both),
         "head_knockouts": lambda m: interventions.head_knockouts(m, few, "difference", **knocked),
@@ -86,15 +87,53 @@ def calls(
     return found
 
 
-def numbers_of(result: Any) -> Tensor:
-    """All real numbers of a result in one row, on the CPU, where they must be already."""
+def verdicts(
+    here: Any, there: Any, place: Callable[[Tensor], Tensor], *names: str, rotary: bool
+) -> Iterator[tuple[str, str]]:
+    """Every call (or those of some names) on a model on the CPU, and on another of the same weights
+    on a device, with tokens on the CPU and where ``place`` puts them: its name, and ``"same"`` or
+    what is wrong."""
+    placed = calls(here.cfg.d_vocab, rotary=rotary, place=place)
+    for name, run in calls(here.cfg.d_vocab, rotary=rotary).items():
+        if names and name not in names:
+            continue
+        expected = numbers_of(run(here))
+        verdict = "same" if len(expected) else "empty"
+        for of_tokens, run_there in (("here", run), ("there", placed[name])):
+            try:
+                found = numbers_of(run_there(there))
+            except RuntimeError as error:
+                verdict = f"raises with tokens {of_tokens}: {error}"
+                break
+            verdict = verdict if close(found, expected) else f"differs with tokens {of_tokens}"
+        yield name, verdict
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether all tensors are equal up to rounding, that of zeros relative to the largest number
+    beside them."""
+    return len(found) == len(expected) and all(
+        x.shape == y.shape
+        and torch.allclose(
+            x,
+            y,
+            rtol=1e-3,
+            atol=1e-4 + 1e-7 * float(y.nan_to_num(0, 0, 0).abs().max()),
+            equal_nan=True,
+        )
+        for x, y in zip(found, expected, strict=True)
+    )
+
+
+def numbers_of(result: Any) -> list[Tensor]:
+    """All tensors of real numbers in a result, on the CPU, where they must be already."""
     found: list[Tensor] = []
 
     def take(value: Any) -> None:
         if isinstance(value, Tensor):
             assert value.device.type == "cpu", "a result stays on its device"
-            if value.is_floating_point():
-                found.append(value.double().flatten())
+            if value.is_floating_point() and value.numel():
+                found.append(value.double())
         elif dataclasses.is_dataclass(value):
             for field in dataclasses.fields(value):
                 take(getattr(value, field.name))
@@ -106,4 +145,4 @@ def numbers_of(result: Any) -> Tensor:
                 take(each)
 
     take(result)
-    return torch.cat(found) if found else torch.zeros(0)
+    return found

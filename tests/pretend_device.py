@@ -305,28 +305,13 @@ def made(what: str, **changes: Any) -> Any:
 
 def compared(what: str, *names: str) -> None:
     """Every call (or those of some names) on a model, and on another of the same weights on the
-    device, with tokens on the CPU and beside it: whether all give the same."""
-    from tests.device_calls import calls, numbers_of
+    device: whether all give the same."""
+    from tests.device_calls import verdicts
 
     here, there = made(what), made(what)
     (split if what == "split" else move)(there)
-    given: dict[str, Any] = {"rotary": what == "llama"}
-    placed = calls(here.cfg.d_vocab, **given, place=lambda ids: Pretend(ids))
-    for name, run in calls(here.cfg.d_vocab, **given).items():
-        if names and name not in names:
-            continue
-        expected = numbers_of(run(here))
-        verdict = "same" if len(expected) else "empty"
-        for of_tokens, run_there in (("here", run), ("there", placed[name])):
-            try:
-                found = numbers_of(run_there(there))
-            except RuntimeError as error:
-                verdict = f"raises with tokens {of_tokens}: {error}"
-                break
-            close = found.shape == expected.shape and torch.allclose(
-                found, expected, rtol=1e-3, atol=1e-4, equal_nan=True
-            )
-            verdict = verdict if close else f"differs with tokens {of_tokens}"
+    place: Callable[[Tensor], Tensor] = lambda ids: Pretend(ids)
+    for name, verdict in verdicts(here, there, place, *names, rotary=what == "llama"):
         sys.stdout.write(f"{name}: {verdict}\n")
 
 

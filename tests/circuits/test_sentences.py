@@ -389,7 +389,7 @@ SENTENCES = {
     "counts": "positions: expected names for each of 2 graphs, got 1.",
     "no head": "node: expected a head's node, got mlp0 at 3 '<10>'.",
     "other head": "heads of the split: expected L1H0, got L1H2.",
-    "other length": "split: expected one prompt of 6 tokens, got 1 prompts of 5.",
+    "other length": "split: expected one prompt of 6 tokens, got 1 of 5.",
     "budget": (
         "pairs: expected at most memory_budget=100 bytes, got 5,184 bytes for the pairs "
         'of 6 parts. Use split_scores(..., parts="blocks"), other parts, or a larger '

@@ -291,7 +291,7 @@ def test_every_condition_is_that_of_its_context_manager(monkeypatch: pytest.Monk
     few = edge_necessity(model, ids, "L0H1", "L1H0")
     assert len(few.conditions) == 5 + 6, "six controls"
     for drop in (-1, 12):
-        with pytest.raises(GeometryError, match=f"fewer than the 12 positions, got {drop}"):
+        with pytest.raises(GeometryError, match=f"a position from 0 to 11, got {drop}"):
             edge_necessity(model, ids, "L0H1", heads, drop=drop)
     counted = torch.ones(5, 12, dtype=torch.bool)
     counted[2, 1:] = False

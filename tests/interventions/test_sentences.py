@@ -180,9 +180,7 @@ KINDS = dict.fromkeys(("encoder", "threshold of a rotary model"), UnsupportedMod
 SENTENCES = {
     "metric": "metric: expected one of 'difference', 'probability', 'loss', got 'accuracy'.",
     "no targets": "targets: expected a pair (right, wrong) for each of 3 prompts, got none.",
-    "no targets of a probability": (
-        "targets: expected a pair (right, wrong) for each of 3 prompts, got none."
-    ),
+    "no targets of a probability": "targets: expected a token for each of 3 prompts, got none.",
     "targets of a loss": "targets: expected none, got [(5, 9), (7, 3), (11, 20)].",
     "many targets of a loss": (
         "targets: expected none, got [(50, 0), (51, 1), (52, 2), (53, 3), (54, 4), (55, "
@@ -276,8 +274,8 @@ SENTENCES = {
     "other prompts": (
         "reference: expected counterfactual prompts (3, 8), one for each prompt, got (2, 8)."
     ),
-    "drop": "drop: expected fewer than the 8 positions, got 8.",
-    "negative drop": "drop: expected fewer than the 8 positions, got -1.",
+    "drop": "drop: expected a position from 0 to 7, got 8.",
+    "negative drop": "drop: expected a position from 0 to 7, got -1.",
     "other tokens": (
         "tokens inside an edit: expected the tokens of the clean run, got others, or "
         "embeddings. Use remove_edge(model, these tokens, ...)."

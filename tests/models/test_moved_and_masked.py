@@ -27,6 +27,7 @@ from tl_geometry import (
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.interventions import keep_term, mean_term, remove_term
 from tl_geometry.models import from_hf
+from tl_geometry.models.forward import require_full_precision
 
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 ROWS, IDS = tokens(16, 14, seed=2), tokens(3, 10, seed=9)
@@ -132,6 +133,24 @@ def test_a_model_moved_to_another_dtype_after_a_look(model_class: str, dtype: to
     token_readout(model)
     with pytest.raises(GeometryError, match="the model it was computed from"):
         split_scores(model, IDS, basis, heads="L1H0")
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_a_model_on_a_gpu_is_refused_where_its_products_are_rounded_to_tf32(precision: str) -> None:
+    """Under either of torch's settings; on a CPU they change nothing. No GPU is asked."""
+    before, gpu = torch.get_float32_matmul_precision(), torch.device("cuda")
+    require_full_precision(gpu, "mine")  # the twin
+    try:
+        torch.set_float32_matmul_precision(precision)
+        require_full_precision(torch.device("cpu"), "mine")
+        with pytest.raises(GeometryError) as error:
+            require_full_precision(gpu, "mine")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert str(error.value) == (
+        "mine: expected float32 products in float32, got TF32, of 11 bits. Use "
+        'torch.set_float32_matmul_precision("highest").'
+    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -171,6 +171,13 @@ def test_laws_of_noise_are_named_in_black_and_drawn_in_the_colours_of_states() -
     assert {v.get_linewidth() for v in laws} == {1}
 
 
+def test_no_law_of_noise_has_no_legend() -> None:
+    """The caption says that none fits."""
+    view = flow.noise_figure(dataclasses.replace(flow_table(), laws={}))
+    assert view.figure.axes[0].get_legend() is None
+    assert view.caption.endswith("(none fits).")
+
+
 def test_a_bundle_is_a_figure_of_three_dimensions() -> None:
     """Every path has small points; the caption says how many there are."""
     view = flow.bundle_figure(paths(101))

@@ -130,6 +130,8 @@ def test_tables_that_are_no_maps_are_refused() -> None:
         (11, 15, (9.3, 3.4), 0),
         (2, 16, (9.8, 1.88), 32),
         (1, 3, (3.3, 1.54), 3),
+        (3, 32, (9.0, 2.22), 96),
+        (6, 32, (9.0, 2.4), 0),
     ],
 )
 def test_the_image_of_a_map_has_numbers_where_cells_are_few(

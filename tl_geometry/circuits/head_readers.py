@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.linalg import transposed
@@ -61,19 +61,21 @@ class Reader:
         """The ``"q"``, ``"k"`` or ``"v"`` side; ``cotangents`` are those of the side as it enters
         scores or output, at the chosen heads and positions."""
         length, n_heads = layer.q.shape[1:3]
-        pick = list(range(n_heads) if heads is None else heads)
-        at = list(range(length) if positions is None else positions)
+        # on the layer's device: every list that indexes a tensor there is copied, and waited for
+        pick = _indices(heads, n_heads, layer.q.device)
+        at = _indices(positions, length, layer.q.device)
         scale, constant = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
         constants = einsum(cotangents, constant[:, at][:, :, pick], "n b i h e, b i h e -> n b h")
         # the layer rotates all its heads and positions: zeros stand where none are chosen
         padded = cotangents.new_zeros(*cotangents.shape[:2], length, n_heads, cotangents.shape[-1])
-        chosen = torch.tensor(at)[:, None], torch.tensor(pick)
+        chosen = at.unsqueeze(1), pick
         padded[:, :, *chosen] = cotangents
         back = transposed(lambda x: layer.turned(x, which), padded)
         back = back[:, :, *chosen] * scale[:, *chosen].unsqueeze(-1)
         eye = torch.eye(layer.h.shape[-1], dtype=layer.h.dtype, device=layer.h.device)
         matrix = layer.projected(eye, which)[:, pick]
-        return cls(matrix, back, constants.double(), None if positions is None else tuple(at))
+        read = None if positions is None else tuple(positions)
+        return cls(matrix, back, constants.double(), read)
 
     def among(self, start: int, stop: int, length: int) -> tuple[Rows, Rows]:
         """Which of the tokens ``start`` to ``stop`` of all contexts in a row are read: their rows
@@ -87,6 +89,11 @@ class Reader:
             if token % length in self.positions
         ]
         return [row for row, _ in read], [place for _, place in read]
+
+
+def _indices(chosen: Sequence[int] | None, n: int, device: torch.device) -> Int[Tensor, " chosen"]:
+    """The chosen ones of n (``None``: all) as a tensor."""
+    return torch.arange(n, device=device) if chosen is None else torch.tensor(chosen, device=device)
 
 
 def numerators(

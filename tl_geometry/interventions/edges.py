@@ -192,7 +192,7 @@ def first_edited(drop: int | None, rows: TokenWindows) -> int:
     """The first position whose input is edited: ``drop``, by default 1 with a BOS token, else 0."""
     start, length = int(rows.has_bos) if drop is None else drop, rows.tokens.shape[1]
     fits = 0 <= start < length
-    require(fits, "drop", expected=f"fewer than the {length} positions", got=start)
+    require(fits, "drop", expected=f"a position from 0 to {length - 1}", got=start)
     return start
 
 

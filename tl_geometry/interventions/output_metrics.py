@@ -79,7 +79,8 @@ def output_metric(
     needs_targets = metric in METRICS[:2]
     default = "position=-1, as this metric looks at all positions"
     require(needs_targets or position == -1, "position", expected=default, got=repr(position))
-    expected = f"a pair (right, wrong) for each of {len(rows)} prompts" if needs_targets else "none"
+    wanted = "a pair (right, wrong)" if metric == "difference" else "a token"
+    expected = f"{wanted} for each of {len(rows)} prompts" if needs_targets else "none"
     given = None if targets is None else list(targets)
     got = "none" if given is None else repr(given)[:80]  # a message shows the first few
     require((given is not None) == needs_targets, "targets", expected=expected, got=got)
@@ -88,7 +89,6 @@ def output_metric(
         return OutputMetric(name, rows.tokens, own=None if isinstance(metric, str) else metric)
     targets_of = [[target] if isinstance(target, int | str) else list(target) for target in given]
     sizes = (2,) if metric == "difference" else (1, 2)
-    expected = expected if metric == "difference" else f"a token for each of {len(rows)} prompts"
     fits = len(targets_of) == len(rows) and all(len(pair) in sizes for pair in targets_of)
     require(fits, "targets", expected=expected, got=got)
     # a probability is that of the first token alone

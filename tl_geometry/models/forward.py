@@ -230,12 +230,25 @@ def take_away(point: Any, handle: Any) -> None:
 
 
 def require_full_precision(device: torch.device, name: str) -> None:
-    """Raise under ``torch.autocast``: numbers would be rounded to half precision and labelled with
-    the model's dtype."""
+    """Raise under ``torch.autocast``, and where a GPU multiplies float32 matrices in TF32: numbers
+    would be rounded to half precision, or to 11 bits, and labelled with the model's dtype."""
     types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
     got = f"autocast on {', '.join(types)}"
     instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
     require(not types, name, expected="no torch.autocast", got=got, instead=instead)
+    got, instead = "TF32, of 11 bits", 'torch.set_float32_matmul_precision("highest")'
+    exact = not _multiplies_in_tf32(device)
+    require(exact, name, expected="float32 products in float32", got=got, instead=instead)
+
+
+def _multiplies_in_tf32(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    matmul = torch.backends.cuda.matmul
+    # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
+    return (
+        matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    )
 
 
 def _stop(value: Tensor) -> None:

@@ -67,12 +67,13 @@ def from_hf(
     processed: bool = False,
     name: str = "model",
     dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Any:
     """A TransformerLens model around a Hugging Face model in memory (a bridge instruments it in
     place).
 
-    ``tokenizer`` may be ``None``: the model then takes token ids only. A conversion or processing
+    It stays on its device, in its precision, unless ``device`` or ``dtype`` is given. ``tokenizer``
+    may be ``None``: the model then takes token ids only. A conversion or processing
     that changes what the model computes is refused (ALiBi of 6 heads or local YaRN as a
     HookedTransformer, folding of a mixture of experts).
     """

@@ -232,7 +232,8 @@ def noise_figure(report: FlowReport, *, ax: Axes | None = None) -> View:
             if law == "increment" or i == 0:  # the asymptotic law depends on the end state alone
                 variance = report.law(law).variance(states[i].expand_as(ends), ends)
                 axis.plot(ends, variance.log(), style, lw=1, **look)
-    axis.legend(fontsize=8, frameon=False)
+    if laws:
+        axis.legend(fontsize=8, frameon=False)
     axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
     axis.set_xticks(whole_ticks(report.states[1:]))
     fits = [(law, report.law(law)) for law in laws]

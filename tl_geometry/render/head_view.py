@@ -115,7 +115,7 @@ def head_grid(sweep: Result, value: str | None = None) -> View:
     rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
     # inches: cells with a number in them are larger; above 16 heads the width stays that of a page
     tall = 0.34 if rows * count <= NUMBERED else 0.2
-    wide = 0.5 * count + 1.8 if count <= 16 else 9
+    wide = 0.5 * count + 1.8 if count <= 16 else 9.0
     figure, axis = one_axes(None, (wide, tall * rows + 1.2))
     shown = in_words(str(sweep.readable(name)))
     draw_map(axis, pairs, columns[name], "", *scale(name, columns[name]))

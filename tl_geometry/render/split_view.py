@@ -283,7 +283,7 @@ def _page(
     rows, columns, places = _layout(split, panels)
     size = grids.values.shape[-1]
     # pixels across a panel, larger where there are few; from 3 pixels on a cell is a whole number
-    cell = {1: 240, 2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
+    cell = {2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * size + 16) + 12)
     grid = math.ceil(rows * (cell * size + 22) + 76)
@@ -433,7 +433,6 @@ def _image(
     side = 0.9 * (across - 1.4) / (1.06 * columns)
     down = side * rows * high / n + (0.7 if single else 0.65)
     figure, axis = one_axes(None, (across, down))
-    axis.set_anchor("N")
     axis.imshow(sheet, interpolation="nearest")
     axis.spines[:].set_visible(False)
     for name, (r, c) in zip(names, at[0], strict=True):
