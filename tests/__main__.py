@@ -16,17 +16,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ONCE = (
     # arithmetic on tensors
-    *("base", "measures", "sphere", "scores/test_sums.py"),
-    *("decomposition/test_layer_intervals.py", "decomposition/test_position_context.py"),
-    *("flow/test_bases.py", "flow/test_by_hand.py", "flow/test_langevin.py", "flow/test_limits.py"),
-    *("weights/test_bilinear.py", "weights/test_by_hand.py", "weights/test_readout.py"),
+    *("base", "measures", "sphere", "scores/test_sums.py", "scores/test_offsets_by_hand.py"),
+    *("scores/test_splits_by_hand.py", "scores/test_tables_by_hand.py"),
+    *("decomposition/test_accumulation.py", "decomposition/test_layer_intervals.py"),
+    *("decomposition/test_position_context.py", "decomposition/test_process_group.py"),
+    *("decomposition/test_sums.py", "flow/test_bases.py", "flow/test_by_hand.py"),
+    *("flow/test_classifiers_and_paths.py", "flow/test_langevin.py", "flow/test_limits.py"),
+    *("flow/test_reports_by_hand.py", "weights/test_bilinear.py", "weights/test_by_hand.py"),
+    *("weights/test_limits_of_fits.py", "weights/test_readout.py"),
     # texts, files, pages and sentences, made of results
     *("corpus", "papers", "render", "circuits/test_circuit_tracer.py"),
     *("circuits/test_composition_files.py", "circuits/test_graph_files.py"),
     *("cli/test_arguments.py", "cli/test_files.py", "cli/test_options.py"),
-    *("report/test_article.py", "report/test_by_hand.py", "report/test_findings.py"),
-    *("report/test_findings_limits.py", "report/test_origin.py", "report/test_page.py"),
-    "report/test_sizes.py",
+    *("report/test_article.py", "report/test_basis_texts.py", "report/test_by_hand.py"),
+    *("report/test_finding_texts.py", "report/test_findings.py", "report/test_findings_limits.py"),
+    *("report/test_head_texts.py", "report/test_origin.py", "report/test_page.py"),
+    *("report/test_report_steps.py", "report/test_section_texts.py", "report/test_sizes.py"),
     # the project and its benchmarks
     *("project/test_benchmarks.py", "project/test_calibration.py", "project/test_contributing.py"),
     *("project/test_dataclasses.py", "project/test_defaults.py", "project/test_docs.py"),

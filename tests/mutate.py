@@ -65,6 +65,8 @@ NOT_ASKED = tuple(
     for name in ("benchmarks", "notebooks", "packaging", "site_links", "types", "skips", "mutate")
 )
 """Slow tests of what is around the library, which look at none of its numbers."""
+LAWS = ("tests/project/test_dataclasses.py", "tests/project/test_defaults.py")
+"""Tests of every signature and decorator of the package, whether it is called or not."""
 GOAL, WORST = 0.85, 0.75
 """Shares of the faults that are to be caught: of all, and in each package."""
 QUICK = 20.0
@@ -185,7 +187,19 @@ def map_of(chosen: list[Fault], workers: int) -> dict[str, TestFile]:
             (tree / path).write_bytes(probes.probed((tree / path).read_bytes(), places))
         (tree / "sitecustomize.py").write_text(probes.ELSEWHERE)
         entries = dict(zip(names, pool.map(partial(_tests_of_file, tree), names), strict=True))
-    return {name: entry for name, entry in entries.items() if entry is not None}
+    found = {name: entry for name, entry in entries.items() if entry is not None}
+    for number, fault in enumerate(chosen):
+        widen(found, str(number), probes.when((ROOT / fault.path).read_bytes(), fault))
+    return found
+
+
+def widen(found: dict[str, TestFile], number: str, when: str) -> None:
+    """What is evaluated at import matters to all tests of a file, whichever of them came first and
+    so imported the module. Laws look at signatures too."""
+    for name, file in found.items():
+        imports = when == "import" and number in file.reached
+        if imports or (when != "call" and name in LAWS):
+            file.reached[number] = None
 
 
 def _tests_of_file(tree: Path, name: str) -> TestFile | None:

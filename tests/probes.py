@@ -52,6 +52,20 @@ def probed(source: bytes, places: dict[int, Fault]) -> bytes:
     return source
 
 
+def when(source: bytes, fault: Fault) -> str:
+    """When a piece of code is evaluated: at the ``"import"`` of its module, by a ``"call"``, or as
+    a default of a ``"signature"``."""
+    above = _nodes_above(ast.parse(source), starts_of_lines(source), (fault.start, fault.end))
+    for parent, child in itertools.pairwise(above):
+        if isinstance(parent, ast.FunctionDef) and child is parent.args:
+            return "signature"
+        if isinstance(parent, ast.Lambda) or (
+            isinstance(parent, ast.FunctionDef) and child in parent.body
+        ):
+            return "call"
+    return "import"
+
+
 def _place(tree: ast.AST, starts: list[int], wanted: Span) -> tuple[Span, bool]:
     """Where the probe of a piece of code goes, and whether that is a statement."""
     above = list(_nodes_above(tree, starts, wanted))

@@ -18,7 +18,7 @@ from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.models import from_hf, load, view
 from tl_geometry.models.batches import device_of
-from tl_geometry.models.fingerprints import configuration, fingerprint
+from tl_geometry.models.fingerprints import checksum, configuration, fingerprint
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.loaders import _shown, hooked_class
 from tl_geometry.models.model_view import ModelView
@@ -422,3 +422,14 @@ def test_the_control_of_a_model_has_its_name_and_weights_back() -> None:
             f"{label}: expected use inside its `with` block, "
             "got one after it, with the trained weights back. Use the model itself."
         )
+
+
+def test_checksums_are_those_that_stored_results_hold() -> None:
+    """Of one word that is not full, of one row, and of several."""
+    bytes_, row = torch.arange(7, dtype=torch.int8), torch.arange(10.0)
+    rows = torch.arange(100_000, dtype=torch.float64)
+    assert [int(checksum(x)) for x in (bytes_, row, rows)] == [
+        3597783033271811687,
+        -6814475160325718016,
+        -9043809034391916936,
+    ]

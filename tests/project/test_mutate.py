@@ -203,6 +203,33 @@ def test_probes_change_nothing_and_tell_what_is_evaluated() -> None:
     assert not {"5", "x + y"} & texts
 
 
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [("1", "import"), ("2", "signature"), ("3", "call"), ("4", "import"), ("5", "call")],
+)
+def test_when_a_piece_of_code_is_evaluated(before: str, expected: str) -> None:
+    """Decorators and attributes of classes at import, defaults with their signature."""
+    source = "@f(1)\ndef g(x=2):\n    return 3\n\nclass A:\n    y = 4\n    z = lambda: 5\n"
+    fault = next(f for f in faults("a.py", source) if f.before == before)
+    assert probes.when(source.encode(), fault) == expected
+
+
+@pytest.mark.parametrize(
+    ("when", "own", "law"), [("import", None, None), ("signature", ["b"], None), ("call", ["b"], 0)]
+)
+def test_what_is_evaluated_at_import_is_for_all_tests_of_a_file(
+    when: str, own: list[str] | None, law: list[str] | int | None
+) -> None:
+    """Also for those that did not import the module; laws look at whatever is in a signature."""
+    reached: dict[str, dict[str, list[str] | None]] = {"tests/a.py": {"7": ["b"]}}
+    reached |= {"tests/c.py": {}, mutate.LAWS[0]: {}}
+    files = {name: mutate.TestFile({"b": 1.0, "d": 1.0}, of) for name, of in reached.items()}
+    mutate.widen(files, "7", when)
+    assert reached["tests/a.py"] == {"7": own}
+    assert reached["tests/c.py"] == {}
+    assert reached[mutate.LAWS[0]].get("7", 0) == law
+
+
 def test_the_goal_counts_what_matters() -> None:
     """Equivalent faults are no faults; a package below the worst share is a failure."""
     one, two = (Fault(f"tl_geometry/{name}/x.py", 1, "k", "1", "2", 0, 1) for name in ("a", "b"))

@@ -20,6 +20,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.scores import shapes, sums
+from tl_geometry.scores.blockwise import Block, KeyMoments
 from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.sums import (
     BLOCK,
@@ -349,3 +350,20 @@ def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
         pooled = np.sqrt((s.var() * len(s) + o.var() * len(o)) / (len(s) + len(o) - 2))
         assert found[h].item() == pytest.approx((s.mean() - o.mean()) / pooled)
     assert found[1] > found[0].abs() + 1
+
+
+def test_energies_begin_again_where_a_window_has_left_keys() -> None:
+    """Blocks in order; all rows of the second see fewer keys than those of the first did. Against
+    all cells of every pair of parts."""
+    rows, keys = draw(2, 3, 4, 3, 5), draw(2, 3, 8, 3, 5, seed=3)
+    moments = KeyMoments(keys)
+    for full, end in ((6, 6), (2, 5), (3, 4)):
+        mask = torch.ones(2, 3, 4, end - full, dtype=torch.float64)
+        mask[:, :, 1:, -1:] = 0
+        n_keys = full + mask.sum(-1, keepdim=True)
+        found = moments.energies(rows, Block(4, 8, full, end, mask, n_keys))
+        seen = torch.cat([torch.ones(2, 3, 4, full), mask], -1)
+        cells = torch.einsum("bhiae,bhjce->bhacij", rows, keys[:, :, :end]) * seen[:, :, None, None]
+        mean = cells.sum(-1, keepdim=True) / n_keys[:, :, None, None]
+        expected = ((cells - mean) * seen[:, :, None, None]).square().sum((-2, -1))
+        assert torch.allclose(found, expected, rtol=1e-12)

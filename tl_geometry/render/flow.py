@@ -106,7 +106,6 @@ def truncation_figure(curve: TruncationCurve, *, ax: Axes | None = None) -> View
     axis.axhline(curve.baseline_median, color="k", ls=":", lw=1, label=f"{null}, median")
     axis.set_xscale("log", base=2)
     axis.set_xticks(curve.K, [str(k) for k in curve.K])
-    axis.minorticks_off()
     axis.set(xlabel="directions kept, K", ylabel="KL (nats)")
     legend_beside(axis)
     needed = curve.needed()
