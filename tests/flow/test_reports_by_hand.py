@@ -34,8 +34,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def ensemble(n: int = 40, d: int = 4, **changes: Any) -> Trajectories:
     """A random walk through six states."""
     X = draw(n, len(STATES), d).cumsum(1)
-    fields: dict[str, Any] = {"X": X, "states": STATES, "position": -1}
-    return Trajectories(**(fields | {"provenance": Provenance(model="walk")} | changes))
+    fields: dict[str, Any] = {"X": X, "states": STATES, "position": -1} | changes
+    return Trajectories(**{"provenance": Provenance(model="walk"), **fields})
 
 
 @pytest.mark.parametrize(

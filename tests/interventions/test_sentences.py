@@ -175,7 +175,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
-KINDS = dict.fromkeys(("encoder", "threshold of a rotary model"), UnsupportedModelError)
+KINDS: dict[str, type[GeometryError]] = dict.fromkeys(
+    ("encoder", "threshold of a rotary model"), UnsupportedModelError
+)
 """Refusals that have a class of their own."""
 SENTENCES = {
     "metric": "metric: expected one of 'difference', 'probability', 'loss', got 'accuracy'.",

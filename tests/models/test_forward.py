@@ -145,7 +145,9 @@ def test_only_a_model_that_pads_left_gets_a_mask(
 ) -> None:
     """HookedTransformer would mask ids equal to the pad token: it gets a mask of ones."""
     model = Model(tokenizer=None if side is None else Space(padding_side=side)).eval()
-    assert torch.equal(runner(model, class_name)(IDS, {}, logits=True), IDS.float())
+    logits = runner(model, class_name)(IDS, {}, logits=True)
+    assert logits is not None
+    assert torch.equal(logits, IDS.float())
     (call,) = model.calls
     assert call["return_type"] == "logits"
     assert ("attention_mask" in call) == mask

@@ -49,9 +49,9 @@ def test_what_takes_a_model_gives_the_same_on_a_gpu(what: str) -> None:
 @pytest.mark.parametrize("model_class", ["bridge", *(["hooked"] if HAS_HOOKED else [])])
 def test_a_model_stays_on_the_gpu(model_class: str) -> None:
     """Unless another device is asked for."""
-    for device, asked in (("cuda", {}), ("cpu", {"device": "cpu"})):
+    for asked, device in ((None, "cuda"), ("cpu", "cpu")):
         weights = hf_model("gpt2").to("cuda")
-        model = from_hf(weights, None, model_class=model_class, name="mine", **asked)
+        model = from_hf(weights, None, model_class=model_class, name="mine", device=asked)
         assert {p.device.type for p in model.parameters()} == {device}
 
 

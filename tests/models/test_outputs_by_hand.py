@@ -102,7 +102,7 @@ class Tiny(nn.Module):
         self.register_buffer("n", torch.ones(2, dtype=torch.int64))
         self.cfg = SimpleNamespace(dtype=dtype)
 
-    def dtypes(self) -> list[torch.dtype]:
+    def dtypes(self) -> list[Any]:
         return [self.a.dtype, self.b.dtype, self.c.dtype, self.n.dtype, self.cfg.dtype]
 
 

@@ -164,7 +164,8 @@ def test_a_block_without_attention_is_refused_by_name(block: Any) -> None:
 @pytest.mark.parametrize("name", ["W_Q", "W_O"])
 def test_weights_without_a_head_axis_are_refused(name: str) -> None:
     """Queries and outputs must both have three axes; the message shows what W_Q has."""
-    attn = attention(**{name: draw(5, 12)})
+    wrong: dict[str, Any] = {name: draw(5, 12)}
+    attn = attention(**wrong)
     with pytest.raises(UnsupportedModelError) as error:
         read(Space(attn=attn)).weights(0)
     assert str(error.value).startswith("block 0 of m: expected W_Q [head d_model d_head], got ")
@@ -243,7 +244,7 @@ def test_a_hooked_norm_calls_its_gain_and_bias_w_and_b() -> None:
     assert readings(Plain(w=GAIN, b=BIAS))[0] == ("LN", GAIN.tolist(), BIAS.tolist(), 0.25)
 
 
-def gradients(out: Tensor, source: nn.Parameter) -> list[float]:
+def gradients(out: Tensor, source: Any) -> list[float]:
     weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).reshape(out.shape)
     source.grad = None
     (out * weights).sum().backward()

@@ -354,7 +354,7 @@ def test_a_class_without_a_head_has_no_trained_head(
 ) -> None:
     """The class that saved a checkpoint says whether it had an output head."""
     config = Space(architectures=architectures)
-    kind = type("Model", (), {})
+    kind: Any = type("Model", (), {})
     model = kind()
     model.original_model = Space(config=config)
     assert head_trained(model) is trained

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
 from torch import Tensor
 
 import tl_geometry as tlg
@@ -353,8 +353,8 @@ def test_curves_over_training() -> None:
         [[0, seed], [10, 10 + seed]] for _ in range(2) for seed in (0, 3)
     ]
     assert [line.get_label() for line in lines] == ["sums", "sums", "words", "words"]
-    first, second = (mpl.colors.to_hex(c) for c in figures.COLOURS[:2])
-    assert [mpl.colors.to_hex(line.get_color()) for line in lines] == [first] * 2 + [second] * 2
+    first, second = (to_hex(c) for c in figures.COLOURS[:2])
+    assert [to_hex(line.get_color()) for line in lines] == [first] * 2 + [second] * 2
     (legend,) = [*view.figure.legends, *(a.get_legend() for a in axes if a.get_legend())]
     assert [item.get_text() for item in legend.get_texts()] == ["sums", "words"]
 

@@ -62,7 +62,7 @@ def cells_of(split: ScoreSplit, a: int, b: int) -> np.ndarray:
 
 def total_of(split: ScoreSplit) -> np.ndarray:
     """The sum of all terms, at every cell."""
-    total = sum(cells_of(split, a, b) for a in range(3) for b in range(3))
+    total = np.sum([cells_of(split, a, b) for a in range(3) for b in range(3)], axis=0)
     return total if split.bias is None else total + split.bias.numpy()
 
 

@@ -246,9 +246,9 @@ def _multiplies_in_tf32(device: torch.device) -> bool:
         return False
     matmul = torch.backends.cuda.matmul
     # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
-    return (
-        matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    )
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision == "tf32"
+    return bool(matmul.allow_tf32)
 
 
 def _stop(value: Tensor) -> None:

@@ -93,7 +93,7 @@ def fourier(report: PositionalReport) -> View:
     count, block = report.fourier.shape[-1], report.fourier[rows]
     # one scale for all panels; 1 where all coefficients are zero
     limit = float(block.nan_to_num().abs().amax()) or 1.0
-    figure, axes = canvas(len(rows), size=(WIDTH / min(len(rows), 5), 1.9))
+    figure, axes = canvas(len(rows), size=(WIDTH / len(rows), 1.9))
     for axis, row, coefficients in zip(axes, rows, block, strict=True):
         draw_matrix(axis, coefficients, -limit, limit)
         share = float(report["low_frequency"][row])
