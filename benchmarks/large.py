@@ -36,11 +36,12 @@ def llama(device: str, *, layers: int, width: int, heads: int, hidden: int, voca
         num_attention_heads=heads,
         intermediate_size=hidden,
         vocab_size=vocab,
-        attn_implementation="eager",
     )
     torch.manual_seed(0)
     with torch.device(device):
-        weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        weights = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager"
+        )
     return from_hf(weights.eval(), None, model_class="bridge", name="random-llama")
 
 
