@@ -11,11 +11,14 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tl_geometry as tlg
 from benchmarks.harness import Row, grown, paired
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
+from tl_geometry.models.model_view import ModelView
 
 LLAMA_2_7B = {"layers": 32, "width": 4096, "heads": 32, "hidden": 11008, "vocab": 32000}
 SMALL = {"layers": 4, "width": 512, "heads": 8, "hidden": 1376, "vocab": 4096}
@@ -45,20 +48,30 @@ def llama(device: str, *, layers: int, width: int, heads: int, hidden: int, voca
     return from_hf(weights.eval(), None, model_class="bridge", name="random-llama")
 
 
+def agreement(view: ModelView, tokens: Tensor, basis: PositionContext) -> None:
+    """The positional basis of the last state is that of its activations."""
+    hook = view.state_hooks[-1]
+    h = view.activations(tokens, [hook])[hook][:, 1:].double().cpu()
+    pos = h.mean(0) - h.mean((0, 1))
+    assert (basis.pos[-1] - pos).abs().max() < 1e-4 * pos.abs().max(), "the routes disagree"
+
+
 def run(size: str) -> list[Row]:
-    """Ratios to the forward pass without the output head over the same batches."""
+    """Agreement, then ratios to the forward pass without the output head over the same batches.
+    Memory is that of two batches, before anything is timed."""
     shape, windows, length, batch = SIZES[size]
     view = tlg.view(llama("cuda" if size == "gpu" else "cpu", **shape))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, view.d_vocab, (windows, length), generator=generator)
     basis = tlg.decompose(view, tokens[: 2 * batch], second_moments=False, progress=False)
-    few: dict[str, Any] = {"keep_ctx": False, "keep": 4, "progress": False}
+    agreement(view, tokens[: 2 * batch], basis)
+    options: dict[str, Any] = {"keep_ctx": False, "keep": 4, "progress": False}
     routes: dict[str, Any] = {
         "decompose, sums alone": lambda stream: tlg.decompose(
-            view, stream, second_moments=False, **few
+            view, stream, second_moments=False, **options
         ),
         "decompose, second moments": lambda stream: tlg.decompose(
-            view, stream, second_moments=True, **few
+            view, stream, second_moments=True, **options
         ),
         "sweep of all heads": lambda stream: tlg.sweep_heads(view, stream, basis, progress=False),
     }
@@ -76,5 +89,6 @@ def run(size: str) -> list[Row]:
 
 
 def _with_rate(row: Row, tokens: int) -> Row:
-    note = f"{tokens / row.seconds:,.0f} tokens a second {row.note}".strip()
+    rate = f"{tokens / row.seconds:,.0f} tokens a second"
+    note = f"{rate}; over two batches {row.note}" if row.note else rate
     return dataclasses.replace(row, note=note)

@@ -110,8 +110,8 @@ def verdicts(
 
 
 def close(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all tensors are equal up to rounding, that of zeros relative to the largest number
-    beside them."""
+    """Whether all numbers are equal to three digits, or to 1e-4 (and 1e-7 of the largest number of
+    their tensor)."""
     return len(found) == len(expected) and all(
         x.shape == y.shape
         and torch.allclose(
@@ -126,7 +126,7 @@ def close(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def numbers_of(result: Any) -> list[Tensor]:
-    """All tensors of real numbers in a result, on the CPU, where they must be already."""
+    """All real numbers in a result, on the CPU, where they must be already."""
     found: list[Tensor] = []
 
     def take(value: Any) -> None:
@@ -134,6 +134,8 @@ def numbers_of(result: Any) -> list[Tensor]:
             assert value.device.type == "cpu", "a result stays on its device"
             if value.is_floating_point() and value.numel():
                 found.append(value.double())
+        elif isinstance(value, float):
+            found.append(torch.tensor(value, dtype=torch.float64))
         elif dataclasses.is_dataclass(value):
             for field in dataclasses.fields(value):
                 take(getattr(value, field.name))

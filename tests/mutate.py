@@ -78,10 +78,10 @@ HEAD = """# Which faults the tests notice
 
 Made by `python -m tests.mutate --sample {sample} --first {planted} --seed {seed}
 --limit {limit:.0f} --page docs/mutation.md` on commit {commit} (hours on two cores). {sample} lines
-of code of the package were drawn at random, and a fault was planted in {planted} of them (the first
-that were drawn), one at a time: another operator, comparison, constant or order, a negated or
-missing condition, a missing argument or statement. Then the tests that evaluate the line ran, the
-quick ones first, until one failed.
+of code of the package were drawn at random, and a fault was planted in the first {planted} of them,
+one at a time: another operator, comparison, constant or order, a negated or missing condition, a
+missing argument or statement. Then the tests that evaluate the line ran, the quick ones first,
+until one failed.
 
 - **caught**: a test failed, or hung;
 - **survived**: all of them passed;
@@ -463,14 +463,18 @@ def report(verdicts: list[Verdict]) -> str:
     """Tables in Markdown: outcomes by package, and the faults that no test noticed."""
     columns = ("caught", "survived", "out of time", "equivalent")
     rows = [_row(["package", *columns, "caught share"]), "|---|" + "---:|" * (len(columns) + 1)]
-    for name, (outcomes, share) in shares(verdicts).items():
+    # the sum comes first; "." is a module beside the packages
+    for name, (outcomes, share) in sorted(shares(verdicts).items(), key=lambda x: x[0] != "all"):
+        name = PACKAGE if name == "." else name
         rows.append(_row([name, *(str(outcomes[column]) for column in columns), f"{share:.0%}"]))
-    rows += ["", _row(["not noticed", "kind", "text", "fault"]), "|---|---|---|---|"]
+    columns_of_misses = ["not noticed", "outcome", "kind", "text", "fault"]
+    rows += ["", _row(columns_of_misses), "|---" * len(columns_of_misses) + "|"]
     for verdict in verdicts:
         if verdict.outcome in columns[1:3]:
             fault = verdict.fault
             code = [f"`{_on_one_line(text)}`" for text in (fault.before, fault.after)]
-            rows.append(_row([f"`{fault.path}:{fault.line}`", fault.kind, *code]))
+            place = f"`{fault.path}:{fault.line}`"
+            rows.append(_row([place, verdict.outcome, fault.kind, *code]))
     return "\n".join(rows) + "\n"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.refusals import refused
 from tl_geometry.base import run_files
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.files import write_atomically
@@ -240,12 +241,6 @@ def test_a_file_is_written_aside_under_a_name_of_its_kind(tmp_path: Path) -> Non
 
 
 # ---- folders, files and checkpoints of a command
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 def test_a_folder_belongs_to_one_owner(tmp_path: Path) -> None:

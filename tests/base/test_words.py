@@ -12,21 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tests.refusals import refused
 from tl_geometry.base import checks, files, html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import BudgetError, GeometryError, fail, message, require
+from tl_geometry.base.errors import BudgetError, fail, message, require
 from tl_geometry.base.printable import printable, printable_lines, unicode_escape
 from tl_geometry.base.records import decode, encode, references
 from tl_geometry.base.results import Provenance, Result, hash_tokens
 from tl_geometry.base.sums import Sums
 from tl_geometry.base.transfer import floats, on_cpu
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
-
 
 # ---- errors and checks
 
@@ -248,7 +242,7 @@ def test_tables_of_terminals_show_twelve_rows() -> None:
     assert lines[-2:] == ["  11  0.5", "  ... 2 more rows"]
     assert shown.text(14).splitlines()[-1] == "  13  0.5"
     assert shown.text() == shown.text(14)
-    assert shown.text(13).splitlines()[-1] == "  ... 1 more rows"
+    assert shown.text(13).splitlines()[-1] == "  ... 1 more row"
     assert Numbers.schema() == "tl_geometry/Numbers/1"
 
 

@@ -220,7 +220,7 @@ KINDS: dict[str, type[GeometryError]] = {
 }
 """Refusals that have a class of their own."""
 SENTENCES = {
-    "width": "dictionary: expected a stream of 4, got d_model 32.",
+    "width": "dictionary: expected a model with d_model 4, got 32.",
     "batch_size": "batch_size: expected at least 1, got 0.",
     "pairs": "pairs: expected at least 0, got -1.",
     "per cell": "per_cell: expected at least 0, got -1.",
@@ -366,11 +366,11 @@ SENTENCES = {
     "edge type": "edge_type: expected one of 'value', 'query', 'key', got 'score'.",
     "one graph": "graphs: expected two or more graphs of trace_logit, got 1.",
     "keep of graphs": (
-        "graphs: expected one model, keep= and log_probability=, got 2 of them. Use "
+        "graphs: expected one model, keep= and log_probability=, got 2 combinations. Use "
         "graph.compare(other)."
     ),
     "log probability": (
-        "graphs: expected one model, keep= and log_probability=, got 2 of them. Use "
+        "graphs: expected one model, keep= and log_probability=, got 2 combinations. Use "
         "graph.compare(other)."
     ),
     "mlp": (
@@ -384,12 +384,12 @@ SENTENCES = {
         "-1}, ...], names for each prompt."
     ),
     "names": "positions: expected the same names, ['a'], for each graph, got ['b'].",
-    "two names": "positions: expected one name a position, got two names of 1.",
+    "two names": "positions: expected one name a position, got two names for position 1.",
     "logit places": "positions: expected one name for where the logit is read, got ['a', 'b'].",
     "counts": "positions: expected names for each of 2 graphs, got 1.",
     "no head": "node: expected a head's node, got mlp0 at 3 '<10>'.",
     "other head": "heads of the split: expected L1H0, got L1H2.",
-    "other length": "split: expected one prompt of 6 tokens, got 1 of 5.",
+    "other length": "split: expected one prompt of 6 tokens, got 1 prompt of 5.",
     "budget": (
         "pairs: expected at most memory_budget=100 bytes, got 5,184 bytes for the pairs "
         'of 6 parts. Use split_scores(..., parts="blocks"), other parts, or a larger '

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tl_geometry as tlg
+from tests.refusals import refused
 from tests.tiny import CTX, VOCAB, tiny
 from tests.views import with_methods
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus import aligned_prompts, pieces
 from tl_geometry.corpus.documents import Documents
 from tl_geometry.corpus.nulls import gibberish, pseudo_sentences, repeated_random_tokens
@@ -53,12 +53,6 @@ def encoder(encode: Callable[[str], list[int]], bos: int | None = BOS) -> ModelV
 @pytest.fixture(scope="module")
 def view() -> ModelView:
     return encoder(letters)
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 # ---- templates

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tl_geometry.base.errors import GeometryError
+from tests.refusals import refused
 from tl_geometry.corpus import text_files
 from tl_geometry.corpus.documents import Documents
 from tl_geometry.corpus.text_files import JsonLines, TextFile, read_texts, text_file
@@ -19,12 +19,6 @@ STRING = "Use a string, such as path.read_text(encoding=...)."
 OPTIONS = (
     "Use tl-geometry fit for a .npy file of token ids, or --encoding utf-16 if that is what it is."
 )
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 def written(path: Path, data: bytes | str) -> Path:

@@ -3,6 +3,7 @@ defaults, limits, and the sentence of each refusal."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import BudgetError, GeometryError
+import tl_geometry as tlg
+from tests.refusals import refused
+from tl_geometry.base.errors import BudgetError
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition import accumulator
 from tl_geometry.decomposition.accumulator import Accumulation, Plan, out_of_memory
@@ -24,12 +27,6 @@ F64 = torch.float64
 
 def gaussian(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 # ---- accumulations
@@ -45,6 +42,9 @@ def begun(**plan: Any) -> Accumulation:
 def test_a_plan_has_the_defaults_of_decompose() -> None:
     """Eight groups, thirty-two samples of seed 0, float32 products, and what fits is kept."""
     plan = Plan(states=(0,), window=(0, 4))
+    public = inspect.signature(tlg.decompose).parameters
+    for name in ("groups", "keep", "seed", "second_moments", "keep_ctx", "moments_dtype"):
+        assert getattr(plan, name) == public[name].default, name
     assert (plan.groups, plan.keep, plan.seed) == (8, 32, 0)
     assert (plan.second_moments, plan.keep_ctx, plan.moments_dtype) == (
         "auto",

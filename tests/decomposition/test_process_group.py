@@ -303,7 +303,9 @@ def test_a_group_must_be_ready_and_hold_the_process(monkeypatch: pytest.MonkeyPa
     Distributed(monkeypatch, rank=-1)
     with pytest.raises(GeometryError) as error:
         Processes("group")
-    assert str(error.value) == "group: expected a group that this process belongs to, got another."
+    assert str(error.value) == (
+        "group: expected a group that this process belongs to, got one without this process."
+    )
     Distributed(monkeypatch, rank=0)
     assert Processes("group").rank == 0
 

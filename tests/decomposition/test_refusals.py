@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
+from tests.refusals import refused
 from tests.tiny import tiny
 from tests.views import with_methods
 from tl_geometry import decompose, decompose_activations
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition import checkpoints, merge_parts, stream_pass
 from tl_geometry.decomposition.accumulator import Accumulation, Plan
@@ -33,12 +33,6 @@ def gaussian(seed: int, *shape: int) -> Tensor:
 
 def basis_of(h: Tensor, **options: Any) -> PositionContext:
     return decompose_activations(h, moments_dtype=torch.float64, **options)
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 def replaced(basis: PositionContext, **fields: Any) -> PositionContext:

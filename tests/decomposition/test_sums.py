@@ -3,15 +3,14 @@ thresholds, buffers, and the sentence of each refusal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.refusals import refused
 from tl_geometry import decompose_activations
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition import moments, variance
 from tl_geometry.decomposition.moments import Moments, Scratch
@@ -22,12 +21,6 @@ F64 = torch.float64
 
 def gaussian(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 def sums(

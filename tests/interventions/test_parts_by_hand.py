@@ -143,11 +143,16 @@ def test_shares_that_survive_are_those_by_hand() -> None:
 
 @pytest.mark.parametrize("prompts", [2, 3, 9])
 def test_each_prompt_gets_the_one_before_it_in_a_random_order(prompts: int) -> None:
-    """By the random order itself; another seed is another order."""
-    for seed in (0, 3):
-        order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed)).tolist()
-        wanted = {prompt: order[i - 1] for i, prompt in enumerate(order)}
-        assert derangement(prompts, seed).tolist() == [wanted[i] for i in range(prompts)]
+    """From each prompt on, all others come before it comes again; the seed chooses the order."""
+    for seed in range(4):
+        other, at, seen = derangement(prompts, seed).tolist(), 0, []
+        for _ in range(prompts):
+            at = other[at]
+            seen.append(at)
+        assert sorted(seen) == list(range(prompts))
+        assert seen[-1] == 0
+    orders = {tuple(derangement(9, seed).tolist()) for seed in range(4)}
+    assert len(orders) == 4
 
 
 def test_random_planes_differ_by_seed_layer_and_head() -> None:

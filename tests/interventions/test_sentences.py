@@ -182,11 +182,13 @@ KINDS: dict[str, type[GeometryError]] = dict.fromkeys(
 SENTENCES = {
     "metric": "metric: expected one of 'difference', 'probability', 'loss', got 'accuracy'.",
     "no targets": "targets: expected a pair (right, wrong) for each of 3 prompts, got none.",
-    "no targets of a probability": "targets: expected a token for each of 3 prompts, got none.",
+    "no targets of a probability": (
+        "targets: expected a token, or a pair (right, wrong), for each of 3 prompts, got none."
+    ),
     "targets of a loss": "targets: expected none, got [(5, 9), (7, 3), (11, 20)].",
     "many targets of a loss": (
         "targets: expected none, got [(50, 0), (51, 1), (52, 2), (53, 3), (54, 4), (55, "
-        "5), (56, 6), (57, 7), (58, 8)."
+        "5), (56, 6), (57, 7), (58, 8) and more."
     ),
     "too few targets": (
         "targets: expected a pair (right, wrong) for each of 3 prompts, got [(5, 9), (7, 3)]."
@@ -195,7 +197,8 @@ SENTENCES = {
         "targets: expected a pair (right, wrong) for each of 3 prompts, got [5, 7, 11]."
     ),
     "three targets": (
-        "targets: expected a token for each of 3 prompts, got [(5, 6, 7), (5, 6, 7), (5, 6, 7)]."
+        "targets: expected a token, or a pair (right, wrong), for each of 3 prompts, "
+        "got [(5, 6, 7), (5, 6, 7), (5, 6, 7)]."
     ),
     "position of a loss": (
         "position: expected position=-1, as this metric looks at all positions, got 3."
@@ -304,8 +307,8 @@ SENTENCES = {
         "tokens: expected a batch of at least 2 prompts, got 1. Use more prompts of the "
         "same length."
     ),
-    "one prompt of a term": "tokens: expected at least 2 prompts, and a swap, got 1 and 3 draws.",
-    "no swap": "tokens: expected at least 2 prompts, and a swap, got 3 and 0 draws.",
+    "one prompt of a term": "tokens: expected at least 2 prompts, got 1.",
+    "no swap": "draws: expected at least one swap, got 0.",
     "one token": "tokens: expected prompts of at least 2 tokens, got 1.",
     "no draws": "draws: expected at least 1, got 0.",
     "some heads": (

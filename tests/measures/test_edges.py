@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.refusals import refused
 from tl_geometry import decompose_activations
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.linalg import dct_matrix
 from tl_geometry.base.results import Provenance
 from tl_geometry.decomposition.position_context import PositionContext
@@ -28,12 +27,6 @@ def gaussian(seed: int, *shape: int) -> Tensor:
 
 def basis_of(h: Tensor, **options: Any) -> PositionContext:
     return decompose_activations(h, moments_dtype=torch.float64, **options)
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(GeometryError) as error:
-        call()
-    return str(error.value)
 
 
 # ---- formulas

@@ -156,8 +156,8 @@ def test_a_block_without_a_pass_is_refused(seen: ModelView) -> None:
         pass
     assert str(error.value) == (
         f"an edit of {seen.name}: expected a forward pass inside the with block that it changes, "
-        "got none. Use model(tokens) inside the block, as far as the edited layer; neither a "
-        "torch.compile wrapper that ran before it nor edit.hooks()."
+        "got none. Use model(tokens) inside the block, as far as the edited layer (a "
+        "torch.compile wrapper that ran before it and edit.hooks() do not count)."
     )
     with edited_scores(seen, []):
         pass

@@ -66,7 +66,7 @@ def products_in(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def test_products_in_tf32_are_refused_before_anything_is_computed() -> None:
+def test_products_in_tf32_are_refused() -> None:
     """A model that was seen before, and a new one."""
     view, new = tlg.view(on_gpu("gpt2")), on_gpu("gpt2")
     with products_in("high"):
@@ -94,7 +94,7 @@ def test_second_moments_are_those_of_the_states(dtype: torch.dtype) -> None:
         assert (found - expected).abs().max() < (2e-3 if half else 1e-5) * expected.trace()
 
 
-def most(view: Any, rows: Tensor, batch_size: int) -> int:
+def peak_bytes(view: Any, rows: Tensor, batch_size: int) -> int:
     """Bytes of the GPU that a decomposition takes at most."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -105,15 +105,24 @@ def most(view: Any, rows: Tensor, batch_size: int) -> int:
 def test_a_longer_corpus_needs_no_more_memory() -> None:
     """The twin: larger batches do."""
     view = tlg.view(on_gpu("gpt2"))
-    most(view, ROWS, 16)  # what is made once
-    few, many, wide = most(view, ROWS, 16), most(view, ROWS.repeat(8, 1), 16), most(view, ROWS, 64)
+    peak_bytes(view, ROWS, 16)  # what is made once
+    few, many, wide = (
+        peak_bytes(view, ROWS, 16),
+        peak_bytes(view, ROWS.repeat(8, 1), 16),
+        peak_bytes(view, ROWS, 64),
+    )
     assert many <= 1.02 * few
     assert wide > 1.5 * few
 
 
 MODEL = {"transformer_lens", "transformers"}
 """Folders of what runs the model."""
-MOST_WAITS = {"decompose": 0, "sweep_heads": 2, "sweep_writers": 2, "sweep_heads, intervals": 8}
+MOST_WAITS_ON_GPU = {
+    "decompose": 0,
+    "sweep_heads": 2,
+    "sweep_writers": 2,
+    "sweep_heads, intervals": 8,
+}
 """Waits for each layer of each batch that are allowed at most. Intervals copy the bases of their
 groups."""
 
@@ -135,14 +144,14 @@ def waits(name: str, layers: int, batches: int) -> int:
     return sum("synchroniz" in str(w.message) for w in ours)
 
 
-@pytest.mark.parametrize("name", MOST_WAITS)
+@pytest.mark.parametrize("name", MOST_WAITS_ON_GPU)
 def test_how_often_streams_wait_for_a_gpu(name: str) -> None:
     """The pretended device counts copies apart; a GPU waits for those of lists and small tensors
     too. The twin: a sweep waits at all."""
     found = {(l, b): waits(name, l, b) for l in (2, 4) for b in (2, 4)}
     each = (found[4, 4] - found[4, 2] - found[2, 4] + found[2, 2]) / 4
     # a copy now and then belongs to no batch
-    assert round(each) <= MOST_WAITS[name], found
+    assert round(each) <= MOST_WAITS_ON_GPU[name], found
     assert name == "decompose" or each >= 1
 
 
@@ -167,12 +176,15 @@ def test_the_command_line_fits_on_a_gpu(tmp_path: Path) -> None:
     from tl_geometry.cli import app
 
     np.save(tmp_path / "ids.npy", ROWS.numpy())
-    found = []
+    found, held = [], []
     for device in ("cpu", "cuda"):
+        torch.cuda.reset_peak_memory_stats()
         out = tmp_path / f"{device}.safetensors"
         words = ["fit", "--corpus", str(tmp_path / "ids.npy"), "--out", str(out)]
         done = CliRunner().invoke(app, [*words, "--device", device, "--quiet"])
         assert done.exit_code == 0, done.output
         found.append(tlg.PositionContext.load(out))
+        held.append(torch.cuda.max_memory_allocated())
+    assert held[0] < held[1]
     here, there = found
     assert (here.pos - there.pos).abs().max() < 1e-5 * here.pos.abs().max()

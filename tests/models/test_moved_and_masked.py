@@ -135,18 +135,36 @@ def test_a_model_moved_to_another_dtype_after_a_look(model_class: str, dtype: to
         split_scores(model, IDS, basis, heads="L1H0")
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_a_model_on_a_gpu_is_refused_where_its_products_are_rounded_to_tf32(precision: str) -> None:
-    """Under either of torch's settings; on a CPU they change nothing. No GPU is asked."""
-    before, gpu = torch.get_float32_matmul_precision(), torch.device("cuda")
+MATMUL = torch.backends.cuda.matmul
+TF32: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "switch": (
+        lambda: setattr(MATMUL, "allow_tf32", True),
+        lambda: setattr(MATMUL, "allow_tf32", False),
+    ),
+    "newer": (
+        lambda: setattr(MATMUL, "fp32_precision", "tf32"),
+        lambda: setattr(MATMUL, "fp32_precision", "ieee"),
+    ),
+}
+"""Each of torch's settings: on and off."""
+
+
+@pytest.mark.parametrize("setting", TF32)
+def test_a_model_on_a_gpu_is_refused_where_its_products_are_rounded_to_tf32(setting: str) -> None:
+    """Whichever way it was asked for; on a CPU it changes nothing. No GPU is asked."""
+    (on, off), gpu = TF32[setting], torch.device("cuda")
     require_full_precision(gpu, "mine")  # the twin
+    on()
     try:
-        torch.set_float32_matmul_precision(precision)
         require_full_precision(torch.device("cpu"), "mine")
         with pytest.raises(GeometryError) as error:
             require_full_precision(gpu, "mine")
     finally:
-        torch.set_float32_matmul_precision(before)
+        off()
     assert str(error.value) == (
         "mine: expected float32 products in float32, got TF32, of 11 bits. Use "
         'torch.set_float32_matmul_precision("highest").'

@@ -440,7 +440,7 @@ def test_paper_scale_is_the_published_one_and_ambiguities_are_options() -> None:
         papers.randomisation(shown.changed({"shown": "9"}), ["a b c"])
     with pytest.raises(GeometryError, match=r"--set: expected names among .*warmup.*, got warm_up"):
         adding.changed({"warm_up": "1"})
-    with pytest.raises(GeometryError, match="--set warmup: expected a int, got 'x'"):
+    with pytest.raises(GeometryError, match="--set warmup: expected a value of type int, got 'x'"):
         adding.changed({"warmup": "x"})
 
 

@@ -166,7 +166,7 @@ def test_settings_are_changed_by_their_text() -> None:
         ({"scale": "cpu"}, f"--set: expected names among {names}, got scale."),
         ({"z": "1", "y": "1"}, f"--set: expected names among {names}, got y, z."),
         ({"bias": "True"}, "--set bias: expected true or false, got True."),
-        ({"layers": "1.5"}, "--set layers: expected a int, got '1.5'."),
+        ({"layers": "1.5"}, "--set layers: expected a value of type int, got '1.5'."),
         ({"betas": "1,b"}, "--set betas: expected a tuple, got '1,b'."),
     ):
         with pytest.raises(GeometryError) as wrong:

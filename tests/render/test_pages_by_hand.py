@@ -69,7 +69,7 @@ def test_attention_that_no_page_holds_is_refused() -> None:
             free.attention_heads(torch.zeros(shape), ["a", "b"])
     with pytest.raises(GeometryError, match="names: expected 2 names, one per head, got 1"):
         circuitsvis.attention_heads(torch.zeros(2, 1, 1), ["a"], names=["x"])
-    with pytest.raises(GeometryError, match="names: expected 0 names, one per head, got 0"):
+    with pytest.raises(GeometryError, match="attention: expected at least one head, got none"):
         circuitsvis.attention_heads(torch.zeros(0, 1, 1), ["a"])
     most = circuitsvis.attention_heads(torch.zeros(5, 100, 100), ["a"] * 100)
     assert len(most.data["props"]["attention"]) == 5

@@ -292,7 +292,7 @@ class Result:
             for row in shown
         ]
         n_hidden = len(table) + 1 - len(shown)
-        more = [f"  ... {n_hidden} more rows"] if n_hidden else []
+        more = [f"  ... {n_hidden} more row{'s' * (n_hidden > 1)}"] if n_hidden else []
         return "\n".join([html.plain(self._caption(table)), *lines, *more])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:

@@ -130,8 +130,8 @@ def feature_shares(
     """
     view = as_view(model)
     rows = token_rows(view, tokens, prepend_bos=prepend_bos)
-    width, got = features.decoder.shape[1], f"d_model {view.d_model}"
-    require(width == view.d_model, "dictionary", expected=f"a stream of {width}", got=got)
+    width, d_model = features.decoder.shape[1], view.d_model
+    require(width == d_model, "dictionary", expected=f"a model with d_model {width}", got=d_model)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, features.layer)
     start = int(rows.has_bos) if drop is None else drop
     _check_request(features, rows, start, batch_size=batch_size, pairs=pairs, per_cell=per_cell)

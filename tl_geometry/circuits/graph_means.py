@@ -166,7 +166,7 @@ def average_graphs(
     several = len(graphs) > 1 and all(isinstance(graph, LogitGraph) for graph in graphs)
     require(several, "graphs", expected=expected, got=got)
     models = {(g.provenance.fingerprint, g.keep, g.log_probability) for g in graphs}
-    expected, got = "one model, keep= and log_probability=", f"{len(models)} of them"
+    expected, got = "one model, keep= and log_probability=", f"{len(models)} combinations"
     require(len(models) == 1, "graphs", expected=expected, got=got, instead="graph.compare(other)")
     placed = place_graphs(graphs, positions)
     nodes, node_prompts = torch.cat([of.nodes for of in placed.kept]).unique(return_counts=True)

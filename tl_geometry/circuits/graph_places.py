@@ -159,7 +159,9 @@ def _places(
         for place, name in enumerate(names):
             at = checks.index(named[name] + n * (named[name] < 0), n, f"position of {name!r}")
             if int(of[at]) < len(names):
-                fail("positions", expected="one name a position", got=f"two names of {at}")
+                fail(
+                    "positions", expected="one name a position", got=f"two names for position {at}"
+                )
             of[at] = place
         place_of.append(of)
     unnamed = any(bool((of == len(names)).any()) for of in place_of)

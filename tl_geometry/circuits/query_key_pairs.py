@@ -107,7 +107,7 @@ def attention_pairs(
     got = ", ".join(map(head_name, split.heads))
     require(there, "heads of the split", expected=expected, got=got)
     length, (batch, n_keys) = len(graph.token_ids), split.k.shape[1:3]
-    got = f"{batch} of {n_keys}"
+    got = f"{batch} prompt{'s' * (batch > 1)} of {n_keys}"
     fits = (batch, n_keys) == (1, length)
     require(fits, "split", expected=f"one prompt of {length} tokens", got=got)
     # terms, weights and gains of all pairs

@@ -41,7 +41,10 @@ class Processes:
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
         require(
-            self.rank >= 0, "group", expected="a group that this process belongs to", got="another"
+            self.rank >= 0,
+            "group",
+            expected="a group that this process belongs to",
+            got="one without this process",
         )
         self.device = torch.device("cpu")
         if torch.distributed.get_backend(group) == "nccl":

@@ -170,8 +170,8 @@ def necessity_sufficiency(
     """
     view, rows = _prompts(model, tokens, basis, "necessity_sufficiency", prepend_bos)
     basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
-    expected, got = "at least 2 prompts, and a swap", f"{len(rows)} and {draws} draws"
-    require(len(rows) >= 2 and draws >= 1, "tokens", expected=expected, got=got)
+    require(len(rows) >= 2, "tokens", expected="at least 2 prompts", got=len(rows))
+    require(draws >= 1, "draws", expected="at least one swap", got=draws)
     names = terms_of(term)
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
     cosines: list[Tensor] = []

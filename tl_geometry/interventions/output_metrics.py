@@ -79,10 +79,12 @@ def output_metric(
     needs_targets = metric in METRICS[:2]
     default = "position=-1, as this metric looks at all positions"
     require(needs_targets or position == -1, "position", expected=default, got=repr(position))
-    wanted = "a pair (right, wrong)" if metric == "difference" else "a token"
+    pair = "a pair (right, wrong)"
+    wanted = pair if metric == "difference" else f"a token, or {pair},"
     expected = f"{wanted} for each of {len(rows)} prompts" if needs_targets else "none"
     given = None if targets is None else list(targets)
-    got = "none" if given is None else repr(given)[:80]  # a message shows the first few
+    text = "none" if given is None else repr(given)
+    got = text if len(text) <= 80 else f"{text[:80]} and more"  # a message shows the first few
     require((given is not None) == needs_targets, "targets", expected=expected, got=got)
     if given is None:
         name = metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")

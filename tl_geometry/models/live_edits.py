@@ -160,8 +160,8 @@ class OpenEdit:
         """Refuse an edit that no pass came to while it was open."""
         ran = self.passes > 0 or self.reached
         expected = "a forward pass inside the with block that it changes"
-        instead = "model(tokens) inside the block, as far as the edited layer; neither a "
-        instead += "torch.compile wrapper that ran before it nor edit.hooks()"
+        instead = "model(tokens) inside the block, as far as the edited layer (a torch.compile "
+        instead += "wrapper that ran before it and edit.hooks() do not count)"
         require(ran, f"an edit of {name}", expected=expected, got="none", instead=instead)
 
 

@@ -137,7 +137,7 @@ def _parsed(name: str, text: str, old: Any) -> Any:
             return tuple(type(old[0])(v) for v in text.split(","))
         return type(old)(text)
     except ValueError:
-        fail(f"--set {name}", expected=f"a {type(old).__name__}", got=repr(text))
+        fail(f"--set {name}", expected=f"a value of type {type(old).__name__}", got=repr(text))
 
 
 class Training(NamedTuple):

@@ -79,8 +79,9 @@ def attention_heads(
         require(three_axes, "attention", expected="[head query key]", got=got, instead=instead)
         what, values = "values", attention.detach().cpu().double()
         names = names or [f"Head {i}" for i in range(len(values))]
+    require(len(values) > 0, "attention", expected="at least one head", got="none")
     expected = f"{len(values)} names, one per head"
-    require(len(names) == len(values) > 0, "names", expected=expected, got=len(names))
+    require(len(names) == len(values), "names", expected=expected, got=len(names))
     texts = [html.token_text(str(token)) for token in tokens or ()]
     _check_tokens(values, texts)
 
