@@ -91,7 +91,7 @@ class Reader:
         return [row for row, _ in read], [place for _, place in read]
 
 
-def _indices(chosen: Sequence[int] | None, n: int, device: torch.device) -> Int[Tensor, " chosen"]:
+def _indices(chosen: Sequence[int] | None, n: int, device: torch.device) -> Int[Tensor, " row"]:
     """The chosen ones of n (``None``: all) as a tensor."""
     return torch.arange(n, device=device) if chosen is None else torch.tensor(chosen, device=device)
 
