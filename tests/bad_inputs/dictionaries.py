@@ -70,7 +70,7 @@ CALLS: list[Call] = [
     Call(
         "a decoder of another width",
         lambda w: shares(w, features(w, decoder=torch.ones(FEATURES, 9), bias=torch.ones(9))),
-        "stream of 9",
+        "d_model 9",
     ),
     Call(
         "activations of other prompts",

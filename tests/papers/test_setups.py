@@ -167,7 +167,7 @@ def test_settings_are_changed_by_their_text() -> None:
         ({"z": "1", "y": "1"}, f"--set: expected names among {names}, got y, z."),
         ({"bias": "True"}, "--set bias: expected true or false, got True."),
         ({"layers": "1.5"}, "--set layers: expected a value of type int, got '1.5'."),
-        ({"betas": "1,b"}, "--set betas: expected a tuple, got '1,b'."),
+        ({"betas": "1,b"}, "--set betas: expected a value of type tuple, got '1,b'."),
     ):
         with pytest.raises(GeometryError) as wrong:
             TINY.changed(changes)
