@@ -183,7 +183,7 @@ SENTENCES = {
     "metric": "metric: expected one of 'difference', 'probability', 'loss', got 'accuracy'.",
     "no targets": "targets: expected a pair (right, wrong) for each of 3 prompts, got none.",
     "no targets of a probability": (
-        "targets: expected a token, or a pair (right, wrong), for each of 3 prompts, got none."
+        "targets: expected a token for each of 3 prompts, or a pair for each, got none."
     ),
     "targets of a loss": "targets: expected none, got [(5, 9), (7, 3), (11, 20)].",
     "many targets of a loss": (
@@ -197,7 +197,7 @@ SENTENCES = {
         "targets: expected a pair (right, wrong) for each of 3 prompts, got [5, 7, 11]."
     ),
     "three targets": (
-        "targets: expected a token, or a pair (right, wrong), for each of 3 prompts, "
+        "targets: expected a token for each of 3 prompts, or a pair for each, "
         "got [(5, 6, 7), (5, 6, 7), (5, 6, 7)]."
     ),
     "position of a loss": (

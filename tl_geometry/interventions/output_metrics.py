@@ -79,9 +79,11 @@ def output_metric(
     needs_targets = metric in METRICS[:2]
     default = "position=-1, as this metric looks at all positions"
     require(needs_targets or position == -1, "position", expected=default, got=repr(position))
-    pair = "a pair (right, wrong)"
-    wanted = pair if metric == "difference" else f"a token, or {pair},"
-    expected = f"{wanted} for each of {len(rows)} prompts" if needs_targets else "none"
+    expected = "none"
+    if metric == "difference":
+        expected = f"a pair (right, wrong) for each of {len(rows)} prompts"
+    elif needs_targets:
+        expected = f"a token for each of {len(rows)} prompts, or a pair for each"
     given = None if targets is None else list(targets)
     text = "none" if given is None else repr(given)
     got = text if len(text) <= 80 else f"{text[:80]} and more"  # a message shows the first few
