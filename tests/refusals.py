@@ -9,8 +9,9 @@ import pytest
 from tl_geometry.base.errors import GeometryError
 
 
-def refused(call: Callable[[], object]) -> str:
-    """The message of the ``GeometryError`` that a call raises."""
+def refused(call: Callable[[], object], kind: type[GeometryError] | None = None) -> str:
+    """The message of the ``GeometryError`` that a call raises, of this very ``kind`` if given."""
     with pytest.raises(GeometryError) as error:
         call()
+    assert kind in (None, type(error.value))
     return str(error.value)

@@ -12,6 +12,7 @@ import torch
 
 import tl_geometry as tlg
 from tests.interventions.bases import basis_of
+from tests.refusals import refused
 from tests.tiny import HEADS, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.interventions import (
@@ -365,7 +366,4 @@ SENTENCES = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_are_whole_sentences(name: str) -> None:
     """Each refusal says what was expected, what came, and what to call instead."""
-    with pytest.raises(GeometryError) as error:
-        REFUSED[name]()
-    assert str(error.value) == SENTENCES[name]
-    assert type(error.value) is KINDS.get(name, GeometryError)
+    assert refused(REFUSED[name], KINDS.get(name, GeometryError)) == SENTENCES[name]

@@ -73,9 +73,9 @@ def from_hf(
     place).
 
     It stays on its device, in its precision, unless ``device`` or ``dtype`` is given. ``tokenizer``
-    may be ``None``: the model then takes token ids only. A conversion or processing
-    that changes what the model computes is refused (ALiBi of 6 heads or local YaRN as a
-    HookedTransformer, folding of a mixture of experts).
+    may be ``None``: the model then takes token ids only. A conversion or processing that changes
+    what the model computes is refused (ALiBi of 6 heads or local YaRN as a HookedTransformer,
+    folding of a mixture of experts).
     """
     choice(model_class, CLASSES, "model_class")
     require_numbers(hf_model)

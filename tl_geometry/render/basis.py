@@ -272,7 +272,8 @@ def token_norms(
     at, largest = [position for position, _, _ in marked], [norm for _, norm, _ in marked]
     axis.scatter(at, largest, s=12, color=VERMILION, zorder=3)
     axis.set_yscale("log")
-    # minor ticks have labels too: some up to one power of ten in view, all on half a decade
+    # minor ticks have labels too: some where at most one power of ten is in view, all where the
+    # axis spans at most half a decade
     for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         side(LogFormatter(minor_thresholds=(1.5, 0.5)))
     _name_largest(axis, marked, 3 * float(norms.median()), sum(window) / 2)

@@ -283,7 +283,7 @@ def _page(
     rows, columns, places = _layout(split, panels)
     size = grids.values.shape[-1]
     # pixels across a panel, larger where there are few; from 3 pixels on a cell is a whole number
-    cell = {2: 184, 3: 184}.get(max(rows, columns - 1), 150) / size
+    cell = (184 if max(rows, columns - 1) <= 3 else 150) / size
     cell = math.floor(cell) if cell >= 3 else max(1.0, cell)
     width = math.ceil(96 + columns * (cell * size + 16) + 12)
     grid = math.ceil(rows * (cell * size + 22) + 76)
