@@ -12,7 +12,29 @@ from typing import Any, NoReturn
 
 class GeometryError(ValueError):
     """Input from which no correct answer can be computed. Nothing is lost when it is raised: files
-    and models are as before."""
+    and models are as before.
+
+    ``what`` names the argument or thing at fault, ``expected`` and ``got`` say what was wrong with
+    it, ``instead`` what to call, where there is such a call. The text is made of them.
+
+    >>> error = GeometryError("window", expected="0 <= start < end <= 8", got="(3, 12)")
+    >>> str(error), error.what, error.instead
+    ('window: expected 0 <= start < end <= 8, got (3, 12).', 'window', None)
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        instead: str | None = None,
+    ) -> None:
+        self.what, self.expected, self.got, self.instead = what, expected, got, instead
+        plain = expected is None and got is None and instead is None
+        super().__init__(
+            what if plain else message(what, expected=expected, got=got, instead=instead)
+        )
 
 
 class UnsupportedModelError(GeometryError):
@@ -47,7 +69,7 @@ def fail(
     error: type[GeometryError] = GeometryError,
 ) -> NoReturn:
     """Raise ``error`` with the text of :func:`message`."""
-    raise error(message(what, expected=expected, got=got, instead=instead))
+    raise error(what, expected=expected, got=got, instead=instead)
 
 
 def require(
