@@ -1,0 +1,38 @@
+"""Planted data: activations whose parts are known, with outlier coordinates, offsets and every size
+that a test asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def random_states(
+    states: int, contexts: int, positions: int, d_model: int, *, seed: int = 0, offset: float = 3.0
+) -> Tensor:
+    """Random float64 states ``[state context position d_model]`` with a mean, correlated
+    coordinates and one outlier coordinate."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    h = draw(states, contexts, positions, d_model) @ draw(d_model, d_model)
+    h = (
+        h
+        + offset * draw(states, 1, 1, d_model)
+        + draw(states, 1, positions, d_model)
+        + draw(states, contexts, 1, d_model)
+    )
+    h[..., 0] += 50 * offset
+    return h
+
+
+def additive(
+    contexts: int, positions: int, d_model: int, *, seed: int = 0, noise: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``h = mean + pos + ctx (+ noise)`` with centred known parts:
+    ``(h [context position d_model], parts)``."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    mean, pos, ctx = draw(d_model) * 5, draw(positions, d_model), draw(contexts, d_model)
+    pos, ctx = pos - pos.mean(0), ctx - ctx.mean(0)
+    h = mean + pos + ctx[:, None] + noise * draw(contexts, positions, d_model)
+    return h, {"mean": mean, "pos": pos, "ctx": ctx}

@@ -1,0 +1,122 @@
+"""Mean decomposition of states ``h [context position d]`` (SPEC A) and the delete-group jackknife
+(SPEC O.2), from whole arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import t as student
+
+
+class Parts(NamedTuple):
+    """``h = mean + pos_t + ctx_c + resid`` (SPEC A.1). ``pos_seen`` is there for every position,
+    the rest for those of the window."""
+
+    mean: np.ndarray
+    pos_seen: np.ndarray
+    pos: np.ndarray
+    ctx: np.ndarray
+    resid: np.ndarray
+
+
+def decompose(h: np.ndarray, window: tuple[int, int] | None = None) -> Parts:
+    """SPEC A.1: mean over contexts and the window, pos_t = mean over contexts of h - mean, ctx_c =
+    mean over the window of h - mean, resid the rest."""
+    h = np.asarray(h, dtype=np.float64)
+    start, end = window or (0, h.shape[1])
+    inside = h[:, start:end]
+    mean = inside.mean((0, 1))
+    pos_seen = h.mean(0) - mean
+    pos, ctx = pos_seen[start:end], inside.mean(1) - mean
+    return Parts(mean, pos_seen, pos, ctx, inside - mean - pos - ctx[:, None])
+
+
+def second_moment(h: np.ndarray, window: tuple[int, int], *, centred: bool = True) -> np.ndarray:
+    """``sum (h - mean)(h - mean)^T`` over contexts and window, or ``sum h h^T`` (SPEC A.3)."""
+    rows = np.asarray(h, dtype=np.float64)[:, window[0] : window[1]].reshape(-1, h.shape[-1])
+    rows = rows - rows.mean(0) if centred else rows
+    return rows.T @ rows
+
+
+class Anova(NamedTuple):
+    """Sums of squares (SPEC A.2), and the share of position by the formula of SPEC A.4,
+    ``max(0, SS_pos - SS_resid / (C - 1)) / SS_total``."""
+
+    total: float
+    pos: float
+    ctx: float
+    resid: float
+    pos_debiased: float
+
+    @property
+    def shares(self) -> np.ndarray:
+        """pos, ctx, resid over the total."""
+        return np.array([self.pos, self.ctx, self.resid]) / self.total
+
+
+def anova(h: np.ndarray, window: tuple[int, int] | None = None) -> Anova:
+    """SPEC A.2: ``sum |h - mean|^2 = C sum |pos|^2 + T sum |ctx|^2 + sum |resid|^2``."""
+    parts = decompose(h, window)
+    contexts, positions = parts.resid.shape[:2]
+    sums = [float((x**2).sum()) for x in (parts.pos, parts.ctx, parts.resid)]
+    pos, ctx, resid = contexts * sums[0], positions * sums[1], sums[2]
+    total = pos + ctx + resid
+    return Anova(total, pos, ctx, resid, max(0.0, pos - resid / (contexts - 1)) / total)
+
+
+def half_cosine(h: np.ndarray, halves: tuple[Sequence[int], Sequence[int]]) -> float:
+    """Mean over positions of the cosine of pos from two halves of the contexts (SPEC A.4)."""
+    a, b = (decompose(h[list(half)]).pos for half in halves)
+    cosines = [x @ y / np.linalg.norm(x) / np.linalg.norm(y) for x, y in zip(a, b)]
+    return float(np.mean(cosines))
+
+
+def ends_agreement(h: np.ndarray) -> float:
+    """Correlation over contexts of the means of the window's two ends, a quarter left out between
+    them, sums over coordinates (SPEC A.4, the caution)."""
+    length = h.shape[1]
+    width = (length - math.ceil(length / 4)) // 2
+    a, b = (x - x.mean(0) for x in (h[:, :width].mean(1), h[:, length - width :].mean(1)))
+    return float((a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()))
+
+
+class Interval(NamedTuple):
+    """A value corrected for bias, its 95% bounds, its standard error."""
+
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    error: np.ndarray
+
+
+def jackknife(
+    statistic: Callable[[np.ndarray], np.ndarray], groups: Sequence[Sequence[int]]
+) -> Interval:
+    """Delete-group jackknife (SPEC O.2) of a statistic of rows of contexts: for G equal groups
+    ``s* = G s - (G - 1) mean_g s_(-g)``, ``se^2 = (G - 1) / G sum (s_(-g) - mean)^2``, ``s* ±
+    t_(G-1) se``. For unequal ones the pseudo-values of Busing et al. 1999, h_g = n / n_g."""
+    all_rows = np.concatenate([np.asarray(group) for group in groups])
+    whole = np.asarray(statistic(np.sort(all_rows)), dtype=np.float64)
+    without, h = [], []
+    for group in groups:
+        rest = np.setdiff1d(all_rows, np.asarray(group))
+        without.append(np.asarray(statistic(rest), dtype=np.float64))
+        h.append(len(all_rows) / len(group))
+    count = len(groups)
+    value = count * whole - sum((1 - 1 / h[g]) * without[g] for g in range(count))
+    pseudo = [h[g] * whole - (h[g] - 1) * without[g] for g in range(count)]
+    variance = sum((pseudo[g] - value) ** 2 / (h[g] - 1) for g in range(count)) / count
+    error = np.sqrt(variance)
+    reach = student.ppf(0.975, count - 1) * error
+    return Interval(np.asarray(value), value - reach, value + reach, np.asarray(error))
+
+
+def paired(differences: np.ndarray) -> Interval:
+    """Mean of paired differences over the first axis, ± t_(n-1) sd / sqrt(n) (SPEC O.5)."""
+    n = len(differences)
+    mean, error = differences.mean(0), differences.std(0, ddof=1) / math.sqrt(n)
+    reach = student.ppf(0.975, n - 1) * error
+    return Interval(mean, mean - reach, mean + reach, error)
