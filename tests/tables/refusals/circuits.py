@@ -1,0 +1,271 @@
+"""Graphs of a logit, edge scores, pruned runs, writers and features."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.tables.refusals.row import NAN, NOT_A_BASIS, Group, Scene
+from tests.tables.refusals.scores import BASES, HEADS
+from tl_geometry import circuits
+
+FEATURES = 6
+
+
+def traced(s: Scene, prompt: Any = None, target: Any = 5, **options: Any) -> Any:
+    prompt = s.ids[:1, :6] if prompt is None else prompt
+    return tlg.trace_logit(s.model, prompt, target, **{"keep": 0.3, **options})
+
+
+def scored(s: Scene, prompts: Any = None, others: Any = None, **options: Any) -> Any:
+    """Edge scores of two prompts and their counterfactuals."""
+    prompts = s.ids[:2, :8] if prompts is None else prompts
+    others = s.w.other[:2, :8] if others is None else others
+    targets = {} if "metric" in options else {"targets": (11, 12)}
+    return tlg.edge_scores(s.model, prompts, others, **{"method": "gradient", **targets, **options})
+
+
+def metric(read: Any) -> Any:
+    """A metric as an option: options that are functions stand for their values."""
+    return lambda s: read
+
+
+def pruned(s: Scene, circuit: Any, **options: Any) -> Any:
+    given = {"draws": 1, "targets": (11, 12), **options}
+    return tlg.faithfulness(s.model, circuit, s.ids[:2, :8], s.w.other[:2, :8], **given)
+
+
+def composed(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    given: dict[str, Any] = {"heads": "L1H0", "draws": 2, "progress": False, **options}
+    return tlg.composition(s.model, s.ids if tokens is None else tokens, **given)
+
+
+def features(s: Scene, **changed: Any) -> tuple[Any, ...]:
+    """Activations of the prompts, a decoder and its bias, some replaced."""
+    generator = torch.Generator().manual_seed(0)
+    own = {
+        "activations": torch.rand(*s.ids.shape, FEATURES, generator=generator),
+        "decoder": torch.randn(FEATURES, s.d_model, generator=generator),
+        "bias": torch.zeros(s.d_model),
+    }
+    return tuple((own | changed).values())
+
+
+def autoencoder(s: Scene, architecture: str = "standard", **settings: Any) -> Any:
+    """What an object of SAELens looks like."""
+    _, decoder, bias = features(s)
+    return SimpleNamespace(
+        encode=lambda h: torch.relu(h @ decoder.mT),
+        decode=lambda activations: activations @ decoder + bias,
+        W_dec=decoder,
+        b_dec=bias,
+        cfg=SimpleNamespace(architecture=lambda: architecture, **settings),
+    )
+
+
+def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
+    known = circuits.dictionary(features(s) if source is None else source, layer, s.model)
+    return circuits.feature_shares(s.model, s.ids, known, **{"heads": f"L{layer}H0", **options})
+
+
+UNSUPPORTED = tlg.UnsupportedModelError
+NEITHER = {
+    "one target": ({"targets": 5}, "targets"),
+    "targets in words": ({"targets": "ab"}, "targets"),
+    "equal targets": ({"targets": (5, 5)}, "targets"),
+    "fractions as targets": ({"targets": (5.0, 6.0)}, "targets"),
+    "targets beyond the vocabulary": ({"targets": (5, 10**6)}, "token|targets"),
+    "targets of three prompts": ({"targets": [(5, 6)] * 3}, "targets"),
+}
+"""What is no pair (answer, other) for two prompts."""
+
+GROUPS = (
+    Group(
+        name="trace_logit",
+        call=traced,
+        right={
+            "a token": {},
+            "another token": {"against": 9},
+            "a position": {"position": 3},
+            "MLPs as they are": {"mlp": "leaf"},
+            "leaves of a basis": {"basis": lambda s: s.w.basis},
+        },
+        wrong={
+            **{name: case for name, case in BASES.items() if name != "a table"},
+            "two prompts": ({"prompt": lambda s: s.ids[:2]}, "prompt"),
+            "a position beyond": ({"position": 99}, "position"),
+            "a position far below zero": ({"position": -99}, "position"),
+            "a position of no name": ({"position": "end"}, "position"),
+            "half a position": ({"position": 1.5}, "position"),
+            "a token beyond": ({"target": 10**6}, "token|target"),
+            "a token below zero": ({"target": -1}, "token|target"),
+            "half a token": ({"target": 5.5}, "token|target"),
+            "a text of many tokens": ({"target": "x y z"}, "token|target"),
+            "an empty text": ({"target": ""}, "token|target"),
+            "the token itself": ({"against": 5}, "target"),
+            "nothing kept": ({"keep": 0.0}, "keep"),
+            "more kept than there is": ({"keep": 1.5}, "keep"),
+            "NaN kept": ({"keep": NAN}, "keep"),
+            "MLPs of no kind": ({"mlp": "relu"}, "mlp"),
+        },
+    ),
+    Group(
+        name="edge_scores",
+        call=scored,
+        right={
+            "pairs": {},
+            "pairs of several lengths": {
+                "prompts": [[3, 4, 5], [3, 4]],
+                "others": [[3, 9, 5], [9, 4]],
+            },
+            "targets of each": {"targets": torch.tensor([[5, 6], [7, 8]])},
+            "a metric": {"metric": metric(lambda logits: logits[:, -1, 5])},
+            "integrated": {"method": "integrated", "steps": 2},
+        },
+        wrong={
+            **NEITHER,
+            "a pair of two lengths": (
+                {"prompts": [[3, 4, 5], [3, 4]], "others": [[3, 9, 5], [9, 4, 7]]},
+                "prompt pair",
+            ),
+            "fewer counterfactuals": ({"others": lambda s: s.w.other[:1, :8]}, "counterfactual"),
+            "no prompts": ({"prompts": []}, "tokens|prompts"),
+            "prompts of nothing": ({"prompts": [None, None]}, "tokens|prompts"),
+            "a prompt as its own counterfactual": (
+                {"others": lambda s: s.ids[:2, :8], "targets": None},
+                "targets|prompt pair",
+            ),
+            "a method of no name": ({"method": "eap"}, "method"),
+            "no steps": ({"method": "integrated", "steps": 0}, "steps"),
+            "half a step": ({"method": "integrated", "steps": 2.5}, "steps"),
+            "a batch of none": ({"batch_size": 0}, "batch_size"),
+            "a name as a metric": ({"metric": "kl"}, "metric"),
+            "a metric and targets": (
+                {"metric": metric(lambda logits: logits[:, -1, 5]), "targets": (5, 6)},
+                "metric",
+            ),
+            "a metric over the batch": ({"metric": metric(lambda logits: logits.mean())}, "metric"),
+            "a metric that is NaN": (
+                {"metric": metric(lambda logits: logits[:, -1, 5] * NAN)},
+                "metric",
+            ),
+            "a metric that is infinite": (
+                {"metric": metric(lambda logits: logits[:, -1, 5] / 0)},
+                "metric",
+            ),
+            "a metric without a gradient": (
+                {"metric": metric(lambda logits: logits[:, -1, 5].detach())},
+                "metric",
+            ),
+            "a metric that is no tensor": (
+                {"metric": metric(lambda logits: [0.0] * len(logits))},
+                "metric",
+            ),
+        },
+    ),
+    Group(
+        name="what edge scores are asked for",
+        call=lambda s, fraction: s.w.edges.edges(fraction),
+        right={"a share": {"fraction": 0.1}, "all": {"fraction": 1.0}},
+        wrong={
+            "none": ({"fraction": 0.0}, "fraction"),
+            "more than all": ({"fraction": 1.5}, "fraction"),
+            "in words": ({"fraction": "1%"}, "fraction"),
+            "NaN": ({"fraction": NAN}, "fraction"),
+        },
+    ),
+    Group(
+        name="faithfulness",
+        call=pruned,
+        base={"circuit": lambda s: s.w.edges},
+        right={
+            "scores": {"fractions": (0.1, 1)},
+            "a head": {"circuit": "L1H0"},
+            "edges": {"circuit": ["embed->output", "embed->L0H0<q>"]},
+        },
+        wrong={
+            **NEITHER,
+            "no head of the model": ({"circuit": "L99H0"}, "head|layer"),
+            "no edge of the model": ({"circuit": ["L1H0->embed"]}, "circuit"),
+            "nothing": ({"circuit": []}, "circuit|heads"),
+            "None": ({"circuit": None}, "circuit"),
+            "a file": ({"circuit": NOT_A_BASIS}, "circuit|heads"),
+            "a basis": ({"circuit": lambda s: s.w.basis}, "circuit|heads"),
+            "scores of another model": ({"circuit": lambda s: s.rotary.edges}, "circuit|edges"),
+            "no fractions": ({"fractions": ()}, "fraction"),
+            "a fraction of 0": ({"fractions": [0.0]}, "fraction"),
+            "fractions in words": ({"fractions": ["1%"]}, "fraction"),
+            "no draws": ({"draws": 0}, "draws"),
+            "a seed below zero": ({"seed": -1}, "seed"),
+        },
+    ),
+    Group(
+        name="composition",
+        call=composed,
+        right={"a head": {}, "some queries": {"queries": [3, 5]}},
+        wrong={
+            **HEADS,
+            "one prompt": ({"tokens": lambda s: s.ids[:1]}, "tokens|prompts"),
+            "queries beyond": ({"queries": [3, 99]}, "position|queries"),
+            "parts of no name": ({"parts": "tokens"}, "parts"),
+            "nothing left": ({"drop": 99}, "drop|tokens"),
+        },
+    ),
+    Group(
+        name="features",
+        call=shared,
+        right={
+            "three tensors": {},
+            "an autoencoder": {"source": autoencoder},
+            "none active": {"source": lambda s: features(s, activations=torch.zeros(3, 18, 6))},
+        },
+        wrong={
+            "no autoencoder": ({"source": lambda s: object()}, "dictionary"),
+            "a layer of torch": ({"source": lambda s: torch.nn.Identity()}, "dictionary"),
+            "two tensors": ({"source": lambda s: features(s)[:2]}, "dictionary"),
+            "a decoder with its axes swapped": (
+                {"source": lambda s: features(s, decoder=torch.ones(s.d_model, FEATURES))},
+                "dictionary",
+            ),
+            "another width": (
+                {"source": lambda s: features(s, decoder=torch.ones(6, 9), bias=torch.ones(9))},
+                "dictionary",
+            ),
+            "activations of other prompts": (
+                {"source": lambda s: features(s, activations=torch.ones(2, 18, 6))},
+                "activations",
+            ),
+            "activations of shorter prompts": (
+                {"source": lambda s: features(s, activations=torch.ones(3, 11, 6))},
+                "activations",
+            ),
+            "activations with NaN": (
+                {"source": lambda s: features(s, activations=torch.full((3, 18, 6), NAN))},
+                "activations",
+            ),
+            "a transcoder": (
+                {"source": lambda s: autoencoder(s, "skip_transcoder")},
+                "dictionary",
+                UNSUPPORTED,
+            ),
+            "whitened states": (
+                {"source": lambda s: autoencoder(s, normalize_activations="covariance_whitening")},
+                "dictionary",
+                UNSUPPORTED,
+            ),
+            "features of an MLP": (
+                {"source": lambda s: autoencoder(s, hook_name="blocks.1.hook_mlp_out")},
+                "dictionary",
+                UNSUPPORTED,
+            ),
+            "heads of another block": ({"heads": "L2H0"}, "heads"),
+            "a block beyond": ({"layer": 99}, "layer"),
+            "nothing left": ({"drop": 18}, "drop"),
+            "fewer pairs than none": ({"pairs": -1}, "pairs"),
+            "a batch of none": ({"batch_size": 0}, "batch_size"),
+        },
+    ),
+)

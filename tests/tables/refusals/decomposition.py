@@ -1,0 +1,226 @@
+"""Bases: settings, activations, what is asked of them, merging, files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.tables.refusals.row import NAN, NOT_A_BASIS, Group, Scene
+
+
+def fitted(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    tokens = s.w.corpus if tokens is None else tokens
+    return tlg.decompose(s.model, tokens, progress=False, **options)
+
+
+def of_activations(s: Scene, source: Any = None, **options: Any) -> Any:
+    return tlg.decompose_activations(noise(4, 5, 6) if source is None else source, **options)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def merged(s: Scene, parts: Any) -> Any:
+    return tlg.PositionContext.merge(parts)
+
+
+def halves(s: Scene, **options: Any) -> list[Any]:
+    return [fitted(s, rows, **options) for rows in s.w.corpus.split(20)]
+
+
+def loaded(s: Scene, path: Any) -> Any:
+    return tlg.PositionContext.load(path)
+
+
+def saved(s: Scene, path: Any) -> Any:
+    return s.w.basis.save(path)
+
+
+GROUPS = (
+    Group(
+        name="settings of decompose",
+        call=fitted,
+        right={
+            "plain": {},
+            "states by number": {"states": [0, 2]},
+            "states by hook": {"states": ["blocks.1.hook_resid_pre"]},
+            "a window": {"window": (2, 8)},
+            "labels": {"labels": lambda s: [i % 3 for i in range(len(s.w.corpus))]},
+        },
+        wrong={
+            "a state beyond the last": ({"states": [9]}, "states"),
+            "a state below zero": ({"states": [-1]}, "states"),
+            "a state twice": ({"states": [1, 1]}, "states"),
+            "no states": ({"states": []}, "states"),
+            "half a state": ({"states": [0.5]}, "states"),
+            "a state of no name": ({"states": ["blocks.1.hook_nothing"]}, "states"),
+            "a window of halves": ({"window": (1.5, 8.0)}, "window"),
+            "a window beyond the positions": ({"window": (1, 99)}, "window"),
+            "a window the wrong way": ({"window": (8, 1)}, "window"),
+            "a window of one number": ({"window": 8}, "window"),
+            "an empty window": ({"window": (3, 3)}, "window"),
+            "a batch of none": ({"batch_size": 0}, "batch_size"),
+            "a batch below zero": ({"batch_size": -3}, "batch_size"),
+            "half a batch": ({"batch_size": 2.5}, "batch_size"),
+            "no groups": ({"groups": 0}, "groups"),
+            "fewer samples than none": ({"keep": -1}, "keep"),
+            "a seed below zero": ({"seed": -1}, "seed"),
+            "a seed that is true": ({"seed": True}, "seed"),
+            "too few labels": ({"labels": [0]}, "labels"),
+            "labels of floats": ({"labels": lambda s: noise(len(s.w.corpus))}, "labels"),
+            "labels below zero": ({"labels": lambda s: [-1] * len(s.w.corpus)}, "labels"),
+            "a device that is none": ({"device": "toaster"}, "device"),
+        },
+    ),
+    Group(
+        name="activations",
+        call=of_activations,
+        holds=lambda s, found: found.contexts >= 1,
+        right={
+            "a tensor": {},
+            "with gradients": {"source": lambda s: noise(4, 5, 6).requires_grad_()},
+            "in half precision": {"source": lambda s: noise(4, 5, 6).half()},
+            "of several states": {"source": lambda s: noise(2, 4, 5, 6)},
+            "a cache": {"source": lambda s: s.w.cache},
+            "one context": {"source": lambda s: noise(1, 5, 6)},
+            "a window": {"window": (1, 4)},
+        },
+        wrong={
+            "NaN": ({"source": lambda s: torch.full((4, 5, 6), NAN)}, "activations"),
+            "infinite": ({"source": lambda s: noise(4, 5, 6) / 0}, "activations"),
+            "integers": ({"source": lambda s: torch.ones(4, 5, 6).long()}, "activations"),
+            "two axes": ({"source": lambda s: noise(4, 5)}, "activations"),
+            "no contexts": ({"source": lambda s: noise(0, 5, 6)}, "activations"),
+            "on the meta device": ({"source": lambda s: noise(4, 5, 6).to("meta")}, "activations"),
+            "sparse": ({"source": lambda s: noise(4, 5, 6).to_sparse()}, "activations"),
+            "a list": ({"source": [[1.0]]}, "activations"),
+            "a number": ({"source": 3}, "activations"),
+            "a window beyond": ({"window": (1, 9)}, "window"),
+            "labels of other contexts": ({"labels": [0, 1]}, "labels"),
+            "a cache of one layer": (
+                {"source": lambda s: {"blocks.0.hook_resid_pre": noise(4, 5, 6)}},
+                "cache",
+            ),
+            "a cache without a batch": (
+                {"source": lambda s: s.model.run_with_cache(s.ids[:1], remove_batch_dim=True)[1]},
+                "cache",
+            ),
+        },
+    ),
+    Group(
+        name="what a basis is asked for",
+        call=lambda s, ask: ask(s.w.basis),
+        right={
+            "pos at a position": {"ask": lambda s: lambda b: b.pos_at(3)},
+            "variance": {"ask": lambda s: lambda b: b.anova()},
+            "a moment": {"ask": lambda s: lambda b: b.second_moment(1)},
+        },
+        wrong={
+            "pos beyond the positions": ({"ask": lambda s: lambda b: b.pos_at(99)}, "position"),
+            "pos below zero": ({"ask": lambda s: lambda b: b.pos_at(-1)}, "position"),
+            "a moment of no state": ({"ask": lambda s: lambda b: b.second_moment(99)}, "state"),
+            "a path as a null": ({"ask": lambda s: lambda b: b.anova(null=NOT_A_BASIS)}, "null"),
+            "a null of other states": (
+                {"ask": lambda s: lambda b: b.anova(null=fitted(s, states=[0]))},
+                "null",
+            ),
+        },
+    ),
+    Group(
+        name="a moment that was not kept",
+        call=lambda s, kept: fitted(s, second_moments=kept).second_moment(0),
+        right={"kept": {"kept": True}},
+        wrong={
+            "left out": ({"kept": False}, "second.moment"),
+            "neither": ({"kept": "yes"}, "second.moment"),
+        },
+    ),
+    Group(
+        name="transform",
+        call=lambda s, activations: s.w.basis.transform(activations),
+        right={"the model's own states": {"activations": lambda s: s.w.stream()}},
+        wrong={
+            "fewer states": ({"activations": lambda s: s.w.stream()[:2]}, "activations"),
+            "another width": ({"activations": lambda s: s.w.stream()[..., :5]}, "activations"),
+            "NaN": ({"activations": lambda s: s.w.stream() * NAN}, "activations"),
+        },
+    ),
+    Group(
+        name="merge",
+        call=merged,
+        holds=lambda s, found: torch.allclose(found.pos, s.w.basis.pos, atol=1e-5),
+        right={
+            "two halves": {"parts": halves},
+            "a generator": {"parts": lambda s: (part for part in halves(s))},
+        },
+        wrong={
+            "nothing": ({"parts": []}, "merge"),
+            "one basis without a list": ({"parts": lambda s: s.w.basis}, "merge"),
+            "a path": ({"parts": NOT_A_BASIS}, "merge"),
+            "a path among bases": ({"parts": lambda s: [s.w.basis, NOT_A_BASIS]}, "merge"),
+            "the same contexts twice": ({"parts": lambda s: [s.w.basis, s.w.basis]}, "merge"),
+            "other states": (
+                {"parts": lambda s: [s.w.basis, fitted(s, s.w.fresh, states=[0])]},
+                "merge",
+            ),
+            "another window": (
+                {"parts": lambda s: [s.w.basis, fitted(s, s.w.fresh, window=(2, 9))]},
+                "merge",
+            ),
+            "another model": ({"parts": lambda s: [s.w.basis, s.rotary.basis]}, "merge"),
+            "one of them normalised": (
+                {"parts": lambda s: [s.w.basis, fitted(s, s.w.fresh, normalize=True)]},
+                "merge",
+            ),
+        },
+    ),
+    Group(
+        name="a file that is read",
+        call=loaded,
+        holds=lambda s, found: found.contexts == 40,
+        right={"of a basis": {"path": lambda s: s.w.basis.save(s.folder / "b.safetensors")}},
+        wrong={
+            "nothing there": ({"path": lambda s: s.folder / "none.safetensors"}, "file"),
+            "a folder": ({"path": lambda s: s.folder}, "file"),
+            "a number": ({"path": 3}, "file|path"),
+            "text": ({"path": lambda s: s.path("t.safetensors", "text")}, "safetensors"),
+            "an empty file": ({"path": lambda s: s.path("t.safetensors")}, "safetensors"),
+            "one byte changed": ({"path": lambda s: altered(s)}, "safetensors|file"),
+            "cut": ({"path": lambda s: cut(s)}, "safetensors|file"),
+            "another result": (
+                {"path": lambda s: s.w.sweep.save(s.folder / "t.safetensors")},
+                "safetensors",
+            ),
+        },
+    ),
+    Group(
+        name="a file that is written",
+        call=saved,
+        right={"a path": {"path": lambda s: s.folder / "b.safetensors"}},
+        wrong={
+            "a number": ({"path": 3}, "path"),
+            "a folder": ({"path": lambda s: s.folder}, "."),
+            "below a file": ({"path": lambda s: s.path("plain") / "b.safetensors"}, "."),
+            "a name of 300 letters": ({"path": lambda s: s.folder / ("a" * 300)}, "."),
+        },
+    ),
+)
+
+
+def altered(s: Scene) -> Any:
+    """A basis whose file has one other byte, among its numbers."""
+    path = s.w.basis.save(s.folder / "b.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 64
+    path.write_bytes(content)
+    return path
+
+
+def cut(s: Scene) -> Any:
+    """A basis whose file is half as long."""
+    path = s.w.basis.save(s.folder / "b.safetensors")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return path

@@ -1,0 +1,400 @@
+"""What public bug reports and fresh inputs found, by kind: 1 to 14, what is wrong without a word or
+hangs. ``today`` says what happens in the present version; such a row is a strict expected failure,
+and becomes green with the package that mends its kind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.lib.models import HAS_HOOKED, hf_model
+from tests.lib.worlds import world
+from tests.tables.refusals.changed_models import altered, made, with_bos, with_text
+from tests.tables.refusals.row import Row, Scene
+from tl_geometry import corpus, interventions
+
+WRONG, STOPS = "wrong without a word", "ends inside torch or Python"
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def flags(result: Any) -> str:
+    return " ".join(result.provenance.flags)
+
+
+def mentions(word: str) -> Callable[[Scene, Any], bool]:
+    """The result carries a flag with this word."""
+    return lambda s, found: word in flags(found).lower()
+
+
+# ---- 1. padding whose token is BOS and EOS too
+
+
+def padded(s: Scene, left: int = 0, right: int = 0, rows: int = 2) -> torch.Tensor:
+    """The prompts, some rows of which begin or end with padding tokens."""
+    ids = s.ids.clone()
+    ids[:rows, : left + 1 if left else 0] = s.model.tokenizer.pad_token_id
+    ids[:rows, ids.shape[1] - right :] = s.model.tokenizer.pad_token_id
+    return ids
+
+
+USES: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
+    "decompose": lambda s, ids: tlg.decompose(s.model, ids, **QUIET),
+    "split_scores": lambda s, ids: tlg.split_scores(s.model, ids, s.w.basis, heads="L1H0"),
+    "sweep_heads": lambda s, ids: tlg.sweep_heads(s.model, ids, s.w.basis, layers=0, **QUIET),
+    "trajectories": lambda s, ids: tlg.trajectories(s.model, ids, **QUIET),
+    "edge_scores": lambda s, ids: tlg.edge_scores(
+        s.model, ids, s.w.other, targets=(5, 9), method="gradient"
+    ),
+}
+
+
+def _padding() -> Iterator[Row]:
+    for name, use in USES.items():
+        sides = {"the right": {"right": 3}, "the left": {"left": 3}, "one at the end": {"right": 1}}
+        for side, how in sides.items():
+            yield Row(
+                name=f"1 padding that is EOS, {side}: {name}",
+                call=lambda s, use=use, how=how: use(s, padded(s, **how)),
+                what="tokens|prompts|padding",
+                holds=mentions("pad"),
+                either=True,
+                today=WRONG,
+            )
+        yield Row(
+            name=f"1 no padding: {name}",
+            call=lambda s, use=use: use(s, s.ids),
+            holds=lambda s, found: "pad" not in flags(found).lower(),
+        )
+
+
+# ---- 2. training mode of a module that is no dropout
+
+
+PARTS = "Attention$|MLP$|DecoderLayer$|Block$"
+DROPOUTS = {
+    "llama": {"attention_dropout": 0.3},
+    "qwen2": {"attention_dropout": 0.3},
+    "opt": {"dropout": 0.3},
+    "bloom": {"hidden_dropout": 0.3},
+}
+
+
+def trained(architecture: str, training: bool) -> Any:
+    """A model whose attention layers or blocks, which drop out by their own flag, are in training
+    mode, and no dropout module is."""
+    model = made(architecture, **DROPOUTS[architecture])
+    for module in model.modules():
+        name = type(module).__name__
+        if type(module).__module__.startswith("transformers") and re.search(PARTS, name):
+            module.training = training
+    return tlg.decompose(model, torch.arange(3, 43).view(4, 10), **QUIET)
+
+
+# ---- 3. products of lower precision on a CPU
+
+
+def lowered(call: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
+    def inside(s: Scene) -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return call(s)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return inside
+
+
+PASSES: dict[str, Callable[[Scene], Any]] = {
+    "decompose": lambda s: tlg.decompose(s.model, s.ids, **QUIET),
+    "split_scores": lambda s: tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0"),
+    "trajectories": lambda s: tlg.trajectories(s.model, s.w.pilots, **QUIET),
+    "knockouts": lambda s: interventions.head_knockouts(
+        s.model, s.ids, "loss", heads="L1H0", controls=0, **QUIET
+    ),
+    "trace_logit": lambda s: tlg.trace_logit(s.model, s.ids[:1, :6], 5),
+}
+
+
+# ---- 4. and 23. a model that changed after its basis
+
+
+def changed(how: str) -> Callable[[Scene], Any]:
+    def call(s: Scene) -> Any:
+        model, change = altered(how)
+        ids = torch.arange(3, 43).view(4, 10)
+        basis = tlg.decompose(model, ids, **QUIET)
+        tlg.split_scores(model, ids, basis, heads="L1H0")
+        with torch.no_grad():
+            before = model(ids, return_type="logits")
+            change()
+            same = torch.equal(before, model(ids, return_type="logits"))
+        assert same == (how == "nothing"), how
+        return tlg.split_scores(model, ids, basis, heads="L1H0")
+
+    return call
+
+
+def seen_before(s: Scene) -> bool:
+    """Whether windows of a view begin with the BOS token that the model has by now."""
+    model = with_text()
+    view = tlg.view(model)
+    model.tokenizer.bos_token = "w7"
+    found = tlg.windows(view, " ".join(f"w{i}" for i in range(10, 50)), 6, prepend_bos=True)
+    return bool((found.tokens[:, 0] == 7).all())
+
+
+# ---- 5. to 14.
+
+
+def generated(s: Scene, cached: bool) -> Any:
+    edit = interventions.remove_heads(s.model, "L1H0", "mean", reference=s.w.corpus)
+    with edit, torch.no_grad():
+        return s.model.generate(
+            s.ids[:1, :6],
+            max_new_tokens=3,
+            do_sample=False,
+            use_past_kv_cache=cached,
+            verbose=False,
+        )
+
+
+def templated(s: Scene, begin: str) -> Any:
+    rows = [{"x": "value"}, {"x": "name"}]
+    prompts = corpus.aligned_prompts(s.model, begin + "def f({x}):", rows, prepend_bos=False)
+    return prompts, int(prompts.tokens[0, prompts.positions["x"]])
+
+
+def begins_with_bos(s: Scene, found: Any) -> bool:
+    """The rows say that they begin with BOS, and the slot is where its word is."""
+    prompts, token = found
+    return bool(prompts.has_bos) and s.model.tokenizer.decode([token]).strip() == "value"
+
+
+def returned(s: Scene, **more: torch.Tensor) -> Any:
+    """What a tokenizer returns, as tokens."""
+    return tlg.decompose(s.model, {"input_ids": s.ids, **more}, **QUIET)
+
+
+def capped(s: Scene) -> Any:
+    with torch.random.fork_rng():
+        return world("gemma2").graph
+
+
+def collated(s: Scene, keep: bool) -> Any:
+    """A loader over lists of ids: the default of torch puts positions first."""
+    rows: Any = [{"input_ids": row.tolist()} for row in s.w.corpus]
+    as_rows = lambda batch: {"input_ids": torch.tensor([row["input_ids"] for row in batch])}
+    how: dict[str, Any] = {"collate_fn": as_rows} if keep else {}
+    return torch.utils.data.DataLoader(rows, 8, generator=torch.Generator(), **how)
+
+
+def in_hooked(s: Scene, architecture: str, **changes: Any) -> bool:
+    """Whether a HookedTransformer of a model agrees with it on more tokens than a probe has."""
+    with torch.random.fork_rng():
+        hf, ids = hf_model(architecture, **changes), torch.arange(3, 43)[None]
+        with torch.no_grad():
+            wanted = hf(ids).logits.log_softmax(-1)
+            model = tlg.models.from_hf(hf, model_class="hooked")
+            found = model(ids, return_type="logits").log_softmax(-1)
+    return bool((found - wanted).abs().max() < 1e-3)
+
+
+def labels_differ(s: Scene, found: Any) -> bool:
+    """Different ids have different labels."""
+    ids, labels = found
+    return len(set(labels)) == len(set(ids))
+
+
+def labels(s: Scene) -> Any:
+    ids = s.model.to_tokens("x = '🎉🦊é'", prepend_bos=True)
+    split = tlg.split_scores(s.model, ids, parts="blocks", heads="L1H0")
+    return ids[0].tolist(), list(split.str_tokens)
+
+
+def latex_of(s: Scene, text: str) -> list[str]:
+    """The cells of tokens in LaTeX."""
+    ids = s.model.to_tokens(text, prepend_bos=True)
+    table = tlg.trace_logit(s.model, ids, 5, keep=0.3).tokens()
+    lines = [line for line in table.to_latex().splitlines() if line.endswith(r"\\")]
+    at = list(table.to_dataframe()).index("token")
+    return [line.removesuffix(r"\\").split("&")[at].strip() for line in lines[1:]]
+
+
+def many_texts(s: Scene) -> float:
+    """Seconds that it takes to cut many short texts."""
+    began = time.process_time()
+    tlg.windows(s.model, ["def f(x): return x + 1"] * 5000, 6, prepend_bos=True)
+    return time.process_time() - began
+
+
+def packed(s: Scene) -> torch.Tensor:
+    ids = s.ids.clone()
+    ids[:, 9] = s.model.tokenizer.bos_token_id
+    return ids
+
+
+def wide(s: Scene) -> Any:
+    """A model with a larger vocabulary than its tokenizer's."""
+    return with_text(vocab_size=80)
+
+
+BEYOND = WRONG if HAS_HOOKED else ""
+ROWS: tuple[Row, ...] = (
+    *_padding(),
+    *(
+        Row(
+            name=f"2 {architecture} in training mode, without a dropout module",
+            call=lambda s, a=architecture: trained(a, True),
+            what=".",
+            today=WRONG,
+        )
+        for architecture in DROPOUTS
+    ),
+    *(
+        Row(
+            name=f"2 {architecture} in evaluation mode",
+            call=lambda s, a=architecture: trained(a, False),
+        )
+        for architecture in DROPOUTS
+    ),
+    *(
+        Row(
+            name=f"3 products of medium precision: {name}",
+            call=lowered(call),
+            what=".",
+            today=WRONG,
+        )
+        for name, call in PASSES.items()
+    ),
+    *(Row(name=f"3 products of full precision: {n}", call=call) for n, call in PASSES.items()),
+    *(
+        Row(
+            name=f"4, 23 after the basis, other {how}", call=changed(how), what="basis", today=WRONG
+        )
+        for how in (
+            *("rotary frequencies", "activation", "routing"),
+            *("scale of embeddings", "parallel blocks"),
+        )
+    ),
+    Row(name="4, 23 after the basis, nothing", call=changed("nothing")),
+    Row(
+        name="4 a view made before the BOS token",
+        call=seen_before,
+        holds=lambda s, found: found,
+        today=WRONG,
+    ),
+    Row(
+        name="5 a mean of heads after cached keys",
+        call=lambda s: generated(s, True),
+        what=".",
+        today=WRONG,
+    ),
+    Row(name="5 a mean of heads in whole passes", call=lambda s: generated(s, False)),
+    Row(
+        name="6 a template that begins with BOS",
+        call=lambda s: templated(s, s.model.tokenizer.bos_token),
+        holds=begins_with_bos,
+        today=WRONG,
+    ),
+    *(
+        Row(
+            name=f"7 {field} beside ids",
+            call=lambda s, f=field: returned(s, **{f: torch.ones_like(s.ids)}),
+            what=field,
+            today=WRONG,
+        )
+        for field in ("token_type_ids", "position_ids")
+    ),
+    Row(
+        name="7 embeddings beside ids",
+        call=lambda s: returned(s, inputs_embeds=torch.zeros(*s.ids.shape, s.d_model)),
+        what="inputs_embeds",
+        today=WRONG,
+    ),
+    Row(name="7 ids alone", call=returned),
+    Row(
+        name="8 a graph of a logit before its cap",
+        call=capped,
+        holds=lambda s, graph: "cap" in f"{graph} {flags(graph)}".lower(),
+        today="only pages say so",
+    ),
+    Row(
+        name="9 a metric whose gradient is NaN",
+        call=lambda s: tlg.edge_scores(
+            s.model, s.ids, s.w.other, lambda logits: (0 * logits[:, -1, 5]).sqrt()
+        ),
+        what="metric",
+        today="all scores are NaN",
+    ),
+    Row(
+        name="10 a loader that puts positions first",
+        call=lambda s: tlg.decompose(s.model, collated(s, False), **QUIET),
+        what="tokens",
+        today=WRONG,
+    ),
+    Row(
+        name="10 a loader that puts rows first",
+        call=lambda s: tlg.decompose(s.model, collated(s, True), **QUIET),
+        holds=lambda s, found: found.contexts == len(s.w.corpus),
+    ),
+    Row(
+        name="11 a window that a probe does not reach",
+        call=lambda s: in_hooked(
+            s, "qwen2", use_sliding_window=True, sliding_window=10, max_window_layers=0
+        ),
+        what=".",
+        holds=lambda s, same: same,
+        either=True,
+        today=BEYOND,
+    ),
+    Row(name="12 labels of half characters", call=labels, holds=labels_differ, today=WRONG),
+    Row(
+        name="12 line ends in LaTeX",
+        call=lambda s: latex_of(s, "x\n\ty"),
+        holds=lambda s, cells: all(cells),
+        today=WRONG,
+    ),
+    Row(
+        name="13 BOS inside a row",
+        call=lambda s: tlg.decompose(s.model, packed(s), **QUIET),
+        what="tokens",
+        holds=mentions("bos"),
+        either=True,
+        today=WRONG,
+    ),
+    Row(
+        name="13 a tokenizer that adds BOS by default",
+        call=lambda s: tlg.windows(with_bos(), "w5 w6 w7 w8 " * 9, 6, prepend_bos=False),
+        what="prepend_bos|texts",
+        holds=lambda s, found: found.has_bos == bool((found.tokens[:, 0] == 0).all()),
+        either=True,
+    ),
+    Row(
+        name="13 gibberish of ids without text",
+        call=lambda s: corpus.gibberish(wide(s), 20, 30),
+        holds=lambda s, found: int(found.tokens.max()) < 61,
+        today=WRONG,
+    ),
+    Row(name="13 the embedded model draws nothing", call=lambda s: tlg.zoo.embedded(), today=WRONG),
+    Row(
+        name="14 a long stream of texts, of which few are used",
+        call=lambda s: tlg.windows(
+            s.model, (f"x_{i} = {i} + y" for i in range(10**7)), 6, n=3, prepend_bos=True
+        ),
+        what="texts",
+        either=True,
+        today="hangs",
+    ),
+    Row(
+        name="22 many short texts",
+        call=many_texts,
+        holds=lambda s, seconds: seconds < 1.5,
+        today="formats the text of an error though nothing is wrong",
+    ),
+)

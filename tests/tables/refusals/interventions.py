@@ -1,0 +1,239 @@
+"""Edits of terms, planes, edges, heads and paths, and what is measured with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.tables.refusals.row import Group, Scene
+from tests.tables.refusals.scores import BASES, HEADS
+from tl_geometry import interventions
+
+
+def term(s: Scene, ids: Any = None, **options: Any) -> Any:
+    """Logits without a term."""
+    given = {"basis": s.w.basis, "term": "pos-pos", "heads": "L1H0", **options}
+    return s.logits(interventions.remove_term(s.model, **given), ids)
+
+
+def planes(s: Scene, planes: Any, w: Any = None, **options: Any) -> Any:
+    w = w or s.rotary
+    edit = interventions.remove_planes(w.model, planes, **{"heads": "L1H0", **options})
+    return s.logits(edit, w.ids, w.model)
+
+
+def edge(s: Scene, writer: Any = "L0H0", tokens: Any = None, **options: Any) -> Any:
+    given = {"heads": "L1H0", **options}
+    tokens = s.ids if tokens is None else tokens
+    return s.logits(interventions.remove_edge(s.model, tokens, writer, **given))
+
+
+def removed(
+    s: Scene, heads: Any = "L0H0", by: str = "zero", ids: Any = None, **options: Any
+) -> Any:
+    return s.logits(interventions.remove_heads(s.model, heads, by, **options), ids)
+
+
+def knocked(s: Scene, prompts: Any = None, **options: Any) -> Any:
+    given: dict[str, Any] = {"heads": "L1H0", "controls": 0, "progress": False}
+    targets = {} if "metric" in options else {"targets": [(5, 9), (7, 3)]}
+    prompts = s.ids[:2] if prompts is None else prompts
+    return interventions.head_knockouts(s.model, prompts, **{**given, **targets, **options})
+
+
+def patched(s: Scene, senders: Any = "L0H0", receivers: Any = "output", **options: Any) -> Any:
+    given: dict[str, Any] = {"controls": 0, "progress": False, "metric": "loss", **options}
+    return interventions.head_paths(s.model, s.w.prompts, senders, receivers, **given)
+
+
+def surrogate(s: Scene, **options: Any) -> Any:
+    given = {"basis": s.w.basis, "heads": "L1H0", **options}
+    return s.logits(interventions.surrogate(s.model, **given))
+
+
+def opened(s: Scene, act: Any) -> Any:
+    """An edit that is open while the user acts on the model."""
+    edit = interventions.remove_term(s.model, s.w.basis, "pos-pos", "L1H0")
+    with edit, torch.no_grad():
+        return act(s.model)
+
+
+def listed(s: Scene, times: int = 1, ids: Any = None) -> Any:
+    """The hooks of an edit, given to TransformerLens."""
+    edit = interventions.remove_term(s.model, s.w.basis, "pos-pos", "L1H0")
+    hooks = [hook for _ in range(times) for hook in edit.hooks()]
+    with torch.no_grad():
+        return s.model.run_with_hooks(s.ids if ids is None else ids, fwd_hooks=hooks)
+
+
+def generated(s: Scene, cached: bool) -> Any:
+    return opened(
+        s,
+        lambda model: model.generate(
+            s.ids[:1, :6],
+            max_new_tokens=2,
+            do_sample=False,
+            use_past_kv_cache=cached,
+            verbose=False,
+        ),
+    )
+
+
+TERMS = {
+    "a term of no name": ({"term": "pos-nothing"}, "term"),
+    "a term of three parts": ({"term": ("pos", "pos", "pos")}, "term"),
+}
+
+GROUPS = (
+    Group(
+        name="a term",
+        call=term,
+        right={
+            "named": {},
+            "a pair": {"term": ("pos", "cvec")},
+            "a group": {"term": "content"},
+            "several": {"term": ["pos-pos", "pos-cvec"], "heads": ["L0H0", "L1H1"]},
+        },
+        wrong={
+            **BASES,
+            **HEADS,
+            **TERMS,
+            "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
+            "prompts beyond the basis": ({"ids": lambda s: s.ids.repeat(1, 2)}, "tokens"),
+        },
+    ),
+    Group(
+        name="the mean of a term",
+        call=lambda s, ids: s.logits(
+            interventions.mean_term(s.model, s.w.basis, "cvec-cvec", "L1H0"), ids
+        ),
+        right={"over three prompts": {"ids": lambda s: s.ids}},
+        wrong={"over one": ({"ids": lambda s: s.ids[:1]}, "mean_term|prompts|tokens")},
+    ),
+    Group(
+        name="an edit that is open",
+        call=opened,
+        right={"a pass": {"act": lambda s: lambda model: model(s.ids)}},
+        wrong={"no pass": ({"act": lambda s: lambda model: 3}, "edit")},
+    ),
+    Group(
+        name="an edit while text is generated",
+        call=generated,
+        right={"without a cache": {"cached": False}},
+        wrong={"with a cache": ({"cached": True}, "edit|pass")},
+    ),
+    Group(
+        name="a list of hooks",
+        call=listed,
+        right={"once": {}},
+        wrong={
+            "twice": ({"times": 2}, "heads"),
+            "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
+        },
+    ),
+    Group(
+        name="planes",
+        call=planes,
+        right={"one": {"planes": [0]}, "two": {"planes": [1, 2]}},
+        wrong={
+            **{name: ({"planes": [0], **o}, what) for name, (o, what) in HEADS.items()},
+            "none of the model": ({"planes": [99]}, "planes"),
+            "of no name": ({"planes": "fast"}, "planes"),
+            "near ones without rotation": ({"planes": "near", "w": lambda s: s.w}, "planes"),
+        },
+    ),
+    Group(
+        name="an edge",
+        call=edge,
+        right={"to the keys": {}, "of an MLP": {"writer": "mlp0"}, "values": {"side": "value"}},
+        wrong={
+            **HEADS,
+            "from a later head": ({"writer": "L2H0"}, "writer"),
+            "from no writer": ({"writer": "nothing"}, "writer"),
+            "to no side": ({"side": "output"}, "side"),
+            "of other tokens": ({"tokens": lambda s: s.w.other}, "tokens"),
+            "nothing left": ({"drop": 99}, "drop"),
+        },
+    ),
+    Group(
+        name="heads",
+        call=removed,
+        right={
+            "zero": {},
+            "the mean": {"by": "mean", "reference": lambda s: s.w.corpus},
+            "another prompt": {"by": "prompt"},
+            "twice": {"heads": ["L0H0", (0, 0)]},
+        },
+        wrong={
+            **HEADS,
+            "by no name": ({"by": "median"}, "^by"),
+            "a mean of no prompts": ({"by": "mean"}, "remove_heads|reference"),
+            "a mean of shorter prompts": (
+                {"by": "mean", "reference": lambda s: s.ids[:, :3]},
+                "remove_heads|reference|tokens",
+            ),
+            "another prompt of one": (
+                {"by": "prompt", "ids": lambda s: s.ids[:1]},
+                "remove_heads|prompts|tokens",
+            ),
+        },
+    ),
+    Group(
+        name="knockouts",
+        call=knocked,
+        right={"of a difference": {}, "of the loss": {"metric": "loss"}},
+        wrong={
+            **HEADS,
+            "targets in words": ({"targets": "ab"}, "targets"),
+            "targets beyond the vocabulary": ({"targets": (5, 10**6)}, "token|targets"),
+            "targets of three prompts": ({"targets": [(5, 6)] * 3}, "targets"),
+            "no targets": ({"targets": None}, "targets"),
+            "one prompt": ({"prompts": lambda s: s.ids[:1]}, "prompts|targets"),
+            "a number as a metric": ({"metric": 5}, "metric"),
+            "a metric of no name": ({"metric": "accuracy"}, "metric"),
+            "fewer controls than none": ({"controls": -1}, "controls"),
+            "a position beyond": ({"position": 99}, "position"),
+        },
+    ),
+    Group(
+        name="paths",
+        call=patched,
+        right={"to the output": {}, "to queries": {"receivers": ["L1H0<q>", "L1H1<q>"]}},
+        wrong={
+            "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "path|receivers"),
+            "to a head as a whole": ({"receivers": "L1H0"}, "receivers"),
+            "to a number": ({"receivers": 7}, "receivers"),
+            "to nothing": ({"receivers": {}}, "receivers"),
+            "from nothing": ({"senders": []}, "head|senders"),
+            "of no kind": ({"between": "all"}, "between"),
+            "counterfactuals of other length": (
+                {"by": "prompt", "reference": lambda s: s.w.prompts_other[:, :6]},
+                "reference",
+            ),
+            "a receiver beyond the prompt": ({"receiver_position": 99}, "position"),
+        },
+    ),
+    Group(
+        name="surrogate",
+        call=surrogate,
+        right={"structured": {}, "diagonal": {"part": "diagonal"}},
+        wrong={
+            **BASES,
+            **HEADS,
+            "a part of no name": ({"part": "nothing"}, "part"),
+            "no rank": ({"rank": 0}, "rank"),
+        },
+    ),
+    Group(
+        name="necessity and sufficiency",
+        call=lambda s, **o: interventions.necessity_sufficiency(
+            s.model,
+            s.ids,
+            **{"basis": s.w.basis, "heads": "L1H0", "term": "content", "progress": False, **o},
+            draws=1,
+        ),
+        right={"content": {}},
+        wrong={**BASES, **HEADS, **TERMS},
+    ),
+)

@@ -1,0 +1,239 @@
+"""What is no model, models in a state that would make numbers wrong, and loading."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.lib.models import bridge_of, hf_model
+from tests.tables.refusals.changed_models import OWN_CODE, PICKLED
+from tests.tables.refusals.row import NAN, Group, Scene
+from tl_geometry import models
+
+UNSUPPORTED = tlg.UnsupportedModelError
+RECONSTRUCTION = tlg.ReconstructionError
+
+
+def fresh(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A tiny GPT-2 that may be changed, made without touching the generator of the user."""
+    with torch.random.fork_rng():
+        return bridge_of(hf_model("gpt2", dtype, **changes))
+
+
+def of_torch(s: Scene) -> Any:
+    return torch.nn.Identity()
+
+
+def of_transformers(s: Scene) -> Any:
+    with torch.random.fork_rng():
+        return hf_model("gpt2")
+
+
+def with_nan(part: str) -> Any:
+    """A model with NaN in the last parameter whose name has ``part``."""
+    model = fresh()
+    named = [p for n, p in model.named_parameters() if part in n]
+    named[-1].data[..., 0] = NAN
+    return model
+
+
+def looked_at(model: Any) -> Any:
+    """Numbers that ``check_model`` and a small decomposition need."""
+    tlg.check_model(model)
+    return tlg.decompose(model, torch.arange(3, 43).view(4, 10), progress=False)
+
+
+def training(part: str = "") -> Any:
+    """A model of which the whole, or a part, is in training mode."""
+    model = fresh(attn_pdrop=0.1, resid_pdrop=0.1)
+    for name, module in model.named_modules():
+        if part in name:
+            module.train()
+    return model
+
+
+def quantised(s: Scene) -> Any:
+    """A model with a layer of packed integers."""
+    model = fresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its quantisation moves elsewhere
+        quantise: Any = torch.ao.quantization.quantize_dynamic
+        quantise(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    return model
+
+
+def hooked(s: Scene, act: Callable[..., Any], name: str = "blocks.1.attn.hook_q") -> Any:
+    """A split under a hook of the user."""
+    with s.model.hooks(fwd_hooks=[(name, act)]):
+        return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
+
+
+def changed_meanwhile(s: Scene, factor: float) -> Any:
+    """A decomposition between whose batches a weight is scaled."""
+    model = fresh()
+    weight = next(iter(model.parameters())).data
+
+    def batches() -> Any:
+        rows = torch.arange(3, 43).view(4, 10)
+        yield rows[:2]
+        weight.mul_(factor)
+        yield rows[2:]
+
+    return tlg.decompose(model, batches(), progress=False)
+
+
+def changed_after(s: Scene, factor: float) -> Any:
+    """A split with a basis that was made before a weight was scaled."""
+    model, ids = fresh(), torch.arange(3, 43).view(4, 10)
+    basis = tlg.decompose(model, ids, progress=False)
+    next(iter(model.parameters())).data.mul_(factor)
+    return tlg.split_scores(model, ids, basis, heads="L1H0")
+
+
+def context(s: Scene, around: Any) -> Any:
+    with around:
+        return tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0")
+
+
+def load(s: Scene, name: Any, **options: Any) -> Any:
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        return models.load(name, **options)
+
+
+def folder(s: Scene, files: dict[str, bytes]) -> Any:
+    for name, content in files.items():
+        s.path(name, content)
+    return s.folder
+
+
+NO_MODEL = {
+    "a name": ({"model": "gpt2"}, "model", UNSUPPORTED),
+    "None": ({"model": None}, "model", UNSUPPORTED),
+    "a module of torch": ({"model": of_torch}, "model", UNSUPPORTED),
+    "a model of transformers": ({"model": of_transformers}, "model", UNSUPPORTED),
+}
+
+GROUPS = (
+    Group(
+        name="a model",
+        call=lambda s, model: tlg.check_model(model),
+        right={"a bridge": {"model": lambda s: s.model}},
+        wrong=NO_MODEL,
+    ),
+    Group(
+        name="a view",
+        call=lambda s, model: tlg.view(model),
+        right={"a bridge": {"model": lambda s: s.model}},
+        wrong=NO_MODEL,
+    ),
+    Group(
+        name="decompose of a model",
+        call=lambda s, model: tlg.decompose(model, torch.arange(3, 43).view(4, 10), progress=False),
+        right={"a bridge": {"model": lambda s: s.model}},
+        wrong={**NO_MODEL, "activations": ({"model": torch.zeros(4, 5, 6)}, "model")},
+    ),
+    Group(
+        name="weights",
+        call=lambda s, model: looked_at(model),
+        right={
+            "numbers": {"model": lambda s: fresh()},
+            "in float64": {"model": lambda s: fresh(torch.float64)},
+            "in bfloat16": {"model": lambda s: fresh(torch.bfloat16)},
+        },
+        wrong={
+            **{
+                f"NaN in {part}": (
+                    {"model": lambda s, part=part: with_nan(part)},
+                    "weights",
+                    UNSUPPORTED,
+                )
+                for part in ("wte", "wpe", "ln_1", "attn", "ln_2", "mlp", "ln_f")
+            },
+            "quantised": ({"model": quantised}, "weights", UNSUPPORTED),
+        },
+    ),
+    Group(
+        name="modes",
+        call=lambda s, model: looked_at(model),
+        right={"evaluation": {"model": lambda s: fresh()}},
+        wrong={
+            "training": ({"model": lambda s: training()}, "."),
+            "training of its dropout": ({"model": lambda s: training("drop")}, "."),
+        },
+    ),
+    Group(
+        name="autocast",
+        call=lambda s, on: context(s, torch.autocast("cpu", torch.bfloat16, enabled=on)),
+        right={"off": {"on": False}},
+        wrong={"on": ({"on": True}, ".")},
+    ),
+    Group(
+        name="weights that change under a pass",
+        call=changed_meanwhile,
+        right={"by nothing": {"factor": 1.0}},
+        wrong={"by half": ({"factor": 1.5}, ".")},
+    ),
+    Group(
+        name="weights that change after the basis",
+        call=changed_after,
+        right={"by nothing": {"factor": 1.0}},
+        wrong={"by half": ({"factor": 1.5}, "basis")},
+    ),
+    Group(
+        name="hooks of the user",
+        call=hooked,
+        right={
+            "one that looks": {"act": lambda s: lambda value, hook: None},
+            "one that acts on the stream": {
+                "act": lambda s: lambda value, hook: 1.1 * value,
+                "name": "blocks.0.hook_mlp_out",
+            },
+        },
+        wrong={
+            "one that changes queries": (
+                {"act": lambda s: lambda value, hook: 1.5 * value},
+                "layer 1",
+                RECONSTRUCTION,
+            ),
+            "one that masks keys of a prompt": (
+                {
+                    "act": lambda s: masks_a_key,
+                    "name": "blocks.1.attn.hook_attn_scores",
+                },
+                "mask|layer 1",
+                RECONSTRUCTION,
+            ),
+        },
+    ),
+    Group(
+        name="load",
+        call=load,
+        right={"the embedded model's folder": {"name": lambda s: tlg.zoo.directory()}},
+        wrong={
+            "a model that is not there": ({"name": "gpt-99"}, "model|gpt-99"),
+            "a folder that is not there": ({"name": "./nothing"}, "model"),
+            "a folder without a model": ({"name": lambda s: s.folder}, "model"),
+            "a class of no name": ({"name": "gpt2", "model_class": "hook"}, "model_class"),
+            "a dtype of integers": ({"name": "gpt2", "dtype": torch.int64}, "dtype"),
+            "a device of no name": ({"name": "gpt2", "device": "toaster"}, "device"),
+            "a config that is no JSON": (
+                {"name": lambda s: folder(s, {"config.json": b"{"})},
+                ".",
+            ),
+            "a pickled model": ({"name": lambda s: folder(s, PICKLED)}, "."),
+            "a model with its own code": ({"name": lambda s: folder(s, OWN_CODE)}, "."),
+        },
+    ),
+)
+
+
+def masks_a_key(scores: torch.Tensor, hook: Any) -> torch.Tensor:
+    """The last queries of the second prompt do not see one key."""
+    out = scores.clone()
+    out[1, :, -2:, -3] = -1e9
+    return out

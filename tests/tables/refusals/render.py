@@ -1,0 +1,125 @@
+"""Views: what they are given, their options, and the files that they are saved to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tl_geometry as tlg
+from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong
+from tl_geometry import render
+
+ENDS = "ends in an AttributeError or the like"
+VIEWS = {
+    # the view, its other arguments, and what it is about; today it refuses nothing by name
+    **dict.fromkeys(("coverage_curves", "fourier", "incoherence", "noise_figure"), ENDS),
+    **dict.fromkeys(("baseline_figure", "residual_figure", "skip_figure", "sphere_paths"), ENDS),
+    **dict.fromkeys(("truncation_figure", "variance_shares", "weight_blocks"), ENDS),
+    **dict.fromkeys(("composition_figure", "effect_bars", "faithfulness_curve"), ENDS),
+    **dict.fromkeys(("token_attribution", "head_shares", "head_types", "band_atlas"), ENDS),
+    **dict.fromkeys(("split", "graph_page", "heads", "spirals"), ""),
+}
+"""Every view that takes one result, and what it does today with another one."""
+OTHERS: Options = {
+    "a basis": lambda s: s.w.basis,
+    "a split": lambda s: s.w.split,
+    "a path": NOT_A_BASIS,
+    "None": None,
+}
+ITS_OWN = "^(?!terms)"
+"""What a refusal is about: not what the view looked for in the wrong thing."""
+RIGHT = {"split": "a split", "spirals": "a basis"}
+
+
+def drawn(s: Scene, view: str, result: Any) -> Any:
+    return getattr(render, view)(result)
+
+
+def wrong_results(view: str, today: str) -> dict[str, Wrong]:
+    """Each result that a view cannot draw, as its argument."""
+    found: dict[str, Wrong] = {}
+    for name, result in OTHERS.items():
+        if RIGHT.get(view) != name:
+            given = {"result": result}
+            found[name] = (given, ITS_OWN, today) if today else (given, ITS_OWN)
+    return found
+
+
+GROUPS = (
+    *(
+        Group(
+            name=f"render.{view}",
+            call=drawn,
+            base={"view": view},
+            right={},
+            wrong=wrong_results(view, today),
+            twin="tests/tables/test_views.py draws each from its own result",
+        )
+        for view, today in VIEWS.items()
+    ),
+    Group(
+        name="a page of a split",
+        call=lambda s, **o: render.split(s.w.split, **o),
+        right={"all": {}, "one head": {"heads": "L1H2"}, "a context": {"context": 1}},
+        wrong={
+            "a context beyond": ({"context": 99}, "context"),
+            "heads that it lacks": ({"heads": "L0H0"}, "heads"),
+            "panels of no name": ({"panels": ["nothing"]}, "terms|panels|heads"),
+            "fewer tokens": ({"tokens": ["a"]}, "tokens"),
+        },
+    ),
+    Group(
+        name="a page of heads",
+        call=lambda s, value: render.heads(s.w.sweep, value),
+        right={"a column": {"value": "induction"}},
+        wrong={
+            "no column": ({"value": "nothing"}, "value"),
+            "a label": ({"value": "head"}, "value"),
+        },
+    ),
+    Group(
+        name="a Gram matrix",
+        call=lambda s, state: render.gram(s.w.basis, state),
+        right={"a state": {"state": 1}},
+        wrong={
+            "a state beyond": ({"state": 99}, "state"),
+            "a state below zero": ({"state": -1}, "state"),
+        },
+    ),
+    Group(
+        name="curves of measures",
+        call=lambda s, names: render.measure_curves(
+            tlg.positional_report(s.w.basis, jackknife=False, nulls=False), names
+        ),
+        right={"two": {"names": ("stable_rank", "smoothness")}},
+        wrong={
+            "none": ({"names": ()}, "names"),
+            "of no name": ({"names": ("no",)}, "names|measure"),
+        },
+    ),
+    Group(
+        name="shares of heads",
+        call=lambda s, share: render.head_shares(s.w.sweep, share=share),
+        right={"of covariance": {"share": "cs"}},
+        wrong={"of no name": ({"share": "x"}, "share")},
+    ),
+    Group(
+        name="a figure in a file",
+        call=lambda s, path: render.variance_shares(s.w.basis.anova()).save(path),
+        right={"PNG": {"path": lambda s: s.folder / "a.png"}},
+        wrong={
+            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
+            "without a kind": ({"path": lambda s: s.folder / "a"}, "path"),
+            "a number": ({"path": 3}, "path"),
+            "below a file": ({"path": lambda s: s.path("plain") / "a.html"}, "."),
+        },
+    ),
+    Group(
+        name="a page in a file",
+        call=lambda s, path: render.split(s.w.split).save(path),
+        right={"HTML": {"path": lambda s: s.folder / "a.html"}},
+        wrong={
+            "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
+            "a number": ({"path": 3}, "path"),
+        },
+    ),
+)

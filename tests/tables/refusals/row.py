@@ -1,0 +1,139 @@
+"""What a row of the refusal tables is: a call that a user makes by mistake, or in good faith, and
+whether it is taken or refused, with which class of error and about what (``error.what``).
+
+No sentence is pinned. A :class:`Group` holds calls that differ in one thing each: those of
+``right`` are taken, those of ``wrong`` are refused. They are made as a user would, in a process of
+its own (:mod:`tests.tables.refusals.__main__`), without the checks of annotations that tests
+switch on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.lib.worlds import World, world
+
+Options = Mapping[str, Any]
+"""Options of a call. A function stands for its value on the scene."""
+Wrong = tuple[Options, str] | tuple[Options, str, type[tlg.GeometryError] | str]
+"""What is given, and what the refusal is about; last another class than ``GeometryError``, or what
+happens today in its place."""
+NOT_A_BASIS = "basis.safetensors"
+"""What is often given where a basis is meant: its path."""
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What calls are made of: the embedded model with its inputs and results, one of another kind,
+    and a scratch folder."""
+
+    folder: Path
+
+    @property
+    def w(self) -> World:
+        """The embedded model, which has a tokenizer and learned positions."""
+        return world("embedded")
+
+    @property
+    def rotary(self) -> World:
+        """A tiny Llama with grouped keys."""
+        return world("llama")
+
+    @property
+    def model(self) -> Any:
+        return self.w.model
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Three prompts of 18 tokens."""
+        return self.w.ids
+
+    @property
+    def windows(self) -> tlg.TokenWindows:
+        return tlg.TokenWindows(tokens=self.w.corpus, has_bos=True)
+
+    @property
+    def d_model(self) -> int:
+        return self.model.cfg.d_model
+
+    def logits(self, edit: Any, ids: torch.Tensor | None = None, model: Any = None) -> torch.Tensor:
+        """The logits under an edit."""
+        with edit, torch.no_grad():
+            return (model or self.model)(self.ids if ids is None else ids, return_type="logits")
+
+    def path(self, name: str, content: str | bytes = "") -> Path:
+        """A file with this content."""
+        found = self.folder / name
+        found.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return found
+
+
+def taken(_scene: Scene, value: Any) -> bool:
+    """The call gives something."""
+    return value is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One call. It is refused where ``what`` (a regular expression) is given, else taken with a
+    value that ``holds``; with ``either`` both are right, whatever the class of the error.
+
+    ``today`` says what happens instead in the present version, for a strict expected failure.
+    """
+
+    name: str
+    call: Callable[[Scene], Any]
+    what: str | None = None
+    error: type[tlg.GeometryError] = tlg.GeometryError
+    holds: Callable[[Scene, Any], bool] = taken
+    either: bool = False
+    today: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Calls of one function: ``right`` and ``wrong`` options by name, added to ``base``. ``twin``
+    says where right input is tried, if not here."""
+
+    name: str
+    call: Callable[..., Any]
+    right: Mapping[str, Options]
+    wrong: Mapping[str, Wrong]
+    holds: Callable[[Scene, Any], bool] = taken
+    twin: str = ""
+    base: Options = field(default_factory=dict)
+
+    def rows(self) -> Iterator[Row]:
+        for name, options in self.right.items():
+            yield Row(name=f"{self.name}: {name}", call=self._made(options), holds=self.holds)
+        for name, (options, what, *more) in self.wrong.items():
+            row = Row(name=f"{self.name}: {name}", call=self._made(options), what=what)
+            for each in more:
+                row = replace(row, **{"today" if isinstance(each, str) else "error": each})
+            yield row
+
+    def _made(self, options: Options) -> Callable[[Scene], Any]:
+        def call(scene: Scene) -> Any:
+            given = {**self.base, **options}
+            values = {k: v(scene) if callable(v) else v for k, v in given.items()}
+            return self.call(scene, **values)
+
+        return call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command line that is refused: exit code 2, and a line about ``what``. ``files`` are made
+    in the working folder first."""
+
+    name: str
+    words: tuple[str, ...]
+    what: str
+    files: Mapping[str, bytes] = field(default_factory=dict)

@@ -1,0 +1,231 @@
+"""Splits of scores and values, sweeps, planes, relative position, head types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.tables.refusals.row import NOT_A_BASIS, Group, Scene
+from tl_geometry import scores
+
+
+def split(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    """A split of one head of the embedded model."""
+    given = {"basis": s.w.basis, "heads": "L1H0"} | options
+    return tlg.split_scores(s.model, s.ids if tokens is None else tokens, **given)
+
+
+def values(s: Scene, **options: Any) -> Any:
+    return tlg.split_values(s.model, s.ids, **{"basis": s.w.basis, "heads": "L1H0", **options})
+
+
+def sweep(s: Scene, **options: Any) -> Any:
+    given: dict[str, Any] = {"basis": s.w.basis, "layers": 0, "progress": False, **options}
+    return tlg.sweep_heads(s.model, s.ids, **given)
+
+
+def own_parts(s: Scene, **changed: Any) -> dict[str, torch.Tensor]:
+    """The input of block 1 in two parts, which a user made, some of them changed."""
+    h = s.w.stream()[1]
+    return {"first": 0.25 * h, "second": 0.75 * h} | {k: v(h) for k, v in changed.items()}
+
+
+def kernel(s: Scene, basis: Any, **options: Any) -> Any:
+    return scores.relative_kernel(s.rotary.model, basis, heads="L1H0", **options)
+
+
+BASES = {
+    "a path": ({"basis": NOT_A_BASIS}, "basis"),
+    "a table": ({"basis": lambda s: s.w.basis.anova()}, "basis"),
+    "a basis of another model": ({"basis": lambda s: s.rotary.basis}, "basis"),
+}
+"""What is no basis of this model: every function refuses it."""
+HEADS = {
+    "a head beyond the last": ({"heads": "L1H99"}, "head"),
+    "a layer beyond the last": ({"heads": "L99H0"}, "layer|head"),
+    "a head below zero": ({"heads": [(1, -1)]}, "head"),
+    "a head by words": ({"heads": "induction"}, "head"),
+    "half a head": ({"heads": [(1, 0.5)]}, "head"),
+    "no heads": ({"heads": []}, "head"),
+    "a number as heads": ({"heads": 7}, "head"),
+}
+"""What is no head: every function that takes heads refuses it."""
+
+GROUPS = (
+    Group(
+        name="split_scores",
+        call=split,
+        right={
+            "one head": {},
+            "several heads": {"heads": ["L0H1", (1, 2)]},
+            "a layer": {"heads": None, "layers": 1},
+            "finer parts": {"parts": ("pos", "ctx", "resid")},
+            "writers": {"parts": "writers", "basis": None},
+            "own parts": {"parts": own_parts, "basis": None},
+            "a text": {"tokens": "def f(x):", "prepend_bos": True},
+            "a cache": {"cache": lambda s: s.w.cache},
+        },
+        wrong={
+            **BASES,
+            **HEADS,
+            "no basis": ({"basis": None}, "basis"),
+            "a basis of one context": (
+                {"basis": lambda s: tlg.decompose(s.model, s.ids[:1], progress=False)},
+                "split|basis",
+            ),
+            "a basis without the state": (
+                {"basis": lambda s: tlg.decompose(s.model, s.ids, states=[0], progress=False)},
+                "state",
+            ),
+            "a prompt longer than the basis": ({"tokens": lambda s: s.ids.repeat(1, 2)}, "tokens"),
+            "a prompt without BOS": ({"tokens": lambda s: s.ids[:, 1:]}, "tokens"),
+            "heads of other layers": ({"layers": [0]}, "heads"),
+            "a layer beyond": ({"heads": None, "layers": 99}, "layers"),
+            "parts of no name": ({"parts": ("pos", "content")}, "parts"),
+            "a word for parts": ({"parts": "tokens"}, "parts"),
+            "own parts that do not sum": (
+                {"parts": lambda s: own_parts(s, second=lambda h: h), "basis": None},
+                "parts",
+            ),
+            "own parts of another shape": (
+                {"parts": lambda s: own_parts(s, second=lambda h: h[:, :3]), "basis": None},
+                "part",
+            ),
+            "an own part called bias": (
+                {"parts": lambda s: own_parts(s, bias=lambda h: h), "basis": None},
+                "parts",
+            ),
+            "no own parts": ({"parts": {}, "basis": None}, "parts"),
+            "a cache of other tokens": (
+                {"cache": lambda s: s.model.run_with_cache(s.w.other)[1]},
+                "cache",
+            ),
+            "a cache of fewer hooks": (
+                {"cache": lambda s: {"blocks.1.hook_resid_pre": s.w.stream()[1]}},
+                "cache",
+            ),
+            "a number as a cache": ({"cache": 42}, "cache"),
+        },
+    ),
+    Group(
+        name="what a split is asked for",
+        call=lambda s, ask: ask(s.w.split),
+        right={
+            "a term": {"ask": lambda s: lambda split: split.terms["pos", "cvec"]},
+            "its name": {"ask": lambda s: lambda split: split.terms["pos-cvec"]},
+            "shares": {"ask": lambda s: lambda split: split.shares(drop=2)},
+        },
+        wrong={
+            "no term": ({"ask": lambda s: lambda split: split.terms["pos-no"]}, "terms"),
+            "three parts": ({"ask": lambda s: lambda split: split.terms["a", "b", "c"]}, "terms"),
+            "a number": ({"ask": lambda s: lambda split: split.terms[0]}, "terms"),
+            "shares of nothing": ({"ask": lambda s: lambda split: split.shares(drop=99)}, "drop"),
+            "shares from before": ({"ask": lambda s: lambda split: split.shares(drop=-1)}, "drop"),
+        },
+    ),
+    Group(
+        name="split_values",
+        call=values,
+        right={"one head": {}, "tokens": {"token_ids": [5, 9]}},
+        wrong={
+            **BASES,
+            **HEADS,
+            "a token beyond": ({"token_ids": [10**6]}, "token_ids"),
+            "a token below zero": ({"token_ids": [-1]}, "token_ids"),
+            "half a token": ({"token_ids": [5.7]}, "token_ids"),
+            "several tokens in one text": ({"token_ids": ["x y z"]}, "token"),
+        },
+    ),
+    Group(
+        name="sweep_heads",
+        call=sweep,
+        right={
+            "parts of a basis": {},
+            "writers": {"parts": "writers", "basis": None},
+            "in batches": {"batch_size": 2},
+        },
+        wrong={
+            **BASES,
+            "no basis": ({"basis": None}, "basis"),
+            "parts of no name": ({"parts": "heads"}, "parts"),
+            "a detail of no name": ({"detail": "interval"}, "detail"),
+            "details of writers": (
+                {"parts": "writers", "basis": None, "detail": "intervals"},
+                "detail",
+            ),
+            "a layer beyond": ({"layers": 99}, "layers"),
+            "a layer below zero": ({"layers": -1}, "layers"),
+            "a batch of none": ({"batch_size": 0}, "batch_size"),
+            "half a batch": ({"batch_size": 1.5}, "batch_size"),
+        },
+    ),
+    Group(
+        name="what a sweep is asked for",
+        call=lambda s, ask: ask(s.w.sweep),
+        right={
+            "the first three": {"ask": lambda s: lambda table: table.top("induction", 3)},
+            "all of them": {"ask": lambda s: lambda table: table.top("induction", 10_000)},
+        },
+        wrong={
+            "no column": ({"ask": lambda s: lambda table: table.top("nothing")}, "column"),
+            "a label": ({"ask": lambda s: lambda table: table.top("dominant_group")}, "column"),
+            "None": ({"ask": lambda s: lambda table: table.top(None)}, "column"),
+            "a number": ({"ask": lambda s: lambda table: table.top(3)}, "column"),
+            "none of them": ({"ask": lambda s: lambda table: table.top("induction", 0)}, "^n$"),
+            "below none": ({"ask": lambda s: lambda table: table.top("induction", -1)}, "^n$"),
+            "planes without them": ({"ask": lambda s: lambda table: table.planes()}, "planes"),
+            "LaTeX of no column": (
+                {"ask": lambda s: lambda table: table.to_latex(["nothing"])},
+                "columns",
+            ),
+        },
+    ),
+    Group(
+        name="planes of a split",
+        call=lambda s, planes: s.rotary.split.on_planes(planes),
+        right={"one": {"planes": 0}, "two": {"planes": [0, 3]}},
+        wrong={
+            "beyond the last": ({"planes": 99}, "planes"),
+            "below zero": ({"planes": -1}, "planes"),
+            "a band of no name": ({"planes": "fast"}, "planes"),
+        },
+    ),
+    Group(
+        name="offset_profile",
+        call=lambda s, split=None, **o: scores.offset_profile(split or s.w.split, **o),
+        right={"total": {}, "a term": {"term": "pos-pos"}},
+        wrong={
+            "no term": ({"term": "pos-nothing"}, "terms"),
+            "none of the queries": ({"drop": 99}, "drop"),
+        },
+    ),
+    Group(
+        name="relative_kernel",
+        call=kernel,
+        right={"a normalised basis": {"basis": lambda s: s.rotary.normalized_basis}},
+        wrong={
+            "a raw basis": ({"basis": lambda s: s.rotary.basis}, "basis"),
+            "no length": ({"basis": lambda s: s.rotary.normalized_basis, "length": 0}, "length"),
+        },
+    ),
+    Group(
+        name="relative_kernel without rotation",
+        call=lambda s, w: scores.relative_kernel(w.model, w.normalized_basis),
+        right={"a rotary model": {"w": lambda s: s.rotary}},
+        wrong={"learned positions": ({"w": lambda s: s.w}, "layer|model")},
+    ),
+    Group(
+        name="head_type_scores",
+        call=lambda s, pattern=None, tokens=None: scores.head_type_scores(
+            s.w.split.pattern() if pattern is None else pattern,
+            s.ids if tokens is None else tokens,
+        ),
+        right={"a pattern and its tokens": {}},
+        wrong={
+            "tokens of other prompts": ({"tokens": lambda s: s.w.corpus}, "pattern"),
+            "no pattern": ({"pattern": torch.zeros(3, 4)}, "pattern"),
+        },
+    ),
+)

@@ -1,0 +1,266 @@
+"""The geometry of three works: measures, weights, the sphere, trajectories and their flow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.tables.refusals.row import NAN, Group, Scene
+from tests.tables.refusals.scores import BASES, HEADS
+from tl_geometry import flow, measures, sphere, weights
+
+SHORT: dict[str, Any] = {"progress": False}
+NO_HEADS = {name: HEADS[name] for name in ("a head beyond the last", "a head by words", "no heads")}
+NO_MATRIX = {"no matrix": ({"matrix": "QV"}, "matrix"), "a number": ({"matrix": 3}, "matrix")}
+NO_BATCH = {
+    "a batch of none": ({"batch_size": 0}, "batch_size"),
+    "a batch below zero": ({"batch_size": -3}, "batch_size"),
+    "half a batch": ({"batch_size": 2.5}, "batch_size"),
+}
+NO_TOKENS = {
+    "floats": ({"tokens": lambda s: s.w.pilots.float()}, "tokens"),
+    "one row": ({"tokens": lambda s: s.w.pilots[0]}, "tokens"),
+    "beyond the vocabulary": ({"tokens": lambda s: s.w.pilots + 5000}, "tokens"),
+}
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def positional(s: Scene, **options: Any) -> Any:
+    given = {"basis": s.w.basis, "jackknife": False, "nulls": False, **options}
+    return tlg.positional_report(**given)
+
+
+def contextual(s: Scene, **options: Any) -> Any:
+    given = {"basis": s.w.basis, "jackknife": False, "nulls": False, **options}
+    return tlg.contextual_report(**given)
+
+
+def geometry(s: Scene, **options: Any) -> Any:
+    given = {"basis": s.w.basis, "layers": 0, "draws": 1, **options}
+    return tlg.weight_geometry(s.model, **given)
+
+
+def paths(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    return tlg.token_paths(s.model, s.ids if tokens is None else tokens, **options)
+
+
+def trajectories(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    return tlg.trajectories(s.model, s.w.pilots if tokens is None else tokens, **SHORT, **options)
+
+
+def curve(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) -> Any:
+    tokens = s.w.pilots[:12] if tokens is None else tokens
+    return tlg.truncation_kl(
+        s.model, tokens, ensemble or s.w.ensemble, **{"K": (1, 4), **SHORT, **options}
+    )
+
+
+def skips(s: Scene, tokens: Any = None, **options: Any) -> Any:
+    given = {"pairs": [(1, 3)], "map_types": ("flow",), **SHORT, **options}
+    return tlg.skip_map(s.model, s.w.pilots if tokens is None else tokens, **given)
+
+
+GROUPS = (
+    Group(
+        name="positional_report",
+        call=positional,
+        right={
+            "plain": {},
+            "with errors and nulls": {"jackknife": True, "nulls": True, "draws": 2},
+        },
+        wrong={
+            **{name: case for name, case in BASES.items() if "model" not in name},
+            "no draws": ({"nulls": True, "draws": 0}, "draws"),
+            "a rank bound of 0": ({"k": 0}, "^k$"),
+            "no frequencies": ({"frequencies": 0}, "frequencies"),
+            "noise of no name": ({"strategy": "x"}, "strategy"),
+        },
+    ),
+    Group(
+        name="contextual_report",
+        call=contextual,
+        right={"plain": {}, "labels": {"labels": lambda s: [i % 3 for i in range(40)]}},
+        wrong={
+            **{name: case for name, case in BASES.items() if "model" not in name},
+            "no draws": ({"nulls": True, "draws": 0}, "draws"),
+            "labels of other windows": ({"labels": [0, 1]}, "labels"),
+            "labels that are none": ({"labels": [None] * 40}, "labels"),
+            "labels below zero": ({"labels": [-1, 0] * 20}, "labels"),
+            "no rank": ({"rank": 0}, "rank"),
+            "a norm of no name": ({"norm": "x"}, "norm", "ignored: another is computed"),
+            "a space of no name": ({"space": "x"}, "space", "ignored: another is computed"),
+            "a basis without context": (
+                {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
+                "basis",
+            ),
+        },
+    ),
+    Group(
+        name="compare_bases",
+        call=lambda s, other, **o: measures.compare_bases(s.w.basis, other, **o),
+        right={"itself": {"other": lambda s: s.w.basis}},
+        wrong={
+            "a path": ({"other": "basis.safetensors"}, "basis"),
+            "a table": ({"other": lambda s: s.w.basis.anova()}, "basis"),
+        },
+    ),
+    Group(
+        name="screenot",
+        call=lambda s, values=None, shape=(20, 8), **o: measures.screenot(
+            noise(8).abs().sort(descending=True).values if values is None else values, shape, **o
+        ),
+        base={"k": 2},
+        right={"eight values": {}},
+        wrong={
+            "noise of no name": ({"strategy": "x"}, "strategy"),
+            "a rank bound of 0": ({"k": 0}, "^k$"),
+            "NaN": ({"values": torch.full((8,), NAN)}, "singular|values"),
+        },
+    ),
+    Group(
+        name="weight_geometry",
+        call=geometry,
+        right={"QK": {}, "OV": {"matrix": "OV"}},
+        wrong={
+            **BASES,
+            **NO_MATRIX,
+            "a layer beyond": ({"layers": 99}, "layers"),
+            "no rank": ({"rank": 0}, "rank"),
+            "fewer draws than none": ({"draws": -1}, "draws"),
+            "offsets without rotation": ({"offsets": (1,)}, "offsets"),
+            "offsets below zero": ({"offsets": (-1,)}, "offsets"),
+        },
+    ),
+    Group(
+        name="token_readout",
+        call=lambda s, **o: tlg.token_readout(s.model, **{"heads": "L1H0", **o}),
+        right={"QK": {}, "OV": {"matrix": "OV"}, "a layer": {"heads": None, "layers": 1}},
+        wrong={
+            **NO_MATRIX,
+            **NO_HEADS,
+            "no features": ({"features": 0}, "features"),
+            "features beyond": ({"features": 999}, "features"),
+            "no tokens": ({"k": 0}, "^k$"),
+            "tokens beyond": ({"k": 10**6}, "^k$"),
+        },
+    ),
+    Group(
+        name="bias_readout",
+        call=lambda s, **o: weights.bias_readout(s.model, **o),
+        right={"all": {}},
+        wrong={**NO_HEADS, "no tokens": ({"k": 0}, "^k$")},
+    ),
+    Group(
+        name="noun_probe",
+        call=lambda s, nouns=None, **o: weights.noun_probe(s.model, nouns, **{"layers": 0, **o}),
+        right={"nouns": {"nouns": [" name", " value", " line", " path"]}},
+        wrong={
+            "none": ({"nouns": []}, "nouns"),
+            "a noun of no token": ({"nouns": ["qzxqzxqz"]}, "nouns"),
+        },
+    ),
+    Group(
+        name="token_paths",
+        call=paths,
+        right={"prompts": {}, "axes of a basis": {"basis": lambda s: s.w.basis}},
+        wrong={
+            **{name: case for name, case in BASES.items() if name != "a table"},
+            **NO_BATCH,
+            "floats": NO_TOKENS["floats"],
+            "a method of no name": ({"method": "tsne"}, "method"),
+        },
+    ),
+    Group(
+        name="norm_geometry",
+        call=lambda s, **o: sphere.norm_geometry(**{"x": noise(3, 4), **o}),
+        right={"LN": {}, "RMS": {"norm_type": "RMS"}},
+        wrong={
+            "a norm of no name": ({"norm_type": "BN"}, "norm_type"),
+            "less than no eps": ({"eps": -1.0}, "eps"),
+        },
+    ),
+    Group(
+        name="trajectories",
+        call=trajectories,
+        right={"pilots": {}, "a position": {"position": 3}, "some states": {"states": [1, 2, 4]}},
+        wrong={
+            **NO_BATCH,
+            **NO_TOKENS,
+            "a position beyond": ({"position": 99}, "position"),
+            "a position of no name": ({"position": "end"}, "position"),
+            "a state beyond": ({"states": [99]}, "states"),
+            "no states": ({"states": []}, "states"),
+            "states that fall": ({"states": [3, 1]}, "states"),
+            "labels of others": ({"labels": [1, 2]}, "labels"),
+        },
+    ),
+    Group(
+        name="flow_report",
+        call=lambda s, **o: tlg.flow_report(s.w.ensemble, **{"map_types": ("linear",), **o}),
+        right={"one map": {}},
+        wrong={
+            "a map of no name": ({"map_types": ("spline",)}, "map_types"),
+            "all chunks to fit on": ({"train_share": 1.0}, "share|split"),
+            "none to fit on": ({"train_share": 0.0}, "share|split"),
+        },
+    ),
+    Group(
+        name="truncation_kl",
+        call=curve,
+        right={"two ranks": {}},
+        wrong={
+            **NO_BATCH,
+            "no directions": ({"K": ()}, "^K$", "an IndexError"),
+            "directions beyond": ({"K": (1, 9999)}, "^K$"),
+            "a place of no name": ({"where": "x"}, "where"),
+            "positions of no name": ({"positions": "x"}, "positions"),
+            "trajectories of another model": (
+                {"ensemble": lambda s: s.rotary.ensemble},
+                "ensemble",
+            ),
+            "trajectories as tokens": ({"tokens": lambda s: s.w.ensemble}, "tokens"),
+        },
+    ),
+    Group(
+        name="skip_map",
+        call=skips,
+        right={"one pair": {}},
+        wrong={
+            **NO_BATCH,
+            "a pair the wrong way": ({"pairs": [(3, 1)]}, "pairs"),
+            "a pair of one state": ({"pairs": [(3, 3)]}, "pairs"),
+            "a pair beyond": ({"pairs": [(1, 99)]}, "pairs"),
+            "no pairs": ({"pairs": []}, "pairs"),
+            "a map of no name": ({"map_types": ("spline",)}, "map_type"),
+            "an alignment of no name": ({"align": "x"}, "align"),
+            "test chunks of other length": ({"test": lambda s: s.w.corpus}, "test"),
+        },
+    ),
+    Group(
+        name="aligned bases",
+        call=lambda s, X=None, **o: flow.fit_aligned_bases(s.w.ensemble.X if X is None else X, **o),
+        right={"greedy": {}, "hungarian": {"align": "hungarian"}},
+        wrong={
+            "an alignment of no name": ({"align": "x"}, "align"),
+            "two axes": ({"X": noise(4, 5)}, "trajectories"),
+            "NaN": ({"X": noise(9, 3, 4) * NAN}, "trajectories|state"),
+        },
+    ),
+    Group(
+        name="a map between states",
+        call=lambda s, kind: flow.fit_map(noise(9, 4), noise(9, 4) + 1, kind),
+        right={"linear": {"kind": "linear"}, "a shift": {"kind": "shift"}},
+        wrong={"of no name": ({"kind": "spline"}, "map_type")},
+    ),
+    Group(
+        name="a law of noise",
+        call=lambda s, **o: flow.fit_noise_law(torch.arange(9.0).view(3, 3).double() / 5, **o),
+        right={"asymptotic": {}},
+        wrong={"of no name": ({"law": "cubic"}, "law")},
+    ),
+)

@@ -1,0 +1,284 @@
+"""Every view that version 2 keeps: it says four things, the numbers that it draws are those of its
+result, it opens offline, and hostile tokens in it are text.
+
+A row of :data:`tests.tables.drawings.VIEWS` names a result and how it is drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lib.worlds import world
+from tests.tables.answers import HOSTILE, Cells, asked
+from tests.tables.drawings import VIEWS
+
+pytestmark = pytest.mark.once
+W = "llama"
+"""The world that is drawn: rotary, so that every view has something to draw."""
+LARGEST = 5_000_000
+NO_SCRIPT = frozenset({"http://www.w3.org/2000/svg"})
+"""Addresses that are names and are never fetched."""
+
+
+CLIPPED = {"skip_figure"}
+"""Views whose scale begins at 0 where numbers are below it: what they draw there is no number."""
+SILENT = {"attention_heads": {"null", "source"}}
+"""What a view does not say yet."""
+NOT_IN_RESULT = {
+    "graph_page": {"reached", "paid", "written"},
+    "split": {"limit", "high"},
+    "heads": {"scale"},
+}
+"""Numbers of a page's data that its script needs for scales, and those that it computes."""
+each_view = pytest.mark.parametrize("name", VIEWS)
+
+
+@cache
+def shown(name: str) -> tuple[Any, Any]:
+    """The result and its view."""
+    result = VIEWS[name].result(world(W))
+    return result, VIEWS[name].draw(result)
+
+
+def pages_of(view: Any) -> tuple[str, str]:
+    """What a reader opens: the document of an interactive view, or the fragment of a figure; and
+    what a notebook shows."""
+    shown = view.html()
+    return (view.page if hasattr(view, "page") else shown), shown
+
+
+@cache
+def pages(name: str) -> tuple[str, str]:
+    """Of a view of the table, drawn once: to write an image takes longer than all laws."""
+    return pages_of(shown(name)[1])
+
+
+# ---- four things
+
+
+@each_view
+def test_a_view_says_four_things(name: str) -> None:
+    result, view = shown(name)
+    said = {part: str(getattr(view, part, "")) for part in ("title", "caption", "null", "source")}
+    assert {part for part, text in said.items() if len(text.strip()) < 3} == SILENT.get(name, set())
+    assert len(set(said.values())) >= 3
+    if said["source"]:
+        assert result.provenance.model in said["source"]
+    if not hasattr(view, "page"):
+        page = Cells(pages(name)[1]).text
+        assert all(text in page for text in said.values())
+
+
+# ---- numbers
+
+
+def numbers(value: Any, depth: int = 0) -> Iterator[np.ndarray]:
+    """All numbers of a value."""
+    if isinstance(value, torch.Tensor):
+        yield value.detach().double().numpy().ravel()
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        yield value.astype(float).ravel()
+    elif isinstance(value, float | int):
+        yield np.array([float(value)])
+    elif type(value).__name__ == "DataFrame":
+        table: Any = value
+        yield from (each for name in table for each in numbers(table[name].to_numpy()))
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from numbers(each, depth + 1)
+    elif dataclasses.is_dataclass(value) and depth < 3:
+        for field in dataclasses.fields(value):
+            yield from numbers(getattr(value, field.name), depth + 1)
+
+
+@cache
+def known(name: str) -> np.ndarray:
+    """The numbers of a view's result, sorted, and those that it computes."""
+    result, _ = shown(name)
+    found = [*numbers(asked(result)), *numbers(list(VIEWS[name].more(result)))]
+    every = np.unique(np.concatenate(found))
+    return every[np.isfinite(every)]
+
+
+def missing(values: Any, among: np.ndarray, digits: float) -> list[float]:
+    """Numbers that are none of ``among``. Whole numbers name heads, states and positions."""
+    values = np.asarray(values, float).ravel()
+    values = values[np.isfinite(values) & (values != np.round(values))]
+    place = np.searchsorted(among, values).clip(1, len(among) - 1)
+    near = np.minimum(abs(among[place] - values), abs(among[place - 1] - values))
+    return values[near > 1e-7 + digits * abs(values)].tolist()
+
+
+def drawn(view: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers of a figure: of lines, error bars, points, bars and images, not of scales."""
+    for axis in view.figure.axes:
+        if axis.get_label() == "<colorbar>":
+            continue
+        guides = (axis.get_xaxis_transform(), axis.get_yaxis_transform())
+        for line in axis.lines:
+            if line.get_transform() not in guides and line.get_marker() != "|":
+                # lines in three dimensions give what was projected last
+                data = line.get_data_3d() if hasattr(line, "get_data_3d") else line.get_data()
+                yield "line", np.stack([np.asarray(each, float) for each in data])
+        for image in axis.images:
+            yield "image", np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
+        for each in axis.collections:
+            if hasattr(each, "get_segments"):
+                yield from (("segment", segment) for segment in each.get_segments())
+            elif len(each.get_offsets()) > 1 and axis.name != "3d":
+                yield "points", np.asarray(each.get_offsets(), float)
+        bars = [p for p in axis.patches if hasattr(p, "get_height")]
+        sizes = np.array([(bar.get_width(), bar.get_height()) for bar in bars])
+        # the thickness of bars is the same for all, and no number
+        if len(bars) > 1:
+            yield "bars", sizes[:, np.ptp(sizes, axis=0) > 1e-6]
+
+
+def inside(value: Any, skipped: set[str], largest: Any = None) -> Iterator[Any]:
+    """The numbers of a page's data, packed ones too."""
+    if isinstance(value, Mapping):
+        scale = value.get("largest")
+        for key, each in value.items():
+            if key not in skipped and key not in ("library", "masks"):
+                yield from inside(each, skipped, scale)
+    elif isinstance(value, list):
+        yield from (each for item in value for each in inside(item, skipped))
+    elif isinstance(value, str) and len(value) > 200 and not re.search(r"[^A-Za-z0-9+/=]", value):
+        packed = np.frombuffer(zlib.decompress(base64.b64decode(value)), np.float16).astype(float)
+        sizes = np.asarray(largest, float).ravel()
+        yield packed.reshape(len(sizes), -1) * sizes[:, None]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+def data_of(page: str) -> Any:
+    """The data of a page, as its script reads it."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert text
+    assert not re.search("[<>&]", text[1])  # nothing could end the element, or begin another
+    return json.loads(text[1])
+
+
+@each_view
+def test_numbers_are_those_of_the_result(name: str) -> None:
+    view, row = shown(name)[1], VIEWS[name]
+    if hasattr(view, "page"):
+        found = [
+            (name, each) for each in inside(data_of(pages(name)[0]), NOT_IN_RESULT.get(name, set()))
+        ]
+        digits = 1e-3  # pages hold rounded numbers
+    else:
+        found, digits = list(drawn(view)), 1e-4
+    if row.why:
+        return
+    assert sum(np.asarray(each).size for _, each in found) >= 5
+    wrong = {kind: x for kind, each in found if (x := missing(each, known(name), digits))}
+    assert wrong == {}
+
+
+def test_a_number_that_is_not_in_the_result_is_found() -> None:
+    assert missing([1.5, 2.5, 3.0], np.array([1.5, 9.0]), 1e-5) == [2.5]
+    _, view = shown("baseline_figure")
+    axis = view.figure.axes[0]
+    (planted,) = axis.plot([1, 2], [0.123456, 0.654321])
+    try:
+        wrong = [
+            x for _, each in drawn(view) for x in missing(each, known("baseline_figure"), 1e-5)
+        ]
+    finally:
+        planted.remove()
+    assert wrong == [0.123456, 0.654321]
+
+
+# ---- colours of signs
+
+
+def is_red(colour: Any) -> bool:
+    return colour[0] > colour[2]
+
+
+@each_view
+def test_red_is_positive_and_blue_is_negative(name: str) -> None:
+    result, view = shown(name)
+    if hasattr(view, "page"):
+        return  # tests in a browser look at pages
+    bars = [p for axis in view.figure.axes for p in axis.patches if hasattr(p, "get_height")]
+    if signs := VIEWS[name].signs:
+        values = np.asarray(signs(result), float)[: len(bars)]
+        judged = abs(values) > 0.05 * abs(values).max()
+        assert judged.sum() >= 4
+        found = [is_red(bar.get_facecolor()) for bar in bars]
+        assert (np.array(found) == (values > 0))[judged].all()
+    for image in (image for axis in view.figure.axes for image in axis.images):
+        values = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
+        low, high = image.norm.vmin, image.norm.vmax
+        if values.ndim == 2 and low is not None and low < 0:
+            assert low == -high
+            assert is_red(image.cmap(image.norm(high)))
+            assert not is_red(image.cmap(image.norm(low)))
+        elif values.ndim == 2 and np.nanmin(values) < -0.01 * np.nanmax(values):
+            assert name in CLIPPED
+
+
+# ---- pages that open anywhere
+
+
+@each_view
+def test_a_view_opens_offline(name: str) -> None:
+    view, (page, whole) = shown(name)[1], pages(name)
+    assert len(whole.encode()) < LARGEST
+    assert len(page) > 1000
+    addresses = set(re.findall(r"https?://[^\s\"'<>)\\]+", page)) - NO_SCRIPT
+    assert addresses == set()
+    seen = Cells(page)
+    assert not {"link", "iframe", "object", "embed", "form", "base"} & set(seen.tags)
+    if hasattr(view, "page"):
+        policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+        assert policy
+        assert "default-src 'none'" in policy[1]
+        assert not re.search("unsafe-eval|script-src[^;]*unsafe-inline", policy[1])
+        assert 'sandbox="allow-scripts"' in whole
+    else:
+        assert "script" not in seen.tags
+        assert re.search('src="data:image/(svg|png)', page)
+
+
+def hostile(result: Any) -> Any:
+    """The result with a hostile text in its corpus and in every text that may be any."""
+    said = dataclasses.replace(result.provenance, corpus=HOSTILE, flags=(HOSTILE,))
+    result = dataclasses.replace(result, provenance=said)
+    for field in dataclasses.fields(result):
+        value = getattr(result, field.name)
+        texts = isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
+        if texts and re.search("token|text|name|prompt", field.name):
+            changed = {field.name: (*value[:-1], HOSTILE)}
+            result = dataclasses.replace(result, **changed)
+    return result
+
+
+@each_view
+def test_hostile_text_is_inert(name: str) -> None:
+    view = VIEWS[name].draw(hostile(shown(name)[0]))
+    found = pages_of(view)
+    assert found[1] != pages(name)[1]
+    for page, before in zip(found, pages(name)):
+        page.encode()  # a lone surrogate has no bytes
+        assert "<script>alert" not in page
+        seen, wanted = Cells(page), Cells(before)
+        assert seen.tags == wanted.tags
+        assert seen.attributes == wanted.attributes
+        assert not re.search("[\x1b\u202e]", page)
+    if hasattr(view, "page"):
+        data_of(found[0])
+    repr(view).encode()
