@@ -1,0 +1,324 @@
+"""Rows of ``flow``: last-token trajectories as a rotation and stretch with noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.lib.subjects import reference_runs as reference
+from tests.lib.subjects.decomposition import STATES
+from tests.lib.subjects.row import Answers, Subject, given, prefixed, torch_seeded
+from tests.lib.worlds import QUIET, World
+from tl_geometry import flow
+
+EMPTY = {
+    "empty:anomaly.*": "two blocks are too few to tell one apart",
+    "empty:isotropy: *": "some of them count what does not happen here",
+}
+FITTED = (1e-4, "a map fitted to few trajectories enlarges rounding")
+FOURTH = (2e-4, "fourth moments of residuals that are small differences")
+SPLIT = "which trajectories are fitted follows their order"
+
+
+def trajectories(t: Any) -> Answers:
+    """States of the last token."""
+    found: Answers = {"trajectories": t.X, "states": t.states, "position": t.position}
+    return found if t.post_norm is None else found | {"after the final norm": t.post_norm}
+
+
+def aligned(a: Any) -> Answers:
+    """Singular directions of each state, in one order and with one sign along the layers."""
+    return {
+        "directions": a.U,
+        "singular values": a.S,
+        "overlap of states": a.overlap.nan_to_num(),
+        "order": a.order,
+        "signs": a.sign,
+    }
+
+
+def moved(m: Any) -> Answers:
+    """A map between two states, by what it does to vectors."""
+    probes = torch.randn(7, len(m.input), generator=torch_seeded(5), dtype=torch.float64)
+    probes[-1] = 0
+    return {"images of six vectors and zero": m(probes)}
+
+
+def upper(values: Any) -> torch.Tensor:
+    """The pairs start < end of a table of pairs."""
+    rows, columns = torch.triu_indices(*values.shape, offset=1)
+    return values[rows, columns]
+
+
+def report(r: Any) -> Answers:
+    """Residuals of the flow between all pairs of states, baselines, laws, isotropy, anomalies."""
+    found: Answers = {"trajectories": [r.train, r.test]}
+    for name, tables in (("in sample", r.in_sample), ("held out", r.held_out)):
+        found |= {f"{name}: {key}": upper(value) for key, value in tables.items()}
+    found |= {f"error of {key}": upper(value) for key, value in r.baselines.items()}
+    found |= {f"isotropy: {key}": upper(value) for key, value in r.isotropy.items()}
+    found |= prefixed("law", {key: value[:4] for key, value in r.laws.items()})
+    return found | prefixed("anomaly", r.anomalies)
+
+
+def truncated(t: Any) -> Answers:
+    """What is lost where states are projected on few directions."""
+    return {
+        "directions": t.K,
+        "KL(truncated | own), mean and error": torch.stack([t.kl, t.kl_se]),
+        "KL(own | truncated)": t.kl_reverse,
+        "share of equal first tokens": t.top1,
+        "share of equal first five": t.top5,
+        "KL of consecutive chunks, mean and median": [t.baseline_mean, t.baseline_median],
+        "held out": str(t.held_out),
+    }
+
+
+def skipped(s: Any) -> Answers:
+    """What is lost where blocks are replaced by a map."""
+    found: Answers = {"loss, own": s.loss, "pairs": torch.tensor(s.pairs())}
+    for (kind, metric), table in s.values.items():
+        found[f"{metric} of {kind}"] = torch.stack([table[a, b] for a, b in s.pairs()])
+    return found
+
+
+def law(n: Any) -> Answers:
+    """A law of the residual variance."""
+    return {
+        "alpha": n.alpha,
+        "rate": n.rate,
+        "log alpha": n.log_alpha,
+        "R2": n.r2,
+        "AIC": n.aic,
+        "variance from 1 to 3": n.variance(torch.tensor([1.0]), torch.tensor([3.0])),
+    }
+
+
+def langevin(m: Any) -> Answers:
+    """Exact sampling: mean and covariance of what a linear flow with noise does to a state."""
+    x = torch.randn(3, m.subspace.shape[0], generator=torch_seeded(6), dtype=torch.float64)
+    mean = x @ m.transition(1.0, 2.5).mT
+    return {
+        "mean at 2.5 from 1": mean,
+        "covariance at 2.5 from 1": m.noise_covariance(1.0, 2.5),
+        "sigma at 1.5": m.sigma(1.5),
+        "drift at 1.5": m.drift(1.5),
+        "variance gained by coordinates": m.noise_integral(1.0, 2.5),
+    }
+
+
+def sampled(x: torch.Tensor) -> Answers:
+    """Moments of exact samples."""
+    return {"mean of samples": x.mean(0), "variance of samples": x.var(0)}
+
+
+def separated(a: Any) -> Answers:
+    """How well a linear classifier tells two ensembles apart."""
+    return {
+        "accuracy": a.accuracy,
+        "accuracy, low and high": [a.low, a.high],
+        "accuracy on shuffled labels": a.shuffled,
+    }
+
+
+def compared(c: Any) -> Answers:
+    """Statistics of several ensembles side by side."""
+    return {"ensembles": list(c.names)} | prefixed("statistic", c.statistics)
+
+
+def bundle(b: Any) -> Answers:
+    """Shape of a bundle of trajectories."""
+    return {
+        "straightness": b.straightness,
+        "parallel steps": b.parallel,
+        "neighbours kept": b.neighbours,
+        "neighbours kept by chance": b.neighbours_chance,
+    }
+
+
+def _log_variances() -> torch.Tensor:
+    """Log variances of five states that grow, with a wobble, so that no law is exact."""
+    t = torch.arange(1.0, 6).double()
+    grown = -0.5 + 0.2 * t + 0.05 * torch.sin(3 * t[:, None] + t)
+    return torch.where(t[:, None] < t, grown, torch.nan)
+
+
+def _fit(w: World, *, map_type: str, start: int = 0, end: int = 2) -> Any:
+    X = w.all_states.X.double()
+    if map_type.startswith("flow"):
+        signs = "V" if map_type.endswith("signed") else "U"
+        return flow.flow_map(flow.fit_aligned_bases(X), start, end, signs=signs)
+    return flow.fit_map(X[:, start], X[:, end], map_type)
+
+
+def _linear_flow() -> torch.Tensor:
+    """Planted trajectories ``[trajectory state d_model]`` of a rotation with growth."""
+    g = torch_seeded(8)
+    x = torch.randn(30, 4, generator=g, dtype=torch.float64) * torch.tensor([4.0, 3.0, 2.0, 1.0])
+    turn = torch.linalg.matrix_exp(
+        torch.tensor([[0, 0.3, 0, 0], [-0.3, 0, 0, 0], [0] * 4, [0] * 4])
+    )
+    states = [x]
+    for _ in range(3):
+        states.append(states[-1] @ turn.double().mT * 1.2 + 0.1 * torch.randn(30, 4, generator=g))
+    return torch.stack(states, 1)
+
+
+def _some(w: World) -> torch.Tensor:
+    """Half of the pilots, told by what they contain, so that another order has the same ones."""
+    return (w.pilots[:, 1] % 2 == 0).nonzero()[:, 0]
+
+
+def _langevin(_: World) -> Any:
+    return flow.LangevinModel.fit(_linear_flow(), noise=(0.05, 0.2))
+
+
+def _samples(w: World, **options: Any) -> torch.Tensor:
+    x = _linear_flow()[:2, 0]
+    found = _langevin(w).simulate(x, [2.5], **given(options, samples=64, seed=3))
+    return found.reshape(64, -1)
+
+
+SUBJECTS = (
+    Subject(
+        name="trajectories",
+        covers=("trajectories",),
+        call=lambda w, **o: tlg.trajectories(w.model, w.pilots, **QUIET, **o),
+        reference=reference.trajectories,
+        answers=trajectories,
+        variants={"plain": {}, "position 4": {"position": 4}, "after norm": {"post_norm": True}},
+        order={"trajectories": 0, "after *": 0},
+        batches=(1, 7),
+        half=("trajectories",),
+        gauge={"*": STATES},
+        real=("plain",),
+    ),
+    Subject(
+        name="fit_aligned_bases",
+        covers=("fit_aligned_bases",),
+        call=lambda w, **o: flow.fit_aligned_bases(w.all_states.X, **o),
+        reference=reference.aligned,
+        answers=aligned,
+        variants={
+            "greedy": {},
+            "hungarian": {"align": "hungarian"},
+            "centred": {"centered": True},
+        },
+        only={"centred": lambda w: w.tiny},  # 40 centred trajectories have 39 directions
+        tolerance={"overlap *": FITTED, "directions": FITTED},
+        gauge={"*": STATES},
+        real=("greedy",),
+    ),
+    Subject(
+        name="maps between states",
+        covers=("flow_map", "fit_map"),
+        call=_fit,
+        reference=reference.maps,
+        answers=moved,
+        variants={
+            kind: {"map_type": kind}
+            for kind in ("flow", "flow-signed", "linear", "ridge", "scaled", "shift", "mean")
+        },
+        only={"linear": lambda w: w.tiny},
+        gauge={"*": STATES},
+        real=("flow",),
+    ),
+    Subject(
+        name="flow_report",
+        covers=("flow_report",),
+        call=lambda w, **o: tlg.flow_report(w.all_states, **o),
+        answers=report,
+        tolerance={"*kurtosis*": FOURTH, "held out: *": FITTED},
+        seeds=("in sample: *", "held out: *", "error of *", "isotropy: *", "law.*"),
+        drawn=("*",),
+        gauge={"*": STATES},
+        without={"order:*": SPLIT, **EMPTY},
+    ),
+    Subject(
+        name="truncation_kl",
+        covers=("truncation_kl",),
+        call=lambda w, **o: tlg.truncation_kl(
+            w.model, w.prompts, w.ensemble, **given(o, K=(1, 4, 9), **QUIET)
+        ),
+        reference=reference.truncation,
+        answers=truncated,
+        variants={
+            "every block": {},
+            "last state": {"where": "final"},
+            "all positions": {"positions": "all"},
+            "centred": {"centered": True},
+        },
+        batches=(5,),
+        gauge={"*": STATES},
+        without={"order:KL of consecutive *": "consecutive chunks are others in another order"},
+        real=("every block",),
+    ),
+    Subject(
+        name="skip_costs",
+        covers=("skip_costs",),
+        call=lambda w, **o: tlg.skip_map(
+            w.model, w.pilots, **given(o, pairs=[(0, 1), (1, 2), (0, 2)], **QUIET)
+        ),
+        answers=skipped,
+        seeds=("*",),
+        drawn=("*",),
+        tolerance={"*": FITTED},
+        batches=(7,),
+        gauge={"*": STATES},
+        without={"order:*": SPLIT},
+    ),
+    Subject(
+        name="fit_noise_law",
+        covers=("fit_noise_law",),
+        call=lambda w, **o: flow.fit_noise_law(_log_variances(), **o),
+        answers=law,
+        variants={"asymptotic": {}, "increment": {"law": "increment"}},
+        only={"*": lambda w: w.kind == "gpt2"},
+    ),
+    Subject(
+        name="LangevinModel",
+        covers=("LangevinModel",),
+        call=_langevin,
+        answers=langevin,
+        only={"*": lambda w: w.kind == "gpt2"},
+    ),
+    Subject(
+        name="LangevinModel, samples",
+        covers=("LangevinModel",),
+        call=_samples,
+        answers=sampled,
+        only={"*": lambda w: w.kind == "gpt2"},
+        seeds=("*",),
+        drawn=("*",),
+    ),
+    Subject(
+        name="separability",
+        covers=("papers.sarfati",),
+        call=lambda w, **o: flow.separability(w.ensemble.X[:, 0], w.ensemble.X[:, 1], **o),
+        answers=separated,
+        variants={"plain": {}, "paired": {"paired": True}},
+        seeds=("accuracy*",),
+        drawn=("*",),
+        gauge={"*": STATES},
+        without={"order:*": SPLIT},
+    ),
+    Subject(
+        name="compare_ensembles",
+        covers=("flow_report",),
+        call=lambda w: flow.compare_ensembles(
+            {"pilots": w.all_states, "some": w.all_states.pick(_some(w))}, k=4
+        ),
+        answers=compared,
+        gauge={"*": STATES},
+    ),
+    Subject(
+        name="bundle of trajectories",
+        covers=("trajectories",),
+        call=lambda w: w.ensemble.bundle(k=5),
+        answers=bundle,
+        order={"straightness": 0},
+        gauge={"*": STATES},
+    ),
+)

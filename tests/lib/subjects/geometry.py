@@ -1,0 +1,394 @@
+"""Rows of ``weights``, ``measures`` and ``sphere``: formulas of Song & Zhong and of Molina."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import tl_geometry as tlg
+from tests.lib.subjects import reference_scores as reference
+from tests.lib.subjects.decomposition import BLOCKS, NO_ORDER, STATES
+from tests.lib.subjects.row import Answers, Subject, given, labels, prefixed, rotary, torch_seeded
+from tests.lib.worlds import QUIET, World
+from tl_geometry import measures, sphere, weights
+
+GAUGE = "the directions that processing removes are part of the matrix as it is"
+
+
+def absolute(world: World) -> bool:
+    """Worlds without rotation: W_QK is one matrix for all offsets."""
+    return not world.rotary
+
+
+# ---- weights
+
+
+def geometry(g: Any) -> Answers:
+    """W_QK or W_OV in the directions of a positional basis: low rank plus diagonal."""
+    return {
+        "heads": labels(g.heads),
+        "rank": torch.tensor([g.k, g.ranks]),
+        "diagonal in directions of pos": g.diagonal,
+        "entries in directions of pos": g.block,
+        "mean and sd of entries": torch.stack([g.mean, g.std]),
+        "threshold": g.threshold,
+        "highest and lowest entry": torch.stack([g.highest, g.lowest]),
+        "entries above threshold": g.above_threshold,
+        "concentration in the corner": g.concentration,
+        "concentration by chance": torch.stack([g.null, g.noise_null, g.noise_high]),
+        "excess and lift": torch.stack([g.excess, g.lift]),
+        "p of concentration": g.p,
+        "reliability of pos": g.reliability,
+        "diagonal of low rank plus diagonal": g.delta,
+        "size of the low rank part": g.L.double().square().sum((1, 2)),
+        "R2 of low rank, diagonal, both": torch.stack([g.r2_low_rank, g.r2_diagonal, g.r2_joint]),
+        "R2 by chance": g.null_r2,
+        "symmetric share": g.symmetric,
+    }
+
+
+def readout(r: Any) -> Answers:
+    """Singular values, the tokens at both ends of the leading directions, and coverage."""
+    found: Answers = {
+        "heads": labels(r.heads),
+        "singular values": r.values,
+        "directions for 90%": r.needed,
+        "coverage": r.coverage,
+    }
+    for side, ends in (("left", r.left), ("right", r.right)):
+        found[f"ids at the {side} ends"] = torch.stack([ends.top_ids, ends.bottom_ids])
+        found[f"scores at the {side} ends"] = torch.stack([ends.top_scores, ends.bottom_scores])
+    return found
+
+
+def biases(b: Any) -> Answers:
+    """Which tokens the biases of queries, keys and values favour."""
+    return {
+        "heads": labels(b.heads),
+        "length of biases": b.lengths,
+        "ids that a bias favours": b.top_ids,
+        "ids that a bias disfavours": b.bottom_ids,
+    }
+
+
+def distances(d: Any) -> Answers:
+    """How far W_E, the untied W_U and their averages are from each other."""
+    return {
+        "matrices": list(d.matrices),
+        "L2 distance, mean and sd": torch.stack([d.l2_mean, d.l2_sd]),
+        "cosine, mean and sd": torch.stack([d.cosine_mean, d.cosine_sd]),
+        "mean norm": d.mean_norm,
+        "share of tokens nearest to themselves": d.identity,
+    }
+
+
+def nouns(p: Any) -> Answers:
+    """What heads attend to and write, at a noun alone."""
+    return {
+        "nouns": list(p.nouns),
+        "blocks": p.layers,
+        "ids of keys": p.key_ids,
+        "ids of values": p.value_ids,
+        "ids of the sum over heads": p.sum_ids,
+        "norm of values": p.norms,
+        "norm of the sum over heads": p.sum_norms,
+    }
+
+
+def _nouns(w: World) -> list[str]:
+    return ["w7", "w19", "w44"] if w.tiny else ["file", "list"]
+
+
+def _query_key(w: World, **options: Any) -> Any:
+    heads = None if w.kind != "smollm2" else w.heads
+    return tlg.token_readout(w.model, **given(options, matrix="QK", heads=heads, features=3))
+
+
+WEIGHTS = (
+    Subject(
+        name="weight_geometry",
+        covers=("weight_geometry",),
+        call=lambda w, **o: tlg.weight_geometry(w.model, w.basis, **given(o, draws=9, layers=[1])),
+        answers=geometry,
+        variants={"QK": {}, "OV": {"matrix": "OV"}, "of rank 3": {"rank": 3}, "raw": {"raw": True}},
+        gauge={"*": STATES},
+        seeds=("concentration by chance", "excess and lift", "p of *"),
+        drawn=("concentration by chance", "excess and lift", "p of *"),
+        without={
+            "order:*": NO_ORDER,
+            "seeds:*/p of *": "p is the least that so many draws allow",
+            "empty:of rank 3/entries *": "no entry of a random matrix stands out",
+        },
+        real=("QK",),
+    ),
+    Subject(
+        name="token_readout",
+        covers=("token_readout",),
+        call=_query_key,
+        reference=reference.readout,
+        answers=readout,
+        variants={"QK": {}, "OV": {"matrix": "OV"}, "offsets": {"offsets": (0, 1, 3)}},
+        only={"offsets": rotary},
+        real=("QK", "OV"),
+    ),
+    Subject(
+        name="bias_readout",
+        covers=("bias_readout",),
+        call=lambda w: weights.bias_readout(w.model),
+        answers=biases,
+        only={"*": lambda w: w.kind in ("gpt2", "bloom", "embedded")},
+        gauge={"*": GAUGE},
+    ),
+    Subject(
+        name="embedding_distance_table",
+        covers=("embedding_distance_table",),
+        call=lambda w: weights.embedding_distance_table(w.model),
+        answers=distances,
+        gauge={"*": GAUGE},
+    ),
+    Subject(
+        name="noun_probe",
+        covers=("noun_probe",),
+        call=lambda w, **o: weights.noun_probe(w.model, _nouns(w), **o),
+        answers=nouns,
+        variants={"plain": {}, "without biases": {"biases": False}},
+        only={"*": lambda w: w.kind != "gemma2"},  # a norm follows its attention
+        gauge={"*": GAUGE},
+    ),
+)
+
+
+# ---- measures
+
+
+def by_state(r: Any) -> Answers:
+    """Measures by state with errors, nulls, and the curve over numbers of contexts."""
+    found = prefixed("measure", r.values) | prefixed("error of measure", r.errors)
+    for (measure, null), values in r.nulls.items():
+        spread = r.spreads.get((measure, null), torch.full_like(values, torch.nan))
+        found[f"{measure} by chance ({null})"] = torch.stack([values, spread])
+    if r.curve_contexts:
+        found["contexts of the curve"] = r.curve_contexts
+        found |= prefixed("curve of", r.curve)
+    return found
+
+
+def positional(r: Any) -> Answers:
+    """Measures of the positional basis."""
+    return by_state(r) | {"cosine coefficients of the Gram matrix": r.fourier}
+
+
+def contextual(r: Any) -> Answers:
+    """Measures of the context basis."""
+    found = by_state(r)
+    return found if r.similarity is None else found | {"similarity of documents": r.similarity}
+
+
+def comparison(c: Any) -> Answers:
+    """How far two positional bases agree, beside halves of one."""
+    return {
+        "directions": c.rank,
+        "angle, mean and largest": torch.stack([c.angle_mean, c.angle_max]),
+        "overlap": c.overlap,
+        "overlap by chance": c.overlap_random,
+        "overlap of halves": c.overlap_floor,
+        "Procrustes similarity": torch.stack([c.procrustes, c.procrustes_floor]),
+        "relative difference": torch.stack([c.difference, c.difference_floor]),
+        "cosine of means": c.mean_cosine,
+    }
+
+
+def bound(b: Any) -> Answers:
+    """Both sides of Theorem 1."""
+    return {
+        "left side": b.lhs,
+        "bound, tight": b.bound_tight,
+        "bound, safe": b.bound_safe,
+        "bound in the operator norm": b.bound_operator,
+        "bound, as printed": b.bound_paper,
+        "left side, as printed": b.lhs_paper,
+        "largest difference of the Gram matrix": b.delta_max,
+        "cosines": b.F,
+        "size of B": (b.B @ b.B.mT).trace(),
+    }
+
+
+def _spectrum() -> torch.Tensor:
+    """Singular values of a signal of rank 3 in noise."""
+    g = torch_seeded(13)
+    signal = torch.randn(60, 3, generator=g, dtype=torch.float64) * torch.tensor([9.0, 6.0, 4.0])
+    noise = torch.randn(60, 24, generator=g, dtype=torch.float64) / 4
+    return torch.linalg.svdvals(signal @ torch.randn(3, 24, generator=g).double() + noise)
+
+
+def _screenot(_: World, **options: Any) -> Any:
+    return measures.screenot(_spectrum(), (60, 24), **options)
+
+
+def _curves(w: World) -> torch.Tensor:
+    return w.basis.pos.double()
+
+
+def _documents(w: World) -> list[int]:
+    """Four documents, told by what they contain, so that they move with their contexts."""
+    return [row[1] % 4 for row in w.corpus.tolist()]
+
+
+MEASURES = (
+    Subject(
+        name="positional_report",
+        covers=("positional_report",),
+        call=lambda w, **o: tlg.positional_report(w.basis, **given(o, draws=4)),
+        reference=reference.positional,
+        answers=positional,
+        variants={"plain": {}, "bound of 5": {"k": 5, "frequencies": 6, "jackknife": False}},
+        seeds=("* by chance *",),
+        drawn=("* by chance *", "measure.split_half"),
+        gauge={"*": STATES},
+        without={
+            **{
+                f"order:{n}": BLOCKS for n in ("error *", "* by chance *", "curve *", "*split_half")
+            },
+            "empty:*by chance*": "the rank of noise is 0, and so is what it explains",
+        },
+        real=("plain",),
+    ),
+    Subject(
+        name="contextual_report",
+        covers=("contextual_report",),
+        call=lambda w, **o: tlg.contextual_report(w.basis, **given(o, draws=4, rank=5)),
+        reference=reference.contextual,
+        answers=contextual,
+        variants={"plain": {}, "documents": {"labels": _documents}},
+        tolerance={"*compactness*": (1e-4, "the inverse of a covariance of few contexts")},
+        seeds=("* by chance (flipped)", "* by chance (exchanged)", "* by chance (shuffled)"),
+        drawn=("* by chance *",),
+        gauge={"*": STATES},
+        without={
+            **{
+                f"order:{n}": BLOCKS for n in ("error *", "* by chance *", "curve *", "*split_half")
+            },
+        },
+    ),
+    Subject(
+        name="compare_bases",
+        covers=("compare_bases",),
+        call=lambda w: measures.compare_bases(w.basis, tlg.decompose(w.model, w.fresh, **QUIET)),
+        answers=comparison,
+        gauge={"*": STATES},
+        without={
+            "order:*": BLOCKS,
+            "empty:overlap of halves": "it is NaN where position is not reliable",
+        },
+    ),
+    Subject(
+        name="screenot",
+        covers=("screenot", "usable_k"),
+        call=_screenot,
+        answers=lambda r: {"rank": r.rank, "threshold": r.threshold, "bound": r.k},
+        variants={"plain": {"k": 5}, "another strategy": {"k": 8, "strategy": "w"}},
+        only={"*": lambda w: w.kind == "gpt2"},
+    ),
+    Subject(
+        name="usable_k",
+        covers=("usable_k",),
+        call=lambda w: [measures.usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
+        answers=lambda found: {"bounds": found},
+        only={"*": lambda w: w.kind == "gpt2"},
+    ),
+    Subject(
+        name="theorem1",
+        covers=("papers.theorem1",),
+        call=lambda w, **o: measures.theorem1(_curves(w)[1] - _curves(w)[1].mean(0), **o),
+        answers=bound,
+        variants={"k 3, m 1": {"k": 3, "m": 1}, "k 4, m 2": {"k": 4, "m": 2}},
+        gauge={"*": STATES},
+    ),
+    Subject(
+        name="smoothness",
+        covers=("smoothness",),
+        call=lambda w: [measures.smoothness(_curves(w), m) for m in (1, 2)],
+        reference=reference.smoothness,
+        answers=lambda found: {"by first differences": found[0], "by second ones": found[1]},
+        gauge={"*": STATES},
+    ),
+    Subject(
+        name="dct_vectors",
+        covers=("papers.theorem1",),
+        call=lambda w: measures.dct_vectors(9, 4),
+        answers=lambda vectors: {"first cosines": vectors},
+        only={"*": lambda w: w.kind == "gpt2"},
+    ),
+)
+
+
+# ---- sphere
+
+
+def paths(p: Any) -> Answers:
+    """Paths of tokens over the sphere of the final norm."""
+    found: Answers = {
+        "angle to the token's own embedding": p.angle,
+        "rank of the token": p.rank,
+        "coordinates": p.coordinates,
+        "share of variance in coordinates": p.shown,
+    }
+    for name in ("steps", "length", "net", "tortuosity", "radial", "tangential", "turn"):
+        found[name] = getattr(p, name)
+    return found
+
+
+def norm(n: Any) -> Answers:
+    """Where a norm puts its inputs."""
+    found: Answers = {"point on the sphere": n.z, "point on the ellipsoid": n.y}
+    found |= {"radius": n.radius, "deficit": n.deficit, "without a direction": n.degenerate}
+    return found
+
+
+def _inputs_of_norm() -> dict[str, Any]:
+    g = torch_seeded(17)
+    x = 2 * torch.randn(5, 12, generator=g)
+    x[3] = 4.0  # no direction is left once it is centred
+    return {
+        "x": x,
+        "gain": 1 + 0.3 * torch.randn(12, generator=g),
+        "bias": 0.3 * torch.randn(12, generator=g),
+        "eps": 1e-3,
+    }
+
+
+BY_TOKEN = {
+    **dict.fromkeys(("angle *", "rank *", "coordinates", "steps", "length", "net"), 0),
+    "tortuosity": 0,
+    **dict.fromkeys(("radial", "tangential", "turn"), 2),
+}
+SPHERE = (
+    Subject(
+        name="token_paths",
+        covers=("token_paths",),
+        call=lambda w: sphere.token_paths(w.model, w.ids, w.basis),
+        reference=reference.token_paths,
+        answers=paths,
+        order=BY_TOKEN,
+        later={"coordinates": 1, "steps": 1, "length": 1, "radial": 3, "turn": 3},
+    ),
+    Subject(
+        name="norm_geometry",
+        covers=("norm_geometry",),
+        call=lambda w, **o: sphere.norm_geometry(**_inputs_of_norm() | o),
+        answers=norm,
+        variants={"LN": {}, "RMS": {"norm_type": "RMS"}},
+        only={"*": lambda w: w.kind == "gpt2"},
+        without={"empty:RMS/without *": "RMS needs no centring, and leaves each a direction"},
+    ),
+    Subject(
+        name="path_geometry",
+        covers=("path_geometry",),
+        call=lambda w: sphere.path_geometry(w.stream().movedim(0, 2)),
+        answers=lambda p: {n: getattr(p, n) for n in ("steps", "length", "net", "tortuosity")},
+        order={"*": 0},
+        later={"*": 1},
+    ),
+)
+SUBJECTS = (*WEIGHTS, *MEASURES, *SPHERE)
