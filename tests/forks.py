@@ -1,0 +1,149 @@
+"""Runs tests of a copy of the working tree, for :mod:`tests.mutate`.
+
+A test file takes seconds, and so does the import of torch and TransformerLens. So one process
+imports them, and tests run in forks of it, which import only the package and its tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests import probes
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORTED_ONCE = (
+    *("torch", "transformer_lens", "pandas", "matplotlib.pyplot", "scipy.stats"),
+    *("hypothesis", "beartype"),
+)
+"""What most test files import and no fault changes."""
+SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+"""The environment of the tests: no network, and one thread for each of several processes."""
+
+
+class Ran(NamedTuple):
+    """What a process that ran tests has to say: its exit status, the first test or file that
+    failed, and what the map needs."""
+
+    code: int
+    failed: str
+    seconds: dict[str, float]
+    reached: dict[str, list[str] | None]
+
+
+def pytest_in(tree: Path, tests: list[str], limit: float | None = None) -> Ran:
+    """Run tests of a ``tree`` in a fork with the package that lies there.
+
+    Raises:
+        TimeoutError: they take more than ``limit`` seconds; all processes that they started are
+            ended.
+    """
+    os.environ.update(SETTINGS)  # of the process that is forked: read when torch is imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED_ONCE))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_tests, args=(tree, tests, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise TimeoutError(f"{tests} take more than {limit} seconds")
+        ran = Ran(*receiver.recv())
+    except EOFError:  # the process has ended without a word
+        ran = Ran(-1, "the process", {}, {})
+    finally:
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # not yet the leader of its group, or gone
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    return ran
+
+
+def _run_tests(tree: Path, tests: list[str], sender: Connection) -> None:
+    """Become a process that knows nothing but ``tree``, run its tests and send what they did."""
+    os.setsid()  # the leader of a group: what the tests start ends with it
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    for module in list(sys.modules):  # this file was imported to find this function
+        if module.partition(".")[0] in ("tests", "tl_geometry"):
+            del sys.modules[module]
+    # what was imported before the fork is not rewritten for assertions, and needs not be
+    quiet = "ignore::pytest.PytestAssertRewriteWarning"
+    watch = _Watch(tree / f"notes-{os.getpid()}")
+    os.environ[probes.NOTES] = str(watch.notes)
+    chosen = ["-x", "-n", "0", "-m", "not nightly", *tests]
+    code = pytest.main(["-q", "-W", quiet, *chosen], plugins=[watch])
+    # plain values, since the class belongs to a module that is gone
+    sender.send((int(code), watch.failed, watch.seconds, watch.reached()))
+    os._exit(int(code))  # does not wait for threads that a fault has left hanging
+
+
+class _Watch:
+    """Notes during a run of pytest which test fails, how long each takes, and what it reaches."""
+
+    def __init__(self, notes: Path) -> None:
+        self.notes = notes
+        self.hits = set[int]()
+        setattr(builtins, probes.NAME, self.hits.add)
+        self.failed = ""
+        self.outside = set[int]()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.of_test: dict[str, list[str]] = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add the seconds of one phase (setup, call, teardown) of a test."""
+        self.seconds[report.nodeid] += report.duration
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Files that cannot be imported fail too."""
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> Iterator[None]:
+        """Tests run in the order in which they were asked for, whatever the suite's own is."""
+        asked = list(items)
+        yield
+        items[:] = asked
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        """What is reached between calls belongs to no single test."""
+        self._leave_outside()
+        yield
+        for number in self._hits():
+            self.of_test[str(number)].append(item.nodeid)
+
+    def reached(self) -> dict[str, list[str] | None]:
+        """Which tests evaluate which fault; what imports and fixtures reach is for all tests."""
+        self._leave_outside()
+        return {**self.of_test, **{str(number): None for number in self.outside}}
+
+    def _leave_outside(self) -> None:
+        self.outside |= self._hits()
+
+    def _hits(self) -> set[int]:
+        """What was reached since this was called last, here and in other processes."""
+        found, self.hits = self.hits, set()
+        setattr(builtins, probes.NAME, self.hits.add)
+        for place in self.notes.glob("*"):
+            found |= set(map(int, place.read_text().split()))
+            place.unlink()
+        return found
