@@ -1,6 +1,10 @@
-"""``python -m tests``: format, lint, types, the site, tests and doctests. ``--fast`` leaves out
-the slow tests, ``--only tests`` the rest. ``--second`` is for the run with TransformerLens 4 that
-follows one with 3: it leaves out tests that neither version can change (:data:`ONCE`)."""
+"""``python -m tests``: format, lint, types, tests and doctests, as before a commit.
+
+``--fast`` runs less of it, without types: no slow test, and one model of each test. ``--nightly``
+runs everything, with many more random examples, and builds the site. ``--second`` follows a run
+with the other generation of TransformerLens, and leaves out what neither can change. ``--accept``
+stores today's numbers as the records that tests compare with, for a reader of the difference.
+"""
 
 from __future__ import annotations
 
@@ -13,113 +17,77 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-
-ONCE = (
-    # arithmetic on tensors
-    *("base", "measures", "sphere", "scores/test_sums.py", "scores/test_offsets_by_hand.py"),
-    *("scores/test_splits_by_hand.py", "scores/test_tables_by_hand.py"),
-    *("decomposition/test_accumulation.py", "decomposition/test_layer_intervals.py"),
-    *("decomposition/test_position_context.py", "decomposition/test_process_group.py"),
-    *("decomposition/test_sums.py", "flow/test_bases.py", "flow/test_by_hand.py"),
-    *("flow/test_classifiers_and_paths.py", "flow/test_langevin.py", "flow/test_limits.py"),
-    *("flow/test_reports_by_hand.py", "weights/test_bilinear.py", "weights/test_by_hand.py"),
-    *("weights/test_limits_of_fits.py", "weights/test_readout.py"),
-    # texts, files, pages and sentences, made of results
-    *("corpus", "papers", "render", "circuits/test_circuit_tracer.py"),
-    *("circuits/test_composition_files.py", "circuits/test_graph_files.py"),
-    *("cli/test_arguments.py", "cli/test_files.py", "cli/test_options.py"),
-    *("report/test_article.py", "report/test_basis_texts.py", "report/test_by_hand.py"),
-    *("report/test_finding_texts.py", "report/test_findings.py", "report/test_findings_limits.py"),
-    *("report/test_head_texts.py", "report/test_origin.py", "report/test_page.py"),
-    *("report/test_report_steps.py", "report/test_section_texts.py", "report/test_sizes.py"),
-    # the project and its benchmarks
-    *("project/test_benchmarks.py", "project/test_calibration.py", "project/test_contributing.py"),
-    *("project/test_dataclasses.py", "project/test_defaults.py", "project/test_docs.py"),
-    *("project/test_docstrings.py", "project/test_import_direction.py"),
-    *("project/test_known.py", "project/test_model_is_hidden.py", "project/test_mutate.py"),
-    *("project/test_second_run.py", "project/test_shape_checks.py", "project/test_site_links.py"),
-    *("project/test_skips.py", "project/test_types.py", "project/test_versions.py"),
-    # processes that are killed, and intervals of simulated numbers
-    "decomposition/test_distributed.py::test_torchrun_two_and_four_processes_and_one_that_dies",
-    "decomposition/test_streaming.py::test_twenty_kills_lose_nothing",
-    "decomposition/test_groups.py::test_intervals_cover_where_windows_come_in_topics",
-    "circuits/test_pruned_runs.py::test_intervals_of_ratios_cover",
-    # the slowest tests of SmolLM2: notebooks 07 to 09 make the same calls on it in both
-    # generations, and the sections of a report run on the embedded model
-    *("circuits/test_edges_smollm2.py", "interventions/test_knockouts_smollm2.py"),
-    "interventions/test_edges.py::test_one_edge_carries_induction_in_smollm2",
-    *("project/test_examples.py::test_the_rotary_recipe_runs_on_smollm2", "report/test_smollm2.py"),
-    # the notebooks and pages make the calls of the gallery's scripts in both generations
-    "project/test_examples.py::test_the_scripts_of_the_gallery_run",
-    # in both generations, shorter prompts run in blocks and are compared with whole ones
-    "scores/test_long_prompts.py::test_memory_grows_with_the_length_of_a_prompt",
-)
-"""Files, and tests of files, that the second run leaves out, because no generation of
-TransformerLens can change what they test, or because others test it there on a smaller scale. A
-file stays in it when what it tests takes a model of that generation, or reads its hooks, caches,
-weights or configuration; a result of a small model that is only written, drawn or put into words is
-no such thing."""
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "",  # each of some hundred processes would compile again
+}
+LEFT_OUT = {"fast": "nightly or slow", "nightly": "", "second": "nightly or once", "": "nightly"}
+"""Markers of the tests that a tier does not run."""
+QUICK = ("format", "lint", "tests")
+CHECKS = {
+    "fast": QUICK,
+    "second": QUICK,
+    "": (*QUICK, "types"),
+    "nightly": (*QUICK, "types", "docs"),
+}
+"""What a tier checks."""
 
 
 def main() -> int:
     """Run each check, all of them even when one fails, and return the number that failed."""
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
-    parser.add_argument("--fast", action="store_true", help="leave out the slow tests")
+    tier = parser.add_mutually_exclusive_group()
+    tier.add_argument("--fast", dest="tier", action="store_const", const="fast", default="")
+    tier.add_argument("--nightly", dest="tier", action="store_const", const="nightly")
+    tier.add_argument("--second", dest="tier", action="store_const", const="second")
+    tier.add_argument("--accept", action="store_true", help="renew the stored numbers, then stop")
     names = ("format", "lint", "types", "docs", "tests")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some checks")
-    parser.add_argument("--second", action="store_true", help="leave out what runs once")
-    parser.add_argument("--part", help="K/N: every Nth test file, from the Kth on")
+    parser.add_argument("--only", nargs="+", choices=names, help="some checks")
     parser.add_argument("--workers", default=str(os.cpu_count() or 1), help="test processes")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
+    if given.accept:
+        os.environ.update(QUIET)
+        from tests.lib import recording
+
+        return recording.main(["--accept"])
+    checks = commands(given.tier, given.workers)
+    chosen = set(given.only or CHECKS[given.tier])
+    failed = 0
+    if "docs" in chosen:  # whose links tests follow
+        failed += not passes("docs", checks["docs"])
+    rest = [name for name in ("tests", "format", "lint", "types") if name in chosen]
+    # types take a minute of one core: a process beside those of the tests
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return failed + [*pool.map(lambda name: passes(name, checks[name]), rest)].count(False)
+
+
+def commands(tier: str, workers: str) -> dict[str, list[str]]:
+    """The command of each check."""
     python = [sys.executable, "-m"]
-    selection = ["-m", "not slow"] if arguments.fast else []
-    if arguments.part:
-        selection += ["--part", arguments.part]
-    if arguments.second:
-        selection += [f"--{'deselect' if '::' in x else 'ignore'}=tests/{x}" for x in ONCE]
-    checks = {
+    pytest = [*python, "pytest", "-q", "-n", workers, "--dist", "loadgroup", "--durations", "15"]
+    if left_out := LEFT_OUT[tier]:
+        pytest += ["-m", f"not ({left_out})"]
+    if tier in ("fast", "nightly"):
+        pytest.append(f"--{tier}")
+    return {
         "format": [*python, "ruff", "format", "--check", "."],
         "lint": [*python, "ruff", "check", "."],
         "types": [*python, "pyright"],
         "docs": [*python, "sphinx", "-q", "-W", "--keep-going", "docs", "docs/_build/html"],
-        "tests": [
-            *python,
-            "pytest",
-            "-q",
-            "-n",
-            arguments.workers,
-            "--dist",
-            "loadfile",
-            # in the order of tests/conftest.py, and not by the number of tests
-            "--no-loadscope-reorder",
-            "--durations",
-            "15",
-            *selection,
-        ],
-    }
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONDONTWRITEBYTECODE": "",  # each of some hundred processes would compile again
+        "tests": pytest,
     }
 
-    def passes(name: str) -> bool:
-        started = time.monotonic()
-        code = subprocess.run(checks[name], cwd=ROOT, env=environment, check=False).returncode
-        said = "ok" if code == 0 else f"FAILED ({code})"
-        sys.stdout.write(f"{name}: {said} in {time.monotonic() - started:.0f} s\n")
-        sys.stdout.flush()
-        return code == 0
 
-    chosen = [name for name in checks if name in arguments.only]
-    # types and the site take a minute of one core each: beside each other, and before the tests,
-    # which use all cores
-    before_tests = [name for name in chosen if name != "tests"]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        passed = [*pool.map(passes, before_tests), *map(passes, chosen[len(before_tests) :])]
-    return passed.count(False)
+def passes(name: str, command: list[str]) -> bool:
+    """Whether a check passes; says so, with the time that it took."""
+    started = time.monotonic()
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, check=False).returncode
+    said = "ok" if code == 0 else f"FAILED ({code})"
+    sys.stdout.write(f"{name}: {said} in {time.monotonic() - started:.0f} s\n")
+    sys.stdout.flush()
+    return code == 0
 
 
 if __name__ == "__main__":

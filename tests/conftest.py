@@ -1,15 +1,16 @@
-"""How does every run of the tests behave? Offline, seeded, slow files first, one part of the files
-where ``--part`` asks for it, and in CI no skip without an expected reason."""
+"""How every run of the tests behaves: offline, seeded, and in CI without a skip that nothing
+explains. ``python -m tests`` chooses by markers (``pyproject.toml``); pytest by itself runs what it
+is asked."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -18,45 +19,60 @@ from hypothesis import settings
 
 from tests import shape_checks, skips
 from tests.browser import browser  # noqa: F401 (a fixture)
+from tests.lib.architectures import ARCHITECTURES
 
-TESTS = Path(__file__).parent
 shape_checks.install()
 settings.register_profile("project", deadline=None, max_examples=25, derandomize=True)
-settings.load_profile("project")
+settings.register_profile("nightly", deadline=None, max_examples=300)
+DAILY = ("gpt2", "llama", "bloom", "gemma2")
+"""Learned positions; rotations and grouped keys; ALiBi; soft caps and norms behind blocks."""
+MANY = 8
+DRAWN = ("tl_geometry/render/", "tl_geometry/papers/")
+"""Where examples take seconds each, of views and publications, which tables of tests have too."""
 SKIPPED: list[str] = []
-SLOW = (
-    *("report/test_smollm2.py", "project/test_benchmarks.py", "project/test_notebooks.py"),
-    *("models/test_moved_and_masked.py", "scores/test_long_prompts.py"),
-    *("circuits/test_edge_scores.py", "circuits/test_trace.py", "circuits/test_writers.py"),
-    *("circuits/test_edges_half.py", "interventions/test_edges.py", "project/test_examples.py"),
-    *("project/test_bad_inputs.py", "report/test_sections.py", "circuits/test_pruned_runs.py"),
-)
-"""Files that take a minute or more. One that came last would leave all other workers idle."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Several machines share the tests: each runs one part."""
-    parser.addoption("--part", metavar="K/N", help="only every Nth file, from the Kth on")
+    parser.addoption("--fast", action="store_true", help="one architecture of each test")
+    parser.addoption("--nightly", action="store_true", help="300 random examples instead of 25")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("nightly" if config.getoption("--nightly") else "project")
+
+
+# before the markers that were asked for are looked at
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow files first; all others in their order. Of these, one part where that is asked for."""
-    rank = {TESTS / name: i for i, name in enumerate(SLOW)}
-    items.sort(key=lambda item: rank.get(item.path, len(SLOW)))
-    if part := config.getoption("--part"):
-        chosen = in_part(items, part)
-        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
-        items[:] = chosen
+    """At night alone: a real decoder, examples of :data:`DRAWN`, and of tests that run on many
+    architectures all but those of :data:`DAILY` (``tests/tables`` has every architecture, each in
+    one pass). With ``--fast``, a test that runs on several architectures runs on one."""
+    by_test: dict[str, dict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if item.get_closest_marker("smollm2") or item.location[0].startswith(DRAWN):
+            item.add_marker(pytest.mark.nightly)
+        if not item.get_closest_marker("xdist_group"):  # a process runs the whole of a file
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+        if name := architecture_of(item):
+            by_test[item.nodeid.partition("[")[0]][name].append(item)
+    left_out = set[pytest.Item]()
+    for test, of_each in by_test.items():
+        first = next((name for name in DAILY if name in of_each), next(iter(of_each)))
+        for name, same in of_each.items():
+            if len(of_each) >= MANY and name not in DAILY and not test.startswith("tests/tables/"):
+                for item in same:
+                    item.add_marker(pytest.mark.nightly)
+            left_out.update(same if name != first else ())
+    if config.getoption("--fast"):
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
-def in_part(items: list[pytest.Item], part: str) -> list[pytest.Item]:
-    """Every Nth file from the Kth on, of ``K/N``: each part gets as many slow files."""
-    which, parts = map(int, part.split("/"))
-    if not 1 <= which <= parts:
-        raise pytest.UsageError(f"--part is K/N with K from 1 to N, not {part}")
-    files = list(dict.fromkeys(item.path for item in items))
-    chosen = set(files[which - 1 :: parts])
-    return [item for item in items if item.path in chosen]
+def architecture_of(item: pytest.Item) -> str | None:
+    """The architecture that a test is parametrised by, if any."""
+    given = getattr(getattr(item, "callspec", None), "params", {}).values()
+    known = [x for value in given for x in (value if isinstance(value, tuple) else (value,))]
+    return next((x for x in known if isinstance(x, str) and x in ARCHITECTURES), None)
 
 
 @pytest.fixture(autouse=True)

@@ -171,7 +171,7 @@ def rotary_previous_token(offset: float = 1.0, planes: Sequence[int] = range(4))
     ``score = c sum_f cos((i - j - offset) w_f)`` over the frequencies of ``planes``."""
     import transformers
 
-    from tests.tiny import ARCHITECTURES, randomize
+    from tests.lib.models import ARCHITECTURES, randomize
 
     settings = ARCHITECTURES["qwen2"][1] | {
         "num_key_value_heads": 4,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.lib.models import VOCAB, hf_model
 from tests.models.test_adapter import small_tokenizer
-from tests.tiny import VOCAB, hf_model
 from tl_geometry.report.build import Request, build
 
 

@@ -1,6 +1,6 @@
 """``python -m tests.support``: the table of what is supported, measured, not declared.
 
-1. Every architecture of :mod:`tests.tiny` with all parameters random, in every class that the
+1. Every architecture of :mod:`tests.lib.models` with all parameters random, in every class that the
    installed TransformerLens has, as trained and processed: does it load and compute what Hugging
    Face computes, what does ``check_model`` refuse, and how far are the terms of a split from the
    model's own scores, as a fraction of the error allowed?
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, tokens
+from tests.lib.models import ARCHITECTURES, HAS_HOOKED, hf_model, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.models import check_model, from_hf, view
 from tl_geometry.models.layer_view import LayerView

@@ -13,6 +13,8 @@ from scipy import stats
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import LeftOut, jackknife_interval, paired_interval, sign_flip_p
 
+pytestmark = pytest.mark.once
+
 
 def test_a_jackknife_over_unequal_groups_leaves_a_mean_as_it_is() -> None:
     """A mean has no bias, whatever the sizes of the groups; its error is that of the weighted

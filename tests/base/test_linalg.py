@@ -13,6 +13,8 @@ from torch import Tensor
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
 
+pytestmark = pytest.mark.once
+
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)

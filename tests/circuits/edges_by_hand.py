@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tiny import hf_model, tiny_hooked, tokens
+from tests.lib.models import hf_model, tiny_hooked, tokens
 from tl_geometry.circuits import EdgeLayout
 from tl_geometry.models import from_hf
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.tiny import hf_model, loadable
+from tests.lib.models import hf_model, loadable
 from tl_geometry.models import from_hf
 
 

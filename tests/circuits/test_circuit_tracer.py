@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.browser import Browser
-from tests.tiny import tiny, tokens
+from tests.lib.models import tiny, tokens
 from tl_geometry.circuits.trace import trace_logit
 from tl_geometry.circuits.writer_edges import composition
 from tl_geometry.cli import app
@@ -28,10 +28,10 @@ from tl_geometry.decomposition import decompose
 
 SPEC = importlib.util.find_spec("circuit_tracer")
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         SPEC is None, reason="the package circuit-tracer is not installed (README, second block)"
     ),
+    pytest.mark.once,
 ]
 D3 = """
 const value = (x, f) => x.map(f ?? (d => d)).filter(d => !Number.isNaN(d));
@@ -131,6 +131,7 @@ MADE: dict[str, Callable[[], File]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_no_node_and_no_link_is_hidden(
     make: Callable[[], File], browser: Browser, tmp_path: Path
@@ -156,6 +157,7 @@ def unnamed(file: File, browser: Browser, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "others"),
     [
@@ -175,6 +177,7 @@ def test_only_tokens_look_like_tokens(
     assert set(unnamed(file | {"nodes": same}, browser, tmp_path)) == others
 
 
+@pytest.mark.nightly
 def test_what_would_be_hidden_is_seen(browser: Browser, tmp_path: Path) -> None:
     """A threshold below 1, two nodes of one number, one column."""
     file = graph(1)
@@ -188,6 +191,7 @@ def test_what_would_be_hidden_is_seen(browser: Browser, tmp_path: Path) -> None:
         assert after[1] < before[1]
 
 
+@pytest.mark.nightly
 def test_the_folder_of_the_command_opens_as_it_is(browser: Browser, tmp_path: Path) -> None:
     words = ["trace", "def f(width, height):\n    return", "--target", " w", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, words)

@@ -11,15 +11,14 @@ from scipy import stats
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.circuits import head_readers
 from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition, composition
 from tl_geometry.circuits.writer_sweep import score_cotangents
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.writers import Written, run_written
+from tl_geometry.models.writers import run_written
 from tl_geometry.scores.split import split_scores
 from tl_geometry.scores.values import split_values
 
@@ -293,28 +292,6 @@ def test_the_value_side_of_chosen_queries_is_the_covariance_of_their_output(
     expected = (out * total).sum((1, 2, 4)) / total.square().sum((0, 1, 3))
     assert float((table.cs[:, 2, 1:] - expected.mT).abs().max()) < 1e-4
     assert float((table.cs - pooled.cs).abs().max()) > 1e-2
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "bert", "gemma2"])
-@pytest.mark.parametrize("queries", [None, [5, 9]])
-@pytest.mark.parametrize("keep", [False, True])
-def test_steps_through_the_tokens_change_nothing(
-    architecture: str, queries: list[int] | None, keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """About five tokens of 14 at a time, with and without writes kept from layer to layer."""
-    kind, processed = loadable(architecture)[0]
-    model = tiny(kind, architecture, processed, dtype=torch.float64)
-    whole = found(model, queries=queries, drop=2)
-    monkeypatch.setattr(head_readers, "WORKING_SET", 2**16)
-    if not keep:
-        monkeypatch.setattr(Written, "kept", lambda *_: None)
-    in_steps = found(model, queries=queries, drop=2)
-    for name in ("cs", "gs", "other_cs", "other_gs"):
-        same = torch.allclose(getattr(in_steps, name), getattr(whole, name), equal_nan=True)
-        assert same, name
-    monkeypatch.setattr(Reader, "among", lambda *_: ([0], [0]))  # one token of each step
-    wrong = found(model, queries=queries, drop=2)
-    assert not torch.allclose(wrong.cs, whole.cs, equal_nan=True)
 
 
 def test_all_queries_chosen_are_all_queries() -> None:

@@ -23,7 +23,7 @@ from tests.circuits.edges_by_hand import (
     hooked,
     scores_by_hand,
 )
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
+from tests.lib.models import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import (
     BudgetError,
     GeometryError,
@@ -238,6 +238,7 @@ def reader_of(layout: EdgeLayout, node: Any) -> int:
 # ---- integrated gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen2"])
 def test_integrated_scores_of_the_embedding_sum_to_the_change(architecture: str) -> None:
     model = tiny("bridge", architecture, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.circuits.edges_by_hand import COUNTERFACTUALS, PAIRS, PROMPTS, difference
 from tests.circuits.test_edge_scores import close, matrix
-from tests.tiny import ARCHITECTURES, HEADS, redrawn
+from tests.lib.models import ARCHITECTURES, HEADS, redrawn
 from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError
 from tl_geometry.circuits import EdgeLayout, edge_scores, faithfulness
 from tl_geometry.models import from_hf, view
@@ -177,6 +177,7 @@ def test_pruned_runs_give_experts_another_input(name: str) -> None:
     assert not close(pruned_alone(name, layout, without_mlps), expected, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chosen", "sums"), [(4, True), (2, False)])
 def test_integrated_scores_miss_the_jumps_of_the_router(chosen: int, sums: bool) -> None:
     """With every expert chosen the MLP is smooth, and the scores of the embedding sum to the change

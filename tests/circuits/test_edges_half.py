@@ -13,7 +13,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.circuits.edges_by_hand import PAIRS
 from tests.circuits.test_edges_smollm2 import PAIRS as NAMES
-from tests.tiny import hf_model
+from tests.lib.models import hf_model
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.circuits import edge_scores
 from tl_geometry.circuits.edge_pass import LiveBlock
@@ -82,7 +82,6 @@ def test_a_wrong_writer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.slow
 def test_scores_of_a_real_decoder_in_bfloat16() -> None:
     few: dict[str, Any] = {name: x[:2] if isinstance(x, list) else x for name, x in NAMES.items()}
     found, expected = (

@@ -8,7 +8,7 @@ import pytest
 
 import tl_geometry as tlg
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2, pytest.mark.once]
 NAMES = (("Mary", "John"), ("Anna", "Paul"), ("Sarah", "James"), ("Emma", "David"))
 ORDERS = [order for pair in NAMES for order in (pair, pair[::-1])]
 TEXT = "When {} and {} went to the store, {} gave a drink to"

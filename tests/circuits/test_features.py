@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import D, tiny, tokens
+from tests.lib.models import D, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.base.results import Provenance
-from tl_geometry.base.rows import row_center
-from tl_geometry.circuits import features
 from tl_geometry.circuits.dictionaries import dictionary
 from tl_geometry.circuits.features import FeatureShares, feature_shares
 from tl_geometry.models import view
@@ -88,33 +86,6 @@ def test_pairs_are_those_of_the_dense_split(architecture: str) -> None:
         assert float(gs) == pytest.approx(float(table.gs[0, term]), abs=1e-5)
     sizes = found.pair_gs[0].abs()
     assert bool((sizes[:-1] >= sizes[1:] - 1e-12).all())
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-@pytest.mark.parametrize("products", [features.PRODUCTS, 1])
-def test_the_two_largest_pairs_of_each_cell_are_summed(
-    architecture: str, products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By scores as matrices; all queries at once, and one at a time."""
-    model = tiny("bridge", architecture, dtype=torch.float64)
-    monkeypatch.setattr(features, "PRODUCTS", products)
-    found = shares(model, orthonormal(model, 4), per_cell=2, pairs=16)
-    h = states(model)
-    parts = {f"f{i}": ((h - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(4)}
-    parts["rest"] = h - torch.stack(list(parts.values())).sum(0)
-    split = split_scores(model, PROMPTS, None, heads="L1H2", parts=parts)
-    total, allowed = split.total()[:, 0].double(), split.allowed[0]
-    centred = row_center(total, allowed)
-    pattern = total.masked_fill(~allowed, -torch.inf).softmax(-1)
-    moved = pattern - allowed / allowed.sum(-1, keepdim=True)
-    terms = torch.stack([split.terms[f"f{c // 4}", f"f{c % 4}"][:, 0].double() for c in range(16)])
-    best = terms.abs().topk(2, 0).indices
-    kept = torch.zeros_like(terms).scatter(0, best, terms.gather(0, best)) * allowed
-    cs, gs = ((w * kept).sum((1, 2, 3)) / (w * centred).sum() for w in (centred, moved))
-    order = gs.abs().argsort(descending=True).tolist()
-    assert found.pairs[0].tolist() == [[c // 4, c % 4] for c in order if bool(kept[c].any())]
-    assert torch.allclose(found.pair_cs[0], cs[order[: len(found.pair_cs[0])]], atol=1e-6)
-    assert torch.allclose(found.pair_gs[0], gs[order[: len(found.pair_gs[0])]], atol=1e-6)
 
 
 def test_heads_of_fewer_pairs_are_filled_up_with_none() -> None:
@@ -234,25 +205,6 @@ class Autoencoder:
 
     def decode(self, activations: Tensor) -> Tensor:
         return (activations @ self.W_dec + self.b_dec) * self.std + self.mu
-
-
-def test_a_head_is_left_out_by_its_scores_and_not_by_its_gains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, plain = tiny("bridge", "gpt2"), features.score_cotangents
-    for more in (0.5, 1.5):
-
-        def floored(*given: Any, more: float = more) -> Any:
-            cotangents = plain(*given)
-            scores, gains = cotangents.total.sum(1)
-            assert bool((gains < scores).all())
-            return cotangents._replace(floor=gains + more * (scores - gains))
-
-        monkeypatch.setattr(features, "score_cotangents", floored)
-        found = shares(model, orthonormal(model))
-        for share in (found.cs, found.gs):
-            assert bool(share.isnan().all()) == (more > 1)
-            assert bool(share.isnan().any()) == (more > 1)
 
 
 @pytest.mark.parametrize("normalization", ["none", "constant_norm_rescale", "layer_norm"])

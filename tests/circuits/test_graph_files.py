@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from tests.circuits.graph_schema import cumulative, faults, has_a_top
-from tests.tiny import hf_model, tiny, tiny_native, tokens
+from tests.lib.models import hf_model, tiny, tiny_native, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.circuits.graph_edges import fewest_carrying
 from tl_geometry.circuits.graph_files import node_id, pairing
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.circuits.trace import trace_logit
 from tl_geometry.models import from_hf
+
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")

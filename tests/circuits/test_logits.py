@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.tiny import ARCHITECTURES, hf_model, loadable, tiny, tokens
+from tests.lib.models import ARCHITECTURES, hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import (
     BudgetError,
     GeometryError,

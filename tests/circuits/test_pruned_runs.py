@@ -21,7 +21,7 @@ from tests.circuits.edges_by_hand import (
     hooked,
     pruned_by_hand,
 )
-from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
+from tests.lib.models import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.circuits import EdgeLayout, Faithfulness, edge_scores, faithfulness
@@ -198,6 +198,7 @@ def noisy(seed: int, prompts: int = 20) -> Faithfulness:
     return planted(metrics=metrics, clean=other + whole, counterfactual=other)
 
 
+@pytest.mark.nightly
 def test_intervals_of_ratios_cover() -> None:
     truth = {"f": 0.4, "cpr": 0.02 + 0.24 + 0.45, "cmd": 0.08 + 0.16 + 0.05}
     covered, repeats = dict.fromkeys(truth, 0), 400

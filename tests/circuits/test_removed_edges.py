@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.circuits.frozen_hf import Edit, FrozenRun, frozen_run
 from tests.circuits.test_trace import AT, PRECISION, PROMPT, complete, size
-from tests.tiny import HEADS
+from tests.lib.models import HEADS
 from tl_geometry.circuits.logit_graph import LogitGraph
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import HAS_HOOKED, D, tiny, tokens
+from tests.lib.models import HAS_HOOKED, D, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.circuits.dictionaries import Dictionary, dictionary
 from tl_geometry.circuits.features import feature_shares

@@ -17,7 +17,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.circuits.frozen_hf import frozen_run
 from tests.circuits.in_double import InDouble, exact
-from tests.tiny import (
+from tests.lib.models import (
     ARCHITECTURES,
     HAS_HOOKED,
     HEADS,
@@ -304,6 +304,7 @@ def test_with_a_basis_the_leaves_are_mean_position_and_content(architecture: str
         traced(model, basis=normalized)
 
 
+@pytest.mark.slow
 def test_tokens_are_listed_with_the_constants_last() -> None:
     model = tlg.zoo.embedded()
     windows = tlg.zoo.default_windows(model, 16, n=2)

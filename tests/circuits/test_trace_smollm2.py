@@ -12,7 +12,7 @@ import tl_geometry as tlg
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.models.reconstruction import reconstruction_bound
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2]
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 LARGEST = {
     "L23H3": 2.41,

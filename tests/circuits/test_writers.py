@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.scores.dense import share_sums_dense
-from tests.tiny import (
+from tests.lib.models import (
     ARCHITECTURES,
     HAS_HOOKED,
     loadable,
@@ -20,6 +19,7 @@ from tests.tiny import (
     tiny_hooked,
     tokens,
 )
+from tests.scores.dense import share_sums_dense
 from tl_geometry.base.errors import BudgetError, GeometryError
 from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.writer_sweep import sweep_writers
@@ -229,6 +229,7 @@ def test_a_cache_of_other_prompts_is_refused(parts: str) -> None:
         split_scores(model, PROMPTS[:1], parts=parts, cache=flat, layers=1)
 
 
+@pytest.mark.slow
 def test_what_makes_no_sense_is_refused() -> None:
     model = tiny("bridge", "gpt2")
     with pytest.raises(GeometryError, match="writers"):

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.tiny import tiny, tokens
-from tl_geometry.base import checks
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.corpus import sources
-from tl_geometry.corpus.sources import padded_rows
+
+pytestmark = pytest.mark.once
 
 BOS = "<|endoftext|>"
 
@@ -56,6 +54,7 @@ def _refilled_array(rows: torch.Tensor) -> Iterator[np.ndarray]:
         yield buffer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream",
     [lambda r: _refilled(r, 1), lambda r: _refilled(r, 2), _refilled_array],
@@ -78,28 +77,6 @@ def test_a_buffer_that_is_refilled_gives_the_rows_that_it_held(
 
 # --- Padding --------------------------------------------------------------------------------------
 # -------------------
-
-
-def test_runs_of_padding_are_seen_and_random_ids_are_left_alone() -> None:
-    rows = torch.arange(10, 26).view(2, 8)
-    for change, expected in (
-        ({}, 0),
-        ({(0, 7): 5}, 1),  # two prompts, one of them shorter by one
-        ({(0, 0): 5, (0, 1): 5}, 1),
-        ({(0, 7): 5, (1, 0): 5}, 2),
-        ({(0, 7): 5, (1, 3): 5}, 0),  # inside a row it is no padding
-        ({(0, 3): 5}, 0),
-        ({(0, 5): 5, (0, 6): 5, (0, 7): 5, (1, 3): 5}, 1),
-    ):
-        ids = rows.clone()
-        for place, value in change.items():
-            ids[place] = value
-        assert padded_rows(ids, 5) == expected, change
-    many = torch.arange(100, 260).view(20, 8)
-    many[3, 7] = 5
-    assert padded_rows(many, 5) == 0  # one among many may be chance
-    many[4, 0] = 5
-    assert padded_rows(many, 5) == 2
 
 
 def test_padded_ids_are_refused_wherever_tokens_come_in(
@@ -126,23 +103,6 @@ def test_padded_ids_are_refused_wherever_tokens_come_in(
         tlg.decompose(
             view, ids, progress=False
         )  # its tokenizer pads with EOS, which cannot be told from a text's own
-
-
-def test_padding_tokens_that_mean_something_else_are_unknown(model: Any, view: Any) -> None:
-    from tl_geometry.models.reader import unambiguous_pad_id
-
-    assert view.pad_id is None
-
-    class Tokenizer:
-        bos_token_id, eos_token_id, pad_token_id = 0, 1, 2
-
-    class Holder:
-        tokenizer = Tokenizer()
-
-    assert unambiguous_pad_id(Holder()) == 2
-    Tokenizer.pad_token_id = 1
-    assert unambiguous_pad_id(Holder()) is None
-    assert unambiguous_pad_id(object()) is None
 
 
 def test_an_attention_mask_counts(model: Any, windows: tlg.TokenWindows) -> None:
@@ -344,159 +304,3 @@ def test_labels_may_be_names(model: Any, windows: tlg.TokenWindows) -> None:
     assert plain.labels is not None
     assert torch.equal(named.labels, plain.labels)
     assert tlg.decompose_activations(torch.randn(2, 3, 4), labels=["x", "y"]).names == ("x", "y")
-
-
-def test_states_by_the_names_of_their_hooks() -> None:
-    model, ids = tiny("bridge", "gpt2"), tokens(6, 8)
-    names = ["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", 0]
-    found = tlg.decompose(model, ids, states=names, progress=False)
-    assert found.states == (1, 2, 0)
-    assert torch.equal(found.pos, tlg.decompose(model, ids, states=[1, 2, 0], progress=False).pos)
-    _, cache = model.run_with_cache(ids)
-    assert tlg.decompose_activations(cache, states=["blocks.0.hook_resid_post"]).states == (1,)
-    encoder = (
-        "blocks.0.hook_resid_pre",
-        "blocks.1.hook_resid_pre",
-        "blocks.1.hook_normalized_resid_post",
-    )
-    assert sources.state_indices(["blocks.0.hook_normalized_resid_post"], 3, encoder) == (1,)
-    for bad, hooks in (
-        ("blocks.0.hook_resid_post", encoder),
-        ("resid_pre", ()),
-        ("blocks.7.hook_resid_pre", ()),
-        ("blocks.0.hook_z", ()),
-    ):
-        with pytest.raises(
-            GeometryError,
-            match=r"states: expected a number from 0 to 2 or a hook such as "
-            r'"blocks\.1\.hook_resid_pre", got',
-        ):
-            sources.state_indices([bad], 3, hooks)
-
-
-IDS = torch.arange(3, 15).view(2, 6)
-H = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"tokens": IDS.bool()}, "tokens: expected integer ids, got bool tensor"),
-        ({"tokens": IDS.to("meta")}, "tokens: expected integer ids, got meta int64 tensor"),
-        ({"tokens": IDS.float()}, "tokens: expected integer ids"),
-        ({"tokens": IDS.to(torch.complex64)}, "tokens: expected integer ids"),
-        ({"tokens": np.array([["a", "b"]])}, "tokens: expected integer ids"),
-        ({"tokens": IDS[0]}, r"tokens: expected integer ids \[context position\]"),
-        ({"tokens": []}, "tokens: expected"),
-        ({"tokens": [[]]}, "tokens: expected"),
-        ({"tokens": IDS[:0]}, "at least one context"),
-        ({"tokens": IDS[:, :0]}, "at least one context"),
-        ({"tokens": 5}, "tokens: expected ids, windows or texts, got 5"),
-        ({"tokens": iter([1, 2])}, r"tokens: expected rows \[position\] or batches"),
-        ({"tokens": iter(["a", "b"])}, "tokens: expected integer ids"),
-        ({"tokens": iter([IDS, IDS[None]])}, "tokens: expected 6 positions"),
-        (
-            {
-                "tokens": torch.utils.data.DataLoader(
-                    torch.utils.data.TensorDataset(IDS, IDS), batch_size=2
-                )
-            },
-            "tokens: expected rows",
-        ),
-        ({"tokens": {"a": 1}}, "dataset: expected a column named 'tokens'"),
-        ({"batch_size": 0}, "batch_size: expected a whole number, at least 1, got 0"),
-        ({"groups": 0}, "groups: expected at least 1, got 0"),
-        ({"keep": -1}, "keep: expected at least 0, got -1"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"device": "nonsense"}, "device: expected a device of this machine, got 'nonsense'"),
-        ({"window": (1.5, 4)}, r"window: expected whole numbers \(start, end\), got \(1\.5, 4\)"),
-        ({"window": (1, 2, 3)}, r"window: expected \(start, end\)"),
-        ({"window": (float("nan"), 4)}, r"window: expected \(start, end\)"),
-        ({"window": (1, 9)}, "window: expected 0 <= start < end <= 6"),
-        (
-            {"labels": [0]},
-            r"labels: expected one integer label \(0 or more\) for each of 2 contexts",
-        ),
-        ({"labels": [0, -1]}, "labels: expected one integer label"),
-        ({"labels": [0.5, 1.0]}, "labels: expected one integer label"),
-        ({"labels": ["a", "b", "c"]}, "labels: expected one integer label"),
-        ({"labels": object()}, "labels: expected one integer label"),
-        (
-            {"labels": [0, 1], "tokens": iter(IDS)},
-            "labels: expected none with an iterable of unknown length",
-        ),
-        ({"states": []}, "states: expected at least one index"),
-        ({"states": [0, 0]}, "states: expected each index once"),
-        (
-            {"states": ["blocks.9.hook_resid_pre"]},
-            "states: expected a number from 0 to 2 or a hook",
-        ),
-        ({"prepend_bos": True}, "prepend_bos: expected None with token ids"),
-        ({"second_moments": "yes"}, "second moments: expected True, False or"),
-        ({"checkpoint": "/"}, "checkpoint: expected a file that can be written, got /"),
-    ],
-)
-def test_bad_arguments_of_decompose_are_refused(options: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"tokens": IDS, "progress": False} | options
-    with pytest.raises(GeometryError, match=text):
-        tlg.decompose(tiny("bridge", "gpt2"), given.pop("tokens"), **given)
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "text"),
-    [
-        (H.to("meta"), {}, "activations: expected floating .* got meta float32 tensor"),
-        (H.to(torch.complex64), {}, "activations: expected floating"),
-        (H.to_sparse(), {}, "activations: expected floating"),
-        (H[:0], {}, "activations: expected floating"),
-        (H[0], {}, "activations: expected floating"),
-        (IDS, {}, r"Use decompose\(model, tokens\) for token ids"),
-        ("text", {}, "activations: expected a tensor or an ActivationCache, got 'text'"),
-        ({"a": H}, {}, "activations: expected a tensor or an ActivationCache"),
-        (
-            H,
-            {"labels": [0, 1]},
-            r"labels: expected one integer label \(0 or more\) for each of 4 contexts",
-        ),
-        (H, {"window": (0, 6)}, "window: expected 0 <= start < end <= 5"),
-        (H, {"batch_size": 0}, "batch_size: expected a whole number"),
-        (H, {"keep": -3}, "keep: expected at least 0"),
-        (H, {"states": [1]}, "states: expected an index from 0 to 0"),
-        (H * torch.nan, {}, "activations: expected finite numbers"),
-    ],
-)
-def test_bad_arguments_of_decompose_activations_are_refused(
-    source: Any, options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(GeometryError, match=text):
-        tlg.decompose_activations(source, **options)
-
-
-def test_two_functions_for_models_and_for_activations() -> None:
-    model, ids = tiny("bridge", "gpt2"), tokens(6, 8)
-    _, cache = model.run_with_cache(ids)
-    _, plain = model.run_with_cache(ids, return_cache_object=False)
-    for given in (H, cache, plain):
-        with pytest.raises(
-            GeometryError,
-            match=r"model: expected a TransformerLens model, got .* "
-            r"Use decompose_activations\(\.\.\.\)",
-        ):
-            tlg.decompose(given, progress=False)  # type: ignore[arg-type]
-    streamed = tlg.decompose(model, ids, progress=False).pos
-    rounding = 32 * 2**-24 * float(cache["blocks.1.hook_resid_post"].abs().max())  # of two passes
-    for source in (cache, plain):
-        kept = tlg.decompose_activations(source, window=(1, 8)).pos
-        torch.testing.assert_close(kept, streamed, rtol=0, atol=rounding)
-        assert (kept[:-1] - streamed[1:]).abs().max() > 1e3 * rounding
-    learned = H.clone().requires_grad_()
-    window: Any = (1.0, np.int64(4))
-    basis = tlg.decompose_activations(learned, window=window, device="cpu", states=[0])
-    assert basis.window == (1, 4)
-    assert not basis.pos.requires_grad
-    assert tlg.decompose(model, ids, window=(1.0, 8.0), progress=False).window == (1, 8)
-    for bad in (3, ("a", "b"), (True, 4), object()):
-        with pytest.raises(GeometryError, match="window: expected"):
-            checks.window(bad, 8, 1)
-    with pytest.raises(TypeError, match="checkpoint"):
-        tlg.decompose_activations(H, checkpoint="x")  # type: ignore[call-arg]

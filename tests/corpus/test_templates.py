@@ -10,6 +10,8 @@ import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus import aligned_prompts
 
+pytestmark = pytest.mark.once
+
 ROWS = [{"f": "get", "x": "y"}, {"f": "set", "x": "z"}]
 FORMS = ["def {f}({x}): return {x}", "for {x} in {f}({x}): pass"]
 

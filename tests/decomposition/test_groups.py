@@ -71,6 +71,7 @@ def test_too_few_documents_are_said(tmp_path: Path) -> None:
         assert CUT not in tlg.decompose_activations(h, labels=labels).provenance.flags
 
 
+@pytest.mark.slow
 def test_documents_that_are_not_in_order_are_said() -> None:
     model = tlg.zoo.embedded()
     windows = tlg.zoo.default_windows(model, 16, n=64)
@@ -100,7 +101,7 @@ def _topics(generator: torch.Generator, pos: Tensor) -> Tensor:
     return pos + topics + windows + normal(CONTEXTS, POSITIONS, WIDTH)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intervals_cover_where_windows_come_in_topics() -> None:
     repeats, generator = 600, torch.Generator().manual_seed(1)
     pos = torch.randn(POSITIONS, WIDTH, generator=generator, dtype=torch.float64)

@@ -17,6 +17,8 @@ from tl_geometry.base.results import Result
 from tl_geometry.decomposition.variance import Anova
 from tl_geometry.report.tables import joined
 
+pytestmark = pytest.mark.once
+
 
 def planted(contexts: int, seed: int, *, size: float = 0.2) -> Tensor:
     """Two states: noise, correlated along the window, with a positional effect of some size."""

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry as tlg
-from tests import tiny
-from tests.bad_inputs.ownership import doors
 from tests.decomposition.test_distributed import tensors_of
+from tests.lib.models import tiny, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import stream_pass, variance
 from tl_geometry.interventions import (
-    effects,
     remove_edge,
     remove_heads,
     remove_planes,
@@ -31,7 +28,6 @@ from tl_geometry.interventions import (
     surrogate,
     swap_edge,
 )
-from tl_geometry.models.fingerprints import fingerprint
 
 Tokens = tlg.TokenWindows
 
@@ -193,7 +189,7 @@ def test_an_edit_is_of_what_was_given_when_it_was_made(
 
 @torch.no_grad()
 def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
-    rotary, ids = tiny.tiny("bridge", "llama"), tiny.tokens()
+    rotary, ids = tiny("bridge", "llama"), tokens()
     planes, heads = [0], ["L1H0"]
     edit = remove_planes(rotary, planes, heads)
     with edit:
@@ -248,50 +244,6 @@ def test_weights_that_change_during_a_pass_are_refused(
         call(own, _while_training(own, windows.tokens), basis)
 
 
-def test_a_measured_effect_of_weights_that_change_is_refused(
-    model: Any, windows: Tokens, basis: tlg.PositionContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, left = copy.deepcopy(model), [3]
-    measured = effects.log_probabilities
-
-    def training(*args: Any, **options: Any) -> Tensor:
-        left[0] -= 1
-        if left[0] == 0:
-            with torch.no_grad():
-                next(iter(own.parameters())).mul_(1.5)
-        return measured(*args, **options)
-
-    monkeypatch.setattr(effects, "log_probabilities", training)
-    with pytest.raises(GeometryError, match="changed during the pass"):
-        tlg.interventions.dominant_only(own, windows[:4], basis, draws=1, progress=False)
-
-
-def test_no_checkpoint_of_two_models_is_left(
-    model: Any, windows: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # after every batch
-    own, path = copy.deepcopy(model), tmp_path / "run"
-    options: dict[str, Any] = {"checkpoint": path, "batch_size": 3, "progress": False}
-    weights = copy.deepcopy(own.state_dict())
-    with pytest.raises(GeometryError, match="changed during the pass"):
-        tlg.decompose(own, _while_training(own, windows.tokens), **options)
-    own.load_state_dict(weights)
-    resumed = tlg.decompose(own, iter(windows.tokens.split(3)), **options)
-    whole = tlg.decompose(model, windows.tokens, progress=False)
-    assert torch.allclose(resumed.pos, whole.pos, atol=1e-9)
-
-
-def test_edits_and_controls_of_the_library_are_no_change(
-    model: Any, windows: Tokens, basis: tlg.PositionContext
-) -> None:
-    mark = fingerprint(model)
-    with tlg.interventions.remove_term(model, basis, "pos-pos", "L1H0"):
-        edited = tlg.decompose(model, windows, progress=False)
-    with tlg.models.reinitialized(model) as control:
-        tlg.decompose(control, windows, progress=False)
-    assert edited.provenance.fingerprint == mark == fingerprint(model)
-
-
 def test_weights_that_are_processed_after_a_basis_are_another_model(
     model: Any, windows: Tokens, basis: tlg.PositionContext
 ) -> None:
@@ -330,28 +282,3 @@ def test_a_name_as_long_as_a_name_can_be(basis: tlg.PositionContext, tmp_path: P
     assert tlg.PositionContext.load(basis.save(tmp_path / ("a" * 255))).contexts == 10
     with pytest.raises(GeometryError, match="File name too long"):
         basis.save(tmp_path / ("a" * 256))
-
-
-def test_a_table_of_a_basis_is_one_analysis(
-    model: Any, windows: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-
-    def counted(moments: Any) -> Any:
-        calls.append(1)
-        return variance.analysis(moments)
-
-    monkeypatch.setattr("tl_geometry.decomposition.position_context.analysis", counted)
-    for show in ("to_dataframe", "text", "to_latex"):
-        made = tlg.decompose(model, windows, progress=False)
-        calls.clear()
-        getattr(made, show)()
-        assert len(calls) == 1, show
-
-
-def test_every_public_function_that_takes_a_basis_is_asked() -> None:
-    """The rows themselves run in ``tests/project/test_bad_inputs.py``, without checks of
-    annotations."""
-    names = {name.rpartition(".")[2] for name, _, _ in doors()}
-    assert len(list(doors())) >= 20
-    assert {"sweep_heads:basis", "dominant_only:basis", "spirals:control"} <= names

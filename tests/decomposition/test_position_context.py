@@ -21,6 +21,8 @@ from tl_geometry.decomposition.from_activations import decompose_tensor
 from tl_geometry.decomposition.moments import Moments, half_width
 from tl_geometry.decomposition.position_context import PositionContext
 
+pytestmark = pytest.mark.once
+
 SIZES = {
     "contexts": st.integers(2, 9),
     "positions": st.integers(2, 8),

@@ -3,7 +3,6 @@ every partition of a corpus."""
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.decomposition.test_distributed import (  # noqa: F401 (a fixture)
+from tests.decomposition.test_distributed import (
     OPTIONS,
-    _threads_as_groups,
-    assert_same,
     ids,
-    together,
     toy,
-    ungrouped,
 )
-from tests.tiny import ARCHITECTURES, loadable, tiny, tokens
+from tests.lib.models import ARCHITECTURES, loadable, tiny, tokens
 from tl_geometry import decompose_activations
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.files import write_atomically
-from tl_geometry.decomposition import stream_pass
-from tl_geometry.decomposition.largest import KEPT, Largest, log_histogram, top_share
+from tl_geometry.decomposition.largest import KEPT
 from tl_geometry.decomposition.position_context import RAW, PositionContext
 
 
@@ -96,6 +88,7 @@ def test_a_quarter_of_the_squares_in_few_tokens_is_said_everywhere() -> None:
         assert any(remark in f for f in report.provenance.flags)
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 9))
 def test_largest_and_tail_are_the_same_over_every_partition(sizes: list[int], seed: int) -> None:
     h = planted(24, 20, 6, seed)
@@ -109,38 +102,6 @@ def test_largest_and_tail_are_the_same_over_every_partition(sizes: list[int], se
         for name, values in whole.largest.tensors().items():
             assert torch.equal(basis.largest.tensors()[name], values), name
         torch.testing.assert_close(basis.moments.tail, whole.moments.tail, rtol=1e-12, atol=0)
-
-
-def test_a_share_beyond_the_kept_tokens_comes_from_the_histogram() -> None:
-    squares = (
-        torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        .log()
-        .neg()
-        .exp()
-        ** 2
-    )
-    top = squares.sort(descending=True).values
-    found = top_share(log_histogram(squares), top[:KEPT].sqrt())
-    assert float(found) == pytest.approx(float(top[:200].sum() / top.sum()), rel=0.02)
-    assert torch.isnan(top_share(log_histogram(torch.zeros(3)), torch.zeros(1)))
-    ends = log_histogram(torch.tensor([0.0, 1e-300, 1e300], dtype=torch.float64))
-    assert (float(ends[0, 0]), float(ends[0, -1])) == (2.0, 1.0)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_largest_tokens_of_several_processes_are_those_of_one(size: int) -> None:
-    whole = tlg.decompose(toy(), ids(31), **OPTIONS)
-    contexts, positions = whole.largest.context[1], whole.largest.position[1]
-    assert torch.equal(whole.largest.token[1], ids(31)[contexts, positions])
-    assert whole.largest_tokens().str_tokens[1][0] == f"<{int(whole.largest.token[1, 0])}>"
-    for basis in together(
-        size, lambda group: tlg.decompose(toy(), ids(31), group=group, **OPTIONS)
-    ):
-        assert basis.largest_texts == whole.largest_texts
-        assert all(
-            torch.equal(v, whole.largest.tensors()[n]) for n, v in basis.largest.tensors().items()
-        )
-    assert Largest.empty(2).context.tolist() == [[-1] * KEPT] * 2
 
 
 # --- Groups ---------------------------------------------------------------------------------------
@@ -337,47 +298,6 @@ def test_hooks_and_unknown_models_are_said_with_the_result(tmp_path: Path) -> No
 # -------------------------------------------------------------------------------------------
 
 
-class Killed(Exception):
-    pass
-
-
-def test_a_checkpoint_belongs_to_its_labels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)
-    path, rows, labels = tmp_path / "run", ids(20), torch.arange(20) % 3
-    left = [3]
-
-    def dying(contexts: int, state: int) -> None:
-        left[0] -= state == 0
-        if left[0] == 0:
-            raise Killed
-
-    with pytest.raises(Killed):
-        tlg.decompose(toy(dying), rows, labels=labels, checkpoint=path, **OPTIONS)
-    other, later = labels.clone(), labels.clone()
-    other[2], later[15] = 1, 2
-    text = "expected the labels of the first 6 contexts that it was made with"
-    for given_ in (other, None, labels % 2):
-        with pytest.raises(GeometryError, match=text):
-            tlg.decompose(toy(), rows, labels=given_, checkpoint=path, **OPTIONS)
-    resumed = tlg.decompose(
-        toy(), rows, labels=later, checkpoint=path, **OPTIONS
-    )  # of the contexts that are left
-    assert_same(resumed, tlg.decompose(toy(), rows, labels=later, **OPTIONS))
-
-
-def test_a_checkpoint_of_more_contexts_than_there_are_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    tlg.decompose(toy(), iter(ids(20)), checkpoint=path, **OPTIONS)
-    with pytest.raises(
-        GeometryError, match="expected the tokens it was made from, got 8 contexts fewer"
-    ):
-        tlg.decompose(toy(), iter(ids(12)), checkpoint=path, **OPTIONS)
-    more = tlg.decompose(toy(), iter(ids(40)[:, :]), **OPTIONS)
-    assert more.contexts == 40
-
-
 def test_the_same_shard_twice_is_refused() -> None:
     first, second, third = (
         tlg.decompose(toy(), rows, **OPTIONS) for rows in (ids(12), ids(12, seed=1), ids(12)[:6])
@@ -402,73 +322,3 @@ def test_the_same_shard_twice_is_refused() -> None:
         "2 contexts are in more than one of the merged parts"
         in PositionContext.merge([first, some]).provenance.flags
     )
-
-
-def rewritten(path: Path, change: Any, *, checked: bool = False) -> Path:
-    """A copy of a file with tensors or header changed, its checksum as it was or that of what is
-    there now."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as handle:
-        header = dict(handle.metadata())
-        tensors = {k: handle.get_tensor(k) for k in handle.keys()}  # noqa: SIM118
-    change(tensors, header)
-    copy = path.with_name("changed")
-    if checked:
-        write_atomically(copy, tensors, header)
-    else:
-        save_file(tensors, copy, metadata=header)
-    return copy
-
-
-def test_altered_files_and_unknown_fields_are_refused(tmp_path: Path) -> None:
-    basis = tlg.decompose(toy(), ids(20), checkpoint=tmp_path / "run", **OPTIONS)
-    saved = basis.save(tmp_path / "basis")
-    nothing = lambda tensors, header: None
-    assert PositionContext.load(rewritten(saved, nothing)).provenance == basis.provenance
-
-    def sums(tensors: Any, header: Any) -> None:
-        name = next(name for name in tensors if name.endswith("moments|sums"))
-        tensors[name][0, 0, 3, 2] += 1
-
-    def window(tensors: Any, header: Any) -> None:
-        header["window"] = json.dumps([0, 12])
-
-    for change in (sums, window):
-        with pytest.raises(
-            GeometryError,
-            match=r"expected the numbers that were written \(checksum\), got altered ones",
-        ):
-            PositionContext.load(rewritten(saved, change))
-        with pytest.raises(
-            GeometryError,
-            match=r"expected the numbers that were written \(checksum\), got altered ones",
-        ):
-            tlg.decompose(toy(), ids(20), checkpoint=rewritten(tmp_path / "run", change), **OPTIONS)
-
-    def newer(tensors: Any, header: Any) -> None:
-        header["tilt"] = "1"
-
-    def wider(tensors: Any, header: Any) -> None:
-        tensors["moments|skew"] = torch.zeros(1)
-
-    def provenance(tensors: Any, header: Any) -> None:
-        header["provenance"] = json.dumps(json.loads(header["provenance"]) | {"mood": 1})
-
-    def schema(tensors: Any, header: Any) -> None:
-        header["schema"] = json.dumps("tl_geometry/PositionContext/4")
-
-    for change, text in (
-        (newer, r"expected fields of this version, got tilt\. Use the newer tl_geometry"),
-        (wider, r"expected tensors of this version, got moments\|skew"),
-        (provenance, r"Provenance: expected fields of this version, got mood"),
-        (schema, r"expected schema tl_geometry/PositionContext/1, got '.*/4'"),
-    ):
-        with pytest.raises(GeometryError, match=text):
-            PositionContext.load(rewritten(saved, change, checked=True))
-    table = basis.anova()
-    path = table.save(tmp_path / "anova")
-    assert tlg.decomposition.Anova.load(path).remarks == table.remarks
-    for change in (newer, wider):
-        with pytest.raises(GeometryError, match="of this version, got"):
-            tlg.decomposition.Anova.load(rewritten(path, change, checked=True))

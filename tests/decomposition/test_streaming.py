@@ -18,13 +18,10 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.modules import copy_of
-from tests.tiny import HAS_HOOKED, VOCAB, tiny, tokens
-from tests.views import with_methods
-from tl_geometry.decomposition import accumulator, checkpoints, reservoir, stream_pass
+from tests.lib.models import HAS_HOOKED, VOCAB, tiny, tokens
+from tl_geometry.decomposition import checkpoints
 from tl_geometry.decomposition.from_activations import decompose_tensor
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.stream_pass import forward_states
 from tl_geometry.models.model_view import ModelView
 
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
@@ -132,52 +129,6 @@ def test_a_basis_from_a_cache_belongs_to_the_model_of_the_cache(model: Any) -> N
     assert tlg.decompose_activations(cache).provenance.fingerprint is None
 
 
-class Killed(Exception):
-    pass
-
-
-def test_interrupted_run_resumes_without_repeating_finished_batches(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)  # every batch is saved
-    ids, path = tokens(20, 8), tmp_path / "run.safetensors"
-    whole = tlg.decompose(model, ids, batch_size=3, progress=False, moments_dtype=torch.float64)
-    seen: list[int] = []
-    forward = forward_states
-
-    def counting(view: Any, states: Any, batch: torch.Tensor, on_state: Any) -> None:
-        if len(seen) == 3:
-            raise Killed
-        seen.append(len(batch))
-        forward(view, states, batch, on_state)
-
-    options: dict[str, Any] = {
-        "progress": False,
-        "checkpoint": path,
-        "moments_dtype": torch.float64,
-    }
-    monkeypatch.setattr(stream_pass, "forward_states", counting)
-    with pytest.raises(Killed):
-        tlg.decompose(model, ids, batch_size=3, **options)
-    again: list[int] = []
-
-    def recording(view: Any, states: Any, batch: torch.Tensor, on_state: Any) -> None:
-        again.append(len(batch))
-        forward(view, states, batch, on_state)
-
-    monkeypatch.setattr(stream_pass, "forward_states", recording)
-    resumed = tlg.decompose(model, ids, batch_size=4, **options)
-    assert sum(seen) + sum(again) == 20  # nine contexts were finished, eleven were left
-    assert same(resumed, whole)
-    assert (
-        resumed.second_moment(1) - whole.second_moment(1)
-    ).abs().max() <= 1e-10 * whole.second_moment(1, centered=False).trace()
-    assert resumed.provenance.token_hash == whole.provenance.token_hash
-    again.clear()
-    assert same(tlg.decompose(model, ids, **options), whole)
-    assert again == []  # a finished checkpoint costs nothing
-
-
 def test_checkpoint_of_another_run_is_refused_and_kept(model: Any, tmp_path: Path) -> None:
     ids, path = tokens(6, 8), tmp_path / "run.safetensors"
     tlg.decompose(model, ids, checkpoint=path, progress=False)
@@ -197,7 +148,7 @@ CHILD = """
 import sys, time, torch
 import tl_geometry as tlg
 from tl_geometry.decomposition import accumulator, stream_pass
-from tests.tiny import tiny, tokens
+from tests.lib.models import tiny, tokens
 stream_pass.SAVE_SHARE = 1e9
 forward = stream_pass.forward_states
 def slow(*args):
@@ -210,7 +161,7 @@ tlg.decompose(tiny("bridge", "gpt2"), tokens(400, 8), checkpoint=sys.argv[1], **
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kill_9_at_any_moment_loses_nothing(model: Any, tmp_path: Path) -> None:
     ids, path = tokens(400, 8), tmp_path / "run.safetensors"
     whole = tlg.decompose(model, ids, progress=False, moments_dtype=torch.float64)
@@ -259,7 +210,7 @@ for _ in sys.stdin:
 batch: says its number, and how it ended."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("writers", [1, 2])
 def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     """SIGKILL and SIGINT at random moments, of one process or of two that write the same
@@ -306,60 +257,6 @@ def test_twenty_kills_lose_nothing(writers: int, tmp_path: Path) -> None:
     whole = tlg.decompose(toy(), ids(240), **OPTIONS)
     assert_same(tlg.decompose(toy(), ids(240), checkpoint=path, **OPTIONS), whole)
     assert not any(p.suffix == ".part" and p.name.startswith(path.name) for p in tmp_path.iterdir())
-
-
-def test_files_are_the_users_and_what_cannot_be_written_is_said(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tl_geometry.base import files
-
-    basis = tlg.decompose_activations(torch.randn(4, 5, 3))
-    before = os.umask(0o027)
-    try:
-        path = basis.save(tmp_path / "basis")
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o640
-    held = path.read_bytes()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        tlg.GeometryError,
-        match=r"expected a file that can be written \(what was there is unchanged\), got",
-    ):
-        basis.save(tmp_path / "file" / "below")
-
-    def full(*args: Any, **options: Any) -> None:
-        Path(args[1]).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(tlg.GeometryError, match="No space left on device"):
-        basis.save(path)
-    assert path.read_bytes() == held
-    assert not list(tmp_path.glob(".*.part"))
-
-
-def test_threads_that_write_one_path_do_not_collide(tmp_path: Path) -> None:
-    import threading
-
-    bases = [tlg.decompose_activations(torch.randn(4, 5, 3)) for _ in range(4)]
-    errors: list[Exception] = []
-
-    def write(basis: PositionContext) -> None:
-        try:
-            for _ in range(10):
-                basis.save(tmp_path / "basis")
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(b,)) for b in bases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert any(torch.equal(PositionContext.load(tmp_path / "basis").pos, b.pos) for b in bases)
-    assert [p.name for p in tmp_path.iterdir()] == ["basis"]
 
 
 def test_windows_are_cut_sampled_and_labelled() -> None:
@@ -529,102 +426,3 @@ def test_training_mode_is_refused_and_the_users_hooks_stay(model: Any) -> None:
             tlg.decompose(model, ids, progress=False)
     finally:
         model.eval()
-
-
-def test_nan_in_the_weights_is_named_and_the_checkpoint_survives(tmp_path: Path) -> None:
-    from tests.tiny import hf_model
-    from tl_geometry.models import from_hf
-
-    broken = from_hf(hf_model("gpt2", seed=3), None, model_class="bridge", name="broken")
-    ids, path = tokens(4, 6), tmp_path / "run.safetensors"
-    tlg.decompose(broken, ids, checkpoint=path, progress=False)
-    view = tlg.view(broken)
-    path.rename(tmp_path / "kept")
-
-    def poisoned(tokens: Any, hooks: Any, **options: Any) -> None:
-        view.run(
-            tokens,
-            {
-                n: (lambda h, f=f, n=n: f(h * torch.nan if n == view.state_hooks[1] else h))
-                for n, f in hooks.items()
-            },
-            **options,
-        )
-
-    changed = with_methods(view, run=poisoned)
-    with pytest.raises(
-        tlg.GeometryError, match=r"got NaN or infinite in states \[1\], contexts 0 to 3"
-    ):
-        tlg.decompose(changed, ids, checkpoint=path, progress=False)
-    assert not path.exists()
-
-
-def test_an_interrupted_run_with_labels_resumes_with_theirs(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_pass, "SAVE_SHARE", 1e9)
-    ids, labels, path = tokens(20, 8), torch.arange(20) % 3, tmp_path / "run.safetensors"
-    whole = tlg.decompose(model, ids, labels=labels, progress=False)
-    forward, left = forward_states, [2]
-
-    def dying(*args: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        forward(*args)
-
-    monkeypatch.setattr(stream_pass, "forward_states", dying)
-    with pytest.raises(Killed):
-        tlg.decompose(model, ids, labels=labels, batch_size=4, checkpoint=path, progress=False)
-    monkeypatch.setattr(stream_pass, "forward_states", forward)
-    resumed = tlg.decompose(
-        model, ids, labels=labels, batch_size=5, checkpoint=path, progress=False
-    )
-    assert resumed.labels is not None
-    assert torch.equal(resumed.labels, labels)
-    assert same(resumed, whole)
-
-
-def test_what_is_over_the_limit_is_not_kept_and_said(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        accumulator, "KEEP_LIMIT", 10_000
-    )  # three samples of [3 states, 8 positions, 32], and none of the others
-    for source in (tokens(20, 8), iter(tokens(20, 8).split(3))):  # of known and of unknown length
-        basis = tlg.decompose(model, source, batch_size=4, progress=False)
-        assert not basis.has_second_moments
-        assert basis.ctx is None
-        assert basis.samples is not None
-        assert len(basis.samples) == 3
-        for flag in ("second moments not kept", "context vectors not kept", "3 of 32 samples kept"):
-            assert any(flag in f for f in basis.provenance.flags), flag
-    few = tlg.decompose(model, tokens(12, 8), progress=False)
-    assert few.ctx is not None
-
-
-def check_sample(module: Any) -> None:
-    """A sample whose contexts came in any order, sorted where it is: by priority, every array
-    alike, the room that is still free left alone."""
-    for n in (1, 2, 5, 9):
-        for seed in range(12):
-            generator = torch.Generator().manual_seed(seed)
-            priorities = torch.rand(n, generator=generator, dtype=torch.float64)
-            contexts = torch.randperm(n, generator=generator)
-            sample = module.Reservoir.empty(n + 2, 0, (2, 3, 4))
-            sample.priorities[:n], sample.contexts[:n] = priorities, contexts
-            sample.states[:] = 0
-            sample.states[:n] = contexts.view(-1, 1, 1, 1)  # the states of context c are all c
-            sample.tokens[:n] = contexts.view(-1, 1)
-            sample.sort()
-            wanted, filled = contexts[priorities.argsort()], sample.filled()
-            assert torch.equal(filled.contexts, wanted)
-            assert torch.equal(filled.priorities, priorities.sort().values)
-            assert torch.equal(filled.states[:, 1, 2, 3].long(), wanted)
-            assert torch.equal(filled.tokens[:, 0], wanted)
-            assert len(filled.states) == len(filled.tokens) == n
-            assert (sample.states[n:] == 0).all()
-
-
-def test_a_sorted_sample_keeps_each_context_with_its_priority() -> None:
-    check_sample(copy_of(reservoir))

@@ -48,6 +48,8 @@ from tl_geometry.flow.residuals import (
     score_map,
 )
 
+pytestmark = pytest.mark.once
+
 LAWS = settings(deadline=None, max_examples=20)
 SIZES = st.tuples(st.integers(3, 14), st.integers(2, 4), st.integers(2, 7), st.integers(0, 10**6))
 

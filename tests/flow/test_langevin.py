@@ -1,12 +1,10 @@
-"""Laws of the stochastic flow: closed form, integrators, planted ensembles, determinants, and where
+"""Laws of the stochastic flow: closed form, exact paths, planted ensembles, determinants, and where
 the equation disagrees with the laws printed beside it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from tl_geometry import GeometryError
 from tl_geometry.flow.alignment import fit_aligned_bases, proper_rotations
-from tl_geometry.flow.geodesic import GeodesicPath
 from tl_geometry.flow.langevin import LangevinModel
 from tl_geometry.flow.residuals import flow_map
+
+pytestmark = pytest.mark.once
 
 LAWS = settings(deadline=None, max_examples=20)
 
@@ -173,31 +172,6 @@ def test_the_noise_integral_has_its_closed_form_without_stretching():
     )
 
 
-def test_euler_steps_converge_at_first_order_without_noise():
-    model = planted(4, 3, turn=0.6, alpha=0.0, rate=0.0)
-    x = noise(5, 4, seed=1)
-    true = model.simulate(x, [2.5, 3.0])
-
-    def error(dt: float) -> float:
-        return float((model.simulate(x, [2.5, 3.0], method="euler", dt=dt) - true).abs().max())
-
-    ratio = error(0.05) / error(0.025)
-    assert abs(math.log2(ratio) - 1) < 0.25
-
-
-def test_the_published_drift_is_wrong_unless_splines_hold_variances():
-    model = planted(3, 3, alpha=0.0, rate=0.0)
-    x = noise(4, 3, seed=1)
-    true = model.simulate(x, [3.0])
-    right = model.simulate(x, [3.0], method="euler", dt=0.005)
-    reference = dataclasses.replace(model, preset="reference")
-    halved = reference.simulate(x, [3.0], method="euler", dt=0.005)
-    assert float((right - true).norm() / true.norm()) < 0.02
-    assert float((halved - true).norm() / true.norm()) > 0.1
-    with pytest.raises(GeometryError, match=r'expected "euler" with preset="reference"'):
-        reference.simulate(x, [3.0])
-
-
 @pytest.mark.parametrize("method", ["exact", "euler"])
 def test_simulated_moments_approach_the_closed_form(method):
     model = planted(3, 3, alpha=2.0, rate=0.4)
@@ -229,26 +203,6 @@ def uneven(alpha: float = 1.0, rate: float = 0.3) -> LangevinModel:
     """States at layers 1, 2 and 3.5."""
     times = torch.tensor([1.0, 2.0, 3.5]).double()
     return dataclasses.replace(planted(3, 3, alpha=alpha, rate=rate), times=times)
-
-
-@pytest.mark.parametrize(("dt", "seed"), [(None, 0), (0.25, 7), (5.0, 7)])
-def test_euler_paths_are_the_steps_written_out(dt: float | None, seed: int) -> None:
-    """The drift and the noise at the start of each step; steps end at states and at times asked
-    for, and are of 0.1 layers by default."""
-    model, x, times = uneven(), noise(4, 3, seed=1), [1.3, 2.5, 3.5]
-    draws = torch.Generator().manual_seed(seed)
-    found = model.simulate(x, times, method="euler", dt=dt, seed=seed)
-    assert found.shape == (1, 4, 3, 3)
-    at, now = x, 1.0
-    for end in (1.3, 2.0, 2.5, 3.5):
-        steps = math.ceil(round((end - now) / (dt or 0.1), 6))
-        h = (end - now) / steps
-        for u in [now + step * h for step in range(steps)]:
-            spread = math.sqrt(0.3 * math.exp(0.3 * u) * h)
-            gaussian = torch.randn(4, 3, generator=draws, dtype=torch.float64)
-            at, now = at + h * at @ model.drift(u).mT + spread * gaussian, end
-        if end in times:
-            assert torch.allclose(found[0, :, times.index(end)], at, rtol=1e-10), end
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -445,40 +399,3 @@ def test_a_path_is_known_between_its_ends_alone() -> None:
     half, whole = path.U[1].mT @ path.rotation(2.75), path.U[1].mT @ path.U[2]
     assert torch.allclose(half @ half, whole)
     assert not torch.allclose(half, whole, atol=1e-2)
-
-
-def test_a_state_begins_its_interval_at_its_own_time() -> None:
-    """0.7 lies below itself in single precision."""
-    times = torch.tensor([0.1, 0.7, 2.0], dtype=torch.float64)
-    path = GeodesicPath(torch.eye(2).double().repeat(3, 1, 1), torch.ones(3, 2).double(), times)
-    assert path.locate(0.7) == (1, 0.0)
-    assert path.locate(0.1) == (0, 0.0)
-    assert path.locate(2.0) == (1, 1.0)
-
-
-ON_A_DEVICE = """
-import torch
-from tests.pretend_device import register
-register()
-from tl_geometry.flow.langevin import LangevinModel
-for n in (40, 5):
-    noise = torch.randn(n, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    X = (noise * torch.linspace(1, 2, 8)).cumsum(1) + 5 * noise[:, :1]
-    moved = X.to("pretend:0")
-    here, there = (LangevinModel.fit(x, noise=(0.5, 0.2)) for x in (X, moved))
-    assert there.noise_covariance(1.0, 2.5).device == moved.device
-    for method in ("exact", "euler"):
-        paths = here.simulate(X[:, 0], [1.0, 1.5, 3.0], method=method)
-        for model, x in ((there, moved), (here, moved), (there, X)):
-            same = model.simulate(x[:, 0], [1.0, 1.5, 3.0], method=method)
-            assert same.device == x.device
-            assert torch.allclose(same.cpu(), paths)
-print("same")
-"""
-
-
-def test_a_flow_lives_where_its_states_are() -> None:
-    """With as many trajectories as coordinates and with fewer; the same paths on every device."""
-    command = [sys.executable, "-c", ON_A_DEVICE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stdout == "same\n", run.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Tables of the flow on a live model, number by number; what they were made from; their bars."""
+"""Tables of the flow on a live model, number by number, and what they were made from."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.bars import bars
 from tests.flow.test_trajectories import deep, ensemble
-from tests.tiny import tiny, tokens
+from tests.lib.models import tiny, tokens
 from tl_geometry import GeometryError
 from tl_geometry.base.results import hash_tokens
-from tl_geometry.flow import ensemble as following
-from tl_geometry.flow import skipping, truncation
 from tl_geometry.flow.alignment import fit_aligned_bases
-from tl_geometry.flow.ensemble import Trajectories, trajectories
+from tl_geometry.flow.ensemble import trajectories
 from tl_geometry.flow.residuals import flow_map
 from tl_geometry.flow.skipping import skip_map
 from tl_geometry.flow.truncation import truncation_kl
-from tl_geometry.models import next_token
 from tl_geometry.models.reader import as_view
 
 POINTS = ["blocks.0.hook_resid_pre", *(f"blocks.{l}.hook_resid_post" for l in range(4))]
@@ -240,19 +236,3 @@ def test_skips_refuse_what_is_no_skip() -> None:
 
 
 # ---- bars
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_bars_move_to_their_end_and_show_where_asked(
-    progress: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = bars(monkeypatch, following, truncation, skipping)
-    monkeypatch.setattr(next_token, "PILOTS", 20)
-    ids = tokens(20, 10, 3)
-    options: dict[str, Any] = {} if progress else {"progress": False}
-    found: Trajectories = trajectories(deep(), ids, batch_size=3, **options)
-    truncation_kl(deep(), ids, found, K=(1, 2, 5), batch_size=3, **options)
-    skip_map(deep(), ids, map_types=("flow", "mean"), batch_size=3, **options)
-    assert [bar.total for bar in made] == [20, 60, 10 * (8 * 3 + 4)]
-    assert [bar.seen for bar in made] == [bar.total for bar in made]
-    assert {bar.disable for bar in made} == {not progress}

@@ -1,5 +1,5 @@
-"""Skipped layers and truncation on the fast path, on other chunks than were fitted on; fewer chunks
-than dimensions."""
+"""Skipped layers and truncation on other chunks than were fitted on; fewer chunks than
+dimensions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.bars import bars
 from tests.flow.test_trajectories import deep, ensemble
-from tests.tiny import HAS_HOOKED, tiny, tokens
+from tests.lib.models import HAS_HOOKED, tiny, tokens
 from tl_geometry import GeometryError, UnsupportedModelError
-from tl_geometry.flow import skipping
 from tl_geometry.flow.ensemble import shared_rows, split_rows, states_at, trajectories
-from tl_geometry.flow.replacing import SkipCosts
 from tl_geometry.flow.reports import compare_ensembles, flow_report
 from tl_geometry.flow.residuals import (
     PENALTIES,
@@ -27,7 +24,7 @@ from tl_geometry.flow.residuals import (
     score_map,
 )
 from tl_geometry.flow.separation import true_against_extrapolated
-from tl_geometry.flow.skipping import SKIPS, SkipMap, skip_map
+from tl_geometry.flow.skipping import SkipMap, skip_map
 from tl_geometry.flow.truncation import truncation_kl
 from tl_geometry.models import kv_cache, next_token
 from tl_geometry.models.next_token import log_probabilities, pilot_runs
@@ -71,16 +68,7 @@ def test_the_last_token_behind_kept_keys_gives_the_models_own_output(
         torch.testing.assert_close(found, own.repeat(copies, 1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("model_class", "architecture"), MODELS)
-def test_skips_at_the_pilot_are_those_of_whole_passes(
-    model_class: str, architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, ids = tiny(model_class, architecture), tokens(24, 12)
-    fast = skip_map(model, ids, pairs="all", progress=False)
-    monkeypatch.setattr(next_token, "behind", lambda view, tokens: None)
-    same(fast, skip_map(model, ids, pairs="all", progress=False))
-
-
+@pytest.mark.slow
 def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(
     slow: pytest.MonkeyPatch,
 ) -> None:
@@ -91,33 +79,6 @@ def test_skips_of_the_embedded_model_are_those_of_whole_passes_chunk_by_chunk(
     same(whole, skip_map(model, rows, map_types=("flow", "mean"), progress=False))
     assert whole.pairs() == [(a, b) for a in range(4) for b in range(a + 1, 5) if b - a != 3]
     assert not any("near chance" in flag for flag in whole.provenance.flags), "it is trained"
-
-
-def test_truncation_at_the_pilot_is_that_of_whole_passes(slow: pytest.MonkeyPatch) -> None:
-    ids = tokens(7, 10, 7)
-    whole = truncation_kl(deep(), ids, ensemble(), K=(1, 3, 9), progress=False)
-    slow.undo()
-    fast = truncation_kl(deep(), ids, ensemble(), K=(1, 3, 9), progress=False)
-    for name in ("kl", "kl_se", "kl_reverse", "top1", "top5"):
-        torch.testing.assert_close(getattr(fast, name), getattr(whole, name), rtol=1e-4, atol=1e-6)
-
-
-def test_a_class_that_keeps_its_keys_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, ids = as_view(tiny("bridge", "llama")), tokens(3, 12)
-    own = log_probabilities(view, ids, {})
-    repeat = kv_cache.batch_copies
-
-    def wrong(cache: Any, copies: int) -> Any:
-        out = repeat(cache, copies)
-        out.layers[1].keys = out.layers[1].keys.roll(1, -2)
-        return out
-
-    monkeypatch.setattr(kv_cache, "batch_copies", wrong)
-    runs = pilot_runs(view, ids, own, 8)
-    assert runs.kept is None
-    torch.testing.assert_close(
-        runs.log_probabilities(2, {}), own.repeat(2, 1), rtol=1e-4, atol=1e-4
-    )
 
 
 def test_other_peoples_hooks_act_on_whole_passes() -> None:
@@ -152,27 +113,6 @@ def test_encoders_have_no_pilot_and_their_outputs_are_refused() -> None:
 
 
 # which skips, in what order
-
-
-def test_by_default_skips_of_one_two_and_four_blocks_are_measured_and_the_result_says_so() -> None:
-    model = deep(6)
-    found = skip_map(model, tokens(24, 8), map_types="identity", progress=False)
-    assert found.pairs() == [(a, b) for a in range(6) for b in range(a + 1, 7) if b - a in SKIPS]
-    assert "skips of 1, 2, 4 blocks only" in found.provenance.flags
-    every = skip_map(model, tokens(24, 8), map_types="identity", pairs="all", progress=False)
-    assert len(every.pairs()) == 21
-    assert not any("only" in flag for flag in every.provenance.flags)
-    with pytest.raises(GeometryError, match='pairs: expected "all", or states'):
-        skip_map(model, tokens(24, 8), pairs="every")
-
-
-def test_the_bar_moves_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bars(monkeypatch, skipping)
-    monkeypatch.setattr(next_token, "PILOTS", 60)
-    skip_map(deep(), tokens(40, 8), pairs="all", batch_size=40)
-    bar = made[0]
-    assert bar.seen == bar.total
-    assert len(bar.steps) > 20
 
 
 # other chunks than were fitted on
@@ -356,19 +296,3 @@ def test_states_of_a_float64_model_are_fitted_as_they_are() -> None:
     states = view.activations(ids, view.state_hooks[:2])
     assert X.dtype == torch.float64
     assert torch.equal(X, torch.stack([h[:, -1] for h in states.values()], 1))
-
-
-def test_a_skip_keeps_no_state_but_that_of_the_last_position(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    run = SkipCosts._run
-
-    def watched(self: SkipCosts, group: Any, n: int, maps: Any, clean: Any, runs: Any) -> Tensor:
-        seen.extend(h.untyped_storage().nbytes() for h in clean.values())
-        return run(self, group, n, maps, clean, runs)
-
-    monkeypatch.setattr(SkipCosts, "_run", watched)
-    skip_map(deep(), tokens(12, 9), pairs=[(1, 3)], map_types="identity", progress=False)
-    assert seen
-    assert max(seen) <= 6 * 16 * 4, "test chunks x d_model x 4 bytes"

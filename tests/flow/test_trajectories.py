@@ -4,7 +4,6 @@ figures."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 
 import tl_geometry
-from tests.tiny import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
-from tests.views import with_methods
+from tests.lib.models import HAS_HOOKED, VOCAB, hf_model, randomize, tiny, tokens
 from tl_geometry import GeometryError, TokenWindows, UnsupportedModelError
 from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.nulls import gibberish, pseudo_sentences
+from tl_geometry.corpus.nulls import gibberish
 from tl_geometry.flow.alignment import fit_aligned_bases
 from tl_geometry.flow.ensemble import FOLDED, Trajectories, split_rows, trajectories
 from tl_geometry.flow.noise import fit_noise_law, isotropy_tests, layer_anomalies
@@ -229,26 +227,6 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
         r"Use prepend_bos=False",
     ):
         gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
-
-
-def test_pseudo_sentences_are_consecutive_chunks_without_newlines():
-    view = with_methods(
-        as_view(deep()),
-        encode=lambda text: [ord(c) % VOCAB for c in text],
-        decode=lambda ids: [str(i) for i in ids],
-    )
-    text = "one line\nand another line of text"
-    found = pseudo_sentences(view, text, 5)
-    flat = [ord(c) % VOCAB for c in text.replace("\n", " ")]
-    assert (
-        found.tokens.reshape(-1).tolist() == flat[: len(flat) // 5 * 5]
-    )  # the short last chunk is left out
-    assert not found.has_bos
-    assert len(pseudo_sentences(view, text, 5, n=2)) == 2
-    assert pseudo_sentences(view, text, 5, corpus="a novel").corpus == "a novel"
-    assert pseudo_sentences(view, text * 4).tokens.shape == (2, 50)  # as published
-    with pytest.raises(GeometryError, match="n: expected 1 to 6 chunks, got 7"):
-        pseudo_sentences(view, text, 5, n=7)
 
 
 # truncation
@@ -669,6 +647,7 @@ def test_separation_tables_have_a_row_per_state():
     assert abs(float(apart.accuracy[1, 3]) - 0.5) < 0.2  # shuffled labels
 
 
+@pytest.mark.slow
 def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"
@@ -684,9 +663,10 @@ def test_the_import_of_verbs_is_light_and_a_missing_extra_says_what_to_install()
     assert 'expected scikit-learn, got not installed. Use pip install "tl-geometry[ml]"' in out
 
 
+@pytest.mark.slow
 def test_a_record_of_another_kind_is_refused_by_name():
     code = (  # without the type checker of the tests, as users call it
-        "import tl_geometry as tlg\nfrom tests.tiny import tiny, tokens\n"
+        "import tl_geometry as tlg\nfrom tests.lib.models import tiny, tokens\n"
         "model, ids = tiny('bridge', 'gpt2'), tokens(6, 10)\n"
         "basis = tlg.decompose(model, ids, progress=False)\n"
         "calls = (lambda: tlg.truncation_kl(model, ids, basis), lambda: tlg.flow_report(basis))\n"
@@ -710,6 +690,7 @@ def report() -> FlowReport:
     return flow_report(ensemble())
 
 
+@pytest.mark.slow
 def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     from matplotlib.figure import Figure
 
@@ -735,97 +716,6 @@ def test_every_figure_draws_saves_and_says_what_it_shows(tmp_path):
     assert axis.lines
     shown: Any = flow.skip_figure(skips).figure.axes[0].images[0].get_array()
     assert np.allclose(np.asarray(shown)[0, 3], float(skips.table("flow", "loss_increase")[0, 4]))
-
-
-def test_the_turning_bundle_is_one_page_without_network_and_escapes_names(tmp_path, monkeypatch):
-    pytest.importorskip("plotly", reason="needs the plotly extra")
-    from tl_geometry.render import flow
-    from tl_geometry.render.space import bundle_3d
-
-    monkeypatch.setattr(flow, "MOST_PATHS", 7)
-
-    e = dataclasses.replace(
-        ensemble(), provenance=dataclasses.replace(ensemble().provenance, model="</script><b>x")
-    )
-    view = bundle_3d(e)
-    page = view.save(tmp_path / "b.html").read_text()
-    assert "://" not in page
-    assert "<b>x" not in page
-    assert json.loads(page.split('id="data">')[1].split("</script>")[0])["figure"]["data"]
-    layout: Any = view.figure.layout
-    dots: Any = view.figure.data[1::2]
-    found = np.stack([np.stack([d.x, d.y, d.z], -1) for d in dots], 1)
-    assert found.shape == (7, 5, 3)
-    assert [s.label for s in layout.sliders[0].steps] == ["0", "1", "2", "3", "4"]
-    points = e.X.double() @ fit_aligned_bases(e.X, align="none").U[-1, :, :3]
-    chosen = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:7].sort().values
-    assert np.allclose(found, points[chosen].numpy())
-    assert "iframe" in view.html()
-    assert "application/vnd.plotly.v1+json" in view._repr_mimebundle_()
-    assert view.save(tmp_path / "b.png").stat().st_size > 2000
-    with pytest.raises(GeometryError, match=r"path: expected a name ending in \.html"):
-        view.save(tmp_path / "b.gif")
-
-
-def test_published_numbers_stand_beside_ours():
-    pytest.importorskip("sklearn", reason="needs the ml extra")
-    from tl_geometry.papers.lines_of_thought import PUBLISHED, SETTINGS, sarfati
-
-    view = with_methods(
-        as_view(deep()),
-        encode=lambda text: [ord(c) * 7 % VOCAB for c in text],
-        decode=lambda ids: [str(i) for i in ids],
-    )
-    generator = np.random.default_rng(0)
-    text = "".join(generator.choice(list("abcdefghijklmnop \n"), 600))
-    found = sarfati(view, text, published_as="gpt2-medium", length=10, progress=False)
-    rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
-    assert rows["alpha"][1:3] == (0.64, 0.64)
-    assert rows["lambda"][1] == 0.18
-    assert rows["mean |kurtosis|, untrained"][3] > 0
-    assert math.isclose(rows["alpha"][3], math.exp(rows["ln alpha"][3]), rel_tol=1e-9)
-    assert rows["SVM accuracy, tau = 1"][2] == 0.51
-    assert rows["alpha"][4:6] == (0.1, "agrees" if 0.54 <= rows["alpha"][3] <= 0.74 else "differs")
-    assert rows["ln alpha"][5] == "not published"
-    perceptron = rows["perceptron accuracy against gibberish, lowest layer"]
-    assert "60 trajectories of 10 tokens" in perceptron[7]
-    assert "published protocol: 14,000" in perceptron[7]
-    assert "read here as 1.0" in perceptron[6]
-    assert math.isnan(rows["ln alpha"][1])  # published for Llama-2 only
-    assert found.provenance.preset == "paper"
-    assert found.provenance.seed == 0
-    assert {p.model for p in PUBLISHED} <= set(SETTINGS)
-    assert all(p.low <= p.high for p in PUBLISHED)
-
-
-def test_the_protocol_truncates_before_the_norm_also_where_its_states_are_published_after_it():
-    from tl_geometry.papers.lines_of_thought import sarfati
-
-    model = as_view(deep())
-    view = with_methods(
-        model,
-        encode=lambda text: [ord(c) * 7 % VOCAB for c in text],
-        decode=lambda ids: [str(i) for i in ids],
-    )
-    text = "".join(np.random.default_rng(0).choice(list("abcdefghijklmnop \n"), 400))
-    found = sarfati(
-        view,
-        text,
-        published_as="Llama-2-7b",
-        length=10,
-        n=40,
-        K=(1,),
-        separate=False,
-        progress=False,
-        seed=4,
-    )
-    assert found.provenance.seed == 4
-    rows: dict[Any, Any] = {r[0]: r for r in found.rows()}
-    own = trajectories(view, pseudo_sentences(view, text, 10, n=40), progress=False)
-    assert own.tokens is not None
-    expected = truncation_kl(view, own.tokens, own, K=(1,), progress=False)
-    assert math.isclose(rows["KL at K = 1"][3], float(expected.kl[0]), rel_tol=1e-6)
-    assert "last state after the final norm" in found.provenance.flags
 
 
 def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.induction import corpus, induction_model, prompts
 from tests.interventions.bases import basis_of
-from tests.tiny import HEADS, tiny, tokens
+from tests.lib.models import HEADS, tiny, tokens
 from tl_geometry import decompose
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions.causal import dominant_only, necessity_sufficiency

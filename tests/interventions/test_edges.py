@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
+from tests.lib.models import ARCHITECTURES, HAS_HOOKED, hf_model, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import paired_interval, sign_flip_p
 from tl_geometry.interventions import edge_necessity, remove_edge, swap_edge
@@ -145,6 +145,7 @@ def test_edited_heads_keep_their_own_slope_and_scale(architecture: str) -> None:
     assert not torch.allclose(edited[:, -1], plain[:, -1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_first_token_that_shares_leave_out_stays() -> None:
     """By default the input at a BOS stays whole; without a BOS nothing does."""
     model = embedded()
@@ -305,7 +306,6 @@ SINKS = 4
 
 
 @pytest.mark.smollm2
-@pytest.mark.slow
 def test_one_edge_carries_induction_in_smollm2() -> None:
     """The strongest writer of the induction heads' keys is a previous-token head, far above its
     nulls, and without that edge nothing is copied. As large a share taken evenly, all other writers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.circuits.frozen_hf import frozen_run
-from tests.tiny import HEADS, loadable, tiny, tokens
+from tests.lib.models import HEADS, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.results import Provenance
 from tl_geometry.interventions import HeadKnockouts, head_knockouts, knockouts, remove_heads
@@ -126,6 +126,7 @@ def test_controls_are_random_sets_of_as_many_other_heads() -> None:
     assert each.control is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "neox", "gemma2", "bloom", "gptj"])
 def test_attributions_are_gradients_of_the_frozen_model(architecture: str) -> None:
     """Autograd through the Hugging Face model with its nonlinear parts frozen, softmax frozen or

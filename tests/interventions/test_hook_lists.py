@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interventions.bases import basis_of
-from tests.tiny import HAS_HOOKED, tiny, tokens
+from tests.interventions.bases import basis_of, rows_of
+from tests.lib.models import HAS_HOOKED, tiny, tokens
 from tl_geometry import decompose, trajectories
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext
@@ -30,7 +30,7 @@ from tl_geometry.interventions import (
 )
 from tl_geometry.models import view
 
-HOOKED = ("gpt2", "llama", "bloom", "bert") if HAS_HOOKED else ()
+HOOKED = ("gpt2", "llama", "bloom") if HAS_HOOKED else ()
 BRIDGES = ("gpt2", "llama", "bloom", "opt", "bert", "gemma2", "gpt-oss", "gptj", "falcon-alibi")
 CASES = [*(("bridge", a) for a in BRIDGES), *(("hooked", a) for a in HOOKED)]
 CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
@@ -54,11 +54,10 @@ OF_TOKENS: dict[str, Callable[[Any], Any]] = {
     "swap_edge": lambda m: swap_edge(m, IDS, "embed", HEADS, side=["query", "key", "value"]),
 }
 EVERYWHERE = ("remove_term", "swap_edge")
-PAIRS = [(*case, name) for case in CASES for name in EVERYWHERE]
+PAIRS = [(*case, name) for case, name in rows_of(CASES, EVERYWHERE, times=1)]
 PAIRS += [
     (model_class, "llama", name)
-    for model_class in CLASSES
-    for name in (*EDITS, *OF_TOKENS)
+    for name, model_class in rows_of([*EDITS, *OF_TOKENS], CLASSES, times=1)
     if name not in EVERYWHERE
 ]
 PAIRS += [("bridge", "opt", name) for name in ("surrogate", "project_stream", "remove_value_edge")]
@@ -118,9 +117,10 @@ def test_a_list_does_what_the_context_does(model_class: str, architecture: str, 
     assert differ(inside, plain)
 
 
-@pytest.mark.parametrize("name", ["remove_term", "remove_edge", "project_stream"])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    ("model_class", "architecture", "name"),
+    rows_of(CLASSES, ["gpt2", "llama"], ["remove_term", "remove_edge", "project_stream"]),
+)
 def test_processed_models_take_lists(model_class: str, architecture: str, name: str) -> None:
     """A bridge in compatibility mode may call a hook once for each name of its point."""
     model = tiny(model_class, architecture, processed=True)
@@ -132,9 +132,10 @@ def test_processed_models_take_lists(model_class: str, architecture: str, name: 
     assert differ(inside, plain)
 
 
-@pytest.mark.parametrize("name", ["remove_term", "project_stream", "swap_edge"])
-@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    ("model_class", "architecture", "name"),
+    rows_of(CLASSES, ["gpt2", "opt"], ["remove_term", "project_stream", "swap_edge"]),
+)
 def test_a_cache_shows_what_it_shows_inside_the_context(
     model_class: str, architecture: str, name: str
 ) -> None:
@@ -150,8 +151,10 @@ def test_a_cache_shows_what_it_shows_inside_the_context(
     assert differ(found[z], plain[z])
 
 
-@pytest.mark.parametrize("name", ["remove_term", "keep_planes", "project_stream", "swap_edge"])
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    ("model_class", "name"),
+    rows_of(CLASSES, ["remove_term", "keep_planes", "project_stream", "swap_edge"]),
+)
 def test_gradients_pass(model_class: str, name: str) -> None:
     model, edit = tiny(model_class, "llama"), opened(name, model_class, "llama")
     chosen = [p for p in model.parameters() if p.requires_grad]
@@ -190,9 +193,10 @@ AFTER = ["attn.hook_z", "attn.hook_pattern", "attn.hook_attn_scores"]
 ELSEWHERE = ["hook_attn_out", "hook_mlp_out"]
 
 
-@pytest.mark.parametrize("point", [*STREAM, *AFTER, *ELSEWHERE])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom"])
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    ("model_class", "architecture", "point"),
+    rows_of(CLASSES, ["gpt2", "llama", "bloom"], [*STREAM, *AFTER, *ELSEWHERE]),
+)
 def test_hooks_in_the_same_list(model_class: str, architecture: str, point: str) -> None:
     """The stream and values are read wherever they are patched in the list; scores, pattern and z
     are patched after the edit, and before it the patch is refused by its name."""
@@ -289,25 +293,27 @@ def test_a_pass_that_breaks_leaves_nothing(model_class: str) -> None:
 # refusals: what a pass was given is not seen, but what it makes is
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("model_class", "architecture"), CASES)
-def test_padding_is_refused(model_class: str, architecture: str, side: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "side", "rows"), rows_of(CASES, ["left", "right"], [1, 3], times=1)
+)
+def test_padding_is_refused(case: tuple[str, str], side: str, rows: int) -> None:
+    model_class, architecture = case
     model = tiny(model_class, architecture)
     basis = basis_of(model_class, architecture)
     hooks = remove_term(model, basis, "cvec-cvec", "L0H1").hooks()
     mask, ids = torch.ones(rows, 9, dtype=torch.int64), IDS[:rows]
-    name = "one_zero_attention_mask" if (model_class, architecture) == ("hooked", "bert") else ""
-    whole = listed(model, hooks, ids, **{name or "attention_mask": mask})
+    whole = listed(model, hooks, ids, attention_mask=mask)
     assert torch.allclose(whole, listed(model, hooks, ids), atol=1e-5 * float(whole.abs().max()))
     mask[:, :2] = mask[:, :2] if side == "right" else 0
     mask[:, -2:] = mask[:, -2:] if side == "left" else 0
     with pytest.raises(GeometryError, match=r"layer 0|positions"):
-        listed(model, hooks, ids, **{name or "attention_mask": mask})
+        listed(model, hooks, ids, attention_mask=mask)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "opt", "gptj"])
-@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize(
+    ("model_class", "architecture"),
+    rows_of(CLASSES, ["gpt2", "llama", "bloom", "opt", "gptj"], times=1),
+)
 def test_tokens_after_others_are_refused(model_class: str, architecture: str) -> None:
     model, edit = tiny(model_class, architecture), opened("remove_term", model_class, architecture)
     options: dict[str, Any] = {

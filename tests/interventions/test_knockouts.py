@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import HAS_HOOKED, tiny, tokens
+from tests.lib.models import HAS_HOOKED, tiny, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import remove_heads
 from tl_geometry.interventions.head_edits import derangement

@@ -10,7 +10,7 @@ import torch
 
 import tl_geometry as tlg
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2, pytest.mark.once]
 PAIRS = [("Mary", "John"), ("James", "Anna"), ("Paul", "Sarah"), ("Mark", "Jane"), ("Lisa", "Tom")]
 FORMS = [
     "When {IO} and {S} went to the store, {S} gave a drink to",

@@ -6,18 +6,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
-from tests.interventions.bases import basis_of
+from tests.interventions.bases import basis_of, rows_of
+from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tests.modified import modified
-from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry import decompose
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.interventions.causal import necessity_sufficiency
@@ -93,13 +92,11 @@ PATCHED = [
 ]
 
 
-@pytest.mark.parametrize("point", PATCHED)
-@pytest.mark.parametrize(("model_class", "architecture"), BY_HAND)
-def test_a_patched_activation_is_what_the_edit_sees(
-    model_class: str, architecture: str, point: str
-) -> None:
+@pytest.mark.parametrize(("case", "point"), rows_of(BY_HAND, PATCHED))
+def test_a_patched_activation_is_what_the_edit_sees(case: tuple[str, str], point: str) -> None:
     """Hooks of a user before our context, in it, and by run_with_hooks, against the model edited by
     hand."""
+    model_class, architecture = case
     model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
     seen = view(model)
     with by_hand(model_class, architecture, EDITED):
@@ -146,8 +143,8 @@ PATCHING += [
 ]
 
 
-@pytest.mark.parametrize("name", PATCHING)
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_class", "name"), rows_of(MODEL_CLASSES, PATCHING, times=1))
 def test_patching_of_transformer_lens_inside_an_edit(model_class: str, name: str) -> None:
     from transformer_lens import patching
 
@@ -183,52 +180,6 @@ def test_the_sweep_of_blocks_inside_an_edit(model_class: str) -> None:
             found = patching.get_act_patch_block_every(model, CORRUPTED, cached, metric)
     assert right.shape == (3, 2, 5)
     assert (found - right).abs().max() < 1e-3 * float(right.max() - right.min())
-
-
-@pytest.mark.parametrize("where", ["all_pos", "by_pos"])
-@pytest.mark.parametrize("side", ["q", "k"])
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_patching_of_queries_and_keys_inside_an_edit(
-    model_class: str, side: str, where: str
-) -> None:
-    """TransformerLens's sweeps over heads that are not edited; the sweeps over all heads patch
-    edited ones, and are refused."""
-    from transformer_lens import patching
-
-    model, basis = tiny(model_class, "gpt2"), basis_of(model_class, "gpt2")
-    length = 5 if where == "all_pos" else 3  # a forward pass for each position
-    corrupted, clean = CORRUPTED[:, :length], CLEAN[:, :length]
-    _, cached = model.run_with_cache(clean)
-    axes = {"all_pos": ["layer", "head"], "by_pos": ["layer", "pos", "head"]}[where]
-    others = [(layer, head) for layer in (0, 1) for head in range(4) if (layer, head) not in PAIRS]
-    rows = [
-        (la, h) if where == "all_pos" else (la, p, h)
-        for la, h in others
-        for p in ([0] if where == "all_pos" else range(length))
-    ]
-    run = getattr(patching, f"get_act_patch_attn_head_{side}_{where}")
-    some = partial(run, index_axis_names=None, index_df=pd.DataFrame(rows, columns=axes))
-    every = getattr(patching, f"get_act_patch_attn_head_{where}_every")
-    word = {"q": "queries", "k": "keys"}[side]
-    with torch.no_grad():
-        plain = some(model, corrupted, cached, patching_metric=metric)
-        with by_hand(model_class, "gpt2", EDITED):
-            right = some(model, corrupted, cached, patching_metric=metric)
-        with remove_term(model, basis, NAMES, PAIRS):
-            found = some(model, corrupted, cached, patching_metric=metric)
-        with (
-            pytest.raises(ReconstructionError, match=word),
-            remove_term(model, basis, NAMES, PAIRS),
-        ):
-            run(model, corrupted, cached, patching_metric=metric)
-        with (
-            pytest.raises(ReconstructionError, match="queries"),
-            remove_term(model, basis, NAMES, PAIRS),
-        ):
-            every(model, corrupted, cached, metric)
-    span = float(right.max() - right.min())
-    assert (found - right).abs().max() < 1e-3 * span
-    assert (plain - right).abs().max() > 0.1 * span
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
@@ -384,42 +335,6 @@ def test_a_projection_is_what_the_edit_sees_in_either_order() -> None:
         assert close(logits(model), right)
 
 
-def test_hooks_that_were_removed_are_noticed() -> None:
-    """reset_hooks() leaves permanent hooks, ours among them; with ``including_permanent`` the next
-    pass and the exit say so."""
-    model = from_hf(hf_model("gpt2"), None, name="reset")
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    before, carried = logits(model), hooks_of(model)
-    with remove_term(model, basis, NAMES):
-        edited = logits(model)
-        model.reset_hooks()
-        assert torch.equal(logits(model), edited)
-    text = "an open edit of reset: expected its hooks to stay until the end of the with block, "
-    text += "got none at .*hook"
-    with pytest.raises(GeometryError, match=text), remove_term(model, basis, NAMES):
-        model.reset_hooks(including_permanent=True)
-    assert hooks_of(model) == carried
-    with pytest.raises(RuntimeError, match="seen"), remove_term(model, basis, NAMES):
-        model.reset_hooks(including_permanent=True)
-        with pytest.raises(GeometryError, match=text):
-            logits(model)
-        raise RuntimeError("seen")
-    assert torch.equal(logits(model), before)
-    assert hooks_of(model) == carried
-
-
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_other_errors_are_not_hidden_by_removed_hooks(model_class: str) -> None:
-    model = from_hf(hf_model("gpt2"), None, model_class=model_class, name="reset")
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    before, carried = logits(model), hooks_of(model)
-    with pytest.raises(RuntimeError, match="mine"), remove_term(model, basis, NAMES):
-        model.reset_hooks(including_permanent=True)
-        raise RuntimeError("mine")
-    assert hooks_of(model) == carried
-    assert torch.equal(logits(model), before)
-
-
 def test_a_head_is_free_again_after_its_edit() -> None:
     model, basis = tiny("bridge", "gpt2"), basis_of("bridge", "gpt2")
     for _ in range(2):
@@ -442,50 +357,6 @@ def test_a_head_is_free_again_after_its_edit() -> None:
 
 # -------------------------------------------------------------------------------------------------
 # what later hooks see
-
-
-SHOWN = ("gemma2", "gpt-oss", "neox", "qwen3", "falcon-alibi", "opt", "gptj", "gpt-neo", "bert")
-
-
-@pytest.mark.parametrize(
-    ("model_class", "architecture"), [*BY_HAND, *(("bridge", a) for a in SHOWN)]
-)
-def test_the_cache_shows_edited_scores_or_the_edit_says_so(
-    model_class: str, architecture: str
-) -> None:
-    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
-    seen = view(model)
-    _, plain = model.run_with_cache(LONG)
-    with remove_term(model, basis, NAMES, [(1, h) for h in range(4)]) as edit:
-        _, cached = model.run_with_cache(LONG)
-    assert edit.heads == tuple((1, h) for h in range(4))
-    points = [f"blocks.1.attn.hook_{n}" for n in ("attn_scores", "pattern")]
-    assert edit.unedited == (
-        tuple(points) if architecture in ("opt", "gptj", "gpt-neo", "bert") else ()
-    )
-    v = cached["blocks.1.attn.hook_v"]
-    v = v.unflatten(-1, (-1, cached["blocks.1.attn.hook_z"].shape[-1])) if v.dim() == 3 else v
-    mixed = torch.einsum(
-        "bhij,bjhe->bihe", cached[points[1]], v.repeat_interleave(4 // v.shape[2], 2)
-    )
-    z = cached["blocks.1.attn.hook_z"].reshape(mixed.shape)
-    assert not close(z, plain["blocks.1.attn.hook_z"].reshape(z.shape))
-    assert close(z, mixed) == (points[1] not in edit.unedited)
-    for point in points:
-        allowed = plain[point] > -1e30
-        assert torch.equal(
-            torch.where(allowed, cached[point], 0), torch.where(allowed, plain[point], 0)
-        ) == (point in edit.unedited)
-    if not edit.unedited:
-        layer = seen.layer(1, plain)
-        split = split_scores(seen, LONG, basis, layers=[1])
-        right = split.total() - split.terms["cvec", "cvec"] - split.terms["pos", "cvec"]
-        right = torch.where(split.allowed, right, 0)
-        right = (
-            right if layer.softcap is None else layer.softcap * torch.tanh(right / layer.softcap)
-        )
-        off = torch.where(layer.allowed, cached[points[0]] - right, 0).abs().max()
-        assert off < 1e-4 * right.abs().max()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -644,16 +515,6 @@ def test_the_mask_that_hooked_transformer_makes_itself_is_refused() -> None:
         logits(model, ids, attention_mask=torch.ones_like(ids))
 
 
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_padding_of_an_encoder_is_refused() -> None:
-    mask = torch.ones(2, 5, dtype=torch.int64)
-    mask[:, 3:] = 0
-    with refused(
-        "got zeros in one_zero_attention_mask", model_class="hooked", architecture="bert"
-    ) as model:
-        logits(model, one_zero_attention_mask=mask)
-
-
 def test_custom_masks_and_positions_are_refused() -> None:
     with refused("position_ids") as model:
         model(CORRUPTED, position_ids=torch.arange(3, 8).expand(2, -1))
@@ -789,82 +650,6 @@ def test_generation(model_class: str, architecture: str) -> None:
 # Shortformer
 
 
-def shortformer(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    return tiny_hooked(
-        normalization_type="LN", positional_embedding_type="shortformer", dtype=dtype, **settings
-    )
-
-
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-@pytest.mark.parametrize("attn_only", [True, False])
-def test_the_positional_embedding_of_shortformer_is_position(attn_only: bool) -> None:
-    model = shortformer(attn_only=attn_only).requires_grad_(False)
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    _, cached = model.run_with_cache(LONG)
-    for parts in (("pos", "cvec"), ("mean", "pos", "ctx", "resid")):
-        split = split_scores(model, LONG, basis, layers=[1], parts=parts)
-        assert split.reconstruction.adds_up
-        W = model.W_pos[:14].double()  # added after the norm, to queries and keys
-        attn, ln, h = (
-            model.blocks[1].attn,
-            model.blocks[1].ln1,
-            cached["blocks.1.hook_resid_pre"].double(),
-        )
-        s = (h.var(-1, keepdim=True, unbiased=False) + ln.eps).sqrt()
-        pos = basis.pos_seen[basis.index(1), :14]
-        x = (pos - pos.mean(-1, keepdim=True)) / s * ln.w.double() + W
-        q, k = (torch.einsum("bid,hde->bihe", x, w.double()) for w in (attn.W_Q, attn.W_K))
-        right = torch.einsum("bihe,bjhe->bhij", q, k) / 8**0.5
-        assert torch.allclose(
-            split.terms["pos", "pos"].double(), right, atol=1e-4 * float(right.abs().max())
-        )
-        added = [torch.einsum("id,hde->ihe", W, w.double()) for w in (attn.W_Q, attn.W_K)]
-        without = torch.einsum("bihe,bjhe->bhij", q - added[0], k - added[1]) / 8**0.5
-        assert not torch.allclose(without, right, atol=0.1 * float(right.abs().max()))
-
-
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_edits_and_sweeps_of_shortformer_agree_with_its_split() -> None:
-    from tl_geometry.scores.sweep import sweep_heads
-
-    model = shortformer()
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    split = split_scores(model, LONG, basis, layers=[1])
-    table = sweep_heads(model, LONG, basis, progress=False)
-    own = split.shares()
-    assert torch.allclose(table.cs[4:].double(), own.cs.double(), atol=1e-4)
-    _, plain = model.run_with_cache(LONG)
-    with remove_term(model, basis, "pos-pos", [(1, h) for h in range(4)]):
-        _, cached = model.run_with_cache(LONG)
-    moved = plain["blocks.1.attn.hook_attn_scores"] - cached["blocks.1.attn.hook_attn_scores"]
-    term = split.terms["pos", "pos"]
-    assert torch.allclose(
-        torch.where(split.allowed, moved - term, 0),
-        torch.zeros(()),
-        atol=1e-4 * float(term.abs().max()),
-    )
-    with pytest.raises(UnsupportedModelError, match="nulls"):
-        sweep_heads(model, LONG, basis, detail=("nulls",), progress=False)
-
-
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_parts_with_the_positional_embedding_of_shortformer_are_refused() -> None:
-    model = shortformer()
-    _, cached = model.run_with_cache(LONG)
-    own = {"tokens": cached["hook_embed"]}
-    assert split_scores(model, LONG, None, layers=[0], parts=own).reconstruction.adds_up
-    with pytest.raises(
-        GeometryError, match=r"got the positional embedding among them. Use the parts without it"
-    ):
-        split_scores(
-            model, LONG, None, layers=[0], parts={**own, "positions": cached["hook_pos_embed"]}
-        )
-    basis = decompose(model, tokens(batch=16, length=18, seed=2), progress=False)
-    for preset in ("paper", "reference"):
-        with pytest.raises(UnsupportedModelError, match="Shortformer"):
-            split_scores(model, LONG, basis, preset=preset)
-
-
 # -------------------------------------------------------------------------------------------------
 # output heads
 
@@ -878,11 +663,3 @@ def test_another_output_vocabulary_is_refused(outputs: int) -> None:
         UnsupportedModelError, match=rf"expected one output for each of 61 tokens, got {outputs}"
     ):
         necessity_sufficiency(model, LONG, basis, "L0H0", "content", progress=False)
-
-
-def test_nothing_else_is_needed_for_no_edit() -> None:
-    with (
-        nullcontext(tiny("bridge", "gpt2")) as model,
-        remove_term(model, basis_of("bridge", "gpt2"), ()),
-    ):
-        assert torch.equal(logits(model), logits(tiny("bridge", "gpt2")))

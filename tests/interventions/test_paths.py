@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.circuits.edges_by_hand import difference, head_writes, hooked, reader_hooks
-from tests.tiny import HAS_HOOKED, HEADS, loadable, tiny, tokens
+from tests.lib.models import HAS_HOOKED, HEADS, loadable, tiny, tokens
 from tl_geometry.base.errors import GeometryError, ReconstructionError, UnsupportedModelError
 from tl_geometry.circuits import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass, PathStream, PrunedStream

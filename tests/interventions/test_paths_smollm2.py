@@ -13,7 +13,7 @@ import tl_geometry as tlg
 from tests.interventions.test_knockouts_smollm2 import FORMS, PAIRS
 from tl_geometry.models.layer_view import LayerView
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2]
 EDGES = {
     "L20H0": (-0.166, 0.031),
     "L21H5": (0.433, 0.047),

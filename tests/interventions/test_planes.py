@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.induction import rotary_previous_token
 from tests.interventions.bases import basis_of
-from tests.tiny import HAS_HOOKED, tiny, tokens
+from tests.lib.models import HAS_HOOKED, tiny, tokens
 from tl_geometry import split_scores
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.interventions import keep_planes, remove_planes, swap_planes

@@ -1,16 +1,12 @@
-"""No pass inside an edit gives unedited logits without a word: threads, compiled and copied models,
-weights that change, code that was replaced, recomputed activations."""
+"""No pass inside an edit gives unedited logits without a word: copied models, weights that change,
+code that was replaced, recomputed activations."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.interventions.bases import basis_of
-from tests.tiny import HAS_HOOKED, hf_model, tiny, tokens
+from tests.lib.models import HAS_HOOKED, hf_model, tiny, tokens
 from tl_geometry import check_model, decompose, split_scores, view
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition.position_context import PositionContext
@@ -52,171 +48,6 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 # -------------------------------------------------------------------------------------------------
 # threads
-
-
-def outcomes(
-    model: Any,
-    kinds: dict[str, Tensor],
-    threads: int = 4,
-    passes: int = 10,
-    run_one: Callable[[Any], Tensor] = logits,
-) -> Counter:
-    """What the passes of several threads gave, by the logits that they equal."""
-    found: Counter[str] = Counter()
-
-    def run() -> None:
-        for _ in range(passes):
-            try:
-                out = run_one(model)
-                found[next((k for k, v in kinds.items() if same(out, v)), "other")] += 1
-            except Exception as error:
-                found[type(error).__name__] += 1
-
-    workers = [Thread(target=run) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return found
-
-
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-@pytest.mark.parametrize("architecture", ["gpt2", "bloom"])
-def test_every_pass_of_every_thread_is_edited(model_class: str, architecture: str) -> None:
-    model, basis = tiny(model_class, architecture), basis_of(model_class, architecture)
-    clean = logits(model)
-    with edit_of(model, basis):
-        inside = logits(model)
-    assert not same(clean, inside)
-    with edit_of(model, basis) as edit:
-        found = outcomes(model, {"clean": clean, "edited": inside})
-    assert found == {"edited": 40}
-    assert edit.passes == 40
-    assert outcomes(model, {"clean": clean}) == {"clean": 40}  # the twin: other logits are seen
-
-
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_a_library_pass_in_another_thread_disturbs_nobody(model_class: str) -> None:
-    model, basis = tiny(model_class, "gpt2"), basis_of(model_class)
-    alone, found = decompose(model, IDS, progress=False), []
-    with edit_of(model, basis):
-        inside = logits(model)
-    worker = Thread(
-        target=lambda: found.extend(decompose(model, IDS, progress=False) for _ in "123")
-    )
-    worker.start()
-    while worker.is_alive():
-        assert same(logits(model), logits(model))
-    worker.join()
-    assert len(found) == 3
-    assert all(torch.equal(other.pos, alone.pos) for other in found)
-
-    def probes() -> None:  # facts of another object: probes without anybody's hooks
-        for _ in range(3):
-            check_model(fresh(model_class))
-
-    with edit_of(model, basis):
-        worker = Thread(target=probes)
-        worker.start()
-        while worker.is_alive():
-            assert same(logits(model), inside)
-        worker.join()
-
-
-def test_silenced_hooks_act_in_other_threads() -> None:
-    from tl_geometry.models.user_hooks import names_of, without_hooks
-
-    model, calls = fresh("bridge"), list[str]()
-    model.blocks[0].hook_in.add_hook(lambda value, hook: calls.append("mine"))
-    with without_hooks(model):
-        logits(model)
-        assert calls == []
-        worker = Thread(target=lambda: (logits(model), calls.append(str(len(names_of(model))))))
-        worker.start()
-        worker.join()
-    assert calls == ["mine", "1"]
-
-
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_a_list_belongs_to_one_thread(model_class: str) -> None:
-    model, basis = tiny(model_class, "gpt2"), basis_of(model_class)
-    edit, errors = edit_of(model, basis), list[str]()
-
-    def run() -> None:
-        try:
-            logits(model)
-        except GeometryError as error:
-            errors.append(str(error))
-
-    with model.hooks(fwd_hooks=edit.hooks()):
-        logits(model)
-        worker = Thread(target=run)
-        worker.start()
-        worker.join()
-    assert len(errors) == 1
-    assert "passes of one thread" in errors[0]
-    assert edit.passes == 1
-
-
-LISTED: dict[str, Callable[[Any, PositionContext], LiveEdit]] = {
-    "remove_term": edit_of,
-    "project_stream": lambda model, basis: project_stream(model, basis, 1),
-}
-
-
-@pytest.mark.parametrize("name", list(LISTED))
-@pytest.mark.parametrize("model_class", MODEL_CLASSES)
-def test_another_thread_is_refused_when_it_adds_a_list(model_class: str, name: str) -> None:
-    """Refused before its pass: the first thread takes the hooks of both away with its own."""
-    model, basis = fresh(model_class), basis_of(model_class)
-    one, two = (LISTED[name](model, basis) for _ in "12")
-    hooks, errors = one.hooks(), list[str]()
-
-    def add(found: Any) -> None:
-        try:
-            with model.hooks(fwd_hooks=found, reset_hooks_end=False):
-                pass
-        except GeometryError as error:
-            errors.append(str(error))
-
-    with model.hooks(fwd_hooks=hooks):
-        inside = logits(model)
-        for found in (hooks, two.hooks()):
-            worker = Thread(target=add, args=[found])
-            worker.start()
-            worker.join()
-    assert ["passes of one thread" in error for error in errors] == [True, True]
-    with torch.no_grad():
-        assert same(model.run_with_hooks(IDS, fwd_hooks=hooks), inside)
-        assert same(model.run_with_hooks(IDS, fwd_hooks=two.hooks()), inside)
-    assert not same(logits(model), inside)
-
-
-@pytest.mark.parametrize("name", list(LISTED))
-def test_no_list_of_several_threads_gives_unedited_logits(name: str) -> None:
-    model, basis = fresh("bridge"), basis_of("bridge")
-    shared = LISTED[name](model, basis).hooks()
-
-    def run_with(hooks: Any, model: Any = model) -> Tensor:
-        with torch.no_grad():
-            return model.run_with_hooks(IDS, fwd_hooks=hooks)
-
-    kinds = {"clean": logits(model), "edited": run_with(LISTED[name](model, basis).hooks())}
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        every = outcomes(model, kinds, passes=30, run_one=lambda m: run_with(shared))
-        every += outcomes(
-            model,
-            kinds,
-            passes=30,
-            run_one=lambda m: run_with(LISTED[name](m, basis).hooks()),
-        )
-    finally:
-        sys.setswitchinterval(usual)
-    assert every["edited"] > 0
-    assert every["GeometryError"] > 0
-    assert every["clean"] == every["other"] == 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -258,18 +89,6 @@ def test_a_block_without_an_edited_pass_is_refused(name: str) -> None:
     with made() as edit:
         logits(model)
     assert edit.passes == 1
-
-
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_a_wrapper_that_was_compiled_before_is_noticed() -> None:
-    model, basis = fresh("hooked"), basis_of("hooked")
-    compiled: Any = torch.compile(model, backend="eager")
-    clean = logits(compiled)
-    try:
-        with pytest.raises(GeometryError, match=r"torch\.compile"), edit_of(model, basis):
-            assert same(logits(compiled), clean)  # hooks that came later are not called
-    finally:
-        torch._dynamo.reset()
 
 
 # -------------------------------------------------------------------------------------------------

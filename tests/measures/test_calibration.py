@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from benchmarks.calibration_measures import (
     REPORTED,
     anova_shares,
@@ -17,9 +19,12 @@ from benchmarks.calibration_measures import (
 from tl_geometry.decomposition import PositionContext
 from tl_geometry.measures.state_measures import UNBOUNDED, StateMeasures
 
+pytestmark = pytest.mark.once
+
 SOME = planted("topics of 8 windows", 32)
 
 
+@pytest.mark.nightly
 def test_shares_of_variance_in_topic_blocks_cover_or_have_no_interval() -> None:
     (found,) = anova_shares("topics of 8 windows", 32, 60)
     assert found.kept
@@ -33,6 +38,7 @@ def halved(basis: PositionContext) -> StateMeasures:
     return dataclasses.replace(report, errors={n: e / 2 for n, e in report.errors.items()})
 
 
+@pytest.mark.nightly
 def test_errors_of_measures_cover_and_smaller_ones_do_not() -> None:
     draw = planted_basis("topics of 8 windows")
     (found,) = report_errors("position", draw, 32, 60, positional, SOME)

@@ -17,6 +17,8 @@ from torch import Tensor
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.measures import contextual
 
+pytestmark = pytest.mark.once
+
 cases = settings(deadline=None, max_examples=20)
 seeds = st.integers(0, 10_000)
 

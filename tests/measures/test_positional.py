@@ -21,6 +21,8 @@ from tl_geometry.measures import differences as diff
 from tl_geometry.measures import positional
 from tl_geometry.measures import rank as ranks
 
+pytestmark = pytest.mark.once
+
 cases = settings(deadline=None, max_examples=20)
 seeds = st.integers(0, 10_000)
 

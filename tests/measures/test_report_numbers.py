@@ -18,11 +18,13 @@ from torch import Tensor
 from tests.measures.test_reports import basis_of, gaussian
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.decomposition import resampling
-from tl_geometry.measures import context_report, contextual
+from tl_geometry.measures import contextual
 from tl_geometry.measures.comparison import compare_bases
 from tl_geometry.measures.context_report import contextual_report
 from tl_geometry.measures.position_report import positional_report
 from tl_geometry.measures.state_measures import StateMeasures
+
+pytestmark = pytest.mark.once
 
 CONTEXTS, POSITIONS, D = 32, 20, 12
 FIRST = 2
@@ -211,26 +213,6 @@ def test_flipped_signs_turn_a_shared_line_or_leave_it() -> None:
     assert [
         float(found.nulls[f"incoherence_{name}", "random"]) for name in ("max", "avg", "rms")
     ] == pytest.approx([by_chance.max, by_chance.avg, by_chance.rms])
-
-
-def test_exchanged_windows_take_each_position_of_every_context_once() -> None:
-    """Each position writes to its own coordinate, so that the mean of a window shows which context
-    each position came from."""
-    size = gaussian(3, 12)
-    h = size[:, None, None] * torch.eye(6).double() + gaussian(4, 6, 6)
-    basis = basis_of(h[None], window=(1, 6))
-    assert basis.samples is not None
-    generator = torch.Generator().manual_seed(0)
-    exchanged = context_report._exchanged(basis, 0, 3, generator)
-    assert exchanged.shape == (3, 12, 6)
-    deviations = (size - size.mean()).sort().values / 5
-    assert float(exchanged[..., 0].abs().max()) < 1e-6, "outside the window"
-    for draw in exchanged:
-        for position in range(1, 6):
-            assert torch.allclose(draw[:, position].sort().values, deviations, atol=1e-6)
-        orders = {tuple(draw[:, position].argsort().tolist()) for position in range(1, 6)}
-        assert len(orders) == 5
-    assert not torch.allclose(exchanged[0], exchanged[1])
 
 
 @pytest.mark.parametrize("samples", [9, 10])

@@ -20,6 +20,8 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 from tl_geometry.measures.state_measures import UNBOUNDED
 
+pytestmark = pytest.mark.once
+
 CONTEXTS, POSITIONS, D = 24, 48, 12
 
 

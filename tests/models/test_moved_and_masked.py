@@ -3,19 +3,14 @@ their own, under hooks that a reader must be told of."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.device_calls import calls
-from tests.pretend_device import BEGIN, END, GUIDE
-from tests.tiny import HAS_HOOKED, hf_model, tokens
+from tests.lib.models import HAS_HOOKED, hf_model, tokens
 from tl_geometry import (
     check_model,
     decompose,
@@ -27,7 +22,6 @@ from tl_geometry import (
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.interventions import keep_term, mean_term, remove_term
 from tl_geometry.models import from_hf
-from tl_geometry.models.forward import require_full_precision
 
 MODEL_CLASSES = ["bridge", *(["hooked"] if HAS_HOOKED else [])]
 ROWS, IDS = tokens(16, 14, seed=2), tokens(3, 10, seed=9)
@@ -39,86 +33,6 @@ def fresh(model_class: str, architecture: str = "gpt2") -> Any:
 
 # -------------------------------------------------------------------------------------------------
 # moved
-
-
-def on_the_device(*what: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.pretend_device", *what],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_a_model_moved_to_another_device_after_a_look() -> None:
-    words = ["mixed", "together", "weights", "readout", "edges", "truncated", "removed"]
-    assert on_the_device("moved").split() == words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["llama", "gpt2"])
-def test_what_takes_a_model_gives_the_same_on_a_device(what: str) -> None:
-    """Grouped keys and rotation; learned positions. Each with tokens on the CPU and on the
-    device."""
-    verdicts = dict(line.split(": ", 1) for line in on_the_device(what).splitlines())
-    assert len(verdicts) >= 25
-    wrong = {name: verdict for name, verdict in verdicts.items() if verdict != "same"}
-    # the twin: its result says where the model is
-    assert list(wrong) == ["planted"], wrong
-
-
-OVER_TWO_DEVICES = (
-    *("check_model", "decompose", "split_scores", "split_values", "trajectories"),
-    *("sweep_heads", "sweep_heads, intervals", "sweep_heads, all details"),
-)
-"""What takes a model that is split over two devices. Writers, knockouts and weights do not yet:
-they put what several blocks hold into one tensor."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_a_model_that_is_split_over_two_devices() -> None:
-    """``n_devices=2``, each block where HookedTransformer's forward pass sends the stream. A bridge
-    asks for CUDA by name to be split."""
-    lines = on_the_device("split", *OVER_TWO_DEVICES, "planted").splitlines()
-    verdicts = dict(line.split(": ", 1) for line in lines)
-    assert [name for name, verdict in verdicts.items() if verdict == "same"] == list(verdicts)[:-1]
-    assert set(verdicts) == {*OVER_TWO_DEVICES, "planted"}
-
-
-MOST_WAITS = {
-    "decompose": (1, 0, 0),  # finite or not, samples, means: together
-    "sweep_heads": (2, None, 2),  # a layer with its mask, the rounding of its parts
-    "sweep_heads, intervals": (2, None, 2),
-    "sweep_writers": (1, None, 2),  # a layer with its mask, the sum of its writers
-}
-"""Waits for each batch (of sweeps, with those of their basis), each layer and each layer of each
-batch that are allowed at most."""
-
-
-@pytest.mark.slow
-def test_how_often_streams_wait_for_the_device() -> None:
-    """Differences between two and four layers and two and four batches. Every function has a row in
-    the guide's table."""
-    lines = on_the_device("waits", *MOST_WAITS).splitlines()[2:]
-    assert len(lines) == len(MOST_WAITS)
-    for line in lines:
-        name, *numbers, where = (cell.strip() for cell in line.strip("| ").split(" | "))
-        for got, most in zip(numbers, MOST_WAITS[name], strict=True):
-            assert most is None or float(got) <= most, (name, numbers, where)
-        # the twin: what is counted at all
-        assert name == "decompose" or float(numbers[2]) >= 1
-
-
-def test_every_call_has_a_row_in_the_guide() -> None:
-    """``python -m tests.pretend_device`` writes the table."""
-    table = GUIDE.read_text().partition(BEGIN)[2].partition(END)[0]
-    known = [line.split(" | ")[0].removeprefix("| ") for line in table.strip().splitlines()[2:]]
-    assert known == [name for name in calls(61, rotary=True) if name != "planted"]
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES)
@@ -133,42 +47,6 @@ def test_a_model_moved_to_another_dtype_after_a_look(model_class: str, dtype: to
     token_readout(model)
     with pytest.raises(GeometryError, match="the model it was computed from"):
         split_scores(model, IDS, basis, heads="L1H0")
-
-
-MATMUL = torch.backends.cuda.matmul
-TF32: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-    "precision": (
-        lambda: torch.set_float32_matmul_precision("high"),
-        lambda: torch.set_float32_matmul_precision("highest"),
-    ),
-    "switch": (
-        lambda: setattr(MATMUL, "allow_tf32", True),
-        lambda: setattr(MATMUL, "allow_tf32", False),
-    ),
-    "newer": (
-        lambda: setattr(MATMUL, "fp32_precision", "tf32"),
-        lambda: setattr(MATMUL, "fp32_precision", "ieee"),
-    ),
-}
-"""Each of torch's settings: on and off."""
-
-
-@pytest.mark.parametrize("setting", TF32)
-def test_a_model_on_a_gpu_is_refused_where_its_products_are_rounded_to_tf32(setting: str) -> None:
-    """Whichever way it was asked for; on a CPU it changes nothing. No GPU is asked."""
-    (on, off), gpu = TF32[setting], torch.device("cuda")
-    require_full_precision(gpu, "mine")  # the twin
-    on()
-    try:
-        require_full_precision(torch.device("cpu"), "mine")
-        with pytest.raises(GeometryError) as error:
-            require_full_precision(gpu, "mine")
-    finally:
-        off()
-    assert str(error.value) == (
-        "mine: expected float32 products in float32, got TF32, of 11 bits. Use "
-        'torch.set_float32_matmul_precision("highest").'
-    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, hf_model, loadable, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import ReconstructionError
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.transfer import floats

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import ARCHITECTURES, loadable, randomize, tiny, tokens
+from tests.lib.models import ARCHITECTURES, loadable, randomize, tiny, tokens
 from tl_geometry.base.errors import UnsupportedModelError
 from tl_geometry.models import from_hf, view
 from tl_geometry.models.layer_view import LayerView, Rotation

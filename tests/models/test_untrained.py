@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import hf_model
+from tests.lib.models import hf_model
 from tl_geometry.models import from_hf, reinitialized, view
 
 

@@ -11,7 +11,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.tiny import ARCHITECTURES, HAS_HOOKED, loadable, tiny, tiny_hooked, tiny_native, tokens
+from tests.lib.models import (
+    ARCHITECTURES,
+    HAS_HOOKED,
+    loadable,
+    tiny,
+    tiny_hooked,
+    tiny_native,
+    tokens,
+)
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.models import from_hf, view
 from tl_geometry.models.reader import as_view

@@ -16,12 +16,13 @@ import torch
 from screenot.ScreeNOT import adaptiveHardThresholding
 from torch import Tensor
 
-from tests.modules import copy_of
 from tl_geometry import models, papers, zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
-from tl_geometry.papers import protocol, published, reproduction
+from tl_geometry.papers import protocol, published
+
+pytestmark = pytest.mark.once
 
 transformers = pytest.importorskip("transformers")
 
@@ -415,23 +416,6 @@ def test_embedded_model_runs_without_arguments() -> None:
     assert {c[5] for c in found.cells} == {"no published row"}
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_a_work_is_asked_for_what_is_installed_and_given(installed: bool, tmp_path: Path) -> None:
-    """Separability needs scikit-learn."""
-    module: Any = copy_of(reproduction)
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for file in files:
-        file.write_text(file.stem)
-    module.find_spec = lambda name: installed or None
-    module.sarfati = lambda *given, **options: (given, options)
-    module.loaded = lambda name: f"model {name}"
-    asked: dict[str, Any] = {"model": "x", "corpus": files, "contexts": 7, "progress": False}
-    found = module.reproduce("lines-of-thought", **asked)
-    options = {"n": 7, "separate": installed, "progress": False}
-    assert found == (("model x", "a\nb"), options)
-    assert module.reproduce("lines-of-thought")[1] == options | {"n": None, "progress": True}
-
-
 def test_a_work_on_weights_takes_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     for given in ({"corpus": [tmp_path / "a.txt"]}, {"contexts": 3}):
@@ -440,6 +424,7 @@ def test_a_work_on_weights_takes_no_text(tmp_path: Path) -> None:
             papers.reproduce("traveling-words", **options)
 
 
+@pytest.mark.slow
 def test_topic_documents_by_file(tmp_path: Path) -> None:
     """What the command line takes is what the function takes."""
     texts = [t[:6000] for t in zoo.corpus.held_out_documents().texts[:3]]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import tl_geometry
 from benchmarks import __main__ as benchmarks
-from benchmarks.harness import Row, grown, interleave, resident, show
+from benchmarks.harness import Row
+
+pytestmark = [pytest.mark.once, pytest.mark.nightly]
 
 ROOT = Path(tl_geometry.__file__).parent.parent
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_benchmark_runs_in_its_small_size() -> None:
     command = [sys.executable, "-m", "benchmarks", "--size", "smoke", "--json"]
     done = subprocess.run(
@@ -66,39 +66,3 @@ def test_names_are_the_modules_of_the_folder() -> None:
         "known",
     } <= set(benchmarks.NAMES)
     assert not {"harness", "__main__"} & set(benchmarks.NAMES)
-
-
-def test_ratios_are_medians_over_rounds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("benchmarks.harness.time.perf_counter", lambda: clock[0])
-    spent = iter(
-        [9.0, 9.0, 1.0, 2.0, 1.0, 3.0, 10.0, 40.0]
-    )  # warm-up, then rounds with ratios 2, 3 and 4
-
-    def work() -> None:
-        clock[0] += next(spent)
-
-    rows = interleave("b", {"base": work, "route": work}, rounds=3, notes={"route": "remark"})
-    assert [(row.ratio, row.seconds) for row in rows] == [(1.0, 1.0), (3.0, 3.0)]
-    show(rows)
-    assert "x   3.000  remark" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK),
-    reason="needs Linux with a writable /proc/self/clear_refs",
-)
-def test_growth_is_the_peak_not_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with grown() as nothing:
-        pass
-    with grown() as found:
-        held = bytearray(64 * 2**20)
-        held[::4096] = b"\1" * len(held[::4096])
-        del held
-    assert found.mib > 48
-    assert nothing.mib < 16
-    assert resident() > 0
-    assert "MiB above the start" in found.on(Row("b", "r", 1.0, 1.0)).note

@@ -24,7 +24,10 @@ from benchmarks.calibration_scores import (
 )
 from benchmarks.planted import World
 
+pytestmark = pytest.mark.once
 
+
+@pytest.mark.nightly
 def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:
     score, gain, before = sweep_intervals("C = 32", World(), 32, 24)
     for new in (score, gain):
@@ -34,6 +37,7 @@ def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:
     assert not before.kept
 
 
+@pytest.mark.nightly
 def test_intervals_cover_where_windows_come_in_topics_and_are_none_of_two_topics() -> None:
     topics = [x for x in share_settings() if x["world"].topics]
     assert {x["contexts"] for x in topics} == {32, 64}
@@ -45,6 +49,7 @@ def test_intervals_cover_where_windows_come_in_topics_and_are_none_of_two_topics
     assert bool(found.cs.isnan().all() and found.gs.isnan().all())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rotary", "stay"), [(False, 0.95), (True, 0.5)])
 def test_the_null_of_position_is_null_and_permuted_positions_are_not(
     rotary: bool, stay: float
@@ -70,7 +75,7 @@ def test_settings_of_the_null_are_those_that_broke_the_one_before() -> None:
     assert {x["contexts"] for x in position_settings() if x["world"].topics} == {16, 32}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_effects_of_edits_are_calibrated() -> None:
     assert all(found.kept for found in paired_effects(600) if found.promised)
 
@@ -121,6 +126,7 @@ def test_shares_of_the_offset_are_null_by_topics_and_were_not_by_eight_groups() 
     assert profiles.kept
 
 
+@pytest.mark.nightly
 def test_a_flow_that_is_one_has_no_anomalies_and_gaussian_residuals() -> None:
     anomalous, normal, round_ = flow_reports(100, 6, 12)
     assert anomalous.kept

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"tl_geometry", "tests", "benchmarks"}
 DISTRIBUTION = {

@@ -14,8 +14,10 @@ import pytest
 from PIL import Image
 
 from tests import support
-from tests.project.test_import_direction import PACKAGES
-from tests.tiny import ARCHITECTURES
+from tests.lib.models import ARCHITECTURES
+from tests.tables.test_signatures import PACKAGES
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -120,6 +122,7 @@ def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_script_prints_what_is_stored() -> None:
     view, printed = pictures.run(pictures.code(SCRIPTS["induction"]))
     assert printed == blocks("text")[0]
@@ -165,7 +168,7 @@ def test_the_support_table_has_every_architecture_and_nothing_between() -> None:
     assert int(said[1]) == len(ARCHITECTURES)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # what Hugging Face and TransformerLens say of what they load
 def test_the_support_table_is_what_is_measured() -> None:
     """Of this TransformerLens: one that is exact, one with a part refused, and refused ones."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, randomize, tiny
+from tests.lib.models import HAS_HOOKED, randomize, tiny
 from tl_geometry.models import from_hf
 from tl_geometry.scores.details import DETAILS
 
@@ -181,9 +181,16 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WITH_CODE = [page for page in PAGES if blocks(page.read_text("utf-8")) and page not in APART]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # open("book.txt").read()
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.nightly] * (page.stem != "README"))
+        for page in WITH_CODE
+    ],
+)
 def test_the_blocks_of_a_page_run(page: Path, reader: Path) -> None:
     names: dict[str, Any] = {}
     if page.parent == START.parent and page != START:
@@ -193,6 +200,7 @@ def test_the_blocks_of_a_page_run(page: Path, reader: Path) -> None:
     assert names
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
 def test_every_section_runs_after_the_first_block(page: Path, reader: Path) -> None:
@@ -206,7 +214,6 @@ def test_every_section_runs_after_the_first_block(page: Path, reader: Path) -> N
         plt.close("all")
 
 
-@pytest.mark.slow
 @pytest.mark.smollm2
 def test_the_rotary_recipe_runs_on_smollm2(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, names = APART[0], {"tlg": tlg, "Path": Path}
@@ -243,6 +250,7 @@ def test_recipes_are_short_and_end_with_a_removal() -> None:
         assert asks_model or "[first recipe](#" in part, "it says where the removal is"
 
 
+@pytest.mark.slow
 def test_the_list_of_columns_has_every_column_of_a_sweep() -> None:
     terms = re.findall(r"^(`.*)\n: ", APART[1].read_text("utf-8"), re.MULTILINE)
     said = {name for cell in terms for name in re.findall(r"`(\w[\w-]*)`", cell)}
@@ -275,7 +283,7 @@ GALLERY = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", GALLERY)
 def test_the_scripts_of_the_gallery_run(path: Path, reader: Path) -> None:
     names: dict[str, Any] = {}

@@ -19,6 +19,8 @@ from benchmarks.known_judging import (
     labels_by_chance,
 )
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("seed", range(5))
 def test_auroc_is_that_of_scikit_learn_with_ties(seed: int) -> None:

@@ -15,6 +15,8 @@ from nbclient.exceptions import CellExecutionError
 
 from tests.project.test_docs import module
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 REDUCED = {
@@ -185,7 +187,7 @@ def test_a_hidden_import_is_seen() -> None:
     assert hidden(planted) == ["tl_geometry.base.results", "tl_geometry.planted"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the kernel's own libraries
 @pytest.mark.parametrize("path", EACH)
 def test_runs_offline(path: Path, tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_the_checks_detect() -> None:
             check_outputs([output])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_failing_cell_fails(tmp_path: Path) -> None:
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])

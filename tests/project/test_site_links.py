@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+pytestmark = [pytest.mark.once, pytest.mark.nightly]
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SITE, PICTURES = DOCS / "_build" / "html", DOCS / "pictures.py"
 LINKS = {"a": "href", "img": "src", "link": "href", "script": "src", "iframe": "src"}

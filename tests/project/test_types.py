@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, assert_type
 
+import pytest
+
 import tl_geometry as tlg
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     _ = tlg.render.splitt  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.interventions.remove_turm  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.zoo.embeded  # pyright: ignore[reportAttributeAccessIssue]
+
+pytestmark = pytest.mark.once
 
 
 def test_the_same_names_exist() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.browser import Browser
 
+pytestmark = pytest.mark.once
+
 SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "_static" / "versions.js"
 SITE = "http://127.0.0.1:9"
 """Nothing listens there: the test answers."""
@@ -44,7 +46,7 @@ def listed(browser: Browser, versions: Sequence[str] | None) -> list[str]:
     return chosen
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_versions_are_listed_where_there_are_several(browser: Browser) -> None:
     assert listed(browser, ["0.2.0", "0.1.0"]) == ["0.2.0", "0.1.0"]
     assert listed(browser, ["0.1.0"]) == []

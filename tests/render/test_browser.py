@@ -8,14 +8,13 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.browser import HOSTILE, Browser, as_cells, without_policy
+from tests.browser import HOSTILE, Browser, as_cells
 from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base import html
@@ -24,13 +23,13 @@ from tl_geometry.base.results import Provenance, Result
 from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.render import split_view
 from tl_geometry.render.head_view import head_grid
-from tl_geometry.render.page import PageView, _shown
+from tl_geometry.render.page import PageView
 from tl_geometry.render.space import SpaceView
 from tl_geometry.report.page import document
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.split import ScoreSplit
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.nightly, pytest.mark.once]
 
 
 def test_the_detectors_detect(browser: Browser) -> None:
@@ -131,7 +130,6 @@ def table(model: str = "synthetic", columns: Sequence[str] = COLUMNS) -> Result:
     return Table(provenance=Provenance(model=model))
 
 
-WORN = "document.documentElement.classList"
 HEADS = ((0, 0), (0, 1), (2, 0), (2, 1), (2, 3))
 
 
@@ -158,86 +156,10 @@ def test_hostile_tokens_stay_text(name: str, browser: Browser, tmp_path: Path) -
         assert len(page.frames) == 3
 
 
-@pytest.mark.parametrize(("system", "around"), [(False, True), (True, False), (True, True)])
-def test_a_frame_is_dark_where_the_page_around_it_is(
-    system: bool, around: bool, browser: Browser
-) -> None:
-    shown = render.split(synthetic(1, 4))._repr_mimebundle_()["text/html"]
-    whole = f'<body data-jp-theme-light="{str(not around).lower()}">{shown}</body>'
-    with browser.open(as_cells(whole), dark=system, height=1200) as page:
-        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
-        page.wait(f"dark.matches === {str(around).lower()}", frame=1)
-        page.wait(f"{WORN}.contains('dark') === dark.matches", frame=1)
-        paper = page.evaluate("getComputedStyle(document.body).backgroundColor", frame=1)
-        assert paper == ("rgb(18, 18, 18)" if around else "rgb(255, 255, 255)")
-        covered = (
-            "(([i, f]) => f.width >= i.width && f.height >= i.height)(['img', 'iframe'].map("
-            "t => document.querySelector(t).getBoundingClientRect()))"
-        )
-        assert page.evaluate(covered), "the image lies below the live view"
-
-
-def test_a_frame_whose_height_came_without_an_event_is_dark(browser: Browser) -> None:
-    """As Chromium lays out frames while it has much to do."""
-    page_text = without_policy(render.split(synthetic(1, 4)).page)
-    page_text = page_text.replace("<html ", "<html data-framed ")
-    unheard = page_text.replace("wear();\nif", "if").replace("'resize', wear", "'never', wear")
-    assert len(unheard) == len(page_text) - 9
-    observer = "wear();\n    parent"
-    assert unheard.count(observer) == 1
-    for source, found in ((unheard, True), (unheard.replace(observer, "parent"), False)):
-        frame = f'<iframe style="height:402px" srcdoc="{escape(source)}"></iframe>'
-        with browser.open(as_cells(frame)) as page:
-            page.wait("innerHeight && document.body.dataset.drawn", frame=1)
-            if found:
-                page.wait("dark.matches", frame=1)
-            else:
-                page.evaluate("new Promise(r => setTimeout(r, 500))", frame=1)
-                assert not page.evaluate("dark.matches", frame=1)
-
-
-@pytest.mark.parametrize(("theme", "system"), [("auto", True), ("auto", False), ("light", True)])
-def test_a_frame_asks_the_system_where_the_page_around_it_does(
-    theme: str, system: bool, browser: Browser
-) -> None:
-    """Furo's three themes: dark is in the test above by its own mark."""
-    shown = render.split(synthetic(1, 4))._repr_mimebundle_()["text/html"]
-    whole = f'<body data-theme="{theme}">{shown}</body>'
-    with browser.open(as_cells(whole), dark=system, height=1200) as page:
-        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
-        page.wait(f"dark.matches === {str(theme == 'auto' and system).lower()}", frame=1)
-
-
-def test_rows_of_numbers_and_names_show_every_character() -> None:
-    """Also where a name follows a number; a row of numbers stays the object that it was."""
-    numbers = [1.0, 2.0]
-    shown = _shown({"row": [1, "\u202eevil"], "numbers": numbers})
-    assert "\u202e" not in shown["row"][1]
-    assert shown["row"][0] == 1
-    assert shown["numbers"] is numbers
-
-
 def test_a_table_of_words_alone_has_no_map() -> None:
     words = ["layer", "head", "dominant_term"]
     with pytest.raises(GeometryError, match="table: expected a column of numbers"):
         render.heads(table(columns=words))
-
-
-def test_a_frame_that_missed_its_change_wears_it_with_its_size(browser: Browser) -> None:
-    shown = render.split(synthetic(1, 4)).html()
-    with browser.open(as_cells(shown), height=1200) as page:
-        page.wait("innerHeight && document.body.dataset.drawn", frame=1)
-        page.evaluate("window.drawn = 0", frame=1)
-        page.evaluate("dark.addEventListener('change', () => window.drawn++)", frame=1)
-        page.evaluate("document.querySelector('iframe').style.maxWidth = '500px'")
-        page.wait("innerWidth === 500", frame=1)
-        page.evaluate("new Promise(requestAnimationFrame)", frame=1)
-        assert page.evaluate("window.drawn", frame=1) == 0, "nothing was missed"
-        page.evaluate(f"{WORN}.add('dark')", frame=1)  # as Chromium leaves it
-        page.evaluate("document.querySelector('iframe').style.maxWidth = '400px'")
-        page.wait("innerWidth === 400", frame=1)
-        page.wait(f"!{WORN}.contains('dark')", frame=1, timeout=5)
-        assert page.evaluate("window.drawn", frame=1) == 1, "drawn again in its colours"
 
 
 def test_without_frames_the_image_is_seen(browser: Browser) -> None:
@@ -459,31 +381,6 @@ def test_a_frame_in_a_narrow_cell_keeps_its_size(browser: Browser) -> None:
             page.resize(width, 500)
             page.evaluate("new Promise(r => setTimeout(r, 100))")
             assert page.evaluate(box) == [300, high]
-
-
-def test_first_heights_are_about_those_of_the_pages(browser: Browser) -> None:
-    """In wide windows, for hosts that do not run the script beside a frame."""
-    many = synthetic(2, 30, parts=("mean", "bias", "pos", "cvec"))
-    views = [
-        render.split(synthetic(1, n), panels=p)
-        for n, p in ((5, None), (30, "terms"), (70, ["pos-pos"]))
-    ]
-    views += [
-        render.split(many, panels="terms"),
-        render.heads(table()),
-        pages(list(HOSTILE))["paths"],
-    ]
-    size = (
-        "[innerHeight - document.documentElement.scrollHeight, innerWidth - "
-        "document.documentElement.scrollWidth]"
-    )
-    rest = "innerHeight - document.querySelector('p').getBoundingClientRect().bottom"
-    unheard = [re.sub("<script>.*?</script>", "", v.html(), flags=re.DOTALL) for v in views]
-    with browser.open(as_cells(*unheard), width=1400) as page:
-        for frame in range(1, len(views) + 1):
-            page.wait("document.body.dataset.drawn", frame=frame)
-            assert page.evaluate(size, frame=frame) == [0, 0], frame
-            assert 0 <= page.evaluate(rest, frame=frame) <= 160, frame
 
 
 def test_time_until_twelve_heads_of_256_tokens_answer(browser: Browser) -> None:

@@ -4,11 +4,9 @@ numbers are the tensor's."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +21,8 @@ from tl_geometry.render import circuitsvis as views
 from tl_geometry.render.figure import DIVERGING
 from tl_geometry.render.page import PageView
 from tl_geometry.scores.split import ScoreSplit
+
+pytestmark = pytest.mark.once
 
 TEXTS = (*HOSTILE, *HOSTILE[:8])
 
@@ -156,25 +156,11 @@ def test_the_scale_is_shared_and_what_lies_beyond_is_said() -> None:
     assert payload(views.attention_heads(masked, ["a", "b"])) == payload(view)
 
 
-def test_without_circuitsvis_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    views.library.cache_clear()
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")),
-    )
-    with pytest.raises(GeometryError, match="pip install circuitsvis"):
-        views.attention_heads(torch.ones(1, 1, 1), ["a"])
-    views.library.cache_clear()
-
-
 DRAWN = "document.body.dataset.drawn"
 FIGURE = "document.getElementById('figure')"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dark", [False, True])
 def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool) -> None:
     made = figures()
@@ -196,7 +182,7 @@ def test_hostile_tokens_are_shown_and_nothing_runs(browser: Browser, dark: bool)
         assert page.wait(canvases, frame=2) == [2, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_plain_circuitsvis_does_none_of_this(browser: Browser) -> None:
     """The twin: circuitsvis's own pages run tokens, lose tokens, and delete what follows; so the
     tests above can fail."""

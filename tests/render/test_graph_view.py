@@ -8,10 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_hex, to_rgba
 
 import tl_geometry as tlg
 from tests.browser import (
@@ -26,14 +24,13 @@ from tests.browser import (
     payload,
     without_policy,
 )
-from tests.modules import copy_of
 from tl_geometry import render
-from tl_geometry.base.html import token_text
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.render import graph_nodes, graph_view
-from tl_geometry.render.figure import NEGATIVE, POSITIVE
-from tl_geometry.render.graph_nodes import DrawnGraph, drawn_graph
+from tl_geometry.render.graph_nodes import drawn_graph
 from tl_geometry.render.writers import logit_figure
+
+pytestmark = pytest.mark.once
 
 
 @cache
@@ -54,6 +51,7 @@ def held_nodes(graph: LogitGraph, data: dict[str, Any]) -> list[int]:
     return [graph.node(n["name"], n["position"]) for n in data["nodes"]]
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_graph() -> None:
     check_numbers(graph_view)
 
@@ -87,6 +85,7 @@ def check_numbers(module: Any) -> None:
     assert data["written"] == near(written, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_negative_logit_has_a_minus_sign_in_every_caption() -> None:
     graph = dataclasses.replace(traced(), value=-0.094, values=-traced().values)
     view = render.graph_page(graph)
@@ -105,23 +104,7 @@ def test_a_negative_logit_has_a_minus_sign_in_every_caption() -> None:
     assert f"the logit {logit} of “a-b” minus “c”" in figure.title  # a token keeps its hyphen
 
 
-def test_faults_of_the_numbers_are_seen() -> None:
-    def smallest(graph: DrawnGraph, held: torch.Tensor) -> Any:
-        weights = 1 / graph.weights  # the order is that of the smallest
-        return graph_view._largest_edges(dataclasses.replace(graph, weights=weights), held)
-
-    check_numbers(copy_of(graph_view))
-    for name, fault in [
-        ("_largest_edges", smallest),
-        ("rounded", lambda value, digits=5: -value),
-        ("SOURCES", 0),
-    ]:
-        module = copy_of(graph_view)
-        setattr(module, name, fault)
-        with pytest.raises(AssertionError):
-            check_numbers(module)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.8])
 def test_a_node_appears_with_the_share_of_a_graph_that_has_it(keep: float) -> None:
     small, graph = traced(keep), traced()
@@ -135,111 +118,10 @@ def test_a_node_appears_with_the_share_of_a_graph_that_has_it(keep: float) -> No
     assert not torch.equal(graph_nodes.reach(without), reached)
 
 
-def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = traced()
-    whole = render.graph_page(graph)
-    assert f"all that carry {graph.keep:.0%}" in whole.caption
-    monkeypatch.setattr(graph_view, "MOST", 10)
-    data = payload(render.graph_page(graph))
-    assert len(data["nodes"]) == 10
-    left = f"({len(graph.names) - 10} smaller are left out)"
-    assert left in render.graph_page(graph).caption
-    assert data["all"] == len(graph.names)
-
-
 def test_refusals_and_a_graph_without_texts() -> None:
     graph = traced()
     bare = dataclasses.replace(graph, str_tokens=())
     assert [14, f"<{graph.token_ids[14]}>", "14"] in payload(render.graph_page(bare))["tokens"]
-
-
-def test_the_image_has_every_node_that_the_page_begins_with() -> None:
-    graph = traced()
-    view = render.graph_page(graph).image()
-    assert len(view.figure.axes[0].collections) == min(graph_view.START, len(graph.names))
-    assert view.title == render.graph_page(graph).title
-
-
-def sign(value: float) -> str:
-    return POSITIVE if value > 0 else NEGATIVE
-
-
-def test_the_image_of_a_graph_has_its_nodes_at_their_places() -> None:
-    graph = traced()
-    drawn = drawn_graph(graph)
-    axis = render.graph_page(graph).image().figure.axes[0]
-    order = drawn.reached.argsort(stable=True)[: graph_view.START].tolist()
-    nodes = sorted(order)
-    marks: Any = axis.collections
-    assert len(marks) == len(nodes) == 40
-    rows = dict(zip(axis.get_yticks(), (t.get_text() for t in axis.get_yticklabels()), strict=True))
-    columns = [t.get_text() for t in axis.get_xticklabels()]
-    points: dict[int, tuple[float, float]] = {}
-    sizes: list[tuple[float, float]] = []
-    for i, mark in zip(nodes, marks, strict=True):
-        ((x, y),) = np.asarray(mark.get_offsets()).tolist()
-        points[i] = (x, y)
-        layer, head, at = (int(v[i]) for v in (drawn.layers, drawn.heads_of, drawn.positions))
-        kind = "block" if head >= 0 else "MLP"
-        where = "logit" if i == 0 else "embeddings" if layer < 0 else f"{kind} {layer}"
-        assert rows[y] == where
-        text = "constants" if at < 0 else f"{token_text(graph.str_tokens[at])} {at}"
-        assert columns[round(x)] == text
-        value = float(drawn.values[i])
-        assert to_hex(mark.get_facecolor()[0]) == sign(value)
-        sizes.append((abs(value), float(mark.get_sizes()[0])))
-    assert len(set(points.values())) == len(points), "no node on another"
-    sizes.sort()
-    assert [size for _, size in sizes] == sorted(size for _, size in sizes)
-    largest = float(drawn.values.abs().max())
-    assert sizes[-1][1] == pytest.approx(15 + 150 * sizes[-1][0] / largest)
-    assert list(rows.values()) == sorted(
-        rows.values(), key=lambda r: [*order_of_rows(drawn.blocks)].index(r)
-    )
-    notes: Any = axis.texts
-    names = {note.xy: note.get_text() for note in notes}
-    heads = {points[i]: f"H{int(drawn.heads_of[i])}" for i in nodes if drawn.heads_of[i] >= 0}
-    assert names == heads
-
-
-def order_of_rows(blocks: int) -> list[str]:
-    """From the bottom."""
-    inside = [name for i in range(blocks) for name in (f"block {i}", f"MLP {i}")]
-    return ["embeddings", *inside, "logit"]
-
-
-def test_lines_of_the_image_lead_from_writers_to_readers() -> None:
-    graph = traced()
-    drawn = drawn_graph(graph)
-    axis = render.graph_page(graph).image().figure.axes[0]
-    nodes = sorted(drawn.reached.argsort(stable=True)[: graph_view.START].tolist())
-    marks: Any = axis.collections
-    points = {
-        i: tuple(np.asarray(mark.get_offsets())[0].tolist())
-        for i, mark in zip(nodes, marks, strict=True)
-    }
-    wanted: dict[Any, float] = {}
-    for target in nodes:
-        into = [
-            (abs(float(drawn.weights[e])), e)
-            for e in range(len(drawn.weights))
-            if int(drawn.targets[e]) == target
-            and int(drawn.sources[e]) in points
-            and int(drawn.edge_types[e]) == 0
-        ]
-        for _, e in sorted(into, reverse=True)[: graph_view.LISTED]:
-            ends = (points[int(drawn.sources[e])], points[target])
-            wanted[ends] = float(drawn.weights[e])
-    found = {}
-    for line in axis.lines:
-        x, y = (np.asarray(v).tolist() for v in line.get_data())
-        found[(x[0], y[0]), (x[1], y[1])] = line
-    assert set(found) == set(wanted)
-    for ends, weight in wanted.items():
-        assert to_rgba(found[ends].get_color()) == to_rgba(sign(weight))
-    widths = [found[ends].get_linewidth() for ends in sorted(wanted, key=lambda e: abs(wanted[e]))]
-    assert widths == sorted(widths)
-    assert widths[-1] > 5 * widths[0]
 
 
 def test_a_head_lists_the_attention_that_it_paid() -> None:
@@ -266,7 +148,7 @@ LISTS = """[...document.querySelectorAll('.card')].filter(c => c.querySelector('
   [...c.querySelectorAll('.line')].map(r => +r.dataset.value)])"""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_list_sums_to_its_number(browser: Browser) -> None:
     graph = traced()
     with browser.open(render.graph_page(graph).page, width=1100) as page:
@@ -290,7 +172,7 @@ def test_every_list_sums_to_its_number(browser: Browser) -> None:
         page.assert_harmless()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_slider_a_click_and_the_arrow_keys(browser: Browser) -> None:
     graph = traced()
     with browser.open(render.graph_page(graph).page, width=1100, height=1200) as page:
@@ -368,7 +250,7 @@ def check_drawn(page: Any) -> None:
     assert any(mark[3] for mark in marks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
     text = render.graph_page(traced()).page
     with browser.open(text, width=1100) as page:
@@ -388,7 +270,7 @@ def test_lines_and_marks_are_drawn_to_their_numbers(browser: Browser) -> None:
             check_drawn(page)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dark", [False, True])
 def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> None:
     graph = hostile()
@@ -407,18 +289,18 @@ def test_hostile_tokens_stay_text_at_any_width(browser: Browser, dark: bool) -> 
     check_beside_itself(browser, view, dark=dark)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hostile_tokens_run_without_the_escapes_and_the_policy(browser: Browser) -> None:
     """The twin: the page with tokens as they are."""
     check_escapes_matter(browser, render.graph_page(hostile()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_notebook_holds_the_image_and_the_page_above_it(browser: Browser) -> None:
     check_notebook(browser, render.graph_page(hostile()), limit=900_000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_is_saved_with_its_source(browser: Browser, tmp_path: Path) -> None:
     view = render.graph_page(traced())
     with browser.open(view.save(tmp_path / "graph.html")) as page:

@@ -20,18 +20,25 @@ import pytest
 from tests.browser import FITS, Browser, Page
 from tests.render.test_graph_view import traced
 from tests.render.test_split import synthetic
-from tests.render.test_widths import AS_HIGH, see
 from tl_geometry import render
 from tl_geometry.render.page import PageView
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.nightly, pytest.mark.once]
 LAB = shutil.which("jupyter-lab") or shutil.which("jupyter-lab", path=Path(sys.executable).parent)
 needs_lab = pytest.mark.skipif(LAB is None, reason="needs jupyterlab (requirements-docs.txt)")
 OUTPUT = ".jp-OutputArea-output"
 ENDS_BELOW = """i => i.parentElement.getBoundingClientRect().bottom -
   i.getBoundingClientRect().bottom < 8"""
 """Whether what holds an image ends with it, but for the descent of a line of text."""
+AS_HIGH = """(r => document.documentElement.scrollHeight <= innerHeight && r >= 0 && r < 13)(
+  innerHeight - document.body.getBoundingClientRect().bottom)"""
+"""Whether a frame is as high as its page."""
 WHITE, BLACK = "rgb(255, 255, 255)", "rgb(18, 18, 18)"
+
+
+def see(page: Page, frame: int) -> None:
+    """Scroll to a frame: out of sight, browsers observe no sizes in it."""
+    page.frames[frame].frame_element().scroll_into_view_if_needed()
 
 
 def view() -> PageView:

@@ -1,5 +1,5 @@
-"""Signed terms and maps of heads, without a browser: what is packed, how large it is, what the
-images show and what is refused."""
+"""Signed terms and maps of heads, without a browser: what is packed, what the images show and what
+is refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tests.splits import synthetic
 from tl_geometry import render
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import row_center
-from tl_geometry.render import cells, split_view
+from tl_geometry.render import split_view
 from tl_geometry.render.split_view import draw_panels, panels_of
 from tl_geometry.scores.split import ScoreSplit
+
+pytestmark = pytest.mark.once
 
 
 def unpacked(data: dict[str, Any]) -> np.ndarray:
@@ -111,82 +113,6 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
         panels_of(own, "groups")
 
 
-def test_long_prompts_are_drawn_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same values from any number of rows."""
-    split = dataclasses.replace(synthetic(2, 45), bias=torch.randn(2, 45, 45))
-    groups = panels_of(split, None)
-    whole = draw_panels(split, groups, block=2, centered=True)
-    taken: list[slice] = []
-    total_rows = ScoreSplit.total_rows
-
-    def recorded(split: ScoreSplit, queries: slice) -> torch.Tensor:
-        taken.append(queries)
-        return total_rows(split, queries)
-
-    monkeypatch.setattr(ScoreSplit, "total_rows", recorded)
-    monkeypatch.setattr(split_view, "ROW_CELLS", 2 * 45 * 7)
-    found = draw_panels(split, groups, block=2, centered=True)
-    assert {queries.stop - queries.start for queries in taken} == {6}  # three blocks
-    torch.testing.assert_close(found.values, whole.values, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert torch.equal(found.allowed, whole.allowed)
-
-
-def test_beyond_the_limit_blocks_show_their_largest_value_with_its_sign(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    split = synthetic(2, 50)
-    monkeypatch.setattr(split_view, "CELLS", 20)
-    view = render.split(split, (0, 1), panels="terms")
-    data = payload(view)
-    assert (data["size"], data["block"], data["heads"]) == (17, 3, ["L0H1"])
-    assert "largest by absolute value of 3 x 3" in view.caption
-    found = unpacked(data)[0, 4]
-    term = torch.where(split.allowed[1], split.terms["pos", "pos"][0, 1], 0.0).numpy()
-    for q, k in ((0, 0), (5, 2), (16, 16), (16, 0)):
-        block = term[3 * q : 3 * q + 3, 3 * k : 3 * k + 3]
-        assert found[q, k] == pytest.approx(
-            block.flat[np.abs(block).argmax()], abs=data["largest"][0][4] * 2**-11
-        )
-    assert np.isnan(found[2, 3])
-
-
-def test_sizes_of_twelve_heads_of_256_tokens() -> None:
-    """Random numbers, which compress least."""
-    split = synthetic(12, 256)
-    view = render.split(split, panels="terms")
-    assert len(view.html().encode()) < 4_000_000
-    assert payload(view)["size"] == 256
-    assert payload(view)["levels"] >= 63
-    four = render.split(split)
-    assert len(four.html().encode()) < 2_000_000
-    assert payload(four)["size"] == 256
-    bundle = view._repr_mimebundle_()
-    png = base64.b64decode(bundle["image/png"])
-    assert png.startswith(b"\x89PNG")
-    assert len(png) < 300_000
-    assert bundle["text/plain"] == repr(view)
-    assert f"{len(view.html()) / 1000:.0f} kB of HTML" in repr(view)
-
-
-def test_a_size_is_kept_by_coarser_steps_then_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = synthetic(4, 100)
-    free = render.split(split)
-    assert payload(free)["levels"] == 127
-    for share, coarse in ((0.9, False), (0.4, True)):
-        most = int(share * len(free.html()))
-        monkeypatch.setattr(split_view, "SIZES", (most, most))
-        small = render.split(split)
-        assert len(small.html()) <= most
-        assert (payload(small)["block"] > 1) == coarse
-        assert coarse or payload(small)["levels"] < 127
-    monkeypatch.setattr(split_view, "SIZES", (1000, 1000))
-    expected = (
-        r"split: expected what a page of 1000 bytes holds, got 4 heads x 6 panels\. Use heads="
-    )
-    with pytest.raises(GeometryError, match=expected):
-        render.split(split)
-
-
 def test_cells_beyond_either_end_of_the_scale_have_a_colour_of_their_own() -> None:
     split = synthetic(1, 30)
     q = split.q.clone()
@@ -239,6 +165,7 @@ def test_outliers_do_not_stretch_the_scale() -> None:
     assert wild["high"] > 50 * calm
 
 
+@pytest.mark.slow
 def test_images_and_files(tmp_path: Path) -> None:
     texts = [*HOSTILE, "$x^2$"]
     view = render.split(synthetic(1, len(texts), texts=texts), title="A <b>")
@@ -295,15 +222,9 @@ def test_tokens_of_other_prompts_are_numbers_or_given() -> None:
     np.testing.assert_allclose(second[3], 2 * first[3], rtol=1e-2, atol=1e-2)
 
 
-def test_block_maxima_keeps_holes() -> None:
-    x = torch.tensor([[[1.0, torch.nan], [2.0, -5.0]]])
-    assert cells.block_maxima(x, torch.ones(1, 2, 2).bool(), 2).isnan().all()
-    assert cells.block_maxima(x, torch.tensor([[[True, False], [True, True]]]), 2).item() == -5
-
-
 def sweep() -> tlg.Result:
     """A table with one row per head, NaN in it, and words."""
-    from tests.tiny import tiny, tokens
+    from tests.lib.models import tiny, tokens
 
     model = tiny("bridge", "gpt2")
     basis = tlg.decompose(model, tokens(12, 16), progress=False)
@@ -340,6 +261,7 @@ def test_map_of_heads_holds_the_table() -> None:
         render.heads(table.shares())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
     modules = {p.stem for p in Path(render.__file__).parent.glob("*.py")}
     for name in render.__all__:
@@ -363,6 +285,7 @@ def test_public_views_exist_are_lazy_and_share_no_name_with_a_module() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_split_of_a_model_shows_its_own_tokens() -> None:
     from tl_geometry import zoo
 

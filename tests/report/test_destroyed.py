@@ -61,6 +61,7 @@ def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
         noted.remove()
 
 
+@pytest.mark.slow
 def test_no_position_drives_a_head_where_windows_do_not_agree_on_it(model: Any) -> None:
     windows = tlg.zoo.default_windows(model, 48, n=64)
 
@@ -75,6 +76,7 @@ def test_no_position_drives_a_head_where_windows_do_not_agree_on_it(model: Any) 
         assert not claimed(driver())
 
 
+@pytest.mark.slow
 def test_no_content_drives_a_head_whose_scores_are_of_both(model: Any) -> None:
     """The numbers of the content term and of a mixed one exchanged."""
     windows = tlg.zoo.default_windows(model, 48, n=64)
@@ -100,6 +102,7 @@ def test_no_content_drives_a_head_whose_scores_are_of_both(model: Any) -> None:
     assert "No evidence" in said(findings.driver(gone, groups=8, rotary=True))
 
 
+@pytest.mark.nightly
 def test_dominant_terms_of_other_names_are_not_better_than_random_ones(model: Any) -> None:
     windows = tlg.zoo.default_windows(model, 32, n=12)
     basis = tlg.decompose(model, tlg.zoo.default_windows(model, 32, n=64), progress=False)
@@ -124,6 +127,7 @@ BY_CHANCE = 0
 """A seed of names that happen to cost less than random terms do on average."""
 
 
+@pytest.mark.slow
 def test_no_map_stands_for_a_block_where_it_is_given_another_chunks_state(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,12 +20,11 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
-from tl_geometry.render.figure import View, canvas
+from tl_geometry.render.figure import View
 from tl_geometry.report import build, page
 from tl_geometry.report import folder as report_folder
-from tl_geometry.report.contents import SECTIONS
 from tl_geometry.report.findings import Finding
-from tl_geometry.report.section import Card, Draft, Section
+from tl_geometry.report.section import Card, Section
 from tl_geometry.report.tables import Table, TableBlock
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
@@ -45,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "made"
 
 
+@pytest.mark.slow
 def test_the_folder_holds_everything(folder: Path) -> None:
     assert {"report.html", "anova.csv", "anova.safetensors", "basis.safetensors", "run.json"} <= {
         p.name for p in folder.iterdir()
@@ -62,6 +62,7 @@ def test_the_folder_holds_everything(folder: Path) -> None:
     assert len(csv) == 6
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
     html = (folder / "report.html").read_text()
     assert "<img src=x" not in html
@@ -84,36 +85,6 @@ def test_the_page_is_self_contained_and_escaped(folder: Path) -> None:
         assert needle in html, needle
     assert html.count("data:image/svg+xml;base64,") >= 4
     assert "color-scheme:light dark" in html
-
-
-def test_sections_are_one_mechanism() -> None:
-    assert len(set(SECTIONS)) == len(SECTIONS)
-    parts = [page.Part(name="x", title="T & U", html="<p>x</p>")]
-    body = page.document("a<b", parts, ["source <1>"])
-    assert "<title>a&lt;b</title>" in body
-    assert 'href="#t-u"' in body
-    assert "source &lt;1&gt;" in body
-
-
-def test_the_overview_stands_at_the_end_and_only_errors_are_failures(tmp_path: Path) -> None:
-    names = ("overview", "weights", "flow")
-    made = report_folder.Folder(tmp_path, "model", names=names)
-    for name in names:
-        made.add(name, Section(title=f"The {name}", blocks=["text"]))
-    assert made.finish()["failed"] == {}
-    page_text = (tmp_path / "report.html").read_text()
-    headings = re.findall(r"<h2>(The \w+)</h2>", page_text)
-    assert headings == ["The weights", "The flow", "The overview"]
-
-
-def test_a_figure_keeps_its_title_unless_another_is_given() -> None:
-    draft = Draft("Title")
-    draft.draw(View(canvas()[0], title="Its own"))
-    draft.draw(View(canvas()[0], title="Its own"), title="Another")
-    own, other = draft.section().blocks
-    assert "<b>Its own</b>" in own.text
-    assert "<b>Another</b>" in other.text
-    assert "Its own" not in other.text
 
 
 def test_a_report_makes_its_folder_and_says_what_it_does(
@@ -176,7 +147,7 @@ def test_errors_are_one_line_and_exit_2(
     assert text in lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_prints_json_and_resumes(tmp_path: Path) -> None:
     done = command(
         "report",
@@ -241,6 +212,7 @@ def test_hostile_names_break_no_figure(tmp_path: Path) -> None:
     assert not {"\x00", "\u202e"} & set(data)
 
 
+@pytest.mark.slow
 def test_views_say_what_they_take() -> None:
     code = """
 import torch, tl_geometry as tlg

@@ -13,7 +13,7 @@ import pytest
 
 from tl_geometry import cli
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = [pytest.mark.smollm2, pytest.mark.once]
 
 
 def test_a_quick_report_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

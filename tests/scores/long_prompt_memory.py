@@ -15,7 +15,7 @@ import transformers
 
 import tl_geometry as tlg
 from benchmarks.harness import grown
-from tests.tiny import randomize
+from tests.lib.models import randomize
 from tl_geometry.models import ModelView, from_hf, row_pass
 
 

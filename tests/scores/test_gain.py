@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
+from tests.lib.models import tiny, tokens
 from tests.scores.dense import share_sums_dense, terms
-from tests.tiny import tiny, tokens
 from tl_geometry import decompose
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask

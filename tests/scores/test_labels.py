@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.induction import corpus, induction_model, prompts
-from tests.modules import copy_of
 from tl_geometry import decompose, split_scores, sweep_heads
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.causal import necessity_sufficiency
@@ -112,10 +111,6 @@ def check_rule(module: Any) -> None:
 
 def test_the_rule() -> None:
     check_rule(labels)
-
-
-def test_faults_of_the_rule_are_seen() -> None:
-    check_rule(copy_of(labels))
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

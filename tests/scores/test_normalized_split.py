@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, loadable, tiny, tiny_hooked, tokens
 from tl_geometry import decompose, render, split_scores, split_values, sweep_heads
 from tl_geometry.base.errors import GeometryError, ReconstructionError
 from tl_geometry.decomposition.position_context import PositionContext

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.induction import D_ROTARY, rotary_previous_token
-from tests.tiny import loadable, tiny, tokens
+from tests.lib.models import loadable, tiny, tokens
 from tl_geometry import decompose, split_scores, sweep_heads
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.base.results import Result
@@ -32,8 +32,6 @@ from tl_geometry.scores import (
     offset_share,
     relative_kernel,
 )
-from tl_geometry.scores.relative import cross_validated, prompt_groups
-from tl_geometry.scores.shapes import offset_sums
 
 ROTARY = (
     "llama",
@@ -341,64 +339,6 @@ def test_few_prompts_give_no_interval() -> None:
     assert bool(profile.low.isnan().all())
     assert not bool(profile.mean.isnan().any())
     assert not bool(offset_profile(many()).low.isnan().any())
-
-
-def test_the_share_of_the_offset_is_cross_validated() -> None:
-    generator = torch.Generator().manual_seed(0)
-    allowed = torch.ones(15, 15, dtype=torch.bool).tril()
-    index = torch.arange(15).unsqueeze(1) - torch.arange(15)
-    kernel = torch.randn(15, generator=generator, dtype=torch.float64)[index.clamp(min=0)]
-    noise = torch.randn(64, 1, 15, 15, generator=generator, dtype=torch.float64)
-
-    def share(term: Tensor, groups: int = 8) -> float:
-        centred = row_center(term, allowed)
-        parts = [offset_sums(part, allowed) for part in centred.tensor_split(groups)]
-        return float(cross_validated(parts)[0])
-
-    def plain(term: Tensor) -> float:
-        return float(offset_sums(row_center(term, allowed), allowed).toeplitz_r2[0])
-
-    assert share(kernel.expand(64, 1, 15, 15)) == pytest.approx(1, abs=1e-9)
-    mixed = kernel + noise
-    both = row_center(kernel.expand_as(noise), allowed).square().sum()
-    true = float(both / (both + row_center(noise, allowed).square().sum()))
-    assert share(mixed) == pytest.approx(true, abs=0.02)
-    assert share(noise) < 0 < plain(noise), "what is fitted on the same prompts is never negative"
-    assert abs(share(noise)) < 0.01
-    few, fitted = noise[:4], plain(noise[:4])
-    assert share(few, 2) < 0 < fitted
-
-
-def test_prompts_of_one_topic_are_not_both_fitted_and_explained() -> None:
-    """Eight prompts in a row have one profile in common, and no profile is that of all: without it
-    in the fit, nothing is explained. The twin: groups that cut through the eight."""
-    generator = torch.Generator().manual_seed(0)
-    allowed = torch.ones(12, 12, dtype=torch.bool).tril()
-    index = (torch.arange(12).unsqueeze(1) - torch.arange(12)).clamp(min=0)
-    profiles = torch.randn(2, 1, 12, generator=generator, dtype=torch.float64)[..., index]
-    centred = row_center(profiles.repeat_interleave(8, 0), allowed)
-
-    def share(groups: int) -> float:
-        parts = [offset_sums(part, allowed) for part in centred.tensor_split(groups)]
-        return float(cross_validated(parts)[0])
-
-    assert share(prompt_groups(16)) < 0 < 0.3 < share(8)
-    assert [prompt_groups(n) for n in (2, 15, 24, 64, 200)] == [2, 2, 3, 8, 8]
-
-
-def test_offset_shares_of_a_split() -> None:
-    split = many()
-    assert torch.equal(offset_share(split), offset_share(split, groups=2))
-    shares = offset_share(split, groups=4)
-    assert shares.shape == (8,)
-    assert bool((shares < 1).all())
-    with pytest.raises(GeometryError, match="groups: expected 2 to 12"):
-        offset_share(split, groups=13)
-    normed = split_scores(
-        tiny("bridge", "llama", dtype=torch.float64), MANY, basis_of("bridge", "llama", True)
-    )
-    assert torch.allclose(offset_share(normed, "bias-bias"), torch.ones(8).double(), atol=1e-9)
-    assert float(offset_share(normed, "cvec-cvec").max()) < 0.9
 
 
 def test_heads_are_shared_under_the_mask_of_their_own_layer() -> None:

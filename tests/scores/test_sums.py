@@ -1,5 +1,5 @@
-"""Shares of the terms of attention scores: contraction against matrices against numpy, laws,
-degenerate heads, and the score shapes."""
+"""Shares of the terms of attention scores: contraction against matrices against numpy, laws, and
+degenerate heads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import log_softmax
 from torch import Tensor
 
 from tests.scores.dense import share_sums_dense, terms
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.rows import causal_mask, row_center
-from tl_geometry.scores import shapes, sums
-from tl_geometry.scores.blockwise import Block, KeyMoments
 from tl_geometry.scores.share_table import ShareTable
 from tl_geometry.scores.sums import (
     BLOCK,
@@ -28,6 +25,8 @@ from tl_geometry.scores.sums import (
     share_sums,
 )
 from tl_geometry.scores.terms import GROUPS, group_of, term_names
+
+pytestmark = pytest.mark.once
 
 PARTS = ("bias", "pos", "cvec")
 
@@ -139,21 +138,6 @@ def test_what_softmax_ignores_the_shares_ignore(seed: int) -> None:
     assert not torch.allclose(changed.cs, share_sums(q, k).pooled().cs, atol=1e-3), (
         "the same shift of the queries is not a gauge"
     )
-
-
-def test_a_working_set_bounds_the_contexts_that_are_split_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain, contexts = sums._sums, []
-
-    def counted(q: Tensor, *given: Any, **options: Any) -> ShareSums:
-        contexts.append(q.shape[1])
-        return plain(q, *given, **options)
-
-    monkeypatch.setattr(sums, "_sums", counted)
-    for working_set in (1, 2**30):
-        share_sums(draw(3, 5, 12, 2, 4), draw(3, 5, 12, 2, 4), working_set=working_set)
-    assert contexts == [1] * 5 + [5]
 
 
 def test_sums_merge_in_any_partition() -> None:
@@ -275,95 +259,3 @@ def test_row_centring_keeps_the_pattern_and_zeroes_rows() -> None:
 
 
 # ---- shapes
-
-
-def test_ablation_effect_equals_numpy() -> None:
-    scores, term, allowed = draw(2, 8, 8), draw(2, 8, 8, seed=5), causal_mask(8)
-    found_tv, found_kl = shapes.Pattern(scores, allowed).distance(scores - term)
-    tv, kl = np.zeros((2, 7)), np.zeros((2, 7))
-    for h, i in itertools.product(range(2), range(1, 8)):
-        p = log_softmax(scores[h, i, : i + 1].numpy())
-        r = log_softmax((scores - term)[h, i, : i + 1].numpy())
-        tv[h, i - 1] = np.abs(np.exp(p) - np.exp(r)).sum() / 2
-        kl[h, i - 1] = (np.exp(p) * (p - r)).sum()
-    assert np.allclose(found_tv, tv.mean(1), atol=1e-12)
-    assert np.allclose(found_kl, kl.mean(1), atol=1e-12)
-
-
-def test_ablating_what_softmax_ignores_does_nothing() -> None:
-    scores, allowed = draw(1, 8, 8), causal_mask(8)
-    rows = draw(1, 8, 1, seed=2).expand(1, 8, 8)
-    pattern = shapes.Pattern(scores, allowed)
-    assert pattern.distance(scores - rows)[0].item() == pytest.approx(0, abs=1e-12)
-    assert pattern.distance(0 * scores)[0].item() > 0.1
-
-
-def test_toeplitz_r2_is_a_regression_on_offsets_and_rows() -> None:
-    allowed = causal_mask(7)
-    x = row_center(draw(2, 2, 7, 7), allowed)
-    rows, columns = np.nonzero(allowed.numpy())
-    dummies = np.concatenate([np.eye(7)[rows - columns], np.eye(7)[rows]], axis=1)
-    for h in range(2):
-        y = np.concatenate([x[c, h][allowed].numpy() for c in range(2)])
-        one = np.linalg.lstsq(np.concatenate([dummies, dummies]), y, rcond=None)[0]
-        expected = 1 - ((y - np.concatenate([dummies, dummies]) @ one) ** 2).sum() / (y**2).sum()
-        assert shapes.offset_sums(x, allowed).toeplitz_r2[h].item() == pytest.approx(
-            expected, abs=1e-10
-        )
-    parts = shapes.offset_sums(x[:1], allowed) + shapes.offset_sums(x[1:], allowed)
-    assert torch.allclose(parts.toeplitz_r2, shapes.offset_sums(x, allowed).toeplitz_r2)
-
-
-def test_an_exactly_toeplitz_term_scores_one_only_with_row_means() -> None:
-    allowed = causal_mask(9)
-    offset = torch.arange(9.0, dtype=torch.float64).unsqueeze(1) - torch.arange(9.0)
-    x = row_center(torch.exp(-offset.abs()), allowed)[None, None]
-    sums = shapes.offset_sums(x, allowed)
-    assert sums.toeplitz_r2.item() == pytest.approx(1)
-    plain = (sums.counts * sums.profile.nan_to_num().square()).sum(-1) / sums.energy
-    assert plain.item() < 0.95
-    noise = shapes.offset_sums(row_center(draw(40, 1, 9, 9, offset=0), allowed), allowed)
-    assert noise.toeplitz_r2.item() < 0.1
-
-
-def test_offset_profile_equals_a_loop() -> None:
-    allowed = causal_mask(6)
-    x = row_center(draw(3, 2, 6, 6), allowed)
-    profile = shapes.offset_sums(x, allowed).profile
-    for d in range(6):
-        assert torch.allclose(profile[:, 5 + d], x.diagonal(-d, -2, -1).mean((0, 2)))
-    assert torch.isnan(profile[:, :5]).all()
-
-
-def test_contrast_equals_a_loop_and_finds_matching_heads() -> None:
-    tokens = torch.randint(0, 4, (3, 12), generator=torch.Generator().manual_seed(0))
-    allowed = causal_mask(12)
-    x = row_center(draw(3, 2, 12, 12), allowed)
-    x[:, 1] += row_center((tokens.unsqueeze(2) == tokens.unsqueeze(1)).double() * 5, allowed)
-    found = shapes.contrast_sums(x, tokens, allowed).contrast
-    for h in range(2):
-        same, other = [], []
-        for c, i in itertools.product(range(3), range(12)):
-            for j in range(i):
-                (same if tokens[c, i] == tokens[c, j] else other).append(float(x[c, h, i, j]))
-        s, o = np.array(same), np.array(other)
-        pooled = np.sqrt((s.var() * len(s) + o.var() * len(o)) / (len(s) + len(o) - 2))
-        assert found[h].item() == pytest.approx((s.mean() - o.mean()) / pooled)
-    assert found[1] > found[0].abs() + 1
-
-
-def test_energies_begin_again_where_a_window_has_left_keys() -> None:
-    """Blocks in order; all rows of the second see fewer keys than those of the first did. Against
-    all cells of every pair of parts."""
-    rows, keys = draw(2, 3, 4, 3, 5), draw(2, 3, 8, 3, 5, seed=3)
-    moments = KeyMoments(keys)
-    for full, end in ((6, 6), (2, 5), (3, 4)):
-        mask = torch.ones(2, 3, 4, end - full, dtype=torch.float64)
-        mask[:, :, 1:, -1:] = 0
-        n_keys = full + mask.sum(-1, keepdim=True)
-        found = moments.energies(rows, Block(4, 8, full, end, mask, n_keys))
-        seen = torch.cat([torch.ones(2, 3, 4, full), mask], -1)
-        cells = torch.einsum("bhiae,bhjce->bhacij", rows, keys[:, :, :end]) * seen[:, :, None, None]
-        mean = cells.sum(-1, keepdim=True) / n_keys[:, :, None, None]
-        expected = ((cells - mean) * seen[:, :, None, None]).square().sum((-2, -1))
-        assert torch.allclose(found, expected, rtol=1e-12)

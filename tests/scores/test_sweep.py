@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tl_geometry as tlg
-from tests.tiny import tiny, tokens
+from tests.lib.models import tiny, tokens
 from tl_geometry import decompose
 from tl_geometry.base.errors import BudgetError, GeometryError, ReconstructionError
 from tl_geometry.base.rows import row_center
@@ -379,7 +379,7 @@ def test_verified_rows_are_seeded_and_differ() -> None:
 
 
 def test_uniform_heads_are_labelled() -> None:
-    from tests.tiny import hf_model
+    from tests.lib.models import hf_model
     from tl_geometry.models import from_hf
 
     hf = hf_model("gpt2")

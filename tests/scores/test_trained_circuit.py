@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED
+from tests.lib.models import HAS_HOOKED
 from tl_geometry.base.rows import row_center
 from tl_geometry.interventions import EdgeNecessity, edge_necessity, remove_term
 from tl_geometry.scores.split import split_scores

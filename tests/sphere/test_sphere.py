@@ -19,6 +19,8 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import projection
 
+pytestmark = pytest.mark.once
+
 SEEDS = st.integers(0, 10_000)
 NORM_TYPES = st.sampled_from(["LN", "RMS"])
 fast = settings(deadline=None, max_examples=20)

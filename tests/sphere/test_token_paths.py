@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
+from tests.lib.models import HAS_HOOKED, hf_model, tiny, tiny_hooked, tokens
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import hash_tokens
 from tl_geometry.models import from_hf
 from tl_geometry.sphere import paths, projection
 from tl_geometry.weights import vocabulary
+
+pytestmark = pytest.mark.once
 
 
 def states_of(view: Any, ids: Tensor) -> np.ndarray:

@@ -19,6 +19,8 @@ from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.low_rank_diagonal import fit_low_rank_diagonal
 
+pytestmark = pytest.mark.once
+
 SEEDS = st.integers(0, 10_000)
 fast = settings(deadline=None, max_examples=20)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import HAS_HOOKED, VOCAB, loadable, tiny, tokens
+from tests.lib.models import HAS_HOOKED, VOCAB, loadable, tiny, tokens
 from tl_geometry.base.errors import BudgetError, GeometryError, UnsupportedModelError
 from tl_geometry.models.norms import remove_mean
 from tl_geometry.sphere import paths, projection
@@ -205,23 +205,6 @@ def test_table_and_file_of_a_geometry(tmp_path: Any) -> None:
     close(g.null, 16 / 31**2 * reachable)
 
 
-@pytest.mark.parametrize("poor", [1, 2])
-def test_no_more_directions_than_both_sides_of_ov_have(
-    poor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W_OV of layer 1 reads state 1 and writes state 2; either may have fewer directions."""
-    plain = subspaces.Subspaces.at
-
-    def at(of: Any, state: int) -> subspaces.Subspace:
-        found = plain(of, state)
-        return found._replace(rank=2) if state == poor else found
-
-    monkeypatch.setattr(subspaces.Subspaces, "at", at)
-    model = tiny("bridge", "gpt2")
-    found = weight_geometry(model, basis_of(model), "OV", layers=1, rank=4)
-    assert found.ranks == found.k == (2,)
-
-
 def test_refusals() -> None:
     model = tiny("bridge", "gpt2")
     partial = tlg.decompose(model, tokens(24, 16), states=[0, 1], progress=False)
@@ -314,21 +297,6 @@ def test_updates_are_split_in_every_precision(dtype: torch.dtype) -> None:
     paths = tlg.token_paths(tiny("bridge", "llama", dtype=dtype), tokens(2, 9))
     assert paths.radial.isfinite().all()
     assert not any("no updates" in flag for flag in paths.provenance.flags)
-
-
-def test_a_refused_pass_is_not_taken_for_a_model_without_mlps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    view, asked = tlg.view(tiny("bridge", "llama")), []
-
-    def refuse(self: Any, tokens: Tensor, hooks: Any, **_: Any) -> Any:
-        asked.append(hooks)
-        raise GeometryError("no pass")
-
-    monkeypatch.setattr(type(view), "activations", refuse)
-    with pytest.raises(GeometryError, match="no pass"):
-        paths._states(view, tokens(1, 4))
-    assert len(asked) == 1
 
 
 @pytest.fixture(scope="module")

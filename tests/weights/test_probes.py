@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tl_geometry as tlg
-from tests.tiny import hf_model, tiny
+from tests.lib.models import hf_model, tiny
 from tl_geometry.base import html
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.models import from_hf

