@@ -3,13 +3,26 @@ scores centred over these keys? Layer views, checks and everything that sums sco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+ROW_CELLS = 9 * 2**20
+"""Cells ``[batch head row key]`` that are held at a time: 36 MiB in float32. Tensors above 32 MiB,
+glibc's largest threshold, come from the kernel and go back to it; smaller ones of changing sizes
+leave holes in the heap."""
+
+
+def query_slices(q: Float[Tensor, "batch query head d_head"]) -> Iterator[slice]:
+    """All query rows in slices, so that ``[batch head row key]`` has at most :data:`ROW_CELLS`
+    cells (but at least one row)."""
+    batch, length, heads, _ = q.shape
+    step = max(1, ROW_CELLS // (batch * heads * length))
+    return (slice(start, start + step) for start in range(0, length, step))
 
 
 def causal_mask(

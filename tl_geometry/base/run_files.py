@@ -22,9 +22,8 @@ from tl_geometry.base.printable import printable
 RECORD, WRITER = "run.json", "tl-geometry"
 """The record of a folder, and its entry ``written_by``."""
 PAGE = "report.html"
-CHECKPOINT, LOCK = "checkpoint.safetensors", ".tl-geometry.lock"
-"""Other names in a folder: a report's page, the checkpoint of a stopped run, and the lock of the
-process that writes now."""
+LOCK = ".tl-geometry.lock"
+"""Another name in a folder: the lock of the process that writes now."""
 FORCE = "another --out, or --force to overwrite"
 """What a message advises where files are in the way."""
 PIECE = 2**22
@@ -183,10 +182,6 @@ def check_folder(
     record = record if last_owner == owner else {}  # --force deletes nothing of another owner
     files = OwnFiles(folder, record.get("files", {}), force=force)
     taken = [name for name in names if not files.free(name)]
-    # a checkpoint is rewritten too often to be listed: the record and its header say whose it is
-    started = schema(folder / CHECKPOINT).startswith("tl_geometry/checkpoint/") and bool(record)
-    if _there(folder / CHECKPOINT) and not (started or force):
-        taken.append(CHECKPOINT)
     expected = "a folder without files of these names that others wrote or changed"
     got = f"{printable(str(folder))} with {', '.join(taken[:8])}{' ...' * (len(taken) > 8)}"
     require(not taken, "--out", expected=expected, got=got, instead=FORCE)
@@ -206,19 +201,6 @@ def check_file(path: Path, kind: str = "", *, force: bool = False) -> None:
         + (f" and holds {_result_class(path)}" if kind else ""),
         instead=FORCE,
     )
-
-
-def check_checkpoint(path: Path, *, resume: bool, force: bool) -> None:
-    """Refuse to write a checkpoint over a file that is none, or, without ``resume``, over the
-    checkpoint of a stopped run."""
-    if force or not _there(path):
-        return
-    shown = printable(str(path))
-    fits = schema(path).startswith("tl_geometry/checkpoint/")
-    expected = "a checkpoint of fit, or no file"
-    require(fits, shown, expected=expected, got="another file", instead=FORCE)
-    got, instead = f"its checkpoint {shown}", "--resume to go on with it, or --force to begin again"
-    require(resume, "--out", expected="no stopped run in the way", got=got, instead=instead)
 
 
 def _result_class(path: Path) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.models.forward import Hook, Runner
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.runner import Hook
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,9 +39,7 @@ class PrefixCache:
         def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
             # a cache of transformers grows with each pass, a frozen one of TransformerLens does not
             cache = repeated if hooked else batch_copies(repeated, 1)
-            runner = self.view._run
-            assert isinstance(runner, Runner)  # as where the chunks before ran
-            return runner.behind(cache, tokens)(tokens, hooks, **options)
+            return self.view._layers.runner.behind(cache, tokens)(tokens, hooks, **options)
 
         return dataclasses.replace(self.view, _run=run)
 
@@ -49,10 +47,10 @@ class PrefixCache:
 def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCache | None:
     """The keys and values of all but the last token of the chunks, run once; ``None`` where the
     class has no cache of them."""
-    runner, hooked = view._run, view.class_name == "HookedTransformer"
-    if not (view.causal and tokens.shape[1] >= 2 and isinstance(runner, Runner)):
+    runner, hooked = view._layers.runner, view.class_name == "HookedTransformer"
+    if not (view.causal and tokens.shape[1] >= 2):
         return None
-    if not hooked and "use_cache" not in runner.kwargs:  # HookedEncoder has none either
+    if not hooked and "use_cache" not in runner.kwargs:
         return None
     config = None if hooked else view._model.original_model.config
     cache, prefix = runner.empty_cache(len(tokens), config), tokens[:, :-1].to(view.device)

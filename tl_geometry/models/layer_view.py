@@ -1,59 +1,32 @@
-"""How are the scores of one attention layer of one forward pass made of parts of the stream? With
-every scale frozen they are bilinear in them: :class:`LayerView`. Splits, writers, edits and weight
-geometry read layers through it; :mod:`tl_geometry.models.layers` makes it."""
+"""One attention layer of one forward pass, with every scale frozen, so that its scores are bilinear
+in parts of the stream: :class:`LayerView`. Splits, writers, edits and weight geometry read layers
+through it; :mod:`tl_geometry.models.layers` makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.rows import KeyRanges
+from tl_geometry.models.attention import Attention, Rotation, scores_of
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.reconstruction import ReconstructionReport
+from tl_geometry.models.reconstruction import (
+    ReconstructionReport,
+    pattern_error,
+    reconstruction_bound,
+)
+from tl_geometry.models.rotary import RotaryPlanes, planes_of_tables
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeadWeights:
-    """Weights of one attention layer in TransformerLens order, grouped keys expanded to
-    ``n_heads``; absent biases are zeros."""
-
-    W_Q: Float[Tensor, "head d_model d_head"]
-    W_K: Float[Tensor, "head d_model d_head"]
-    W_V: Float[Tensor, "head d_model d_head"]
-    W_O: Float[Tensor, "head d_head d_model"]
-    b_Q: Float[Tensor, "head d_head"]
-    b_K: Float[Tensor, "head d_head"]
-    b_V: Float[Tensor, "head d_head"]
-    b_O: Float[Tensor, " d_model"]
-
-
-LinearMap = Callable[[Tensor], Tensor]
-"""A linear map of additive parts of the stream, ``[*part position d_model] -> [*part position head
-d_head]``."""
-
-
-class AddedPosition(NamedTuple):
-    """A positional embedding that is added, after the norm, to the inputs of queries and keys, and
-    what queries and keys get from it."""
-
-    embedding: Float[Tensor, "position d_model"]
-    q: Float[Tensor, "position head d_head"]
-    k: Float[Tensor, "position head d_head"]
-
-
-class Rotation(NamedTuple):
-    """The rotary embedding of a forward pass: its tables, and which coordinates turn together
-    (``"half"``: (i, i + d_rot / 2), ``"adjacent"``: (2i, 2i + 1))."""
-
-    cos: Float[Tensor, "position d_rot"]
-    sin: Float[Tensor, "position d_rot"]
-    pairing: str
+SUMMANDS = 256
+"""Up to this many keys the sum of a row of the pattern rounds no more than one number does; beyond,
+its bound grows with the root of the number of keys (:meth:`LayerView.report`)."""
+CHUNK = 2**25
+"""Cells of scores that are compared at a time (128 MiB in float32)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,36 +50,20 @@ class LayerView:
     scales (one over norm scale, and over the QK-norm's); ``q_constant`` the bias of norm and
     projection, scaled and rotated alike. ``v_map``, ``v_scale`` (one over norm scale) and
     ``v_constant`` make values in the same way. ``turn`` is the rotation inside the maps, where
-    there is one. ``added`` is the positional embedding of models that add it to the inputs of
-    queries and keys only (Shortformer), and its share of the constants: position, though not in the
-    stream. ``bias`` is ALiBi, analytic or measured (``bias_source``), else ``None``; ``allowed``
-    the mask (causal, sliding window, bidirectional), as cells or as the range of each query,
-    ``mask_form`` its form (:func:`tl_geometry.base.rows.mask_form`), where that is known.
+    there is one; ``bias`` is ALiBi's, else ``None``; ``allowed`` the mask (causal, sliding window,
+    bidirectional).
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
-    masked and after the soft cap, ``None`` where the hook holds the pattern. Pattern and scores are
-    ``None`` where a long prompt ran in blocks of rows (:mod:`tl_geometry.models.row_pass`).
-    Rounding of queries grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|`` (``"k"``: of
-    keys); ``reconstruction`` reports the checks that were made. Grouped keys and values are
-    expanded to all heads. Tensors are float32, or float64 for float64 models, on the layer's
-    device.
+    masked and after the soft cap, ``None`` where the hook holds the pattern. Rounding of queries
+    grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|``; ``reconstruction`` reports the
+    checks that were made. Grouped keys and values are expanded to all heads. Tensors are float32,
+    or float64 for float64 models, on the layer's device.
     """
 
     layer: int
+    attention: Attention
     h: Float[Tensor, "batch position d_model"]
-    norm: NormWeights
     norm_scale: Float[Tensor, "batch position"]
-    scale: float
-    softcap: float | None
-    sinks: Float[Tensor, " head"] | None
-    bias: Float[Tensor, "head query key"] | None
-    bias_source: str
-    mask: Bool[Tensor, "query key"] | KeyRanges
-    q_map: LinearMap
-    k_map: LinearMap
-    v_map: LinearMap
-    projected: Callable[[Tensor, str], Tensor]
-    turned: Callable[[Tensor, str], Tensor]
     q_scale: Float[Tensor, "batch position head"]
     k_scale: Float[Tensor, "batch position head"]
     v_scale: Float[Tensor, "batch position head"]
@@ -115,43 +72,100 @@ class LayerView:
     v_constant: Float[Tensor, "batch position head d_head"]
     q: Float[Tensor, "batch position head d_head"]
     k: Float[Tensor, "batch key head d_head"]
-    pattern: Float[Tensor, "batch head query key"] | None
-    scores: Float[Tensor, "batch head query key"] | None
     v: Float[Tensor, "batch position head d_head"] | None
     z: Float[Tensor, "batch position head d_head"] | None
+    pattern: Float[Tensor, "batch head query key"] | None
+    scores: Float[Tensor, "batch head query key"] | None
+    bias: Float[Tensor, "head query key"] | None
+    allowed: Bool[Tensor, "query key"]
+    turn: Rotation | None
     roundoff: float
-    sizes: Callable[[str], Tensor]
     reconstruction: ReconstructionReport
-    turn: Rotation | None = None
-    added: AddedPosition | None = None
-    mask_form: str | None = None
 
     @property
-    def allowed(self) -> Bool[Tensor, "query key"]:
-        """The mask as cells."""
-        return self.seen_by(...)
+    def norm(self) -> NormWeights:
+        """The norm in front of the projections."""
+        return self.attention.norm
 
-    def seen_by(self, queries: Any) -> Bool[Tensor, "... key"]:
-        """The keys that some queries may attend to."""
-        return self.mask[queries].to(self.q.device)
+    @property
+    def scale(self) -> float:
+        """The factor of products of queries and keys."""
+        return self.attention.reading.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap c of ``c tanh(score / c)``."""
+        return self.attention.reading.softcap
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """One more logit for each head."""
+        return self.attention.sinks
 
     @property
     def rotary(self) -> bool:
         """Whether the maps rotate."""
         return self.turn is not None
 
+    def seen_by(self, queries: Any) -> Bool[Tensor, "... key"]:
+        """The keys that some queries may attend to."""
+        return self.allowed[queries]
+
+    # ---- parts of the stream as queries, keys and values
+
+    def projected(
+        self, parts: Float[Tensor, "*part position d_model"], which: str
+    ) -> Float[Tensor, "*part position head d_head"]:
+        """Centring, gain and weight matrix of additive parts, for ``"q"``, ``"k"`` or ``"v"``."""
+        return self.attention.projected(parts, which)
+
+    def turned(
+        self, x: Float[Tensor, "... position head d_head"], which: str
+    ) -> Float[Tensor, "... position head d_head"]:
+        """The linear part of QK-norm, then the rotation, of what :meth:`projected` gives."""
+        return self.attention.turned(x, which, self.turn)
+
+    def q_map(
+        self, parts: Float[Tensor, "*part position d_model"]
+    ) -> Float[Tensor, "*part position head d_head"]:
+        """Queries of parts, without scale and constant."""
+        return self.turned(self.projected(parts, "q"), "q")
+
+    def k_map(
+        self, parts: Float[Tensor, "*part position d_model"]
+    ) -> Float[Tensor, "*part position head d_head"]:
+        """Keys of parts, without scale and constant."""
+        return self.turned(self.projected(parts, "k"), "k")
+
+    def v_map(
+        self, parts: Float[Tensor, "*part position d_model"]
+    ) -> Float[Tensor, "*part position head d_head"]:
+        """Values of parts, without scale and constant."""
+        return self.projected(parts, "v")
+
+    def project_q(
+        self, parts: Float[Tensor, "*part batch position d_model"]
+    ) -> Float[Tensor, "*part batch position head d_head"]:
+        """Queries of additive parts (without the constant)."""
+        return self.q_map(parts) * self.q_scale.unsqueeze(-1)
+
+    def project_k(
+        self, parts: Float[Tensor, "*part batch position d_model"]
+    ) -> Float[Tensor, "*part batch position head d_head"]:
+        """Keys of additive parts (without the constant)."""
+        return self.k_map(parts) * self.k_scale.unsqueeze(-1)
+
+    def sizes(self, which: str) -> Float[Tensor, "batch position head d_head"]:
+        """What rounding of queries (``"q"``) or keys grows with."""
+        return self.attention.entering_sizes(self.h, which)
+
     def without_norm(
         self, scale: Float[Tensor, "batch position head"]
     ) -> Float[Tensor, "batch position head"]:
-        """A frozen scale without that of the norm: exactly one, or the QK-norm's."""
-        # Values have no QK-norm: their scale is one over the norm's. frozen_fields gives queries
-        # and keys the same tensor where they have no QK-norm either. Compared by identity, because
-        # to compare numbers would mean to wait for a GPU
-        return (
-            torch.ones_like(scale)
-            if scale is self.v_scale
-            else scale * self.norm_scale.unsqueeze(-1)
-        )
+        """A frozen scale of queries or keys without that of the norm: one, or the QK-norm's."""
+        if self.attention.qk_norm is None:
+            return torch.ones_like(scale)
+        return scale * self.norm_scale.unsqueeze(-1)
 
     def normalized(self) -> LayerView:
         """The same layer as a function of ``norm(h)`` (no gain, no bias), which is its ``h``: no
@@ -169,12 +183,7 @@ class LayerView:
             v_scale=torch.ones_like(self.v_scale),
         )
 
-    def __repr__(self) -> str:
-        batch, length, heads, d_head = self.q.shape
-        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}"
-        settings = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
-        worst = f"worst check {self.reconstruction.worst:.2g} of what is allowed"
-        return f"LayerView(layer {self.layer}, {size}, {settings}, {worst})"
+    # ---- scores and pattern
 
     def logits(
         self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
@@ -184,15 +193,13 @@ class LayerView:
 
         ``heads`` names the heads on the head axis (all of the layer's for ``None``).
         """
-        scores = soft_cap(scores, self.softcap)
-        allowed = self.allowed.to(scores.device)
+        scores, allowed = soft_cap(scores, self.softcap), self.allowed.to(scores.device)
         if self.sinks is None:
             return scores, allowed
         sinks = self.sinks if heads is None else self.sinks[list(heads)]
         sink = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
-        return torch.cat([scores, sink], -1), torch.cat(
-            [allowed, torch.ones_like(allowed[:, :1])], -1
-        )
+        seen = torch.cat([allowed, torch.ones_like(allowed[:, :1])], -1)
+        return torch.cat([scores, sink], -1), seen
 
     def pattern_of(
         self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
@@ -201,17 +208,115 @@ class LayerView:
         capped, allowed = self.logits(scores, heads)
         return masked_softmax(capped, allowed)[..., : self.allowed.shape[-1]]
 
-    def project_q(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
-        """Queries of additive parts (without the constant)."""
-        return self.q_map(parts) * self.q_scale.unsqueeze(-1)
+    def _total_and_size(self, heads: slice) -> tuple[Tensor, Tensor]:
+        """Scores ``[batch head query key]``, and their size A: the same products of absolute
+        values, ``|q - q0| + |q0|`` of a query with constant q0, and keys alike."""
+        q, q0, k, k0 = (x[:, :, heads] for x in (self.q, self.q_constant, self.k, self.k_constant))
+        total = scores_of(q, k, self.scale)
+        size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), self.scale)
+        if self.bias is None:
+            return total, size
+        bias = self.bias[heads]
+        return total + bias, size + bias.abs()
 
-    def project_k(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
-        """Keys of additive parts (without the constant)."""
-        return self.k_map(parts) * self.k_scale.unsqueeze(-1)
+    def report(
+        self, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]
+    ) -> ReconstructionReport:
+        """Queries, keys, scores and pattern against the model's own. ``raw`` holds queries and keys
+        before QK-norm and rotation, ``hooked`` the model's, where they are known."""
+        checks: dict[str, tuple[float, float]] = {}
+        sizes: dict[str, float] = {}
+        for w in "qk":
+            value, size = hooked[w], self.attention.sizes(self.h, w)
+            if value is not None:
+                error = float((raw[w] - value).abs().max())
+                checks[w] = error, reconstruction_bound(self.roundoff, float(size.max()))
+            plain = self.attention.qk_norm is None
+            sizes[w] = float((size if plain else self.sizes(w)).max())
+        found = self._score_errors()
+        scale = found.pop("scale", 0.0)
+        # softmax rounds by a few units however small the scores; rows sum to one, but a sink's
+        # share depends on the scores and rounds as they do
+        of_sums = 1.0 if self.sinks is None else max(scale, 1.0)
+        if self.roundoff <= 2**-24:
+            # softmax divides by a sum over the keys, which rounds by the root of their number
+            # (Higham & Mary 2019): 11 u measured for 512 keys, 55 u for 8,192. Half precision sums
+            # in float32
+            of_sums *= max(1.0, self.k.shape[1] / SUMMANDS) ** 0.5
+        allowed = {"scores": scale, "pattern": max(scale, 1.0), "pattern sum": of_sums}
+        for name, error in found.items():
+            checks[name] = error, reconstruction_bound(self.roundoff, allowed[name])
+        return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
+
+    def _score_errors(self) -> dict[str, float]:
+        """The largest errors of scores and pattern, a few heads at a time, and the size A of the
+        scores (``"scale"``)."""
+        batch, length, heads = self.q.shape[:3]
+        step = max(1, CHUNK // (batch * length * self.k.shape[1]))
+        worst: dict[str, float] = {}
+        for start in range(0, heads, step):
+            some = slice(start, min(start + step, heads))
+            total, size = self._total_and_size(some)
+            errors = {"scale": torch.where(self.allowed, size, 0.0).max()}
+            capped = soft_cap(total, self.softcap)
+            if self.scores is not None:
+                gap = capped - self.scores[:, some]
+                errors["scores"] = torch.where(self.allowed, gap, 0.0).abs().max()
+            if self.pattern is not None:
+                pattern = self.pattern[:, some]
+                errors["pattern"] = pattern_error(capped, pattern, self.allowed, self.roundoff)
+                sinks = None if self.sinks is None else self.sinks[some]
+                errors["pattern sum"] = _sum_error(pattern, capped, self.allowed, sinks)
+            for name, error in errors.items():
+                # a NaN stays
+                largest = torch.maximum(error, error.new_tensor(worst.get(name, 0.0)))
+                worst[name] = float(largest)
+        return worst
+
+    def planes(self) -> RotaryPlanes:
+        """Which coordinates of a head turn together, and how fast.
+
+        Raises ``UnsupportedModelError`` where the tables are not those of one frequency for each
+        plane.
+        """
+        what = f"rotation of layer {self.layer}"
+        return planes_of_tables(self.turn, self.q.shape[-1], roundoff=self.roundoff, what=what)
+
+    def __repr__(self) -> str:
+        batch, length, heads, d_head = self.q.shape
+        size = f"{batch} contexts of {length} positions, {heads} heads of {d_head}"
+        settings = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
+        worst = f"worst check {self.reconstruction.worst:.2g} of what is allowed"
+        return f"LayerView(layer {self.layer}, {size}, {settings}, {worst})"
+
+
+def frozen_fields(
+    attention: Attention, h: Tensor, raw: Mapping[str, Tensor], turn: Rotation | None
+) -> dict[str, Tensor]:
+    """The fields of a :class:`LayerView` that are frozen scales, constants, queries and keys."""
+    norm_scale = attention.norm.scale(h)
+    shape = raw["q"].shape[:-1]
+    fields: dict[str, Tensor] = {"norm_scale": norm_scale}
+    for w in "qkv":
+        scale = (1 / norm_scale).unsqueeze(-1).expand(shape)
+        constant = attention.constant(w).expand(*shape, -1)
+        if w != "v" and attention.qk_norm is not None:
+            qk_scale = attention.qk_norm.scale(raw[w])
+            scale, constant = scale / qk_scale, constant / qk_scale.unsqueeze(-1)
+        fields[f"{w}_scale"] = scale
+        fields[f"{w}_constant"] = attention.turned(constant, w, turn)
+    return fields | {w: attention.entering(raw[w], w, turn) for w in "qk"}
+
+
+def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
+    """How far rows of the pattern are from summing to one (less the sink's share), which
+    row-centred logarithms do not see."""
+    sums = pattern.sum(-1, dtype=torch.float64)
+    if sinks is None:
+        return (sums - 1).abs().max()
+    without_sink = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
+    with_sink = torch.logaddexp(without_sink, sinks[:, None].double())
+    return (sums - (without_sink - with_sink).exp()).abs().max()
 
 
 LayerHook = Callable[[LayerView], None]

@@ -1,4 +1,4 @@
-"""What does the MLP of a block compute? Its matrices say it, or its own module.
+"""What the MLP of a block computes, by its matrices or by its own module.
 
 :func:`mlp_spec` is called for the frozen linear model of a forward pass
 (:mod:`tl_geometry.circuits.frozen`), :func:`live_mlp` for passes in which everything is live
@@ -9,8 +9,7 @@
 Without a gate the factor ``x W_in + b_in`` is missing, and W_gate and b_gate are what the module
 calls W_in and b_in. h is the stream after attention, or before it (parallel blocks). Norms,
 activation and input are tried in turn; the combination that reproduces the model's own output on
-the probe is kept. A half-precision model runs its probe in float32 (up to
-:data:`~tl_geometry.models.precision.LIMIT`), where faults below 1% show.
+the probe is kept.
 
 A mixture of experts has more matrices than that. It is ``N_after(module(N(h)))`` with the model's
 own module, run live: its router chooses experts anew for every input.
@@ -31,12 +30,10 @@ from torch.nn import functional
 from tl_geometry.base.errors import UnsupportedModelError, fail
 from tl_geometry.models.infer import TIE
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.norms import NormWeights, no_norm, norms_of
 from tl_geometry.models.parameters import inner, part, upcast
-from tl_geometry.models.precision import with_single_weights
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.models.user_hooks import without_hooks
-from tl_geometry.models.write_spec import attention_of, norms_of, writing_of
+from tl_geometry.models.write_spec import attention_of, writing_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -127,12 +124,10 @@ class MLPModule:
     module: nn.Module
 
     def run(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The module's output for a normed input, without the user's hooks. A module in half
-        precision is run with its weights in float32, as the input is."""
-        with without_hooks(self.module), with_single_weights(self.module):
-            output = self.module(x)
+        """The module's output for a normed input, computed in the module's own dtype."""
+        output = self.module(x.to(next(self.module.parameters()).dtype))
         # some modules return the choice of their router too
-        return output[0] if isinstance(output, tuple) else output
+        return (output[0] if isinstance(output, tuple) else output).to(x)
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The MLP's output for the stream ``h`` that it reads."""
@@ -145,11 +140,10 @@ def live_mlp(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
 
     Raises ``UnsupportedModelError`` where the block's MLP gives neither.
     """
-    memo = view._layers.memo
-    key = ("mlp", layer)
-    if key not in memo:
-        memo[key] = _infer(view, layer)
-    return memo[key]
+    found, key = view._layers.found, ("mlp", layer)
+    if key not in found:
+        found[key] = _infer(view, layer)
+    return found[key]
 
 
 def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
@@ -185,7 +179,7 @@ def _probe(view: ModelView, layer: int) -> _Probe | None:
     spec = writing_of(view).blocks[layer]
     if spec.mlp_hook is None:
         return None
-    activations, roundoff = view._layers.memo["write probe"]
+    activations, roundoff = writing_of(view).probe, view._layers.roundoff
     h = activations[f"blocks.{layer}.hook_resid_pre"]
     attention = attention_of(view, layer, activations)
     if spec.after_attention is not None:
@@ -197,7 +191,7 @@ def _probe(view: ModelView, layer: int) -> _Probe | None:
 def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
     """The first reading of a block's MLP that reproduces the probe: by matrices, else by its
     module."""
-    memo, probe = view._layers.memo, _probe(view, layer)
+    memo, probe = view._layers.found, _probe(view, layer)
     if probe is None:
         return None
     block = view._model.blocks[layer]
@@ -315,6 +309,6 @@ def _norms(
     view: ModelView, block: object, h: Tensor
 ) -> tuple[list[NormWeights], list[NormWeights]]:
     """Readings of the norms of an MLP's input and of its output, the likeliest first."""
-    ln1, ln2, ln2_post = (norms_of(view, part(block, n), h) for n in ("ln1", "ln2", "ln2_post"))
-    no_norm = list(view._layers.parameters.norm_candidates(None, h))
-    return [*ln2, *ln1, *no_norm], [*ln2_post, *no_norm, *ln2]
+    cfg, like = view._model.cfg, h[0, 0]
+    ln1, ln2, post = (norms_of(part(block, n), cfg, like) for n in ("ln1", "ln2", "ln2_post"))
+    return [*ln2, *ln1, no_norm(like)], [*post, no_norm(like), *ln2]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class HookedModel(Protocol):
-        """What HookedTransformer, HookedEncoder and TransformerBridge have in common."""
+        """What HookedTransformer and TransformerBridge have in common."""
 
         cfg: Any
 

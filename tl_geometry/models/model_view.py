@@ -1,33 +1,27 @@
-"""What does the library know about a model, and what can it ask of one? :class:`ModelView` answers
-for every TransformerLens class, so that other packages need not touch the model object."""
+"""What the package knows about a model, and what it can ask of one: :class:`ModelView` answers for
+every TransformerLens class, so that other packages need not touch the model object."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models import row_pass
-from tl_geometry.models.attention_spec import AttentionSpec
-from tl_geometry.models.fingerprints import fingerprint
-from tl_geometry.models.forward import Hook, collect
-from tl_geometry.models.layer_view import HeadWeights, LayerHook, LayerView
+from tl_geometry.models.attention import Reading
+from tl_geometry.models.fingerprint import fingerprint
+from tl_geometry.models.layer_view import LayerHook, LayerView
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.parameters import part, upcast
-from tl_geometry.models.precision import T, in_single
-from tl_geometry.models.row_pass import OnRows
-from tl_geometry.models.user_hooks import brief, names_of
+from tl_geometry.models.output_head import OutputHead, infer_head, read_head
+from tl_geometry.models.parameters import HeadWeights, part, upcast
+from tl_geometry.models.runner import Hook, brief, collect, hooked_points
 
 NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 
@@ -44,7 +38,7 @@ class ModelView:
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
     TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
     text (BERT's CLS), and ``notes`` are remarks for a reader. ``pad_id`` is the tokenizer's padding
-    token where it is no other special token too, so that it means padding and nothing else.
+    token, often that which ends a text too.
     """
 
     name: str
@@ -71,12 +65,15 @@ class ModelView:
     _model: Any
     _run: Callable[..., Tensor | None]
     _layers: Layers
-    _refresh: Callable[[ModelView], ModelView]
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
         about = f"{self.class_name}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
         return f"ModelView({self.name} ({self.fingerprint}), {about})"
+
+    def is_of_model(self, other: ModelView) -> bool:
+        """Whether two views are of one model object."""
+        return self._model is other._model
 
     @property
     def dtype_name(self) -> str:
@@ -94,6 +91,11 @@ class ModelView:
     def pattern_hooks(self) -> tuple[str, ...]:
         """The hook of each layer that holds the attention pattern ``[batch head query key]``."""
         return tuple(f"blocks.{layer}.attn.hook_pattern" for layer in range(self.n_layers))
+
+    @property
+    def z_hooks(self) -> tuple[str, ...]:
+        """The hook of each layer that holds the mixed values of its heads."""
+        return tuple(f"blocks.{layer}.attn.hook_z" for layer in range(self.n_layers))
 
     @property
     def attention_hooks(self) -> tuple[str, ...]:
@@ -120,14 +122,6 @@ class ModelView:
         """
         return self._run(tokens, hooks, logits=logits)
 
-    def run_in_rows(self, tokens: Tensor, hooks: Mapping[str, Hook]) -> None:
-        """One forward pass for ``hooks`` that change nothing, of long prompts in blocks of query
-        rows: their hooks then receive all positions after the pass."""
-        if self.in_rows(tokens.shape[1]):
-            row_pass.run(self._layers, tokens, hooks)
-        else:
-            self.run(tokens, hooks)
-
     def logits(
         self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, position: int | None = None
     ) -> Float[Tensor, "*batch d_vocab"]:
@@ -143,12 +137,6 @@ class ModelView:
         assert logits is not None
         return logits if position is None or point is not None else logits[:, [position]]
 
-    def logits_at(
-        self, tokens: Int[Tensor, "batch position"], position: int
-    ) -> Float[Tensor, "batch d_vocab"]:
-        """Logits of one position, not negative; long prompts run in blocks of query rows."""
-        return row_pass.logits_at(self._layers, tokens, position)
-
     def activations(self, tokens: Tensor, hooks: Sequence[str]) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
         return collect(self.run, tokens, hooks)
@@ -161,8 +149,6 @@ class ModelView:
         *,
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
-        queries: int | None = None,
-        on_rows: OnRows | None = None,
     ) -> None:
         """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
         holding one layer at a time.
@@ -171,19 +157,9 @@ class ModelView:
         and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
         are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
         function): that context alone is verified, by itself in the same pass, and its view given to
-        the function; ``queries`` is how many of its queries are compared, all by default.
-
-        ``on_rows`` receives the patterns (layer, first query, ``[batch head query key]``) and lets
-        long prompts run in blocks of rows, after which all layers are handed over, without patterns
-        and scores (:mod:`tl_geometry.models.row_pass`).
+        the function.
         """
-        options = {"verify": verify, "sample": sample, "queries": queries, "on_rows": on_rows}
-        self._layers.run(tokens, layers, on_layer, **options)
-
-    def in_rows(self, length: int) -> bool:
-        """Whether prompts of this length run in blocks of query rows, where a caller asks for
-        it."""
-        return row_pass.in_rows(self._layers, length)
+        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample)
 
     def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
         """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
@@ -194,17 +170,13 @@ class ModelView:
         """Hooks that a cache must hold for :meth:`layer`."""
         return self._layers.hooks(layer)
 
-    def in_single(self, run: Callable[[], T]) -> tuple[T, torch.dtype]:
-        """What ``run`` gives of this model, in float32 where the model is of half precision and not
-        too large, and the precision that it had."""
-        return in_single(self._model, run)
-
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""
-        return names_of(self._model)
+        return hooked_points(self._model)
 
     # ---- weights and facts
 
+    @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
         return self._layers.parameters.weights(layer)
@@ -213,55 +185,48 @@ class ModelView:
         """The norm in front of the projections of one layer, as the model has it."""
         return self._layers.norm(layer)
 
-    def layer_facts(self, layer: int) -> AttentionSpec:
-        """What one attention layer does to its input, found once and verified."""
-        return self._layers.spec(layer)
+    def layer_facts(self, layer: int) -> Reading:
+        """How one attention layer is read, found once and verified."""
+        return self._layers.reading(layer)
 
     def key_heads(self, layer: int) -> int:
         """How many heads of keys and values one layer has: fewer than query heads where groups of
         these share them."""
         return self._layers.key_heads(layer)
 
-    def describe_layer(self, layer: int) -> dict[str, object]:
+    def describe_layer(self, layer: int) -> dict[str, str]:
         """:meth:`layer_facts` in words, for a reader."""
         return self._layers.describe(layer)
 
+    @torch.no_grad()
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
         """The embedding matrix, at least float32."""
         return upcast(self._model.W_E)
 
+    @torch.no_grad()
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
         return self._layers.parameters.unembed()
 
+    @torch.no_grad()
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
         return self._layers.parameters.unembed_bias()
 
+    @torch.no_grad()
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
         where the output is not a linear readout of a norm of the last state."""
-        return self._layers.output_head()
+        found, parameters = self._layers.found, self._layers.parameters
+        if "head" not in found:
+            found["head"] = infer_head(parameters, self._layers.runner)
+        like = next(iter(self._model.parameters())).new_empty(self.d_model)
+        return None if found["head"] is None else read_head(parameters, found["head"], like)
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""
         head = self.output_head()
         return None if head is None else head.norm
-
-    def after_final_norm(
-        self, states: Float[Tensor, "trajectory d_model"]
-    ) -> Float[Tensor, "trajectory d_model"]:
-        """Last states after the model's own final norm, by calling it (without gain and bias where
-        those were folded into the unembedding)."""
-        norm = part(self._model, "ln_final")
-        if norm is None or not self.causal:
-            expected, got = "a decoder with a final norm", f"{self.class_name} {self.name}"
-            fail("post_norm", expected=expected, got=got, instead="post_norm=False")
-        inputs = states.to(self.device, self.dtype)
-        with torch.no_grad():
-            # each state is a sequence of one position; 4,096 at a time keep memory constant
-            out = [norm(rows[:, None])[:, 0] for rows in inputs.split(4096)]
-        return torch.cat(out).to(states)
 
     # ---- text
 
@@ -285,70 +250,17 @@ class ModelView:
         texts = self._model.tokenizer.batch_decode(single, clean_up_tokenization_spaces=False)
         return [text or f"<{i}>" for text, i in zip(texts, ids, strict=True)]
 
-    # ---- the model as it is now
+    # ---- results
 
     def require_unchanged(self) -> None:
         """Raise unless the weights and settings are still those of this view: sums over a pass in
-        which they changed belong to no model, and an edit removes what was measured with the old
-        ones. Edits by this library change neither."""
+        which they changed belong to no model. Edits by this library change neither."""
         now = fingerprint(self._model)
         what = f"a result or an edit of {self.name}"
         expected = f"the weights that it was made for ({self.fingerprint})"
         got = f"others ({now}): they changed during the pass, or since the edit was made"
         instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
         require(now == self.fingerprint, what, expected=expected, got=got, instead=instead)
-
-    # ---- other views of the same model
-
-    def refreshed(self) -> ModelView:
-        """The view as the model is now (the same one, if its weights and settings are the same),
-        which every public function takes in place of the one that it was given."""
-        return self._refresh(self)
-
-    def with_final_norm(self) -> ModelView:
-        """The same model with its last state taken after the final norm; only a bridge has one name
-        for that activation in all models."""
-        require(
-            self.class_name == "TransformerBridge" and self.causal,
-            self.name,
-            expected="a decoder loaded as TransformerBridge for final_norm=True",
-            got=self.class_name,
-            instead="final_norm=False",
-            error=UnsupportedModelError,
-        )
-        return dataclasses.replace(self, state_hooks=(*self.state_hooks[:-1], "ln_final.hook_out"))
-
-    @contextlib.contextmanager
-    def attending_left(self) -> Iterator[None]:
-        """Inside the block an encoder (BERT) attends causally; afterwards it is as before.
-
-        The weights were trained with attention to both sides, so its states are not those of the
-        model as it was trained. Nothing happens to a causal model.
-        """
-        if self.causal:
-            yield
-            return
-        holder, name, value = self._model.cfg, "attention_dir", "causal"
-        if self.class_name == "TransformerBridge":
-            holder, name, value = self._model.original_model.config, "is_decoder", True
-        before = getattr(holder, name)
-        setattr(holder, name, value)
-        try:
-            ids = torch.arange(4).unsqueeze(0) % self.d_vocab
-            first = self.pattern_hooks[0]
-            later = self.activations(ids, [first])[first].triu(1)
-            require(
-                bool((later == 0).all()),
-                self.name,
-                expected="an encoder that obeys a causal mask",
-                got="attention to later positions",
-                error=UnsupportedModelError,
-            )
-            yield
-        finally:
-            setattr(holder, name, before)
-
-    # ---- results
 
     def provenance(self, rows: Any = None, **fields: Any) -> Provenance:
         """Provenance of a result of this model (on ``rows``, a

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.batches import default_batch
-from tl_geometry.models.forward import Hook
 from tl_geometry.models.kv_cache import PrefixCache, behind
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import next_token_losses
+from tl_geometry.models.runner import Hook
 
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""

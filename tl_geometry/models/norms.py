@@ -1,14 +1,17 @@
-"""What does the norm in front of a projection compute? Centring, scale, gain and bias, written out
-once; layers, writers, the output head and the sphere use these formulas."""
+"""The norm in front of a projection, ``((h A) / s) * gain + bias``: centring, scale, gain and bias
+written out once. Layers, writers, MLPs, the output head and the sphere use these formulas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
+
+from tl_geometry.models.parameters import inner, part, upcast
 
 
 def remove_mean(
@@ -37,11 +40,9 @@ class NormWeights:
 
     def scale(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch"]:
         """``s = sqrt(mean((h A)^2) + eps)`` of each token; one where there is no norm."""
-        return (
-            torch.ones_like(h[..., 0])
-            if self.norm_type is None
-            else (self.centre(h).square().mean(-1) + self.eps).sqrt()
-        )
+        if self.norm_type is None:
+            return torch.ones_like(h[..., 0])
+        return (self.centre(h).square().mean(-1) + self.eps).sqrt()
 
     def normalize(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``h A / s``: the norm without gain and bias."""
@@ -49,6 +50,51 @@ class NormWeights:
 
     def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """``(h A / s) * gain + bias``: the whole norm (``h`` itself where there is none)."""
-        return (
-            h if self.norm_type is None else self.normalize(h) * self.gain.to(h) + self.bias.to(h)
-        )
+        if self.norm_type is None:
+            return h
+        return self.normalize(h) * self.gain.to(h) + self.bias.to(h)
+
+
+class NormReading(NamedTuple):
+    """How a norm module is read: ``shift`` is added to the gain that it stores (Gemma stores the
+    gain less one)."""
+
+    norm_type: str | None
+    shift: float = 0.0
+    eps: float = 0.0
+
+
+def norm_readings(module: Any, cfg: Any) -> list[NormReading]:
+    """Readings of a norm module, the likeliest first; the last is no norm. The one that reproduces
+    the model's numbers is the right one."""
+    if module is None:
+        return [NormReading(None)]
+    source = inner(module)
+    eps = float(part(source, "eps", "variance_epsilon", "layer_norm_epsilon") or cfg.eps)
+    rms = "rms" in f"{type(source).__name__} {cfg.normalization_type}".lower()
+    types = ("RMS", "LN") if rms else ("LN", "RMS")
+    return [*(NormReading(t, shift, eps) for t in types for shift in (0.0, 1.0)), NormReading(None)]
+
+
+def read_norm(module: Any, reading: NormReading, like: Float[Tensor, " d_model"]) -> NormWeights:
+    """The norm of a module by one reading, in the dtype and on the device of ``like``; gradients
+    reach the module's parameters."""
+    source = None if reading.norm_type is None else inner(module)
+    gain, bias = part(source, "weight", "w"), part(source, "bias", "b")
+    return NormWeights(
+        norm_type=reading.norm_type,
+        gain=torch.ones_like(like) if gain is None else upcast(gain).to(like) + reading.shift,
+        bias=torch.zeros_like(like) if bias is None else upcast(bias).to(like),
+        eps=reading.eps,
+    )
+
+
+def norms_of(module: Any, cfg: Any, like: Float[Tensor, " d_model"]) -> list[NormWeights]:
+    """The norms that a module may hold by :func:`norm_readings`, "no norm" left out."""
+    readings = norm_readings(module, cfg)[:-1]
+    return [read_norm(module, reading, like) for reading in readings]
+
+
+def no_norm(like: Float[Tensor, " d_model"]) -> NormWeights:
+    """No norm."""
+    return read_norm(None, NormReading(None), like)

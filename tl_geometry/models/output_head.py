@@ -1,16 +1,22 @@
-"""How do logits follow from the last state, what does a token's loss come to, and how far are two
-next-token distributions apart? Everything that measures an effect on the output asks."""
+"""How logits follow from the last state, what a token's loss comes to, and how far two next-token
+distributions are apart. Everything that measures an effect on the output asks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.base.linalg import unit_roundoff
+from tl_geometry.models.norms import NormReading, NormWeights, norm_readings, read_norm
+from tl_geometry.models.parameters import Parameters, part, upcast
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.runner import Runner, keep, without_hooks
 from tl_geometry.models.softmax import soft_cap
 
 
@@ -31,10 +37,63 @@ class OutputHead(NamedTuple):
     def directions(self, ids: Sequence[int] | None = None) -> Float[Tensor, "token d_model"]:
         """One row per token (of ``ids``), ``A diag(gain) W_U`` with A the norm's centring: its dot
         product with what is written into the stream, over the norm's scale, is the direct effect on
-        the logit before any cap."""
+        the logit before any cap (direct logit attribution)."""
         columns = self.W_U if ids is None else self.W_U[:, list(ids)]
         rows = rearrange(columns, "d_model token -> token d_model").to(self.norm.gain)
         return self.norm.centre(rows * self.norm.gain)
+
+
+class HeadReading(NamedTuple):
+    """How the output head is read: its norm, a factor of the unembedding, the cap on the logits."""
+
+    norm: NormReading
+    factor: float
+    softcap: float | None
+
+
+@torch.no_grad()
+def infer_head(parameters: Parameters, runner: Runner) -> HeadReading | None:
+    """The reading that reproduces the model's logits of four random tokens, ``None`` where none
+    does."""
+    model, last = parameters.model, runner.state_hooks[-1]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, runner.d_vocab, (1, 4), generator=generator)
+    states: dict[str, Tensor] = {}
+    with without_hooks(model):
+        logits = runner(ids, {last: keep(states, last)}, logits=True)
+    h = states[last].double()
+    if logits is None or parameters.unembed().shape[0] != h.shape[-1]:
+        return None
+    config = getattr(part(model, "original_model"), "config", None)
+    cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
+    cap, exact = float(cap) if cap and float(cap) > 0 else None, logits.double()
+    # float64 here, the model's dtype there. The largest logit stands in for the absolute sum behind
+    # it, hence 1000 times the bound; 1e-4 is for logits near zero. Another norm is off by far more
+    u = unit_roundoff(logits.dtype)
+    bound = 1e3 * reconstruction_bound(u, float(exact.abs().max())) + 1e-4
+    # Cohere multiplies its logits; processing folds the number into the unembedding
+    factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
+    best, least = None, torch.inf
+    readings = norm_readings(part(model, "ln_final"), model.cfg)
+    for norm, factor in itertools.product(readings, factors):
+        reading = HeadReading(norm, factor, cap)
+        error = float((read_head(parameters, reading, h).logits(h) - exact).abs().max())
+        if error < least:
+            best, least = reading, error
+        # in half precision several norms lie within the bound: the nearest is taken
+        if least <= bound and u <= 2**-24:
+            break
+    return best if least <= bound else None
+
+
+def read_head(parameters: Parameters, reading: HeadReading, like: Tensor) -> OutputHead:
+    """The output head by one reading, its norm in the dtype of ``like [... d_model]``."""
+    W_U, bias = parameters.unembed(), parameters.unembed_bias()
+    if reading.factor != 1:
+        W_U, bias = W_U * reading.factor, bias * reading.factor
+    module: Any = part(parameters.model, "ln_final")
+    flat = like.reshape(-1, like.shape[-1])[0]
+    return OutputHead(read_norm(module, reading.norm, upcast(flat)), W_U, bias, reading.softcap)
 
 
 def token_losses(

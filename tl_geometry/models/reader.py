@@ -1,6 +1,5 @@
-"""What is this model? :func:`view` gives one description of HookedTransformer, HookedEncoder and
-TransformerBridge, of TransformerLens 3.9 to 4.x. Every public function that takes a model calls it
-first.
+"""The description of a model of any TransformerLens class: :func:`view`, which every public
+function that takes a model calls first.
 
 Nothing of TransformerLens is imported here: asking 4.x for ``HookedTransformer`` raises, so
 everything is read from the model object. A bridge's ``cfg`` is not trusted beyond sizes (it reports
@@ -22,30 +21,34 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.fingerprints import fingerprint, head_trained, loader_facts
-from tl_geometry.models.forward import Runner, collect, require_full_precision
-from tl_geometry.models.layers import Layers
+from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
+from tl_geometry.models.layers import CORE, TABLES, Layers
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.parameters import Parameters
-from tl_geometry.models.precision import can_widen, in_single, is_half
-from tl_geometry.models.states import BEFORE, block_output, state_hooks
-from tl_geometry.models.user_hooks import brief, names_of, replaced_forwards, without_hooks
+from tl_geometry.models.parameters import Parameters, part
+from tl_geometry.models.runner import (
+    Runner,
+    brief,
+    collect,
+    hooked_points,
+    require_full_precision,
+    without_hooks,
+)
+from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
-CLASS_NAMES = ("HookedTransformer", "HookedEncoder", "TransformerBridge")
+CLASS_NAMES = ("HookedTransformer", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
-"""Size of the probe: two sequences, because a measured score bias must be the same in both."""
+"""Size of the probe: two sequences of random tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Probe:
     """The activations of one forward pass over random tokens, without user hooks, and what was
-    inferred from them (``layers``, the memo of :class:`Layers`); valid as long as ``made_of`` is
-    the same: fingerprint, device, and forward methods that were replaced."""
+    inferred from them (:attr:`Layers.found`); valid for one fingerprint on one device."""
 
-    made_of: tuple[object, ...]
+    made_of: tuple[str, torch.device]
     activations: Mapping[str, Tensor]
     causal: bool
-    layers: dict[int, Any]
+    found: dict[Any, Any]
 
 
 _PROBES: weakref.WeakKeyDictionary[Any, Probe] = weakref.WeakKeyDictionary()
@@ -59,8 +62,10 @@ def class_of(model: Any) -> str:
         instead = "a model loaded with TransformerLens"
         if hasattr(model, "_orig_mod"):
             instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
+        elif "HookedEncoder" in names:
+            instead = "the same checkpoint as a TransformerBridge"
         elif hasattr(model, "config") and hasattr(model, "forward"):
-            instead = "tl_geometry.models.from_hf(model, tokenizer)"
+            instead = "tl_geometry.load(model)"
         expected, got = " or ".join(CLASS_NAMES), type(model).__name__
         fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     fits, what = len(getattr(model, "blocks", ())) > 0, type(model).__name__
@@ -74,7 +79,7 @@ def view(model: Any) -> ModelView:
     takes a model uses.
 
     Verified once for each set of weights: all state hooks fire with the right shapes, and state l+1
-    is the output of block l.
+    is the output of block l. The view of a model that changed is made anew where it is used.
 
     Raises ``UnsupportedModelError`` by name for models that would give wrong numbers.
 
@@ -83,21 +88,23 @@ def view(model: Any) -> ModelView:
     range(0, 5)
     """
     if isinstance(model, ModelView):
-        return model.refreshed()
+        now = view(model._model)
+        if (now.fingerprint, now.device) != (model.fingerprint, model.device):
+            return now
+        # what the model object itself does not say stays as it is in the view
+        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id, notes=now.notes)
     class_name = class_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
-    facts = loader_facts(model)
-    hooks = state_hooks(class_name, len(model.blocks))
-    # digits is the fingerprint, under a name that leaves fingerprint() callable
-    name, digits = facts.get("name") or _name(model), fingerprint(model)
+    hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
+    digits = fingerprint(model)
     run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
     require_full_precision(run.device, name)
-    probe, made_of = _PROBES.get(model), (digits, parameter.device, replaced_forwards(model))
+    probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
-        probe = _PROBES[model] = _probe(model, class_name, name, run, made_of)
+        probe = _PROBES[model] = _probe(model, name, run, made_of)
     parameters = Parameters(model, class_name, name)
-    layers = Layers(parameters, run, probe.activations, probe.causal, probe.layers)
     normalization = cfg.normalization_type
+    pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return ModelView(
         name=name,
         class_name=class_name,
@@ -119,11 +126,10 @@ def view(model: Any) -> ModelView:
         bos_id=_bos_id(model),
         state_hooks=hooks,
         notes=_notes(model, class_name),
-        pad_id=unambiguous_pad_id(model),
+        pad_id=None if pad is None else int(pad),
         _model=model,
         _run=run,
-        _layers=layers,
-        _refresh=_refreshed,
+        _layers=Layers(parameters, run, probe.activations, probe.causal, probe.found),
     )
 
 
@@ -133,33 +139,17 @@ def _library_version() -> str:
     return importlib.metadata.version("transformer-lens")
 
 
-def _refreshed(seen: ModelView) -> ModelView:
-    """The view itself if it still describes its model, else a new one with the same name: weights
-    may have been edited in place."""
-    require_full_precision(seen.device, seen.name)
-    model = seen._model
-    moved = next(iter(model.parameters())).device != seen.device
-    if fingerprint(model) == seen.fingerprint and not moved:
-        return seen
-    # what the model object itself does not say
-    given = {"name": seen.name, "head_trained": seen.head_trained, "_refresh": seen._refresh}
-    return dataclasses.replace(view(model), **given)
-
-
-def _probe(
-    model: Any, class_name: str, name: str, run: Runner, made_of: tuple[object, ...]
-) -> Probe:
+def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     """Run the model on random tokens, without user hooks, and check what every other number
     relies on."""
     _require_weights(model, name)
-    states = run.state_hooks
-    length = min(PROBE_LENGTH, run.n_ctx)
-    ids = torch.randint(
-        0, run.d_vocab, (PROBE_BATCH, length), generator=torch.Generator().manual_seed(0)
-    )
-    ends = [h.replace(BEFORE, block_output(class_name)) for h in states[:-1]]
-    inside = [h for l in range(len(model.blocks)) for h in Layers.available(run, model, l)]
-    wanted = [*states, *ends, *inside]
+    states, length = run.state_hooks, min(PROBE_LENGTH, run.n_ctx)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=generator)
+    ends = [h.replace(BEFORE, AFTER) for h in states[:-1]]
+    attending = [l for l, block in enumerate(model.blocks) if part(block, "attn") is not None]
+    inside = [f"blocks.{l}.{h}" for l in attending for h in (*CORE, *TABLES)]
+    wanted = [*states, *ends, *(h for h in inside if run.has(h))]
     try:
         with without_hooks(model):
             activations = collect(run, ids, list(dict.fromkeys(wanted)))
@@ -178,16 +168,12 @@ def _probe(
         # a model spread over several devices hands the stream on
         if not torch.equal(activations[end], activations[states[l + 1]].to(activations[end].device))
     ]
-    what, expected = f"states of {name}", "the output of block l to be the input of block l+1"
+    expected = "the output of block l to be the input of block l+1"
     got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
     instead = "a model with one residual stream"
-    require(
-        not broken, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
-    )
+    options = {"instead": instead, "error": UnsupportedModelError}
+    require(not broken, what, expected=expected, got=got, **options)
     patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
-    if is_half(model) and can_widen(model):
-        with without_hooks(model):
-            activations, _ = in_single(model, lambda: collect(run, ids, list(activations)))
     # a single position cannot tell, and counts as bidirectional
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
     return Probe(made_of, activations, causal, {})
@@ -197,12 +183,9 @@ def _require_weights(model: Any, name: str) -> None:
     """Refuse weights that are no numbers, by the name of the first."""
     # HookedTransformer keeps a position table that ALiBi does not use, and never fills it
     unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    named = {
-        n: p.detach() for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused
-    }
-    # the least element is NaN where any is, and takes no memory; stacked, they are read at once
-    least = [p.amin().float().cpu() if p.numel() else torch.zeros(()) for p in named.values()]
-    bad = [name for name, is_nan in zip(named, torch.stack(least).isnan().tolist()) if is_nan]
+    named = [(n, p) for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused]
+    # the least element is NaN where any is, and takes no memory
+    bad = [n for n, p in named if p.numel() and bool(p.detach().amin().isnan())]
     what, expected = f"weights of {name}", "numbers"
     got, instead = f"NaN in {brief(bad)}", "a checkpoint without NaN"
     require(not bad, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
@@ -231,29 +214,16 @@ def _bos_id(model: Any) -> int | None:
     return next((int(i) for i in ids if i is not None), None)
 
 
-def unambiguous_pad_id(model: Any) -> int | None:
-    """The padding token, unless it is another special token as well (many tokenizers pad with EOS):
-    then nothing tells it apart."""
-    tokenizer = getattr(model, "tokenizer", None)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    others = ("bos", "eos", "unk", "cls", "sep", "mask")
-    taken = [getattr(tokenizer, f"{which}_token_id", None) for which in others]
-    return None if pad is None or pad in taken else int(pad)
-
-
 def _notes(model: Any, class_name: str) -> tuple[str, ...]:
     """Remarks about the model for a reader."""
     notes = []
-    if (
-        class_name == "HookedTransformer"
-        and model.cfg.positional_embedding_type == "alibi"
-        and model.cfg.n_heads & (model.cfg.n_heads - 1)
-    ):
+    heads, scheme = model.cfg.n_heads, getattr(model.cfg, "positional_embedding_type", "")
+    if class_name == "HookedTransformer" and scheme == "alibi" and heads & (heads - 1):
         notes.append(
             "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
             "power of two"
         )
-    if hooked := names_of(model):
+    if hooked := hooked_points(model):
         where = brief(hooked)
         notes.append(f"the model carries hooks of its own, which act in every number: {where}")
     return tuple(notes)

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.layer_view import LayerView, Rotation
+from tl_geometry.models.attention import Rotation
 
 ROUNDOFF = 2**-24
 """Angles are computed in float32 by most models, whatever their dtype."""
@@ -103,16 +103,3 @@ def planes_of_tables(
     plane[:d_rot] = torch.where(turned, number, still)[pair]
     rest = [0.0] if bool((plane == still).any()) else []
     return RotaryPlanes(plane, torch.cat([theta[turned], theta.new_tensor(rest)]), size)
-
-
-def rotary_planes(layer: LayerView) -> RotaryPlanes:
-    """The planes of a layer in the forward pass that ``layer`` was made from.
-
-    Raises ``UnsupportedModelError`` where its tables are not those of one frequency for each plane.
-    """
-    return planes_of_tables(
-        layer.turn,
-        layer.q.shape[-1],
-        roundoff=layer.roundoff,
-        what=f"rotation of layer {layer.layer}",
-    )

@@ -1,5 +1,5 @@
-"""Which hook of TransformerLens holds which state of the residual stream, and which states does a
-cache hold? The reader of models, ``decompose`` and dictionaries of features ask."""
+"""Which hook of TransformerLens holds which state of the residual stream, and which states a cache
+holds."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import require
-from tl_geometry.models.user_hooks import brief
+from tl_geometry.models.runner import brief
 
-BEFORE, AFTER, NORMED = "hook_resid_pre", "hook_resid_post", "hook_normalized_resid_post"
-"""Hooks of a block's input and output; HookedEncoder's ``hook_resid_post`` comes before the last
-LayerNorm of a block, and is no state."""
-
-
-def block_output(class_name: str) -> str:
-    """The hook of a block that holds what the next block reads."""
-    return NORMED if class_name == "HookedEncoder" else AFTER
+BEFORE, AFTER = "hook_resid_pre", "hook_resid_post"
+"""Hooks of a block's input and output."""
 
 
-def state_hooks(class_name: str, n_layers: int) -> tuple[str, ...]:
-    """Hooks of states 0 to n_layers in a TransformerLens class."""
+def state_hooks(n_layers: int) -> tuple[str, ...]:
+    """Hooks of states 0 to n_layers."""
     inputs = [f"blocks.{layer}.{BEFORE}" for layer in range(n_layers)]
-    return (*inputs, f"blocks.{n_layers - 1}.{block_output(class_name)}")
+    return (*inputs, f"blocks.{n_layers - 1}.{AFTER}")
 
 
 def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
@@ -39,9 +33,8 @@ def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
     """
     if name in hooks:
         return hooks.index(name)
-    after = NORMED if any(hook.endswith(NORMED) for hook in hooks) else AFTER
-    match = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{after})", name)
-    state = -1 if match is None else int(match[1]) + int(match[2] == after)
+    match = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{AFTER})", name)
+    state = -1 if match is None else int(match[1]) + int(match[2] == AFTER)
     expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.{BEFORE}"'
     require(0 <= state < count, "states", expected=expected, got=repr(name))
     return state
@@ -62,8 +55,7 @@ def other_states(setting: Callable[[str], Any], state: int) -> list[str]:
 
 
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
-    """All residual stream states of a TransformerLens ``ActivationCache`` of any class, 0 to
-    n_layers.
+    """All residual stream states of a TransformerLens ``ActivationCache``, 0 to n_layers.
 
     Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
     was removed.
@@ -73,9 +65,7 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     inputs = [h for h in entries if h.startswith("blocks.") and h.endswith(f".{BEFORE}")]
     cached = [int(h.split(".")[1]) for h in inputs]
     n_layers = len(model.blocks) if model is not None else 1 + max(cached, default=0)
-    encoder = "HookedEncoder" in {c.__name__ for c in type(model).__mro__}
-    encoder = encoder or f"blocks.{n_layers - 1}.{NORMED}" in entries
-    names = state_hooks("HookedEncoder" if encoder else "HookedTransformer", n_layers)
+    names = state_hooks(n_layers)
     missing = [h for h in names if h not in entries]
     got = f"no {brief(missing)}"
     instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Result
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
@@ -155,6 +154,6 @@ def _additive(view: ModelView, tokens: Tensor) -> str:
         pre, attn, mlp, post = (activations[name].double() for name in names)
         worst = max(worst, float((pre + attn + mlp - post).abs().max()))
         size = max(size, float(post.abs().max()), float(pre.abs().max()))
-    holds = worst <= reconstruction_bound(unit_roundoff(view.dtype), size)
+    holds = worst <= reconstruction_bound(view._layers.roundoff, size)
     verdict = "holds within" if holds else "does not hold, off by up to"
     return f"{verdict} {worst:.2g} in a stream of up to {size:.3g}"

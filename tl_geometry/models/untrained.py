@@ -1,6 +1,5 @@
-"""What would an untrained model show? :func:`reinitialized` makes the control: the same model with
-some or all blocks untrained, for as long as a ``with`` block lasts. Users and the report's flow
-section call it."""
+"""The untrained control: :func:`reinitialized` gives the same model with some or all blocks
+untrained, for as long as a ``with`` block lasts."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import choice
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -33,7 +32,7 @@ def reinitialized(
     ``how="init"``: matrices Gaussian with standard deviation ``std`` (GPT-2's initialisation),
     biases 0, gains 1; ``how="shuffle"``: the entries of every parameter in random order, which
     keeps the sizes of the trained weights. Yields a view whose name says so and whose fingerprint
-    is that of the redrawn weights; after the block it is refused. Sarfati et al. 2025 reinitialise
+    is that of the redrawn weights. Sarfati et al. 2025 reinitialise
     everything, or blocks 13 to 24 of GPT-2-medium.
 
     >>> import tl_geometry as tlg
@@ -56,26 +55,14 @@ def reinitialized(
         trained.sort(key=lambda entry: -entry[1].numel())
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
-    label, open_ = f"{view.name}, {what} ({how})", True
+    label = f"{view.name}, {what} ({how})"
     try:
         with torch.no_grad():
             for name, value, old in trained:
                 value.copy_(_redrawn(name, old, how, std, generator))
-        control = as_view(root)
-
-        def refresh(seen: ModelView) -> ModelView:
-            got, instead = "one after it, with the trained weights back", "the model itself"
-            require(open_, label, expected="use inside its `with` block", got=got, instead=instead)
-            return control._refresh(seen)
-
-        yield dataclasses.replace(
-            control,
-            name=label,
-            head_trained=chosen is not None and view.head_trained,
-            _refresh=refresh,
-        )
+        trained_head = chosen is not None and view.head_trained
+        yield dataclasses.replace(as_view(root), name=label, head_trained=trained_head)
     finally:
-        open_ = False
         with torch.no_grad():
             for _, value, old in trained:
                 value.copy_(old)

@@ -1,13 +1,11 @@
-"""How does a model write into its residual stream: what are its embeddings, and what does each
-block add? Of the candidates that its modules suggest, the one that reproduces the model's own
-states is taken (in float32 also for a half-precision model, whose rounding would hide small
-writes). :mod:`tl_geometry.models.writers` applies it.
+"""How a model writes into its residual stream: its embeddings, and what each block adds. Of the
+candidates that its modules suggest, the one that reproduces the model's own states is taken.
+:mod:`tl_geometry.models.writers` applies it.
 
 A decoder's block adds what attention and MLP give, in some families (Gemma 2 and 3, OLMo 2) each
-through a norm; an encoder (BERT) norms the whole stream after each addition::
+through a norm; an encoder (BERT), which norms the whole stream after each addition, is refused::
 
     h' = h + N_a(sum_h z_h W_O^h + b_O) + mlp          N_a the norm behind attention, or none
-    h' = N_2(N_1(h + sum_h z_h W_O^h + b_O) + mlp)     an encoder
 """
 
 from __future__ import annotations
@@ -23,27 +21,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.norms import NormWeights, norms_of
 from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.models.user_hooks import without_hooks
-from tl_geometry.models.verify import largest
+from tl_geometry.models.runner import without_hooks
 
 EMBED = ("hook_embed", "embed.hook_embed", "embed.hook_out")
 POSITION = ("hook_pos_embed", "embed.hook_pos_embed")
-TYPE = ("embed.hook_token_type_embed", "token_type_embed.hook_out")
-"""What the hooks of token, position and segment embeddings are called; a bridge's ``hook_embed``
+"""What the hooks of token and position embeddings are called; a bridge's ``hook_embed``
 comes after a norm behind the embeddings, where there is one."""
 
 
 class BlockWriting(NamedTuple):
-    """What a block does to the stream: the norm behind attention, those of an encoder behind both
-    additions, the MLP's hook and output bias."""
+    """What a block does to the stream: the norm behind attention, the MLP's hook and output
+    bias."""
 
     after_attention: NormWeights | None
-    around: tuple[NormWeights, NormWeights] | None
     mlp_hook: str | None
     b_out: Float[Tensor, " d_model"]
 
@@ -56,6 +50,8 @@ class Writing:
     embeddings: tuple[tuple[str, str], ...]
     embedding_norm: NormWeights | None
     blocks: tuple[BlockWriting, ...]
+    probe: Mapping[str, Tensor]
+    """The activations that it was inferred from, which tell how MLPs are read too."""
 
     def hooks(self, layer: int) -> tuple[str, ...]:
         """Hooks of the input of block ``layer``, its mixed values and its MLP's output; for block 0
@@ -80,39 +76,33 @@ def attention_of(
     return einsum(z, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
 
 
-def norms_of(view: ModelView, module: object, like: Tensor) -> list[NormWeights]:
-    """Readings of a norm module, the likeliest first; none where there is no module."""
-    found = view._layers.parameters.norm_candidates(module, like)
-    return [norm for norm in found if norm.norm_type]
-
-
 def writing_of(view: ModelView) -> Writing:
     """How the model writes, from its probe; remembered as long as its weights stay the same.
 
     Raises ``UnsupportedModelError`` for a block whose output is no sum of what its attention and
     its MLP give.
     """
-    memo = view._layers.memo
-    if "writing" not in memo:
-        memo["writing"] = _infer(view)
-    return memo["writing"]
+    found = view._layers.found
+    if "writing" not in found:
+        found["writing"] = _infer(view)
+    return found["writing"]
 
 
 def require_decoder(view: ModelView, what: str) -> None:
     """Raise ``UnsupportedModelError`` for an encoder; ``what`` was asked of the model."""
-    decoder = all(block.around is None for block in writing_of(view).blocks)
     expected = "a decoder, whose blocks add to the stream"
     got = "an encoder, which norms the stream after each addition"
-    require(decoder, what, expected=expected, got=got, error=UnsupportedModelError)
+    require(view.causal, what, expected=expected, got=got, error=UnsupportedModelError)
 
 
+@torch.no_grad()
 def _infer(view: ModelView) -> Writing:
     """:func:`writing_of` from one forward pass over eight tokens."""
+    require_decoder(view, f"writers of {view.name}")
     runner = view._layers.runner
     embeds = [name for name in EMBED if runner.has(name)]
     in_stream = view.position == "standard"  # other schemes add no positions to the stream
     added = [name for name in POSITION if in_stream and runner.has(name)][:1]
-    added += [name for name in TYPE if runner.has(name)][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
     mlps = [
         f"blocks.{layer}.hook_mlp_out" if part(block, "mlp") is not None else None
@@ -123,11 +113,10 @@ def _infer(view: ModelView) -> Writing:
     names = [*runner.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
     ids, names = ids[:, : view.n_ctx], list(dict.fromkeys(names))
     with without_hooks(view._model):
-        seen, precision = view.in_single(lambda: view.activations(ids, names))
-    activations, u = {name: upcast(x) for name, x in seen.items()}, unit_roundoff(precision)
-    view._layers.memo["write probe"] = activations, u  # models/mlp.py reads it too
+        seen = view.activations(ids, names)
+    activations, u = {name: upcast(x) for name, x in seen.items()}, view._layers.roundoff
     blocks = [_block(view, layer, activations, mlp, u) for layer, mlp in enumerate(mlps)]
-    return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks))
+    return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks), activations)
 
 
 def _tolerance(roundoff: float, h: Tensor) -> float:
@@ -147,17 +136,16 @@ def _embedding(
     h = activations[view.state_hooks[0]]
     model = view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
-    norms = [None, *norms_of(view, module, h)]
+    norms = [None, *norms_of(module, model.cfg, h[0, 0])]
     for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
         hooks = [embed, *added[:count]]
         total = sum((activations[name] for name in hooks), torch.zeros_like(h))
         total = total if norm is None else norm.apply(total)
-        if largest(total - h) <= _tolerance(roundoff, h):
-            named = ["pos_embed" if hook in POSITION else "type_embed" for hook in hooks[1:]]
-            return tuple(zip(["embed", *named], hooks, strict=True)), norm
+        if float((total - h).abs().max()) <= _tolerance(roundoff, h):
+            return tuple(zip(("embed", "pos_embed"), hooks)), norm
     return fail(
         f"embeddings of {view.name}",
-        expected="a sum of token, position and segment embeddings, perhaps normed",
+        expected="a sum of token and position embeddings, perhaps normed",
         got="another first state",
         instead="parts of your own, split_scores(..., parts={name: tensor})",
         error=UnsupportedModelError,
@@ -173,8 +161,7 @@ def _block(
 ) -> BlockWriting:
     """The candidate for a block that reproduces its output."""
     h = activations[f"blocks.{layer}.hook_resid_pre"]
-    # the runner's: a view with_final_norm has another last state, and shares what is remembered
-    after = activations[view._layers.runner.state_hooks[layer + 1]]
+    after = activations[view.state_hooks[layer + 1]]
     attention = attention_of(view, layer, activations)
     mlp_out = torch.zeros_like(h) if mlp is None else activations[mlp]
     block = view._model.blocks[layer]
@@ -182,25 +169,20 @@ def _block(
     b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
     candidates: list[tuple[Tensor, BlockWriting]] = []
     # OLMo 2 calls the norm behind attention ln1
-    behind = [norm for name in ("ln1_post", "ln1") for norm in norms_of(view, part(block, name), h)]
+    modules, cfg = (part(block, name) for name in ("ln1_post", "ln1")), view._model.cfg
+    behind = [norm for module in modules for norm in norms_of(module, cfg, h[0, 0])]
     for norm in (None, *behind):
         total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
         # such models have a norm behind the MLP too, whose output its hook holds: b_out, in front
         # of that norm, cannot be separated
         bias = b_out if norm is None else torch.zeros_like(b_out)
-        candidates.append((total - after, BlockWriting(norm, None, mlp, bias)))
-    readings = view._layers.parameters.norm_candidates
-    for first in readings(part(block, "ln1"), h):
-        for second in readings(part(block, "ln2"), h):
-            total = second.apply(first.apply(h + attention) + mlp_out)
-            writing = BlockWriting(None, (first, second), mlp, b_out)
-            candidates.append((total - after, writing))
+        candidates.append((total - after, BlockWriting(norm, mlp, bias)))
     # errors are divided by the size of their token, then averaged: one token of enormous norm
     # rounds by more than attention writes. min() takes the first of equal candidates. 1e-30 stands
     # for the size of a token of zeros
     size = after.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     error, best = min(candidates, key=lambda pair: float((pair[0] / size).abs().mean()))
-    if largest(error) <= _tolerance(roundoff, after):
+    if float(error.abs().max()) <= _tolerance(roundoff, after):
         return best
     return fail(
         f"block {layer} of {view.name}",

@@ -6,8 +6,7 @@ embeddings, heads, MLPs and constants; composition, logits and splits by writer 
    ``(beta W_V + b_V) W_O sum_j p_ij``, with beta the norm's bias (the sum is one without sinks).
    Raw and folded weights then give the same writers.
 2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
-   gain and 1/s, and the norm's bias joins the constants. An encoder's norms (BERT) do this to
-   everything written before them.
+   gain and 1/s, and the norm's bias joins the constants.
 3. Heads stay factored: z with a scale for each token, and W_O with the centrings and gains of the
    norms behind it, ``w[b, i, h] = scale[b, i] z[b, i, h] W[h]``. No vector of d_model is held for
    each head.
@@ -28,14 +27,12 @@ from torch import Tensor
 
 from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
-from tl_geometry.base.transfer import floats
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
-from tl_geometry.models.row_pass import OnRows, Rows, stream
-from tl_geometry.models.user_hooks import brief
+from tl_geometry.models.runner import brief
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 CONSTANTS = "constants"
@@ -128,8 +125,10 @@ class Written:
         # how many blocks :meth:`check` has added up, their sum, and that of absolute values
         self._summed: tuple[int, Tensor, Tensor] | None = None
         if writing.embedding_norm is not None:
-            total = torch.stack(list(self.dense.values())).sum(0)
-            self._through(writing.embedding_norm, writing.embedding_norm.scale(total))
+            norm = writing.embedding_norm
+            scale = norm.scale(torch.stack(list(self.dense.values())).sum(0))
+            self.dense = {name: _normed(x, norm, scale) for name, x in self.dense.items()}
+            self.constants = self.constants + norm.bias.to(first)
 
     @property
     def layer(self) -> int:
@@ -152,16 +151,10 @@ class Written:
             constant = constant + b_O
         self.heads.append(heads)
         self.constants = self.constants + constant
-        if block.around is not None:
-            self._through(block.around[0], block.around[0].scale(h + attention))
-            h = block.around[0].apply(h + attention)
         if block.mlp_hook is not None:
             mlp = upcast(activations[block.mlp_hook]).to(h)
             self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)
             self.constants = self.constants + block.b_out.to(h)
-            h = h + mlp
-        if block.around is not None:
-            self._through(block.around[1], block.around[1].scale(h))
 
     def _heads(
         self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
@@ -171,7 +164,7 @@ class Written:
         weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
         value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
         value, W_O = value.to(z), weights.W_O.to(z)
-        if self.view.layer_facts(layer).sinks is None:
+        if not self.view._layers.has_sinks(layer):
             row_sums = z.new_ones(z.shape[:3])
         else:  # a sink takes its share
             pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
@@ -179,15 +172,6 @@ class Written:
         constant = row_sums.unsqueeze(-1) * value
         heads = HeadWrites(layer, z - constant, W_O, torch.ones_like(z[..., 0, 0]))
         return heads, einsum(constant, W_O, "b i h e, h e d -> b i d"), weights.b_O.to(z)
-
-    def _through(self, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> None:
-        """Everything so far through a norm whose scale is frozen; its bias joins the constants."""
-        self.dense = {name: _normed(value, norm, scale) for name, value in self.dense.items()}
-        self.constants = _normed(self.constants, norm, scale) + norm.bias.to(self.constants)
-        for heads in self.heads:
-            heads.W = norm.centre(heads.W) * norm.gain.to(heads.W)
-            heads.scale = heads.scale / scale
-        self._kept, self._summed = {}, None  # what was written before has changed
 
     def context(self, row: int) -> Written:
         """What was written in one context of the batch."""
@@ -290,9 +274,9 @@ class Written:
         what = f"the stream before block {self.layer}"
         if self.layer == self.view.n_layers:
             what = "the last state"
-        found = floats({"error": (total - h.double()).abs().max(), "size": size.max()})
-        bound = reconstruction_bound(roundoff, found["size"])
-        checks = [(self.layer, "sum of the writers", found["error"], bound)]
+        error = float((total - h.double()).abs().max())
+        bound = reconstruction_bound(roundoff, float(size.max()))
+        checks = [(self.layer, "sum of the writers", error, bound)]
         require_reconstruction(checks, f"{what} of {self.view.name}")
 
 
@@ -315,21 +299,17 @@ def run_written(
     *,
     verify: bool = True,
     sample: tuple[int, OnWritten] | None = None,
-    queries: int | None = None,
     on_end: OnEnd | None = None,
     cache: Any = None,
-    on_rows: OnRows | None = None,
 ) -> None:
     """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
     ``layers`` with the writers of its input, and, if asked, the last state with its own.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
     added up and compared with the stream. ``sample`` is a pair (row, function): that context alone
-    is verified, by itself in the same pass, and given to the function; ``queries`` is how many of
-    its queries are compared. With ``on_rows`` long prompts run in blocks of rows, and layers have
-    no patterns (:mod:`tl_geometry.models.row_pass`).
+    is verified, by itself in the same pass, and given to the function.
     """
-    writing, wanted = writing_of(view), set(layers)
+    writing, wanted, made = writing_of(view), set(layers), view._layers
     until = view.n_layers if on_end is not None else max(wanted)
     written: list[Written] = []
 
@@ -338,13 +318,13 @@ def run_written(
             written.append(Written(view, writing, activations))
         if layer in wanted and sample is not None:
             row, on_sample = sample
-            one, every = view._layers.sampled(layer, activations, row, queries)
+            one, every = made.sampled(layer, activations, row)
             context = written[0].context(row)
             context.check(one.h, one.roundoff)
             on_sample(one, context)
             on_layer(every, written[0])
         elif layer in wanted:
-            every = view.layer(layer, activations, verify=verify)
+            every = made.view(layer, activations, verify=verify)
             if verify:
                 written[0].check(every.h, every.roundoff)
             on_layer(every, written[0])
@@ -354,15 +334,12 @@ def run_written(
     names: dict[int, list[str]] = {}
     for layer in range(min(until + 1, view.n_layers)):
         hooks = view.layer_hooks(layer) if layer in wanted else ()
-        if view.layer_facts(layer).sinks is not None:
+        if made.has_sinks(layer):
             hooks = (*hooks, f"blocks.{layer}.attn.hook_pattern")
         names[layer] = list(dict.fromkeys([*hooks, *writing.hooks(layer)]))
-    last = view._layers.runner.state_hooks[-1] if on_end is not None else None
+    last = view.state_hooks[-1] if on_end is not None else None
     if cache is None:
-        # before the pass: a model cannot be run from within its own hooks
-        view._layers.measure(list(names), tokens.shape[-1])
-        rows = Rows.of(on_rows, tokens, verify, sample and sample[0], queries)
-        end = stream(view._layers, tokens, names, take, last, rows)
+        end = made.stream(tokens, names, take, last)
     else:
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         needed = [*(name for of_layer in names.values() for name in of_layer), last]
@@ -376,5 +353,5 @@ def run_written(
     if on_end is not None and end is not None:
         h = upcast(end)
         if verify:
-            written[0].check(h, view._layers.roundoff(view.n_layers - 1))
+            written[0].check(h, made.roundoff)
         on_end(h, written[0])

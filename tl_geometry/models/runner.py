@@ -1,27 +1,33 @@
-"""How does a model of any TransformerLens class run once with hooks? Each hook must fire, each is
-removed, and nothing is computed after what was asked for. :meth:`tl_geometry.models.ModelView.run`,
-layers and probes call :class:`Runner`.
+"""One pass of a model of any TransformerLens class with hooks. Each must fire, each is removed by
+its own handle, also on exceptions, and nothing is computed after what was asked for.
 
 TransformerLens removes hooks by level or all at once, and its bridges call a hook under its
-canonical name. Here each hook is closed over the name that was asked for and removed by its own
-handle, so that user hooks stay, also on exceptions. Where nothing after some state is needed, a
-hook at that state ends the pass by a private exception (:class:`Stop`), because ``stop_at_layer``
-means different things at the last layer of different classes. A hook acts in the thread that asked
-for it: other threads may run the model meanwhile.
+canonical name. Here each hook is closed over the name that was asked for. Where nothing after some
+state is needed, a hook at that state ends the pass by a private exception (:class:`Stop`), because
+``stop_at_layer`` means different things at the last layer of different classes.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from threading import get_ident
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
@@ -29,6 +35,18 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
 K = TypeVar("K", bound=Hashable)
+OWN = (
+    "transformer_lens.model_bridge.",
+    "transformer_lens.hook_points.",
+    "transformer_lens.components.",
+    "transformer_lens.Hooked",
+    "torch.",
+    "transformers.",
+    "accelerate.",
+    "tl_geometry.models.runner.",
+)
+"""Beginnings of the names of Python modules whose hooks are not a user's: they belong to a model,
+or to the pass that asks. A dot is added to a module's name before it is compared."""
 
 
 def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
@@ -60,12 +78,11 @@ class Runner:
     n_ctx: int
     d_vocab: int
     device: torch.device
+    points: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.points: dict[str, Any] = dict(self.model.hook_dict)
-        self.bridge = self.class_name == "TransformerBridge"
-        self.kwargs: dict[str, Any] = {}
-        if self.bridge:
+        if self.class_name == "TransformerBridge":
             accepted = inspect.signature(self.model.original_model.forward).parameters
             # else transformers keeps the keys and values of every layer
             self.kwargs = {"use_cache": False} if "use_cache" in accepted else {}
@@ -80,9 +97,8 @@ class Runner:
         self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False
     ) -> Tensor | None:
         ids = self.checked(tokens)
-        for name in hooks:
-            self.has(name)  # points that were added since
-        require_points(self.points, hooks, self.name, self.class_name)
+        known = {name: name for name in hooks if self.has(name)}
+        require_points(known, hooks, self.name, self.class_name)
         fired: set[str] = set()
         last = self._last_state(hooks, logits)
         handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
@@ -132,7 +148,7 @@ class Runner:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
         require_full_precision(self.device, self.name)
-        training = self.is_training()
+        training = training_module(self.model)
         got = f"training mode ({training})"
         expected, instead = "evaluation mode", "model.eval()"
         require(not training, self.name, expected=expected, got=got, instead=instead)
@@ -147,22 +163,9 @@ class Runner:
         low, high = (int(v) for v in tokens.aminmax())
         expected = f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})"
         got, instead = f"ids from {low} to {high}", "this model's tokenizer"
-        require(
-            low >= 0 and high < self.d_vocab, "tokens", expected=expected, got=got, instead=instead
-        )
-        # ids in pinned memory are copied without waiting
-        return tokens.to(self.device, torch.int64, non_blocking=True)
-
-    def is_training(self) -> str:
-        """The module that acts otherwise because it is in training mode, or an empty string.
-        HookedTransformer itself has no dropout."""
-        original = self.model.original_model if self.bridge else None
-        if original is not None and (self.model.training or original.training):
-            return type(original).__name__
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
-                return f"dropout in {name}"
-        return ""
+        fits = low >= 0 and high < self.d_vocab
+        require(fits, "tokens", expected=expected, got=got, instead=instead)
+        return tokens.to(self.device, torch.int64)
 
     def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
@@ -172,20 +175,16 @@ class Runner:
             # else it masks ids equal to the pad token, and windows have no padding
             kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
         out = self.model(ids, return_type="logits" if logits else None, **kwargs)
-        return out if logits or self.class_name == "HookedEncoder" else None
+        return out if logits else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> tuple[Any, Any]:
-        """Add a hook for this thread that notes its name in ``fired``; its point and its handle."""
-        thread = get_ident()
+        """Add a hook that notes its name in ``fired``; its point and its handle."""
 
         def wrapped(value: Tensor, hook: Any) -> Tensor | None:
-            if get_ident() != thread:  # another pass of the same model
-                return None
             fired.add(name)
             return call(value)
 
-        point = self.points[name]
-        return point, put_on(point, wrapped)
+        return self.points[name], put_on(self.points[name], wrapped)
 
     def _last_state(self, hooks: Mapping[str, Hook], logits: bool) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
@@ -210,16 +209,14 @@ def require_points(
     missing = [name for name in names if name not in points]
     what, expected = f"hooks of {model_name}", f"hooks of this {class_name}"
     got, instead = f"no {', '.join(missing)}", "check_model(model) to see what is supported"
-    require(
-        not missing, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
-    )
+    options = {"instead": instead, "error": UnsupportedModelError}
+    require(not missing, what, expected=expected, got=got, **options)
 
 
 def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
-    """Add a hook to a hook point and give its handle, also where another thread adds one
-    meanwhile."""
+    """Add a hook to a hook point and give its handle."""
     point.add_hook(hook, **options)
-    return next(handle for handle in point.fwd_hooks if handle.user_hook is hook)
+    return point.fwd_hooks[-1]
 
 
 def take_away(point: Any, handle: Any) -> None:
@@ -227,28 +224,6 @@ def take_away(point: Any, handle: Any) -> None:
     handle.hook.remove()
     with suppress(ValueError):  # reset_hooks() may have taken it
         point.fwd_hooks.remove(handle)
-
-
-def require_full_precision(device: torch.device, name: str) -> None:
-    """Raise under ``torch.autocast``, and where a GPU multiplies float32 matrices in TF32: numbers
-    would be rounded to half precision, or to 11 bits, and labelled with the model's dtype."""
-    types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
-    got = f"autocast on {', '.join(types)}"
-    instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
-    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
-    got, instead = "TF32, of 11 bits", 'torch.set_float32_matmul_precision("highest")'
-    exact = not _multiplies_in_tf32(device)
-    require(exact, name, expected="float32 products in float32", got=got, instead=instead)
-
-
-def _multiplies_in_tf32(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    matmul = torch.backends.cuda.matmul
-    # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
-    if hasattr(matmul, "fp32_precision"):
-        return matmul.fp32_precision == "tf32"
-    return bool(matmul.allow_tf32)
 
 
 def _stop(value: Tensor) -> None:
@@ -260,3 +235,96 @@ def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str]) -> di
     activations: dict[str, Tensor] = {}
     run(tokens, {name: keep(activations, name) for name in names})
     return activations
+
+
+# ---- the state of model and machine
+
+
+def training_module(model: Any) -> str:
+    """A module in training mode by name, or an empty string: dropout, layerdrop and router jitter
+    act there. HookedTransformer is loaded in training mode and has none of these."""
+    original = getattr(model, "original_model", None)
+    # a bridge shows its own modules, not all of those that it wraps
+    roots = [model] if original is None else [original, model]
+    modules = ((n, m) for root in roots for n, m in root.named_modules() if m.training)
+    if original is None:
+        modules = ((n, m) for n, m in modules if isinstance(m, _DropoutNd) and m.p)
+    return next((n or type(m).__name__ for n, m in modules), "")
+
+
+def require_full_precision(device: torch.device, name: str) -> None:
+    """Raise under ``torch.autocast``, and where float32 matrices are multiplied in TF32 or
+    bfloat16: numbers would be rounded to 11 or 8 bits, and labelled with the model's dtype."""
+    types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
+    got = f"autocast on {', '.join(types)}"
+    instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
+    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
+    precision = _product_precision(device)
+    instead = 'torch.set_float32_matmul_precision("highest")'
+    expected = "float32 products in float32"
+    require(not precision, name, expected=expected, got=precision, instead=instead)
+
+
+def _product_precision(device: torch.device) -> str:
+    """In what float32 products are rounded, an empty string for float32 itself."""
+    if device.type != "cuda":
+        # "medium" lets a CPU multiply in bfloat16
+        return "bfloat16" if torch.get_float32_matmul_precision() == "medium" else ""
+    matmul = torch.backends.cuda.matmul
+    # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
+    if hasattr(matmul, "fp32_precision"):
+        return "TF32, of 11 bits" if matmul.fp32_precision == "tf32" else ""
+    return "TF32, of 11 bits" if matmul.allow_tf32 else ""
+
+
+# ---- hooks of the user
+
+
+def _foreign(hook: Any) -> bool:
+    """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
+    # the function inside: a partial object belongs to functools
+    while isinstance(hook, partial):
+        hook = hook.func
+    hook = getattr(hook, "__func__", hook)
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return not f"{home}.".startswith(OWN)
+
+
+def _foreign_handles(point: Any) -> list[Any]:
+    return [handle for handle in getattr(point, "fwd_hooks", ()) if _foreign(handle.user_hook)]
+
+
+def hooked_points(model: Any) -> tuple[str, ...]:
+    """Hook points at which a user's hooks act, by the names that HookedTransformer gives them."""
+    # a point has several names in a bridge: the last one, TransformerLens's alias, stays
+    names = {id(point): name for name, point in model.hook_dict.items() if _foreign_handles(point)}
+    return tuple(sorted(names.values()))
+
+
+@contextmanager
+def without_hooks(model: Any) -> Iterator[None]:
+    """The model as it is by itself: a user's hooks do nothing inside ``with``, also on
+    exceptions."""
+    silenced = []
+    for point in {id(point): point for point in model.hook_dict.values()}.values():
+        table, ids = point._forward_hooks, [h.hook.id for h in _foreign_handles(point)]
+        if ids:
+            silenced.append((table, dict(table)))
+            for i in ids:
+                table.pop(i, None)
+    try:
+        yield
+    finally:
+        for table, before in silenced:
+            table.clear()
+            table.update(before)
+
+
+def brief(names: Sequence[str], most: int = 4) -> str:
+    """A list of names (of hooks, weights) for a reader: the first ones, and how many more.
+
+    >>> brief(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,341 @@
+"""What one attention layer does to its input, from the norm to the mask.
+
+It computes::
+
+    x = N(h),   q = R(N_qk(x W_Q + b_Q)),   score = scale <q_i, k_j> + slope_h j
+
+:class:`Reading` holds the choices among the habits of architectures, found once on a probe
+(:mod:`tl_geometry.models.infer`). :class:`Attention` holds the tensors behind them, read from the
+modules at each pass, so that gradients reach the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tl_geometry.models.norms import NormReading, NormWeights, read_norm
+from tl_geometry.models.parameters import HeadWeights, inner, part, upcast
+
+ROTATIONS = ("half", "adjacent")
+"""Pairs of coordinates that rotate together: (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
+MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
+"""Scores below this are masked: minus infinity, or the most negative number of the dtype, perhaps
+plus a score. That number is -65504 in float16 and -3.4e38 in bfloat16 and float32; the thresholds
+are about a half and a third of it, far below any score."""
+
+
+class QKReading(NamedTuple):
+    """How the norm of queries and keys is read: over each head or ``flat`` over all heads of a
+    token, centred (``"LN"``) or not (``"RMS"``); ``shift`` is added to the stored gain."""
+
+    norm_type: str
+    flat: bool
+    shift: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The choices that describe one attention layer, whatever the tokens.
+
+    ``rotation`` is one of :data:`ROTATIONS`; ``each_angle_twice`` says that its tables hold a
+    column for each coordinate. A ``softcap`` c turns scores into ``c tanh(score / c)``. ``slopes``
+    are those of ALiBi. ``has_scores`` says that ``hook_attn_scores`` holds scores, not the pattern.
+    ``window`` is the width of a sliding window by the model's settings.
+    """
+
+    norm: NormReading
+    qk: QKReading | None = None
+    rotation: str | None = None
+    each_angle_twice: bool = True
+    scale: float = 1.0
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+    has_scores: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class QKNorm:
+    """The norm of queries and keys with its gains ``[head d_head]``."""
+
+    reading: QKReading
+    gain: Mapping[str, Float[Tensor, "head d_head"]]
+
+    def centre(self, x: Tensor) -> Tensor:
+        """Deviations from the mean over what is normalised, for ``"LN"``."""
+        if self.reading.norm_type != "LN":
+            return x
+        return x - x.mean((-2, -1) if self.reading.flat else (-1,), keepdim=True)
+
+    def scale(self, x: Float[Tensor, "... head d_head"]) -> Float[Tensor, "... head"]:
+        """``sqrt(mean(x^2) + eps)`` of the centred x, the scale that a split freezes; of a flat
+        norm the same for all heads."""
+        x, dims = self.centre(x), (-2, -1) if self.reading.flat else (-1,)
+        mean = x.square().mean(dims, keepdim=True)
+        return (mean + self.reading.eps).sqrt()[..., 0].expand(x.shape[:-1])
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a forward pass: its tables, and which coordinates turn together
+    (``"half"``: (i, i + d_rot / 2), ``"adjacent"``: (2i, 2i + 1))."""
+
+    cos: Float[Tensor, "position d_rot"]
+    sin: Float[Tensor, "position d_rot"]
+    pairing: str
+
+    def at(self, positions: Any) -> Rotation:
+        """The tables of some positions."""
+        return Rotation(self.cos[positions], self.sin[positions], self.pairing)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """One attention layer with its tensors, in one dtype. In the methods ``which`` is ``"q"``,
+    ``"k"`` or ``"v"``; keys and values of grouped heads are expanded to all heads."""
+
+    reading: Reading
+    norm: NormWeights
+    weights: HeadWeights
+    qk_norm: QKNorm | None
+    sinks: Float[Tensor, " head"] | None
+
+    @property
+    def scale(self) -> float:
+        """The factor of products of queries and keys."""
+        return self.reading.scale
+
+    def every(self, group_size: int) -> Attention:
+        """The first of every ``group_size`` heads: where groups share their keys and values, one
+        head of each."""
+        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
+        some = {name: getattr(self.weights, name)[::group_size] for name in names}
+        qk = self.qk_norm
+        if qk is not None:
+            qk = replace(qk, gain={w: gain[::group_size] for w, gain in qk.gain.items()})
+        return replace(self, weights=replace(self.weights, **some), qk_norm=qk)
+
+    def matrix(self, which: str) -> Float[Tensor, "head d_model d_head"]:
+        """W_Q, W_K or W_V."""
+        return getattr(self.weights, f"W_{which.upper()}")
+
+    def constant(self, which: str) -> Float[Tensor, "head d_head"]:
+        """What the biases of norm and projection give, before QK-norm and rotation."""
+        bias = getattr(self.weights, f"b_{which.upper()}")
+        return einsum(self.norm.bias, self.matrix(which), "d, h d e -> h e") + bias
+
+    def projected(
+        self, parts: Float[Tensor, "*part position d_model"], which: str
+    ) -> Float[Tensor, "*part position head d_head"]:
+        """Centring, gain and weight matrix of additive parts: linear, without any scale."""
+        x = self.norm.centre(parts) * self.norm.gain
+        return einsum(x, self.matrix(which), "... d, h d e -> ... h e")
+
+    def turned(
+        self, x: Float[Tensor, "... position head d_head"], which: str, turn: Rotation | None
+    ) -> Float[Tensor, "... position head d_head"]:
+        """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys;
+        values as they are."""
+        if which == "v":
+            return x
+        if self.qk_norm is not None:
+            x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
+        return x if turn is None else rotate(x, *turn)
+
+    def raw(
+        self, h: Float[Tensor, "*batch d_model"], which: str
+    ) -> Float[Tensor, "*batch head d_head"]:
+        """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
+        hold it."""
+        return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
+
+    def entering(
+        self, raw: Float[Tensor, "*batch position head d_head"], which: str, turn: Rotation | None
+    ) -> Float[Tensor, "*batch position head d_head"]:
+        """Query or key as it enters the score, of what :meth:`raw` gives."""
+        if which != "v" and self.qk_norm is not None:
+            raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
+        return self.turned(raw, which, turn)
+
+    def sizes(
+        self, h: Float[Tensor, "*batch d_model"], which: str
+    ) -> Float[Tensor, "*batch head d_head"]:
+        """:meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``: rounding
+        grows with these."""
+        x = (self.norm.normalize(h) * self.norm.gain).abs()
+        read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
+        return read + self.constant(which).abs()
+
+    def entering_sizes(
+        self, h: Float[Tensor, "*batch d_model"], which: str
+    ) -> Float[Tensor, "*batch head d_head"]:
+        """:meth:`sizes` of a query or key as it enters the score, after any QK-norm."""
+        size = self.sizes(h, which)
+        if self.qk_norm is None:
+            return size
+        frozen = self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1)
+        return size / frozen * self.qk_norm.gain[which].abs()
+
+
+def attention_of(module: Any, ln1: Any, weights: HeadWeights, reading: Reading) -> Attention:
+    """The tensors of one layer, of the dtype and on the device of ``weights``; ``ln1`` is the norm
+    module in front of it."""
+    like, qk_norm = weights.W_Q, None
+    if reading.qk is not None:
+        gains = {w: part(inner(qk_norm_module(module, w)), "weight", "w") for w in "qk"}
+        gain = {w: _head_gain(value, reading.qk.shift, like) for w, value in gains.items()}
+        qk_norm = QKNorm(reading.qk, gain)
+    sinks = part(inner(module), "sinks")
+    return Attention(
+        reading=reading,
+        norm=read_norm(ln1, reading.norm, like[0, :, 0]),
+        weights=weights,
+        qk_norm=qk_norm,
+        sinks=None if sinks is None else upcast(sinks).reshape(-1).to(like),
+    )
+
+
+def _head_gain(gain: Tensor | None, shift: float, like: Tensor) -> Float[Tensor, "head d_head"]:
+    """The gain of each head: that of all heads alike, of a group of heads, or one of all heads in a
+    row."""
+    heads, _, d_head = like.shape
+    if gain is None:
+        return like.new_ones(heads, d_head)
+    rows = upcast(gain).to(like).reshape(-1, d_head) + shift
+    return rows.repeat_interleave(heads // len(rows), 0)
+
+
+def qk_norm_module(attn: Any, which: str) -> Any:
+    """The norm of queries (``"q"``) or keys (``"k"``), or ``None``."""
+    names = (f"{which}_norm", f"{which}_layernorm")
+    return part(attn, names[0]) or part(inner(attn), *names)
+
+
+def rotate(
+    x: Float[Tensor, "... position head d_head"], cos: Tensor, sin: Tensor, pairing: str
+) -> Float[Tensor, "... position head d_head"]:
+    """Rotary embedding of the first coordinates, linear in ``x``: each pair (a, b) becomes
+    ``(a cos - b sin, b cos + a sin)``. ``cos`` and ``sin`` are ``[position rotary_dim]``."""
+    size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
+    first, second = slice(size // 2), slice(size // 2, size)
+    if pairing == "adjacent":
+        first, second = slice(0, size, 2), slice(1, size, 2)
+    # coordinates beyond rotary_dim have cosine 1: they stay as they are
+    cos, sin = pad(cos, (0, rest), value=1.0).unsqueeze(-2), sin.unsqueeze(-2)
+    out = x * cos
+    out[..., first].addcmul_(x[..., second], sin[..., first], value=-1)
+    out[..., second].addcmul_(x[..., first], sin[..., second])
+    return out
+
+
+def rotation_of(
+    module: Any, cached: Mapping[str, Tensor], prefix: str, length: int, reading: Reading
+) -> Rotation | None:
+    """The rotation of a layer of a forward pass, from its activations (``cached``) or its buffers;
+    ``None`` without one, or without tables."""
+    if reading.rotation is None:
+        return None
+    cos, sin = cached.get(f"{prefix}hook_cos"), cached.get(f"{prefix}hook_sin")
+    if cos is None or sin is None:
+        cos, sin = rotary_tables(module, length)
+    if cos is None or sin is None:
+        return None
+    # of a batch the first: positions are the same in all
+    cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
+    if not reading.each_angle_twice:
+        widen = "t n -> t (two n)" if reading.rotation == "half" else "t n -> t (n two)"
+        cos, sin = repeat(cos, widen, two=2), repeat(sin, widen, two=2)
+    return Rotation(cos, sin, reading.rotation)
+
+
+def each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:
+    """Whether a table holds each angle twice (as two halves, or side by side), not once. Of a
+    single position no table tells."""
+    pairs = cos.shape[-1] // 2
+    halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
+    return halves or torch.equal(cos[:, ::2], cos[:, 1::2])
+
+
+def rotary_tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """Cosines and sines ``[position column]`` of the first positions, from the buffers of a layer
+    that has them, else ``None``."""
+    source = inner(attn)
+    if part(attn, "rotary_cos") is not None:  # HookedTransformer
+        return attn.rotary_cos[:length], attn.rotary_sin[:length]
+    if part(source, "embed_positions") is not None:  # GPT-J: sines, then cosines
+        sin, cos = source.embed_positions[:length].chunk(2, dim=-1)
+        return repeat(cos, "t n -> t (n two)", two=2), repeat(sin, "t n -> t (n two)", two=2)
+    rotary = part(source, "rotary")
+    if part(rotary, "cos_cached") is not None:  # boot_native
+        return rotary.cos_cached[:length], rotary.sin_cached[:length]
+    return None, None
+
+
+def scores_of(
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key head d_head"],
+    scale: float,
+) -> Float[Tensor, "batch head query key"]:
+    """Scaled products of queries and keys as they enter the score."""
+    return einsum(q, k, "b i h e, b j h e -> b h i j") * scale
+
+
+def alibi(
+    slopes: Float[Tensor, " head"], own: Tensor, scores: Tensor | None, allowed: Tensor
+) -> Float[Tensor, "head query key"]:
+    """The score bias of ALiBi: slope times key position, and a constant of each row. Softmax does
+    not see the constant (architectures differ in it: j, j - i, j - T), so it is what the first
+    context shows, where there are ``scores``; ``own`` are its products without a bias."""
+    length = allowed.shape[-1]
+    line = slopes[:, None, None] * torch.arange(length, device=slopes.device)
+    line = line.expand(-1, allowed.shape[0], -1)
+    if scores is None:
+        return line
+    rest = torch.where(allowed, scores[0] - own[0] - line, 0.0)
+    return line + rest.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
+
+
+def unmasked(
+    scores: Float[Tensor, "*batch query key"], ignore: Tensor | None
+) -> Bool[Tensor, "*batch query key"]:
+    """Where the model's scores are those of allowed keys. A masked key has a score below
+    :data:`MASKED`, or exactly ``ignore``.
+
+    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), torch.tensor(-1e5)).tolist()
+    [[True, False, False]]
+    """
+    seen = scores > MASKED[scores.dtype]
+    return seen if ignore is None else seen & (scores != ignore.to(scores))
+
+
+def ignore_of(attn: Any) -> Tensor | None:
+    """The score that a layer gives to masked keys (a buffer of HookedTransformer): -1e5 in older
+    checkpoints, else minus infinity."""
+    value = part(attn, "IGNORE")
+    return value if isinstance(value, Tensor) else None
+
+
+def allowed_cells(
+    attn: Any, reading: Reading, length: int, causal: bool, scores: Tensor | None, like: Tensor
+) -> Bool[Tensor, "query key"]:
+    """Which keys each query may attend to: by the model's masked scores, or, where it shows none,
+    by ``causal`` and the window of its settings."""
+    # windows have no padding, so that all contexts and heads have one mask: that of the first
+    # context. One that differs elsewhere is refused when the layer is verified
+    if scores is not None:
+        return unmasked(scores[0], ignore_of(attn)).any(0)
+    places = torch.arange(length, device=like.device)
+    i, j = places[:, None], places[None, :]
+    allowed = (j <= i) if causal else torch.ones_like(j <= i)
+    if reading.window is not None:
+        width = reading.window
+        allowed = allowed & (i - j < width) & (True if causal else (j - i < width))
+    return allowed

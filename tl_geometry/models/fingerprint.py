@@ -1,0 +1,148 @@
+"""The fingerprint of a model: a hash of all weights and of the settings that its passes read.
+Results carry it, and a basis of another model is refused by it."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from tl_geometry.base.errors import UnsupportedModelError, fail
+
+SMALL = 2**16
+"""Elements up to which -0.0 counts as 0.0, and a tensor of zeros as absent: versions of
+TransformerLens differ in which zero biases they keep, and in the sign of some zeros."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that a model is loaded and computed in; anything else counts as quantised."""
+QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "awq")
+"""Text in the names of modules that hold quantised weights."""
+HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
+"""What output heads are called in a TransformerLens model."""
+IGNORED = ("name", "path", "version", "dtype", "token", "dropout", "device", "seed", "init", "use_")
+"""Parts of the names of settings that say where a model comes from, how it is saved, trained or
+looked at, and not what it computes."""
+_LOADED: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""What the loader knows about a model that it made: ``name``, ``head_trained``."""
+
+
+def remember(model: Any, **facts: Any) -> Any:
+    """Note facts about a model that only its loader can know; returns the model."""
+    _LOADED.setdefault(model, {}).update(facts)
+    return model
+
+
+def loader_facts(model: Any) -> Mapping[str, Any]:
+    """What :func:`remember` noted."""
+    return _LOADED.get(model, {})
+
+
+def head_trained(model: Any) -> bool:
+    """False where the checkpoint was of a model without this output head, so that loading it made a
+    random one."""
+    noted = loader_facts(model).get("head_trained")
+    if noted is not None:
+        return bool(noted)
+    # a class without a head is called BertModel or GPT2Model, one with a head ...ForMaskedLM or
+    # ...LMHeadModel
+    original = getattr(model, "original_model", None)
+    saved = getattr(getattr(original, "config", None), "architectures", None) or []
+    return not saved or any("For" in name or "Head" in name for name in saved)
+
+
+def fingerprint(model: Any) -> str:
+    """16 hex digits that identify what a model computes: xxh3 of every parameter, of the small
+    tables that modules keep (rotary frequencies), and of the configuration.
+
+    The same weights and settings in the same class give the same digits in every process and on
+    every device. An output head that loading drew at random is left out.
+
+    Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the
+    meta device).
+    """
+    require_numbers(model)
+    skipped = () if head_trained(model) else HEADS
+    digest = xxhash.xxh3_64(json.dumps(_settings(model), sort_keys=True, default=str).encode())
+    for name, value in sorted(_tensors(model), key=lambda pair: pair[0]):
+        if not name.startswith(skipped) and (bits := _bits(value)) is not None:
+            digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{bits}".encode())
+    return digest.hexdigest()
+
+
+def _bits(value: Tensor) -> str | None:
+    """The hash of a tensor, ``None`` for small zeros."""
+    if value.numel() <= SMALL:
+        if not bool(value.any()):
+            return None
+        value = value + 0 if value.is_floating_point() else value  # -0.0 becomes 0.0
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64(flat.numpy().data).hexdigest()
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and rotary frequencies, by names that are the same in every version of
+    TransformerLens: without the wrappers of bridges."""
+    # HookedTransformer holds a position table that ALiBi does not use, and never fills it
+    unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
+    for name, value in model.named_parameters():
+        name = name.replace("_original_component.", "")
+        name = "unembed.bias" if name in ("lm_head.bias", "embed_out.bias") else name
+        if not (unused and name == "pos_embed.W_pos"):
+            yield name, value
+    root = getattr(model, "original_model", None) or model
+    for name, value in root.named_buffers():
+        if name.endswith("inv_freq"):
+            yield name.replace("_original_component.", ""), value
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """The settings that the forward pass reads: those of the Hugging Face configuration, or of
+    HookedTransformer's own, and the activation functions that modules hold."""
+    original = getattr(model, "original_model", None)
+    config = getattr(original, "config", None)
+    read = config.to_dict() if config is not None else vars(model.cfg)
+    root = original if original is not None else model
+    acts = {
+        type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", str(f))
+        for f in _acts(root)
+    }
+    acting = {k: str(v) for k, v in read.items() if v is not None and not _left_out(k, v)}
+    return {"class": type(model).__name__, "settings": acting, "activations": sorted(acts)}
+
+
+def _acts(root: nn.Module) -> Iterator[Any]:
+    for module in root.modules():
+        for name in ("act", "act_fn", "activation_fn"):
+            found = vars(module).get(name) or module._modules.get(name)
+            if callable(found):
+                yield found
+
+
+def _left_out(name: str, value: Any) -> bool:
+    return name.startswith("_") or callable(value) or any(part in name for part in IGNORED)
+
+
+def require_numbers(model: nn.Module) -> None:
+    """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
+    problem, instead = "", "the model without quantisation"
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            problem = f"{name} on the meta device, without values"
+            instead = "a model whose weights are loaded"
+        elif p.dtype not in DTYPES:
+            problem = f"{name} in {str(p.dtype).removeprefix('torch.')}"
+        if problem:
+            break
+    kinds = {f"{type(m).__module__}.{type(m).__name__}": name for name, m in model.named_modules()}
+    quantised = [f"{n}, a {k}" for k, n in kinds.items() if any(q in k.lower() for q in QUANTISED)]
+    problem = problem or next(iter(quantised), "")
+    if problem:
+        what, expected = (
+            f"weights of {type(model).__name__}",
+            "floating-point numbers, not quantised",
+        )
+        fail(what, expected=expected, got=problem, instead=instead, error=UnsupportedModelError)
