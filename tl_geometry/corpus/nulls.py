@@ -81,7 +81,7 @@ def gibberish(
         rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
         pool = rows.reshape(-1)
         tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
-    bos = bos_to_prepend(view.bos_id, prepend_bos)
+    bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
         tokens[:, 0] = bos
     return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)

@@ -1,7 +1,7 @@
-from .from_activations import Parts as Parts
-from .from_activations import decompose_tensor as decompose_tensor
+from .for_model import require_basis as require_basis
 from .from_model import decompose as decompose
 from .from_model import decompose_activations as decompose_activations
+from .parts import Parts as Parts
 from .position_context import PositionContext as PositionContext
 from .variance import Anova as Anova
 

@@ -1,29 +1,28 @@
 """How much of each residual stream state is position, and how much is context? The public functions
-``decompose`` (a model over a corpus) and ``decompose_activations`` (states held in memory). They
-check the arguments, have the sums taken and return the basis."""
+``decompose`` (a model over a corpus) and ``decompose_activations`` (states held in memory)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
-from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.sources import TokenSource, is_cache, label_ids, state_indices
-from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.decomposition.accumulator import Accumulation, Feed, OnState, Plan
+from tl_geometry.base.results import Provenance, row_hashes
+from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids, state_indices
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.decomposition.accumulate import Accumulation
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.decomposition.reservoir import activation_keys
-from tl_geometry.decomposition.stream_pass import run_corpus
-from tl_geometry.models.batches import batch_of, device_of
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.states import states_from_cache
 
@@ -32,21 +31,19 @@ def decompose(
     model: ModelLike,
     tokens: TokensLike | None = None,
     *,
-    states: Sequence[int | str] | None = None,
+    states: Sequence[int | str] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     normalize: bool = False,
     second_moments: bool | str = "auto",
     keep_ctx: bool | str = "auto",
     groups: int = 8,
-    keep: int = 32,
+    keep: int = 0,
     labels: Any = None,
-    checkpoint: str | Path | None = None,
     progress: bool = True,
     device: torch.device | str | None = None,
     seed: int = 0,
     prepend_bos: bool | None = None,
-    moments_dtype: torch.dtype = torch.float32,
     group: Any = None,
 ) -> PositionContext:
     """Positional and context basis of every residual stream state over a corpus: h = mean + pos +
@@ -54,21 +51,19 @@ def decompose(
 
     Song & Zhong 2023, Eq. 2 and 3, streamed: one forward pass per batch, and only sums are kept, so
     that memory does not grow with the corpus (but for the context vectors of ``keep_ctx``). For
-    activations held in memory, see :func:`decompose_activations`.
+    activations held in memory, see :func:`decompose_activations`; for a corpus in shards,
+    :meth:`PositionContext.merge`.
 
     Args:
         model: a TransformerLens model, or a view of one.
-        tokens: ids ``[context position]``, :class:`TokenWindows`, what a tokenizer returns, an
-            iterable of rows or batches (a ``DataLoader``), a ``.npy`` file or memory map, a
-            ``datasets.Dataset`` (or ``IterableDataset``) with a ``tokens`` column, or strings of
-            equal token length (then ``prepend_bos`` is needed). Ids are never edited; padded rows
-            are refused.
+        tokens: windows, ids ``[context position]``, an iterable of rows or batches, or texts of
+            equal token length. A context that occurs more than once counts once (a flag says so).
         states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks
             that hold them (``"blocks.1.hook_resid_pre"``); ``None`` for all.
         window: half-open positions of the statistics; by default ``(1, T)``, because position 0 is
             an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
-            a GPU. Halved, as often as needed, when memory runs out: the result is the same.
+            a GPU, and never more than a group.
         normalize: take the sums of ``norm(h)`` without gain and bias, which the next block reads
             (the output head for the last state). Then no token weighs more than another. States
             that are read without a norm stay as they are (a flag says which).
@@ -76,27 +71,20 @@ def decompose(
             ``[state context d_model]`` context vectors; ``"auto"`` while each is under 1 GiB (the
             result says when it is not).
         groups: disjoint, contiguous groups of contexts whose sums are kept apart, for split halves,
-            learning curves and jackknife errors (between that many and twice as many for an
-            iterable, whose length is not known before its end).
+            learning curves and jackknife errors.
         keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would
             exceed 1 GiB).
         labels: a document label for each context, numbers or names.
-        checkpoint: file that holds the finished batches; a run that finds it goes on from there, if
-            its model, hooks, tokens, labels and settings are the same. Writing takes about 5% of
-            the time at most, so the file may lack the last batches.
         progress: show a progress bar.
         device: where the sums live, by default the model's device.
         seed: seed of the sample that ``keep`` asks for.
-        prepend_bos: whether strings get the BOS token; ``None`` for everything else.
-        moments_dtype: dtype of the products in second moments (``torch.float64``: partitions agree
-            to 1e-10).
+        prepend_bos: whether texts get the BOS token; ``None`` takes the model's own default.
         group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of
-            whose processes make this same call with the same tokens. Each reads all of them and
-            runs its share of the batches; all return the whole basis, equal to that of one process.
-            The first one writes the checkpoint, from which any number of processes goes on.
+            whose processes make this same call. Each runs every n-th batch; all return the whole
+            basis, equal to that of one process.
 
     Raises ``GeometryError`` for ragged, padded or foreign tokens, training mode, NaN or infinite
-    activations, windows beyond the positions, and checkpoints of another run.
+    activations, and windows beyond the positions.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -105,50 +93,107 @@ def decompose(
     (torch.Size([5, 15, 128]), torch.Size([5, 8, 128]), (1, 16))
     """
     if isinstance(model, Tensor) or is_cache(model):
-        instead = "decompose_activations(...) for activations and caches"
-        got = describe(model) if isinstance(model, Tensor) else type(model).__name__
+        instead, got = "decompose_activations(...)", type(model).__name__
         fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
-    if tokens is None:
-        instead = "decompose(model, windows(model, texts, length, ...))"
-        fail("tokens", expected="tokens to run the model on", got=None, instead=instead)
-    corpus = TokenSource.of(view, tokens, labels, prepend_bos)
-    plan = Plan(
-        states=state_indices(states, view.n_layers + 1, view.state_hooks),
-        window=checks.window(window, corpus.length, 1),
-        groups=groups,
-        keep=keep,
-        second_moments=second_moments,
-        keep_ctx=keep_ctx,
-        moments_dtype=moments_dtype,
-        seed=seed,
+    rows, hashes = _each_once(view, as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos))
+    chosen = state_indices(states, view.n_layers + 1, view.state_hooks)
+    norms, flags = state_norms(view, chosen) if normalize else ({}, ())
+    options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
+    options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
+    positions = checks.window(window, rows.length, 1)
+    # MPS has no float64, so the sums live on the CPU
+    there = "cpu" if view.device.type == "mps" else view.device
+    options |= {"device": there if device is None else device}
+    sizes = (rows.contexts, rows.length, view.d_model)
+    work = Accumulation(chosen, positions, sizes, labels=rows.labels, group=group, **options)
+    settings = (chosen, positions, normalize, groups, keep, seed, second_moments, batch_size)
+    work.require_same(view.fingerprint, rows.token_hash, *settings)
+    hidden = not progress or work.rank > 0
+    with tqdm(total=len(rows), unit="ctx", disable=hidden, desc=view.name) as bar:
+        for at in work.batches(view.device):
+            hooks = {
+                view.state_hooks[s]: _hook(work, row, at, norms) for row, s in enumerate(chosen)
+            }
+            with torch.inference_mode():
+                view.run(rows.tokens[at], hooks)
+            bar.update(work.size * (at.stop - at.start))
+    basis = work.basis(
+        view.provenance(rows, normalized=normalize, flags=flags),
+        rows.tokens,
+        label_names=rows.label_names,
+        token_hashes=hashes,
     )
-    return run_corpus(
-        corpus,
-        plan,
-        batch_size=batch_size,
-        checkpoint=checkpoint,
-        progress=progress,
-        device=device,
-        group=group,
-        normalize=normalize,
-    )
+    ids = basis.largest["token"].unique().tolist()
+    texts = dict(zip(map(str, ids), view.decode(ids)))
+    return dataclasses.replace(basis, token_texts=texts)
+
+
+def _each_once(view: ModelView, rows: TokenWindows) -> tuple[TokenWindows, Tensor]:
+    """The contexts without copies of earlier ones, and the hash of each."""
+    hashes = row_hashes(rows.tokens)
+    values, number = hashes.unique(return_inverse=True)
+    copies = len(hashes) - len(values)
+    if not copies:
+        return rows, hashes
+    # the smallest index of each value
+    first = torch.full_like(values, len(hashes))
+    first = first.scatter_reduce(0, number, torch.arange(len(hashes)), "amin").sort().values
+    remark = f"{copies} of {len(hashes)} contexts are copies of others: each counts once"
+    kept = as_tokens(view, rows[first])
+    return dataclasses.replace(kept, remarks=(*kept.remarks, remark)), hashes[first]
+
+
+def _hook(
+    work: Accumulation, row: int, at: slice, norms: dict[int, NormWeights]
+) -> Callable[[Tensor], None]:
+    """Takes in one state of a batch; one that has a norm in ``norms`` is normed before, without
+    gain and bias, in float32 at least."""
+
+    def hook(h: Tensor) -> None:
+        if row in norms:
+            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
+        work.add(row, at, h)
+
+    return hook
+
+
+def state_norms(
+    view: ModelView, states: Sequence[int]
+) -> tuple[dict[int, NormWeights], tuple[str, ...]]:
+    """For each state the norm through which it is read, by row: that of the block's attention, or
+    for the last state the final norm; and remarks that name the states without one (models with
+    norms after their blocks, output heads that are not a norm and a linear map)."""
+    norms: dict[int, NormWeights] = {}
+    bare: list[int] = []
+    for row, state in enumerate(states):
+        norm = view.attention_norm(state) if state < view.n_layers else view.final_norm()
+        if norm is None or norm.norm_type is None:
+            bare.append(state)
+        else:
+            norms[row] = norm
+    flags = []
+    read = ", ".join(str(s) for s in bare if s < view.n_layers)
+    if read:
+        flags.append(f"states {read} as they are: their blocks read them without a norm")
+    if view.n_layers in bare:
+        flags.append(f"state {view.n_layers} as it is: no norm in front of a linear output head")
+    return norms, tuple(flags)
 
 
 def decompose_activations(
     source: Any,
     *,
-    states: Sequence[int | str] | None = None,
+    states: Sequence[int | str] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     second_moments: bool | str = "auto",
     keep_ctx: bool | str = "auto",
     groups: int = 8,
-    keep: int = 32,
+    keep: int = 0,
     labels: Any = None,
     device: torch.device | str | None = None,
     seed: int = 0,
-    moments_dtype: torch.dtype = torch.float32,
 ) -> PositionContext:
     """The basis of activations held in memory: h = mean + pos + ctx + resid, as
     :func:`decompose` gives it.
@@ -173,76 +218,39 @@ def decompose_activations(
     """
     h, provenance = _activations(source)
     chosen = state_indices(states, len(h))
-    plan = Plan(
-        states=chosen,
-        window=checks.window(window, h.shape[2], 0),
-        groups=groups,
-        keep=keep,
-        second_moments=second_moments,
-        keep_ctx=keep_ctx,
-        moments_dtype=moments_dtype,
-        seed=seed,
-    )
     numbers, names = label_ids(labels, h.shape[1])
-    h = h if states is None else h[list(chosen)]
-    work = Accumulation(
-        plan,
-        provenance,
-        length=h.shape[2],
-        d_model=h.shape[3],
-        contexts=h.shape[1],
-        device=device_of(device, h.device),
-        labels=numbers,
-    )
-    for batch in h.split(batch_of(batch_size, h.shape[2], h.device), dim=1):
-        work.update(activation_keys(batch[-1]), _feeding(batch), None)
-    return work.finish(numbers, names)
+    options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
+    options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
+    options |= {"device": h.device if device is None else device}
+    positions, sizes = checks.window(window, h.shape[2], 0), (h.shape[1], h.shape[2], h.shape[3])
+    work = Accumulation(chosen, positions, sizes, labels=numbers, **options)
+    for at in work.batches(h.device):
+        for row, state in enumerate(chosen):
+            work.add(row, at, h[state, at])
+    return work.basis(provenance, None, label_names=names)
 
 
-def _feeding(h: Float[Tensor, "state batch position d_model"]) -> Feed:
-    """The :data:`Feed` of a batch of activations that are in memory."""
-
-    def feed(contexts: slice, on_state: OnState) -> None:
-        for row, state in enumerate(h):
-            on_state(row, state[contexts])
-
-    return feed
-
-
-def _activations(source: Any) -> tuple[Tensor, Provenance]:
-    """The states ``[state context position d_model]`` of a tensor or cache, and their
-    provenance."""
+def _activations(
+    source: Any,
+) -> tuple[Float[Tensor, "state context position d_model"], Provenance]:
+    """The states of a tensor or cache, and their provenance."""
+    about: dict[str, Any] = {"corpus": type(source).__name__}
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
-        shape = "floating [context position d_model] or [state context position d_model]"
-        got = describe(source)
+        expected = "floating [context position d_model] or [state context position d_model]"
         instead = "decompose(model, tokens) for token ids"
-        require(fits, "activations", expected=shape, got=got, instead=instead)
-        return h.detach(), Provenance(
-            corpus="activations", dtype=str(h.dtype).removeprefix("torch.")
-        )
-    instead = "decompose(model, tokens) to run a model"
-    expected, got = "a tensor or an ActivationCache", describe(source)
-    require(is_cache(source), "activations", expected=expected, got=got, instead=instead)
-    h = states_from_cache(source).detach()
-    return h, Provenance(
-        corpus="ActivationCache",
-        dtype=str(h.dtype).removeprefix("torch."),
-        **_origin(getattr(source, "model", None)),
-    )
-
-
-def _origin(model: Any) -> dict[str, Any]:
-    """Provenance of the model that a cache refers to; only the class name where the model is not
-    supported."""
-    if model is None:
-        return {}
-    try:
-        view = as_view(model)
-    except GeometryError:
-        return {"model": type(model).__name__}
-    provenance = view.provenance()
-    return {
-        name: getattr(provenance, name) for name in ("model", "fingerprint", "library", "processed")
-    }
+        require(fits, "activations", expected=expected, got=describe(source), instead=instead)
+        about["corpus"] = "activations"
+    else:
+        expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
+        fits, got = is_cache(source), describe(source)
+        require(fits, "activations", expected=expected, got=got, instead=instead)
+        h, model = states_from_cache(source), getattr(source, "model", None)
+        try:
+            known = None if model is None else as_view(model).provenance()
+        except GeometryError:  # a model that is not supported
+            known, about["model"] = None, type(model).__name__
+        names = ("model", "fingerprint", "library", "processed")
+        about |= {} if known is None else {name: getattr(known, name) for name in names}
+    return h.detach(), Provenance(dtype=str(h.dtype).removeprefix("torch."), **about)

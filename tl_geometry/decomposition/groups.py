@@ -7,7 +7,7 @@ inside a document leaves a part of that document in, and intervals come out too 
 documents of 8 windows and single groups left out, nominal 95% intervals of the context share cover
 0.72 with 8 equal groups and 0.95 with the documents as groups. Blocks of at least 8 contexts
 (:data:`BLOCK`) mend this case, but not longer documents
-(``tests/decomposition/test_groups.py`` has 4 of 16 windows).
+(``tests/laws/test_decomposition.py`` has 4 of 16 windows).
 """
 
 from __future__ import annotations

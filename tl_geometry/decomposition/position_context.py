@@ -4,13 +4,14 @@ merge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
 import torch
+from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -19,31 +20,27 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition import merge_parts
-from tl_geometry.decomposition.from_activations import Parts, parts_about
 from tl_geometry.decomposition.groups import jackknife_blocks
-from tl_geometry.decomposition.largest import (
-    Largest,
-    LargestTokens,
-    Sinks,
-    median_norm,
-    merged_texts,
-    sinks_of,
-    top_share,
-)
+from tl_geometry.decomposition.largest import LargestTokens, Places, Sinks, sinks_of
 from tl_geometry.decomposition.moments import Moments
-from tl_geometry.decomposition.reservoir import Reservoir
+from tl_geometry.decomposition.parts import Parts
 from tl_geometry.decomposition.variance import (
     LOW_RELIABILITY,
     Anova,
-    analysis,
     anova_intervals,
+    reliability,
     spans,
+    sums_of_squares,
 )
 from tl_geometry.models.model_view import ModelView
 
 RAW = "basis of raw activations: its model is not known"
 """Flag of results for a model that use a basis without a fingerprint: whether the basis belongs to
 that model cannot be checked."""
+MAILED = 40_000_000
+"""Bytes of sums above which a file holds them in float32: a basis can be mailed."""
+KEEPS = "basis.save(path, full=True) before, or the basis that decompose returned"
+"""What keeps what a file leaves out."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,28 +50,33 @@ class PositionContext(Result):
 
     Position sums are kept for every position seen (:meth:`pos_at`); mean, ctx, analysis of variance
     and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
-    CPU; the sampled states are float32.
+    CPU; the sampled states are float32. What properties return are copies.
 
     Groups of contexts are contiguous blocks (:attr:`group_of`). ``context_means`` are the means of
     h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
-    contexts' documents, ``names`` what the numbers mean. ``reservoir`` holds sampled contexts.
-    ``token_hashes`` has one hash for each context (``None`` for activations), ``largest`` the
-    tokens of largest norm (:meth:`largest_tokens`, :meth:`sinks`). A basis of normalised states
-    (``provenance.normalized``) is about these alone: give :meth:`transform` states normed in the
-    same way, since their values do not show whether they are.
+    contexts' documents, ``label_names`` what the numbers mean. ``sampled`` are the numbers of the
+    contexts whose states are kept (:attr:`samples`). ``token_hashes`` has one hash for each context
+    (``None`` for activations), ``largest`` the places of the tokens of largest norm
+    (:meth:`largest_tokens`, :meth:`sinks`), and ``token_texts`` these tokens as text, by id.
+    ``lean`` says that it was read from a file without groups, contexts, samples and second moments.
+    A basis of normalised states (``provenance.normalized``) is about these alone: give
+    :meth:`transform` states normed in the same way, since their values do not show whether they
+    are.
 
-    Its table (``to_dataframe``, ``to_latex``) is that of :meth:`anova`.
+    Its table is that of :meth:`anova`.
     """
 
     states: tuple[int, ...]
     moments: Moments
     context_means: Float[Tensor, "state context d_model"] | None = None
     labels: Int[Tensor, " context"] | None = None
-    names: tuple[str, ...] = ()
-    reservoir: Reservoir | None = None
+    label_names: tuple[str, ...] = ()
+    sampled: Int[Tensor, " sample"] | None = None
+    sample_states: Float[Tensor, "sample state position d_model"] | None = None
     token_hashes: Int[Tensor, " context"] | None = None
-    largest: Largest
-    largest_texts: tuple[tuple[str, ...], ...] = ()
+    largest: Places
+    token_texts: Mapping[str, str] = field(default_factory=dict)
+    lean: bool = False
 
     @property
     def window(self) -> tuple[int, int]:
@@ -94,49 +96,64 @@ class PositionContext(Result):
     @property
     def group_sums(self) -> Float[Tensor, "group state position d_model"]:
         """Sum of h over the contexts of each group, for every position."""
-        return self.moments.sums
+        return self.moments.sums.clone()
 
     @property
     def group_counts(self) -> Int[Tensor, " group"]:
         """Contexts of each group."""
-        return self.moments.counts
+        return self.moments.counts.clone()
 
     @property
     def group_of(self) -> Int[Tensor, " context"]:
         """Number of each context's group; groups are contiguous blocks."""
-        return torch.repeat_interleave(torch.arange(len(self.group_counts)), self.group_counts)
+        return torch.repeat_interleave(self.moments.counts)
 
     @property
     def samples(self) -> Float[Tensor, "sample state position d_model"] | None:
         """States of the sampled contexts at all positions (float32); ``None`` where no context was
         kept."""
-        return None if self.reservoir is None else self.reservoir.states
+        return None if self.sample_states is None else self.sample_states.clone()
 
     @cached_property
+    def _mean(self) -> Float[Tensor, "state d_model"]:
+        return self.moments.window_mean()
+
+    @cached_property
+    def _pos_seen(self) -> Float[Tensor, "state position d_model"]:
+        return self.moments.sums.sum(0) / self.contexts - self._mean.unsqueeze(1)
+
+    @property
     def mean(self) -> Float[Tensor, "state d_model"]:
         """Mean of h over contexts and window positions."""
-        return self.moments.window_sum() / (self.contexts * (self.window[1] - self.window[0]))
+        return self._mean.clone()
 
-    @cached_property
+    @property
     def pos_seen(self) -> Float[Tensor, "state position d_model"]:
         """Mean over contexts of h - mean, for every position seen."""
-        return self.moments.sums.sum(0) / self.contexts - self.mean.unsqueeze(1)
+        return self._pos_seen.clone()
 
     @property
     def pos(self) -> Float[Tensor, "state position d_model"]:
         """The positional basis: a row for each position of the window."""
-        return self.pos_seen[:, self.window[0] : self.window[1]]
+        return self._pos_seen[:, slice(*self.window)].clone()
 
     def pos_at(self, position: int) -> Float[Tensor, "state d_model"]:
         """Positional vector of one absolute position; every position seen has one, inside the
         window or not."""
-        return self.pos_seen[:, checks.index(position, self.length, "position")]
+        return self._pos_seen[:, checks.index(position, self.length, "position")].clone()
+
+    def of_state(
+        self, state: int, length: int
+    ) -> tuple[Float[Tensor, " d_model"], Float[Tensor, "position d_model"]]:
+        """Mean and positional vectors of one state at the first ``length`` positions."""
+        row = self.index(state)
+        return self._mean[row].clone(), self._pos_seen[row, :length].clone()
 
     @property
     def ctx(self) -> Float[Tensor, "state context d_model"] | None:
         """The context basis, mean over a context's window of h - mean - pos, or ``None`` where it
         was not kept."""
-        return None if self.context_means is None else self.context_means - self.mean.unsqueeze(1)
+        return None if self.context_means is None else self.context_means - self._mean.unsqueeze(1)
 
     def index(self, state: int) -> int:
         """Row of ``state`` in every array with a state axis."""
@@ -158,61 +175,65 @@ class PositionContext(Result):
         Centred it equals ``C pos^T pos + T ctx^T ctx + resid^T resid``, with a row for each
         position, context or token (all cross terms vanish).
         """
-        if self.moments.second is None:
-            instead = "decompose(..., second_moments=True)"
-            fail("second_moment", expected="second moments", got="a basis without", instead=instead)
         row = self.index(state)
-        mean = self.mean[row]
-        return self.moments.centred_second(row, mean if centered else torch.zeros_like(mean))
+        if not self.has_second_moments:
+            instead = KEEPS if self.lean else "decompose(..., second_moments=True)"
+            fail("second_moment", expected="second moments", got="a basis without", instead=instead)
+        mean, tokens = self._mean[row], self.contexts * (self.window[1] - self.window[0])
+        about_zero = self.moments.products(row)
+        return about_zero - tokens * torch.outer(mean, mean) if centered else about_zero
+
+    # ---- what it says
 
     def anova(self, *, null: PositionContext | None = None) -> Anova:
         """The analysis of variance table; ``null`` is the basis of windows spliced from random
-        places (see :func:`tl_geometry.corpus.splice`).
+        places (see :func:`tl_geometry.corpus.splice`), with the same states among its own.
 
         Degenerate designs have defined values: with one context ctx and resid are zero,
         ``identifiable`` is false and the shares of pos are NaN; with one position pos and resid are
         zero.
         """
+        agreement = reliability(self.moments)
+        low = [s for s, r in zip(self.states, agreement.tolist()) if r < LOW_RELIABILITY]
+        flags = [f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"]
+        flags = [*(flags if low else ()), *([f"no intervals: use {KEEPS}"] if self.lean else ())]
+        intervals = anova_intervals(self.moments)
+        ctx_null = None
         if null is not None:
             require_basis(null, "null")
-            same_states = null.states == self.states
-            require(
-                same_states, "null", expected=f"a basis of states {self.states}", got=null.states
-            )
-        values = analysis(self.moments)
-        reliability = dict(zip(self.states, values["pos_reliability"].tolist(), strict=True))
-        low = [state for state, r in reliability.items() if r < LOW_RELIABILITY]
-        unsure = f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"
-        flags = [unsure] if low else []
-        null_table = None if null is None else null.anova()
-        intervals = anova_intervals(self.moments)
-        if intervals and null_table is not None and null_table.intervals:
-            intervals["ctx_null"] = null_table.intervals["ctx"]
+            rows, beside = [null.index(state) for state in self.states], null.anova()
+            ctx_null = beside.shares["ctx"][rows]
+            if intervals and beside.intervals:
+                intervals["ctx_null"] = beside.intervals["ctx"][rows]
         return Anova(
             provenance=self.provenance.flagged(*self.flags(), *flags),
             states=self.states,
             contexts=self.contexts,
             positions=self.window[1] - self.window[0],
-            **values,
-            ctx_null=None if null_table is None else null_table.shares["ctx"],
+            **sums_of_squares(self.moments),
+            pos_reliability=agreement,
+            ctx_null=ctx_null,
             identifiable=self.contexts > 1,
             top_share=self._top_share(),
-            remarks=tuple(self._remark(state, r) for state, r in reliability.items()),
+            remarks=tuple(self._remark(state, state in low) for state in self.states),
             intervals=intervals,
             blocks=len(jackknife_blocks(self.group_counts)),
         )
 
-    def _remark(self, state: int, reliability: float) -> str:
+    def _remark(self, state: int, unsure: bool) -> str:
         """What a reader of the row of one state should be careful about."""
         remarks = [
             "one context: position and content together" if self.contexts == 1 else "",
-            f"reliability below {LOW_RELIABILITY}" if reliability < LOW_RELIABILITY else "",
+            f"reliability below {LOW_RELIABILITY}" if unsure else "",
             self.sinks(state).remark,
         ]
         return "; ".join(filter(None, remarks))
 
+    def _squares(self) -> Float[Tensor, " state"]:
+        return self.moments.squares[:, :, slice(*self.window)].sum((0, 2))
+
     def _top_share(self) -> Float[Tensor, " state"]:
-        return top_share(self.moments.tail, self.largest.norm)
+        return torch.tensor([self.sinks(s).share for s in self.states], dtype=torch.float64)
 
     def sinks(self, state: int) -> Sinks:
         """How much of a state's sum of squares its largest tokens hold, in numbers and words.
@@ -224,55 +245,40 @@ class PositionContext(Result):
         >>> held.tokens, held.of, round(held.share, 2), held.positions
         (1, 200, 0.25, (1,))
         """
-        row = self.index(state)
-        texts = self.largest_texts[row] if self.largest_texts else ()
-        return sinks_of(self.moments.tail[row], self.largest, row, texts)
+        row, tokens = self.index(state), self.contexts * (self.window[1] - self.window[0])
+        total = float(self._squares()[row])
+        return sinks_of(self.largest, row, tokens, total, self.token_texts)
 
     def flags(self) -> tuple[str, ...]:
         """What a reader of anything made from this basis should know: states in which few tokens
         hold most, a single context."""
         single = "one context: position and content cannot be told apart"
         flags = [] if self.contexts > 1 else [single]
-        sinks_by_state = {state: self.sinks(state) for state in self.states}
-        sinks = {state: held for state, held in sinks_by_state.items() if held.remark}
-        if sinks:
-            worst = max(sinks, key=lambda state: sinks[state].share)
-            remark = f"in state {worst} {sinks[worst].remark}"
-            flags.append(f"in states {spans(list(sinks))} few tokens hold much: {remark}")
+        held = {state: self.sinks(state) for state in self.states}
+        massive = {state: sinks for state, sinks in held.items() if sinks.remark}
+        if massive:
+            worst = max(massive, key=lambda state: massive[state].share)
+            remark = f"in state {worst} {massive[worst].remark}"
+            flags.append(f"in states {spans(list(massive))} few tokens hold much: {remark}")
         return tuple(flags)
 
     def largest_tokens(self) -> LargestTokens:
         """The tokens of largest norm in the window, a row per state and token; see :meth:`sinks`
         for what they do to sums."""
-        tail = self.moments.tail
-        total = tail[:, 1].sum(-1, keepdim=True)
-        filled = int((self.largest.context >= 0).sum(1).max())
-        largest = self.largest.select(slice(filled), "kept")
-        share = largest.norm.square() / torch.where(total > 0, total, torch.nan)
+        tokens, total = self.contexts * (self.window[1] - self.window[0]), self._squares()
+        places = {name: values.clone() for name, values in self.largest.items()}
+        ids = places.setdefault("token", torch.full_like(places["context"], -1))
+        known = [[self.token_texts.get(str(i), f"<{i}>") for i in row] for row in ids.tolist()]
         return LargestTokens(
             provenance=self.provenance.flagged(*self.flags()),
             states=self.states,
-            tokens=int(tail[0, 0].sum()),
-            share=share,
-            median=median_norm(tail),
+            tokens=tokens,
+            share=places["norm"].square() / torch.where(total > 0, total, torch.nan)[:, None],
+            rms=(total / tokens).sqrt(),
             top_share=self._top_share(),
-            str_tokens=self.largest_texts,
-            **largest.tensors(),
+            str_tokens=tuple(map(tuple, known)) if self.token_texts else (),
+            **places,
         )
-
-    def require_identifiable(self, what: str) -> None:
-        """Raise unless there are two contexts: with one, position and content cannot be told
-        apart."""
-        reason = "with one, position and content cannot be told apart"
-        expected, instead = f"a basis of at least 2 contexts ({reason})", "more windows"
-        enough, got = self.contexts >= 2, f"{self.contexts}"
-        require(enough, what, expected=expected, got=got, instead=f"decompose(model, {instead})")
-
-    def require_raw(self, what: str) -> None:
-        """Raise for a basis of normalised states where ``what`` needs one of raw states."""
-        raw, got = not self.provenance.normalized, "one of normalised states"
-        instead = "decompose(..., normalize=False)"
-        require(raw, what, expected="a basis of raw states", got=got, instead=instead)
 
     def transform(
         self,
@@ -291,7 +297,7 @@ class PositionContext(Result):
         """
         single = activations.dim() == 3
         h = activations.unsqueeze(0) if single else activations
-        states, d_model = self.mean.shape
+        states, d_model = self._mean.shape
         fits = h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model
         expected = f"[state batch position d_model] with {states} states and d_model {d_model}"
         got, instead = describe(activations), "basis.states to see which states it holds"
@@ -303,10 +309,35 @@ class PositionContext(Result):
         places = torch.as_tensor(list(positions))
         fits = len(places) == h.shape[2] and bool(((places >= 0) & (places < self.length)).all())
         expected = f"{h.shape[2]} from 0 to {self.length - 1}"
-        got = f"{len(places)}: {places.tolist()[:8]}"
-        require(fits, "positions", expected=expected, got=got)
-        parts = parts_about(h, self.mean.to(h.device), self.pos_seen[:, places].to(h.device))
+        require(fits, "positions", expected=expected, got=places.tolist()[:8])
+        mean, pos = self.mean.to(h.device), self._pos_seen[:, places].to(h.device)
+        cvec = h.double() - mean[:, None, None] - pos.unsqueeze(1)
+        ctx = reduce(cvec, "... position d_model -> ... d_model", "mean")
+        parts = Parts(mean, pos, ctx, cvec - ctx.unsqueeze(-2))
         return Parts(*(part[0] for part in parts)) if single else parts
+
+    # ---- whom it fits
+
+    def require_identifiable(self, what: str) -> None:
+        """Raise unless there are two contexts: with one, position and content cannot be told
+        apart."""
+        reason = "with one, position and content cannot be told apart"
+        expected, got = f"a basis of at least 2 contexts ({reason})", self.contexts
+        instead = "decompose(model, more windows)"
+        require(got >= 2, what, expected=expected, got=got, instead=instead)
+
+    def require_raw(self, what: str) -> None:
+        """Raise for a basis of normalised states where ``what`` needs one of raw states."""
+        raw, got = not self.provenance.normalized, "one of normalised states"
+        instead = "decompose(..., normalize=False)"
+        require(raw, what, expected="a basis of raw states", got=got, instead=instead)
+
+    def require_groups(self, what: str) -> None:
+        """Raise unless there are two groups of contexts, where ``what`` compares them."""
+        groups = int((self.moments.counts > 0).sum())
+        instead = KEEPS if self.lean else "decompose(..., groups=8)"
+        expected = "sums of at least 2 groups of contexts"
+        require(groups > 1, what, expected=expected, got=groups, instead=instead)
 
     def check_model(self, view: ModelView, has_bos: bool | None = None) -> None:
         """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS
@@ -321,7 +352,7 @@ class PositionContext(Result):
         fits, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
         expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
-        width, expected = self.mean.shape[1], f"d_model {view.d_model} of {view.name}"
+        width, expected = self._mean.shape[1], f"d_model {view.d_model} of {view.name}"
         fits, instead = width == view.d_model, "its own activations"
         require(fits, "basis", expected=expected, got=width, instead=instead)
 
@@ -334,6 +365,24 @@ class PositionContext(Result):
         for how, hooks in differing.items():
             flags += [f"basis fitted {how} hooks ({', '.join(sorted(hooks))})"] if hooks else []
         return (*flags, *self.flags())
+
+    # ---- files and shards
+
+    def save(self, path: str | Path, *, full: bool = False) -> Path:
+        """Write to one safetensors file and return its path.
+
+        By default mean, pos, the analysis of variance without intervals and the largest tokens can
+        be read from it: sums of all groups together, in float32 where they exceed 40 MB (mean and
+        sums of squares stay exact). ``full=True`` also keeps groups, context vectors, samples and
+        second moments, which intervals, context reports and merging with intervals need.
+        """
+        if full:
+            return super().save(path)
+        pooled = dataclasses.replace(self.moments, second=None).pooled()
+        pooled = pooled if pooled.sums.nbytes <= MAILED else pooled.rounded()
+        nothing = {"context_means": None, "sampled": None, "sample_states": None, "lean": True}
+        lean = dataclasses.replace(self, moments=pooled, **nothing)
+        return Result.save(lean, path)
 
     @staticmethod
     def merge(parts: Iterable[PositionContext]) -> PositionContext:
@@ -354,31 +403,7 @@ class PositionContext(Result):
         for i, part in enumerate(parts := tuple(parts)):
             require_basis(part, f"merge: part {i}")
         require(parts, "merge", expected="at least one basis", got="none")
-        first = parts[0]
-        for other in parts[1:]:
-            merge_parts.require_one_setting(first, other)
-        labels, names = merge_parts.merged_labels(parts)
-        starts = [0, *accumulate(p.contexts for p in parts[:-1])]
-        sums, hashes = [p.moments for p in parts], [p.token_hashes for p in parts]
-        tops = [p.largest for p in parts]
-        samples = [p.reservoir for p in parts if p.reservoir is not None]
-        moments, largest = merge_parts.joined(sums), Largest.merge(tops, starts)
-        return PositionContext(
-            provenance=merge_parts.merged_provenance(
-                [p.provenance for p in parts],
-                moments.contexts,
-                merge_parts.same_contexts(sums, hashes),
-            ),
-            states=first.states,
-            moments=moments,
-            context_means=merge_parts.together([p.context_means for p in parts], dim=1),
-            labels=labels,
-            names=names,
-            reservoir=Reservoir.merge(samples, starts) if len(samples) == len(parts) else None,
-            token_hashes=merge_parts.together(hashes),
-            largest=largest,
-            largest_texts=merged_texts(largest, tops, [p.largest_texts for p in parts]),
-        )
+        return PositionContext(**merge_parts.merged(parts))
 
     @cached_property
     def _table(self) -> Anova:
@@ -394,8 +419,8 @@ class PositionContext(Result):
     def kept(self) -> str:
         """What is held besides sums, in words for the repr."""
         parts = ["second moments"] if self.has_second_moments else []
-        parts += ["ctx"] if self.ctx is not None else []
-        parts += [f"{len(self.samples)} sampled contexts"] if self.samples is not None else []
+        parts += ["ctx"] if self.context_means is not None else []
+        parts += [f"{len(self.sampled)} sampled contexts"] if self.sampled is not None else []
         return ", ".join(parts) or "sums"
 
     def __repr__(self) -> str:

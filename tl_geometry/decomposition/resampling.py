@@ -74,7 +74,7 @@ def window_means(
 ) -> Float[Tensor, "sample position d_model"]:
     """``sum_g w_g sums_g / sum_g |w_g| n_g`` at each window position, for one state (``row``):
     means over sets of groups, or signed combinations of groups."""
-    sums = basis.group_sums[:, row, slice(*basis.window)]
+    sums = basis.moments.sums[:, row, slice(*basis.window)]
     total = weights.abs() @ basis.group_counts.to(weights)
     pattern = "sample group, group position d_model -> sample position d_model"
     return einsum(weights, sums, pattern) / total[:, None, None]

@@ -1,5 +1,6 @@
 """How much of each state is position, context and the rest? The analysis of variance of a
-decomposition, which :meth:`tl_geometry.PositionContext.anova` returns, from the sums of a pass."""
+decomposition, which :meth:`tl_geometry.PositionContext.anova` returns, from the sums of a pass
+(SPEC A.2 to A.4)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.groups import blocks, jackknife_blocks
-from tl_geometry.decomposition.moments import Moments, half_width
+from tl_geometry.decomposition.moments import Moments
 
 LOW_RELIABILITY = 0.5
 """Split-half reliability below which a positional basis counts as mostly noise: the cosine of two
@@ -46,9 +47,8 @@ class Anova(Result):
     contexts; it is in the table where there are no intervals.
 
     A large context share alone means little, because residuals are correlated along a text: any
-    slowly varying text has one. ``ctx_agreement`` is the correlation of a context's means over the
-    first and last part of the window (a quarter left out between); ``ctx_null`` the context share
-    of windows spliced from random places of the same corpus, where it was asked for.
+    slowly varying text has one. ``ctx_null`` is the context share of windows spliced from random
+    places of the same corpus, where it was asked for.
 
     ``top_share`` is the part of the raw sum of squares in the largest 0.1% of the tokens (at least
     one). ``remarks`` say for each state what to be careful about: such tokens, a reliability below
@@ -66,7 +66,6 @@ class Anova(Result):
     resid: Float[Tensor, " state"]
     pos_debiased: Float[Tensor, " state"]
     pos_reliability: Float[Tensor, " state"]
-    ctx_agreement: Float[Tensor, " state"]
     ctx_null: Float[Tensor, " state"] | None = None
     identifiable: bool = True
     top_share: Float[Tensor, " state"]
@@ -84,20 +83,15 @@ class Anova(Result):
         pos = self.pos if self.identifiable else torch.full_like(total, torch.nan)
         return {"pos": pos / total, "ctx": self.ctx / total, "resid": self.resid / total}
 
-    def _corrected(self) -> dict[str, Tensor]:
-        """Columns of the intervals, each corrected value beside its bounds; without intervals the
-        correction by formula."""
-        columns: dict[str, Tensor] = {}
-        for name in [n for n in BOUNDED if n in self.intervals]:
-            values = self.intervals[name]
-            ends = ("corrected", "corrected_low", "corrected_high")
-            columns |= {f"{name}_{end}": v for end, v in zip(ends, values.unbind(1), strict=True)}
-        return columns or {"pos_debiased": self.pos_debiased}
-
     def _columns(self) -> dict[str, Tensor]:
-        """The numbers of the table, by column."""
-        columns = {"ss_total": self.total, **self.shares, **self._corrected()}
-        columns |= {"pos_reliability": self.pos_reliability, "ctx_agreement": self.ctx_agreement}
+        """The numbers of the table, by column: each corrected value beside its bounds, without
+        intervals the correction by formula."""
+        columns = {"ss_total": self.total, **self.shares}
+        for name in [n for n in BOUNDED if n in self.intervals]:
+            for end, values in zip(("", "_low", "_high"), self.intervals[name].unbind(1)):
+                columns[f"{name}_corrected{end}"] = values
+        columns |= {} if self.intervals else {"pos_debiased": self.pos_debiased}
+        columns |= {"pos_reliability": self.pos_reliability}
         columns |= {} if self.ctx_null is None else {"ctx_null": self.ctx_null}
         return columns | {"top_share": self.top_share}
 
@@ -109,17 +103,11 @@ class Anova(Result):
         return [[s, *(float(v[i]) for v in values), texts[i]] for i, s in enumerate(self.states)]
 
 
-def analysis(m: Moments) -> dict[str, Float[Tensor, " state"]]:
-    """The fields of :class:`Anova` that follow from the sums alone, by name."""
-    values = {"pos_reliability": reliability(m), "ctx_agreement": _agreement(m)}
-    return sums_of_squares(m) | values
-
-
 def sums_of_squares(m: Moments) -> dict[str, Float[Tensor, " state"]]:
     """``total``, its parts ``pos``, ``ctx`` and ``resid``, and the share ``pos_debiased``."""
     start, end = m.window
     c, t = m.contexts, end - start
-    mean = m.window_sum() / (c * t)
+    mean = m.window_mean()
     curve = m.sums[:, :, start:end].sum(0) / c - mean.unsqueeze(1)
     raw, squares = m.squares[:, :, start:end].sum((0, 2)), mean.square().sum(-1)
 
@@ -199,24 +187,6 @@ def reliability(m: Moments) -> Float[Tensor, " state"]:
     if halves is None:
         return torch.full((m.sums.shape[1],), torch.nan, dtype=torch.float64)
     return torch.nan_to_num(torch.cosine_similarity(*halves, dim=-1), nan=0.0).mean(-1)
-
-
-def _agreement(m: Moments) -> Float[Tensor, " state"]:
-    """Correlation, over contexts, of the means of the window's two ends, with variances and
-    covariances summed over coordinates; NaN where it is not defined."""
-    start, end = m.window
-    width, c = half_width(end - start), m.contexts
-    sums = m.sums.sum(0)
-    if width == 0 or c < 2:
-        return torch.full((sums.shape[0],), torch.nan, dtype=torch.float64)
-    a, b = sums[:, start : start + width].mean(1) / c, sums[:, end - width : end].mean(1) / c
-    aa, bb, ab = m.halves.sum(0).unbind(-1)
-    var_a, var_b = aa - c * a.square().sum(-1), bb - c * b.square().sum(-1)
-    floor = 1e-12 * (aa + bb)  # a smaller difference of sums of squares is rounding
-    defined = (var_a > floor) & (var_b > floor)
-    # 1e-300 only keeps the unused quotients finite
-    covariance, size = ab - c * (a * b).sum(-1), (var_a * var_b).clamp(min=1e-300).sqrt()
-    return torch.where(defined, covariance / size, torch.nan)
 
 
 def spans(states: Sequence[int]) -> str:

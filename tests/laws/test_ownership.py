@@ -17,19 +17,22 @@ import torch
 from torch import Tensor, nn
 
 import tl_geometry as tlg
-from tests.decomposition.test_distributed import tensors_of
 from tests.lib.models import tiny, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.interventions import (
-    remove_edge,
-    remove_heads,
-    remove_planes,
-    remove_term,
-    surrogate,
-    swap_edge,
-)
+from tl_geometry.base.records import encode
+from tl_geometry.interventions import edge, surrogate, term
+from tl_geometry.interventions import heads as knockout
+from tl_geometry.interventions import planes as without_planes
 
 Tokens = tlg.TokenWindows
+
+
+def tensors_of(basis: tlg.PositionContext) -> dict[str, Tensor]:
+    """Everything of a basis that is stored as a tensor, by its name in the file."""
+    tensors: dict[str, Tensor] = {}
+    for field in dataclasses.fields(basis):
+        encode(getattr(basis, field.name), field.name, tensors)
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +162,13 @@ def test_the_law_sees_a_result_that_holds_on_to_an_argument(windows: Tokens) -> 
 
 Edits = Callable[[Any, Tensor, Tensor, list[Any], tlg.PositionContext], Any]
 EDITS: dict[str, Edits] = {
-    "remove_term": lambda m, t, o, heads, b: remove_term(m, b, "cvec-cvec", heads),
-    "remove_heads": lambda m, t, o, heads, b: remove_heads(m, heads, reference=o),
-    "surrogate": lambda m, t, o, heads, b: surrogate(m, b, heads, "none"),
-    "remove_edge": lambda m, t, o, heads, b: remove_edge(m, t, "embed", heads),
-    "swap_edge": lambda m, t, o, heads, b: swap_edge(m, t, "embed", heads, other=o),
+    "term": lambda m, t, o, heads, b: term(m, b, "cvec-cvec", heads),
+    "heads": lambda m, t, o, heads, b: knockout(m, heads, reference=o),
+    "surrogate": lambda m, t, o, heads, b: surrogate(m, b, heads, part="none"),
+    "edge": lambda m, t, o, heads, b: edge(m, t, "embed", heads),
+    "swapped edge": lambda m, t, o, heads, b: edge(
+        m, t, "embed", heads, how="swap", counterfactual=o
+    ),
 }
 """Edits of heads, made from tokens, other tokens and a list of heads."""
 
@@ -191,21 +196,21 @@ def test_an_edit_is_of_what_was_given_when_it_was_made(
 def test_planes_are_those_that_were_given_when_the_edit_was_made() -> None:
     rotary, ids = tiny("bridge", "llama"), tokens()
     planes, heads = [0], ["L1H0"]
-    edit = remove_planes(rotary, planes, heads)
+    edit = without_planes(rotary, planes, heads)
     with edit:
         before = rotary(ids)
     planes.append(1)
     heads.append("L1H1")
     with edit:
         assert torch.equal(rotary(ids), before)
-    with remove_planes(rotary, planes, heads):
+    with without_planes(rotary, planes, heads):
         assert not torch.equal(rotary(ids), before)
 
 
 def test_a_file_that_is_written_over_leaves_what_was_read(
     basis: tlg.PositionContext, tmp_path: Path
 ) -> None:
-    path = basis.save(tmp_path / "basis.safetensors")
+    path = basis.save(tmp_path / "basis.safetensors", full=True)
     loaded = tlg.PositionContext.load(path)
     with path.open("r+b") as handle:  # in place, as copying tools write
         handle.write(b"\0" * path.stat().st_size)

@@ -1,0 +1,668 @@
+"""Laws of ``tl_geometry.corpus``: windows are those of a slow loop, tokens come in as they are
+meant or are refused, prompts of any length keep their answers and positions, and nulls keep what
+they say."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tl_geometry as tlg
+from tests.lib.models import VOCAB, tiny
+from tl_geometry.corpus import (
+    Prompts,
+    TokenWindows,
+    as_prompts,
+    as_tokens,
+    batches,
+    gibberish,
+    prompts,
+    pseudo_sentences,
+    repeated_random_tokens,
+    splice,
+)
+
+pytestmark = pytest.mark.once
+
+BOS, EOS, PAD, UNKNOWN = range(4)
+"""Special tokens of the tiny tokenizer; its words are ``w4`` to ``w60``."""
+END = "<|endoftext|>"
+"""The one special token of the embedded model: BOS, EOS and padding."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("bridge", "gpt2", text=True)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    return tlg.zoo.embedded()
+
+
+def text(ids: list[int]) -> str:
+    """A text of the tiny tokenizer."""
+    names = {BOS: "<bos>", EOS: "<eos>", PAD: "<pad>"}
+    return " ".join(names.get(i, f"w{i}") for i in ids)
+
+
+def refused(call: Callable[[], object]) -> tlg.GeometryError:
+    with pytest.raises(tlg.GeometryError) as caught:
+        call()
+    return caught.value
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+WORDS = st.lists(st.integers(4, VOCAB - 1), max_size=40)
+
+
+def cut_slowly(
+    documents: list[list[int]], length: int, bos: bool
+) -> tuple[list[list[int]], list[int]]:
+    """Windows and their documents, token by token."""
+    rows, owners = [], []
+    for owner, ids in enumerate(documents):
+        window: list[int] = []
+        for token in ids:
+            window.append(token)
+            if len(window) == length - bos:
+                rows.append([BOS] * bos + window)
+                owners.append(owner)
+                window = []
+    return rows, owners
+
+
+@given(
+    documents=st.lists(WORDS, min_size=1, max_size=6), length=st.integers(2, 9), bos=st.booleans()
+)
+def test_windows_are_those_of_a_slow_loop(
+    documents: list[list[int]], length: int, bos: bool
+) -> None:
+    model = tiny("bridge", "gpt2", text=True)
+    rows, owners = cut_slowly(documents, length, bos)
+    call = lambda **o: tlg.windows(
+        model, [text(ids) for ids in documents], length, prepend_bos=bos, **o
+    )
+    if not rows:
+        assert refused(call).what == "texts"
+        return
+    found = call()
+    assert found.tokens.tolist() == rows
+    assert found.labels is not None
+    assert found.labels.tolist() == owners
+    assert found.has_bos is bos
+    named = call(labels=[f"d{i % 2}" for i in range(len(documents))])
+    assert named.labels is not None
+    assert [named.label_names[i] for i in named.labels] == [f"d{i % 2}" for i in owners]
+
+
+@given(seed=st.integers(0, 99), n=st.integers(1, 12))
+def test_a_choice_of_windows_is_in_order_and_without_repeats(seed: int, n: int) -> None:
+    model = tiny("bridge", "gpt2", text=True)
+    ids = torch.randint(4, VOCAB, (48,), generator=torch.Generator().manual_seed(seed)).tolist()
+    call = lambda **o: tlg.windows(model, text(ids), 4, prepend_bos=False, **o)
+    whole, some = call().tokens.tolist(), call(n=n, seed=seed).tokens.tolist()
+    places = [whole.index(row) for row in some]
+    assert len(some) == n
+    assert places == sorted(set(places))
+    assert call(n=n, seed=seed).tokens.tolist() == some
+    assert refused(lambda: call(n=13)).what == "n"
+
+
+def test_every_window_is_equally_likely(model: Any) -> None:
+    ids, view = list(range(4, 44)), tlg.view(model)
+    counts = torch.zeros(10)
+    for seed in range(300):
+        first = tlg.windows(view, text(ids), 4, n=3, prepend_bos=False, seed=seed).tokens[:, 0]
+        counts[(first - 4) // 4] += 1
+    # 90 of 300 each; three standard deviations of a binomial are 24
+    assert counts.min() > 66
+    assert counts.max() < 114
+
+
+def test_bos_is_the_models_own_default_and_is_never_doubled(model: Any) -> None:
+    view = tlg.view(model)
+    body = list(range(4, 24))
+    assert tlg.windows(model, text(body), 5).has_bos is (view.bos_id is not None) is True
+    begun = tlg.windows(model, text([BOS, BOS, *body]), 5, prepend_bos=True)
+    assert torch.equal(begun.tokens, tlg.windows(model, text(body), 5, prepend_bos=True).tokens)
+    # a window of the text that would begin with BOS is left out, the others stay
+    inside = tlg.windows(model, text([*body[:4], BOS, *body[:3], *body[4:8]]), 5, prepend_bos=True)
+    assert inside.tokens[:, 1:].tolist() == [body[:4], body[4:8]]
+    bare = tlg.windows(model, text([BOS, *body]), 21, prepend_bos=False)
+    assert bare.has_bos  # what the rows really begin with
+    without = tiny("bridge", "gpt2")
+    assert refused(lambda: as_tokens(without, "w4", prepend_bos=True)).what == "prepend_bos"
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        lambda s: s.encode(),
+        lambda s: b"\xef\xbb\xbf" + s.encode(),
+        lambda s: s.replace("\n", "\r\n").encode(),
+        lambda s: s.replace("\n", "\r").encode(),
+    ],
+)
+def test_a_file_is_its_text(embedded: Any, tmp_path: Path, encoded: Callable[[str], bytes]) -> None:
+    source = tlg.zoo.corpus.held_out_documents().texts[0][:20_000] + "é\n"
+    path = tmp_path / "a.txt"
+    path.write_bytes(encoded(source))
+    of_text = tlg.windows(embedded, [source, source[:900]], 32, n=40)
+    of_file = tlg.windows(embedded, [path, source[:900]], 32, n=40)
+    assert torch.equal(of_file.tokens, of_text.tokens)
+    assert of_file.labels is not None
+    assert of_text.labels is not None
+    assert torch.equal(of_file.labels, of_text.labels)
+
+
+def test_what_is_no_text_is_refused(embedded: Any, tmp_path: Path) -> None:
+    good = tlg.zoo.corpus.held_out_documents().texts[0][:4000]
+    for name, content in {
+        "latin.txt": "caf\xe9 ".encode("latin-1") * 99,
+        "wide.txt": good.encode("utf-16"),
+        "rows.jsonl": good.encode(),
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        assert refused(lambda path=path: tlg.windows(embedded, path, 16)).what == "texts"
+    (tmp_path / "good.txt").write_text(good)
+    assert len(tlg.windows(embedded, tmp_path / "good.txt", 16))
+    table = pd.DataFrame({"text": [good, good[:900], ""], "n": [1, 2, 3]})
+    for texts in (table, {"text": [good]}, tmp_path, tmp_path / "absent", [1, 2], 3, [], "short"):
+        assert refused(lambda texts=texts: tlg.windows(embedded, texts, 16)).what == "texts"
+    some = table["text"][table["n"] > 1]  # a series whose index does not begin with 0
+    assert torch.equal(
+        tlg.windows(embedded, some, 16).tokens, tlg.windows(embedded, good[:900], 16).tokens
+    )
+    lone = good[:100] + "\ud800" + good[100:]
+    assert refused(lambda: tlg.windows(embedded, lone, 16)).what == "texts"
+
+
+def test_a_stream_without_end_is_read_as_far_as_needed(embedded: Any) -> None:
+    body = tlg.zoo.corpus.held_out_documents().texts[0][:50_000]
+    found = tlg.windows(embedded, itertools.repeat(body), 16, n=3, seed=1)
+    assert len(found) == 3
+    assert any("stream" in flag for flag in found.flags)
+    assert found.flags != tlg.windows(embedded, [body] * 3, 16, n=3).flags
+
+
+def large_text(first: int = 0, last: int = 140_000) -> str:
+    """Seven million characters, every line another."""
+    lines = (
+        f"line {i:07d} of café text, {i * 7919 % 1000003} and so on" for i in range(first, last)
+    )
+    return "\n" * (first > 0) + "\n".join(lines)
+
+
+def line_of(view: Any, ids: list[int]) -> int:
+    """The number of the first whole line in a window."""
+    found = re.search(r"line (\d{7})", "".join(view.decode(ids)))
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_large_file_is_read_in_pieces(embedded: Any, tmp_path: Path) -> None:
+    """Each window is a run of tokens of the whole text; different seeds read different pieces; and
+    no more memory is used than a few pieces take (the twin reads the file)."""
+    whole, path, view = large_text(), tmp_path / "large.txt", tlg.view(embedded)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(3):
+            file.write(whole)
+    call = lambda seed: tlg.windows(view, path, 32, n=12, prepend_bos=True, seed=seed)
+    tracemalloc.start()
+    found = call(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3e6 < path.stat().st_size / 5
+    assert any("pieces" in note for note in found.notes)
+    assert torch.equal(found.tokens, call(0).tokens)
+    assert not torch.equal(found.tokens, call(1).tokens)
+    in_memory = tlg.windows(view, [whole], 32, n=12, prepend_bos=True)
+    assert in_memory.notes == found.notes
+    lines = [line_of(view, row[1:]) for row in in_memory.tokens.tolist()]
+    assert lines == sorted(lines)
+    for row in (*found.tokens.tolist(), *in_memory.tokens.tolist()):
+        line = line_of(view, row[1:])
+        around = view.encode("".join(large_text(max(0, line - 2), line + 3)))
+        assert any(around[i : i + 31] == row[1:] for i in range(len(around)))
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+ROWS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]])
+
+
+def refilled() -> Iterator[torch.Tensor]:
+    """Rows in one buffer that is refilled for each."""
+    buffer = torch.empty(4, dtype=torch.int64)
+    for row in ROWS:
+        buffer.copy_(row)
+        yield buffer
+
+
+class Indexed:
+    """A data set of rows as torch knows them."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        if i >= 3:
+            raise IndexError(i)
+        return {"input_ids": ROWS[i].tolist()}
+
+
+def loader(**options: Any) -> Any:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    return DataLoader(TensorDataset(ROWS), batch_size=2, **options)
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: ROWS,
+    "int32": lambda: ROWS.int(),
+    "array": lambda: ROWS.numpy(),
+    "big-endian": lambda: ROWS.numpy().astype(">i4"),
+    "uint16": lambda: ROWS.numpy().astype(np.uint16),
+    "lists": lambda: ROWS.tolist(),
+    "tuples": lambda: tuple(map(tuple, ROWS.tolist())),
+    "list of tensors": lambda: list(ROWS),
+    "batches": lambda: iter(ROWS.split(2)),
+    "rows": lambda: iter(ROWS),
+    "refilled buffer": refilled,
+    "arrays": lambda: (row.numpy() for row in ROWS),
+    "mapping": lambda: {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS)},
+    "token types of zero": lambda: {"input_ids": ROWS.tolist(), "token_type_ids": [[0] * 4] * 3},
+    "mappings": lambda: [{"tokens": row} for row in ROWS],
+    "loader": loader,
+    "data set": Indexed,
+    "windows": lambda: TokenWindows(tokens=ROWS, has_bos=False, corpus="mine"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_are_taken_in_every_form(model: Any, form: str) -> None:
+    found = as_tokens(model, FORMS[form]())
+    assert torch.equal(found.tokens, ROWS)
+    assert found.tokens.dtype == torch.int64
+    assert found.has_bos is False
+    assert found.flags == ()
+
+
+def transposed() -> Any:
+    """What the default collate of torch makes of lists: a tensor for each position."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader([{"input_ids": row} for row in ROWS.tolist()], batch_size=3)  # type: ignore[arg-type]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "ragged": (lambda: [[5, 6], [7]], "tokens"),
+    "ragged tensors": (lambda: [ROWS[0], ROWS[1, :2]], "tokens"),
+    "ragged texts": (lambda: ["w4 w5", "w6"], "tokens"),
+    "floats": (lambda: ROWS.float(), "tokens"),
+    "truth values": (lambda: ROWS > 9, "tokens"),
+    "masked": (lambda: np.ma.masked_equal(ROWS.numpy(), 6), "tokens"),
+    "three axes": (lambda: ROWS[None], "tokens"),
+    "nothing": (list, "tokens"),
+    "no contexts": (lambda: ROWS[:0], "tokens"),
+    "a number": (lambda: 5, "tokens"),
+    "none": (lambda: None, "tokens"),
+    "a path": (lambda: Path("ids.npy"), "tokens"),
+    "a sparse tensor": (lambda: ROWS.to_sparse(), "tokens"),
+    "a text among ids": (lambda: [[5, 6], "w7"], "tokens"),
+    "another mapping": (lambda: {"ids": ROWS}, "tokens"),
+    "a cache": (lambda: {"blocks.0.hook_resid_pre": ROWS.float()}, "tokens"),
+    "collated by column": (transposed, "tokens"),
+    "a mask with zeros": (
+        lambda: {"input_ids": ROWS, "attention_mask": ROWS > 5},
+        "attention_mask",
+    ),
+    "token types": (lambda: {"input_ids": ROWS, "token_type_ids": ROWS > 5}, "tokens"),
+    "position ids": (lambda: {"input_ids": ROWS, "position_ids": ROWS}, "tokens"),
+    "embeddings": (lambda: {"input_ids": ROWS, "inputs_embeds": ROWS.float()}, "tokens"),
+    "an empty text": (lambda: [""], "tokens"),
+}
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_are_no_rows_of_ids_is_refused(model: Any, form: str) -> None:
+    given, what = REFUSED[form]
+    bos = {"prepend_bos": False} if form in ("ragged texts", "an empty text") else {}
+    assert refused(lambda: as_tokens(model, given(), **bos)).what == what
+    assert refused(lambda: as_tokens(model, ROWS, prepend_bos=True)).what == "prepend_bos"
+
+
+def test_a_text_and_a_row_are_one_context(model: Any) -> None:
+    assert as_tokens(model, "w4 w5").tokens.tolist() == [[BOS, 4, 5]]
+    assert as_tokens(model, "w4 w5", prepend_bos=False).tokens.tolist() == [[4, 5]]
+    assert as_tokens(model, ["w4 w5", "w6 w7"], prepend_bos=False).tokens.tolist() == [
+        [4, 5],
+        [6, 7],
+    ]
+    for row in ([4, 5], torch.tensor([4, 5]), np.array([4, 5])):
+        assert as_tokens(model, row).tokens.tolist() == [[4, 5]]
+
+
+@pytest.mark.parametrize("pad", [PAD, BOS])
+@pytest.mark.parametrize("side", [slice(0, 2), slice(-2, None)])
+def test_padded_rows_are_refused(
+    pad: int, side: slice, model: Any, request: pytest.FixtureRequest
+) -> None:
+    """Also where the padding token is BOS. One padding token at the end of a row is said."""
+    tokens = torch.randint(4, VOCAB, (6, 8), generator=torch.Generator().manual_seed(0))
+    chosen, before = model, model.tokenizer.pad_token
+    request.addfinalizer(lambda: setattr(model.tokenizer, "pad_token", before))
+    model.tokenizer.pad_token = model.tokenizer.convert_ids_to_tokens(pad)
+    assert as_tokens(chosen, tokens).flags == ()
+    padded = tokens.clone()
+    padded[1:3, side] = pad
+    for rows in (padded, iter(padded.split(2)), TokenWindows(tokens=padded, has_bos=False)):
+        error = refused(lambda rows=rows: as_tokens(chosen, rows))
+        assert error.instead is not None
+        assert "prompts" in error.instead
+    single = tokens.clone()
+    single[1:3, -1] = pad
+    assert as_tokens(chosen, single).flags[-1].startswith("2 of 6 contexts begin or end with a pad")
+    first = tokens.clone()
+    first[2:, 0] = pad  # also where it is BOS, unless all rows begin with it
+    assert as_tokens(chosen, first).flags[-1].startswith("4 of 6 contexts begin or end with a pad")
+    first[:, 0] = BOS
+    assert as_tokens(chosen, first).flags == ()
+    inside = tokens.clone()
+    inside[:, 3:5] = PAD  # inside of rows a token is text
+    assert as_tokens(model, inside).flags == ()
+
+
+def test_what_is_unusual_about_rows_is_said(model: Any, embedded: Any) -> None:
+    behind = torch.cat([torch.zeros(3, 1).long(), ROWS], 1)
+    found = as_tokens(model, behind)
+    assert found.has_bos
+    assert found.flags == ()
+    assert not as_tokens(model, torch.cat([behind[:2], torch.roll(behind[2:], 1)])).has_bos
+    double = behind.clone()
+    double[0, 1] = double[1, 3] = BOS
+    assert as_tokens(model, double).flags == ("2 of 3 contexts have BOS after position 0",)
+    copies = as_tokens(model, behind[[0, 1, 0, 0, 1]])
+    assert copies.flags == ("3 of 5 contexts are copies of others",)
+    assert copies[:2].flags == ()  # not of a slice
+    assert as_tokens(model, copies[:2]).flags == ()
+    stated = TokenWindows(tokens=behind, has_bos=False, notes=("mine",))
+    assert as_tokens(model, stated).has_bos
+    assert as_tokens(model, stated).flags == ("mine",)
+    nameless = tiny("bridge", "gpt2")  # without a tokenizer nothing else is known
+    assert as_tokens(nameless, TokenWindows(tokens=ROWS, has_bos=True)).has_bos
+
+
+@given(data=st.data())
+def test_windows_are_chosen_as_tensors_are(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 7))
+    tokens = torch.arange(n * 3).view(n, 3)
+    rows = TokenWindows(tokens=tokens, has_bos=False, labels=torch.arange(n))
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    mask[data.draw(st.integers(0, n - 1))] = True
+    numbers = data.draw(st.lists(st.integers(-n, n - 1), min_size=1, max_size=9))
+    start = data.draw(st.integers(0, n - 1))
+    for chosen in (mask, mask.tolist(), numbers, torch.tensor(numbers), slice(start, None)):
+        index = chosen if isinstance(chosen, slice) else torch.as_tensor(chosen)
+        found = rows[chosen]
+        assert torch.equal(found.tokens, tokens[index])
+        assert found.labels is not None
+        assert torch.equal(found.labels, torch.arange(n)[index])
+    assert torch.equal(rows[numbers[0]].tokens, tokens[[numbers[0]]])
+    assert [row.tokens.tolist() for row in rows] == [[row] for row in tokens.tolist()]
+    tokens[0, 0] = 99  # the windows keep their own
+    assert int(rows.tokens[0, 0]) == 0
+    assert rows.token_hash != rows[[0] * n].token_hash or n == 1
+
+
+@given(
+    contexts=st.integers(1, 40),
+    length=st.integers(1, 9),
+    size=st.one_of(st.none(), st.integers(1, 9)),
+    cuts=st.sets(st.integers(1, 39)),
+)
+def test_batches_cover_all_contexts_and_cross_no_border(
+    contexts: int, length: int, size: int | None, cuts: set[int]
+) -> None:
+    borders = sorted(c for c in cuts if c < contexts)
+    found = list(
+        batches(contexts, length, device=torch.device("cpu"), batch_size=size, borders=borders)
+    )
+    assert [c for at in found for c in range(at.start, at.stop)] == list(range(contexts))
+    assert all(at.stop - at.start <= (size or 4096 // length) for at in found)
+    assert not any(at.start < border < at.stop for at in found for border in borders)
+    if size is None:  # no smaller than they must be
+        assert len(found) == len(borders) + 1
+    for wrong in (0, -1):
+        call = lambda size=wrong: list(batches(3, 4, device=torch.device("cpu"), batch_size=size))
+        assert refused(call).what == "batch_size"
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=9))
+def test_groups_hold_every_prompt_once_with_all_that_belongs_to_it(lengths: list[int]) -> None:
+    model = tiny("bridge", "gpt2", text=True)
+    rows = [[4 + i + k for k in range(n)] for i, n in enumerate(lengths)]
+    changed = [[30 + i + k for k in range(n)] for i, n in enumerate(lengths)]
+    found = prompts(
+        model,
+        rows,
+        counterfactuals=changed,
+        answers=list(range(10, 10 + len(rows))),
+        others=7,
+        positions={"first": 0, "mine": [n // 2 for n in lengths]},
+    )
+    seen: list[int] = []
+    for group in found.groups():
+        assert len(set(map(len, group.tokens.tolist()))) == 1
+        assert group.counterfactuals is not None
+        assert group.answers is not None
+        assert group.others is not None
+        for k, i in enumerate(group.rows.tolist()):
+            assert group.tokens[k].tolist() == rows[i]
+            assert group.counterfactuals[k].tolist() == changed[i]
+            assert (int(group.answers[k]), int(group.others[k])) == (10 + i, 7)
+            assert int(group.positions["mine"][k]) == int(group.at("mine")[k]) == lengths[i] // 2
+            assert int(group.at(-1)[k]) == lengths[i] - 1
+        seen += group.rows.tolist()
+    assert sorted(seen) == list(range(len(rows)))
+    assert [found.lengths[i] for i in seen] == sorted(lengths)
+    if len(set(lengths)) > 1:
+        assert refused(lambda: found.tokens).instead is not None
+    else:
+        assert found.tokens.tolist() == rows
+    subset = found[[0, -1]]
+    assert subset.rows.tolist() == [0, len(rows) - 1]
+    assert subset[1].ids[0].tolist() == rows[-1]
+
+
+def test_texts_ids_and_prompts_are_one_thing(model: Any) -> None:
+    by_text = as_prompts(model, ["w4 w5", "w6 w7 w8"], answers=["w9", "w10"], prepend_bos=False)
+    by_ids = as_prompts(model, [[4, 5], [6, 7, 8]], answers=[9, 10])
+    assert by_text.token_hash == by_ids.token_hash
+    assert by_text.token_hash != as_prompts(model, [[4, 5], [6, 7, 9]]).token_hash
+    assert torch.equal(by_text.answers, by_ids.answers)  # type: ignore[arg-type]
+    assert as_prompts(model, by_text) is by_text
+    assert refused(lambda: as_prompts(model, by_text, answers=9)).what == "prompts"
+    assert as_prompts(model, "w4").ids[0].tolist() == [BOS, 4]
+    for one in ([4, 5], torch.tensor([4, 5]), TokenWindows(tokens=ROWS[:1, :2], has_bos=False)):
+        assert len(as_prompts(model, one)) == 1
+    assert as_prompts(model, ROWS).tokens.tolist() == ROWS.tolist()
+    for nothing in ([], "", ["w4", ""], 3, None):
+        call = lambda nothing=nothing: as_prompts(model, nothing, prepend_bos=False)
+        assert refused(call).what in ("texts", "tokens", "prepend_bos")
+    assert tlg.view(model).provenance(by_text).contexts == 2
+
+
+def test_one_pair_of_prompts(model: Any) -> None:
+    pair = prompts(model, "w4 w5", counterfactuals="w4 w6", answers=("w7", "w8"))
+    assert pair.counterfactuals is not None
+    assert pair.counterfactuals.tolist() == [[BOS, 4, 6]]
+    assert (pair.answers, pair.others) == (torch.tensor([7]), torch.tensor([8]))
+    assert pair.has_bos
+    assert len(list(pair.groups())) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "others", "expected"),
+    [
+        ("w7", None, ([7, 7], None)),
+        (["w7", 8], None, ([7, 8], None)),
+        ([("w7", "w8"), (9, "w10")], None, ([7, 9], [8, 10])),
+        (("w7", "w8"), None, ([7, 7], [8, 8])),
+        (torch.tensor([[7, 8], [9, 10]]), None, ([7, 9], [8, 10])),
+        (np.array([7, 9]), [8, 10], ([7, 9], [8, 10])),
+        (torch.tensor(7), np.int32(8), ([7, 7], [8, 8])),
+    ],
+)
+def test_answers_are_given_for_each_prompt_or_for_all(
+    model: Any, answers: Any, others: Any, expected: Any
+) -> None:
+    found = prompts(model, ["w4 w5", "w6"], answers=answers, others=others)
+    got = tuple(None if x is None else x.tolist() for x in (found.answers, found.others))
+    assert got == expected
+
+
+def test_what_does_not_belong_to_a_prompt_is_refused_by_name(model: Any, embedded: Any) -> None:
+    texts = ["w4 w5", "w6"]
+    wrong: dict[str, dict[str, Any]] = {
+        "answers": {"answers": ["w7", "w8", "w9"]},
+        "others": {"answers": "w7", "others": VOCAB},
+        "counterfactuals": {"counterfactuals": ["w4 w5", "w6 w7"]},
+        "position 'x' of prompt 1": {"positions": {"x": 1}},
+        "x": {"positions": {"x": [1, 1, 1]}},
+    }
+    for what, options in wrong.items():
+        call = lambda options=options: prompts(model, texts, prepend_bos=False, **options)
+        assert refused(call).what == what
+    uneven = lambda: prompts(model, texts, counterfactuals=["w4 w5", "w6 w7"], prepend_bos=False)
+    assert "prompt 1" in str(refused(uneven))
+    assert (
+        refused(lambda: prompts(model, texts, counterfactuals=["w4 w5"])).what == "counterfactuals"
+    )
+    for value in (True, 1.0, -1, "w4 w5", "w99"):  # two tokens, and an unknown word
+        assert refused(lambda value=value: prompts(model, texts, answers=value)).what == "answers"
+    pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
+    assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
+    fits = prompts(model, texts, answers=["w7", "w8"], counterfactuals=["w4 w7", "w8"])
+    assert len(fits) == 2
+
+
+def test_positions_are_found_by_text(embedded: Any) -> None:
+    texts = ["def get(x, y): return x", "def f(value, y): return y + 1"]
+    found = prompts(
+        embedded,
+        texts,
+        positions={"name": ["get", "def f"], "last": -1, "brace": "):", "back": [-2, 1]},
+    )
+    view = tlg.view(embedded)
+    for i, row in enumerate(found.ids):
+        spoken = view.decode(row.tolist())
+        assert spoken[int(found.at("name")[i])].strip() == ["get", "f"][i]
+        assert spoken[int(found.at("brace")[i])].endswith("):")
+        assert int(found.at("last")[i]) == len(row) - 1
+    assert found.at("back").tolist() == [len(found.ids[0]) - 2, 1]
+    assert refused(lambda: found.at("nothing")).what == "position"
+    assert refused(lambda: found.at(50)).what == "position"
+    for value in ("absent", "x", "ge"):  # not there, twice, a part of a token
+        error = refused(lambda value=value: prompts(embedded, texts[0], positions={"p": value}))
+        assert error.what == "position 'p' of prompt 0"
+
+
+def test_a_rendered_chat_template_gets_no_second_bos(embedded: Any) -> None:
+    body = "def get(x, y): return x"
+    options: dict[str, Any] = {"positions": {"name": "get"}}
+    for bos in (True, False, None):
+        rendered = prompts(embedded, END + body, prepend_bos=bos, **options)
+        assert rendered.has_bos
+        plain = prompts(embedded, body, prepend_bos=True, **options)
+        assert rendered.ids[0].tolist() == plain.ids[0].tolist()
+        token = int(rendered.ids[0][rendered.at("name")[0]])
+        assert tlg.view(embedded).decode([token]) == [" get"]
+    assert not prompts(embedded, body, prepend_bos=False, **options).has_bos
+
+
+def test_copies_of_prompts_are_said(model: Any) -> None:
+    assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
+    assert prompts(model, ["w4", "w5"]).flags == ()
+    assert isinstance(prompts(model, ["w4"])[0], Prompts)
+
+
+# ---- nulls ---------------------------------------------------------------------------------------
+
+
+def test_gibberish_is_of_the_vocabulary_or_of_a_corpus(model: Any) -> None:
+    plain = gibberish(model, 60)
+    assert plain.tokens.shape == (60, 50)
+    assert set(plain.tokens.flatten().tolist()) == set(range(VOCAB))
+    assert torch.equal(plain.tokens, gibberish(model, 60, seed=0, length=50).tokens)
+    assert not torch.equal(plain.tokens, gibberish(model, 60, seed=1).tokens)
+    ids = torch.tensor([[0, 5, 6], [0, 7, 6]])
+    for like, pool in (
+        (TokenWindows(tokens=ids, has_bos=True), {5, 6, 7}),
+        (TokenWindows(tokens=ids, has_bos=False), {0, 5, 6, 7}),
+        (ids, {0, 5, 6, 7}),
+    ):
+        assert set(gibberish(model, 20, 9, like=like).tokens.flatten().tolist()) == pool
+    begun = gibberish(model, 20, 9, like=ids, prepend_bos=True)
+    assert begun.tokens[:, 0].tolist() == [BOS] * 20
+    assert begun.has_bos
+
+
+def test_repeated_tokens_are_copies_of_distinct_ones() -> None:
+    published = [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625]
+    assert repeated_random_tokens()[0].tolist() == published * 3
+    many = repeated_random_tokens(8, 1, 20_000, distinct=False)
+    assert (int(many.min()), int(many.max())) == (1000, 9999)
+    for low, high in ((10, 266), (3, 11)):  # a wide range, and one that is used up
+        rows = repeated_random_tokens(8, 2, 400, low=low, high=high)
+        assert torch.equal(rows[:, :8], rows[:, 8:])
+        assert bool((rows[:, :8].sort(1).values.diff(dim=1) > 0).all())
+        assert set(rows.flatten().tolist()) == set(range(low, high))
+    assert repeated_random_tokens(2, 2, 3, bos_id=7)[:, 0].tolist() == [7] * 3
+    for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        assert refused(lambda sizes=sizes: repeated_random_tokens(*sizes))
+    assert refused(lambda: repeated_random_tokens(4, low=3, high=6)).what == "low, high"
+
+
+@given(piece=st.integers(1, 12), bos=st.booleans(), seed=st.integers(0, 9))
+def test_spliced_windows_keep_the_tokens_of_every_position(
+    piece: int, bos: bool, seed: int
+) -> None:
+    ids = torch.arange(20)[:, None] * 100 + torch.arange(12)
+    ids[:, 0] = ids[:, 0] * (not bos)
+    windows = TokenWindows(tokens=ids, has_bos=bos, corpus="code", labels=torch.arange(20))
+    cut = splice(windows, piece=piece, seed=seed).tokens
+    assert torch.equal(cut.sort(0).values, ids)
+    source = cut[:, int(bos) :] // 100
+    for start in range(0, 12 - bos, piece):  # a piece comes from one window
+        assert bool((source[:, start : start + piece] == source[:, start : start + 1]).all())
+    borders = source[:, 1:] == source[:, :-1]
+    joined = [t for t in range(1, 12 - bos) if t % piece == 0]
+    assert all(borders[:, t - 1].float().mean() < 0.5 for t in joined)
+    assert splice(windows, piece=piece, seed=seed).labels is None
+
+
+def test_pseudo_sentences_are_consecutive_chunks(embedded: Any) -> None:
+    body = tlg.zoo.corpus.held_out_documents().texts[0][:3000]
+    ids = tlg.view(embedded).encode(body.replace("\n", " "))
+    chunks = pseudo_sentences(embedded, body, 10, n=7)
+    assert chunks.tokens.flatten().tolist() == ids[:70]
+    assert not chunks.has_bos
+    assert refused(lambda: pseudo_sentences(embedded, body, 10, n=10_000)).what == "n"

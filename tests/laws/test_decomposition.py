@@ -1,0 +1,877 @@
+"""Laws of ``tl_geometry.decomposition``: the identities of the mean decomposition (SPEC A),
+streaming equals memory under every partition, groups and their intervals (SPEC O), files and
+shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.lib.data import additive, random_states
+from tests.lib.models import bridge_of, hf_model, tiny, tokens
+from tests.lib.reference import moments as reference
+from tl_geometry import PositionContext, decompose, decompose_activations
+from tl_geometry.corpus import TokenWindows
+from tl_geometry.decomposition import Anova, position_context, require_basis
+
+pytestmark = pytest.mark.once
+
+SIZES = {
+    "contexts": st.integers(2, 9),
+    "positions": st.integers(2, 8),
+    "d_model": st.integers(1, 6),
+    "seed": st.integers(0, 99),
+}
+KINDS = ("gpt2", "llama", "gemma2")
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
+    """Equal to ``tolerance`` relative to the largest entry of ``b``."""
+    largest = b.abs().max().clamp(min=1e-30)
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * largest)
+
+
+def refused(call: Any) -> tlg.GeometryError:
+    with pytest.raises(tlg.GeometryError) as caught:
+        call()
+    return caught.value
+
+
+def ctx_of(basis: PositionContext) -> Tensor:
+    assert basis.ctx is not None
+    return basis.ctx
+
+
+def assert_same(a: PositionContext, b: PositionContext, tolerance: float = 1e-10) -> None:
+    """Everything that two bases of the same contexts in the same groups hold."""
+    assert (a.states, a.window, a.contexts) == (b.states, b.window, b.contexts)
+    assert torch.equal(a.group_counts, b.group_counts)
+    assert close(a.group_sums, b.group_sums, tolerance)
+    assert close(ctx_of(a), ctx_of(b), tolerance)
+    mine, theirs = a.anova(), b.anova()
+    for name in ("total", "pos", "ctx", "resid", "top_share"):
+        assert close(getattr(mine, name), getattr(theirs, name), tolerance), name
+    for name, values in mine.intervals.items():
+        assert torch.allclose(values, theirs.intervals[name], rtol=1e-6, equal_nan=True), name
+    assert close(a.largest["norm"], b.largest["norm"], tolerance)
+    for name in ("context", "position", "coordinate"):
+        assert torch.equal(a.largest[name], b.largest[name]), name
+    # products of float32 states are float32, about the mean of the first batch
+    products = tolerance if a.provenance.dtype == "float64" else max(tolerance, 1e-6)
+    for state in a.states if a.has_second_moments else ():
+        trace = float(b.second_moment(state, centered=False).trace())
+        assert (a.second_moment(state) - b.second_moment(state)).abs().max() <= products * trace
+
+
+# ---- identities ----------------------------------------------------------------------------------
+
+
+@given(**SIZES)
+def test_parts_sum_to_the_states_and_are_centred(
+    contexts: int, positions: int, d_model: int, seed: int
+) -> None:
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    parts = decompose_activations(h).transform(h)
+    assert close(parts.total(), h)
+    scale = 1e-10 * h.abs().max() * max(contexts, positions)
+    for total in (parts.pos.sum(-2), parts.ctx.sum(-2), parts.resid.sum(-2), parts.resid.sum(-3)):
+        assert total.abs().max() < scale
+
+
+@given(**SIZES, start=st.integers(0, 3))
+def test_sums_of_squares_are_those_of_whole_arrays(
+    contexts: int, positions: int, d_model: int, seed: int, start: int
+) -> None:
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    window = (min(start, positions - 2), positions)
+    basis = decompose_activations(h, window=window)
+    table = basis.anova()
+    for row in range(2):
+        plain = reference.decompose(h[row].numpy(), window)
+        assert close(basis.mean[row], torch.from_numpy(plain.mean))
+        assert close(basis.pos_seen[row], torch.from_numpy(plain.pos_seen), 1e-9)
+        assert close(ctx_of(basis)[row], torch.from_numpy(plain.ctx), 1e-9)
+        expected = reference.anova(h[row].numpy(), window)
+        for name in ("total", "pos", "ctx", "resid"):
+            found = float(getattr(table, name)[row])
+            assert found == pytest.approx(
+                getattr(expected, name), rel=1e-7, abs=1e-9 * expected.total
+            )
+        assert float(table.pos_debiased[row]) == pytest.approx(expected.pos_debiased, abs=1e-7)
+        moment = torch.from_numpy(reference.second_moment(h[row].numpy(), window))
+        assert close(basis.second_moment(row), moment, 1e-8)
+        raw = torch.from_numpy(reference.second_moment(h[row].numpy(), window, centred=False))
+        assert close(basis.second_moment(row, centered=False), raw, 1e-9)
+    shares = torch.stack(list(table.shares.values())).sum(0)
+    assert close(shares, torch.ones(2, dtype=torch.float64))
+
+
+@given(**SIZES)
+def test_matrix_anova(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    parts = decompose_activations(h[0]).transform(h[0])
+    within = parts.resid.flatten(0, 1)
+    between = positions * parts.ctx.T @ parts.ctx + within.T @ within
+    expected = contexts * parts.pos.T @ parts.pos + between
+    assert close(decompose_activations(h).second_moment(0), expected, 1e-8)
+    cvec = parts.cvec.flatten(0, 1)
+    assert close(cvec.T @ cvec, between, 1e-8)
+
+
+@given(**SIZES)
+def test_equivariance(contexts: int, positions: int, d_model: int, seed: int) -> None:
+    h = random_states(1, contexts, positions, d_model, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(d_model, d_model, generator=generator, dtype=torch.float64)
+    b = torch.randn(d_model, generator=generator, dtype=torch.float64)
+    order = torch.randperm(contexts, generator=generator)
+    before, after = decompose_activations(h), decompose_activations((h @ q + b)[:, order])
+    scale = 1e-11 * h.abs().max() * q.abs().max().clamp(min=1) * d_model
+    assert (after.pos - before.pos @ q).abs().max() < scale
+    assert (ctx_of(after) - (ctx_of(before) @ q)[:, order]).abs().max() < scale
+    assert (after.mean - (before.mean @ q + b)).abs().max() < scale
+
+
+def test_additive_data_has_its_parts_and_no_rest() -> None:
+    h, known = additive(7, 5, 4)
+    basis = decompose_activations(h)
+    parts = basis.transform(h)
+    for name, value in known.items():
+        assert close(getattr(parts, name), value)
+    again = decompose_activations((parts.mean + parts.pos).expand(7, 5, 4))
+    assert close(again.pos, basis.pos)
+    assert ctx_of(again).abs().max() < 1e-12
+    table = basis.anova()
+    assert table.resid[0] < 1e-9 * table.total[0]
+    noisy = decompose_activations(additive(7, 5, 4, noise=1.0)[0]).anova()
+    assert noisy.resid[0] > 0.1 * noisy.total[0]  # the twin: with noise there is one
+
+
+def test_positions_outside_of_the_window_have_a_vector() -> None:
+    h = random_states(2, 6, 7, 3)
+    basis = decompose_activations(h, window=(2, 6))
+    for t in range(7):
+        assert close(basis.pos_at(t), h[:, :, t].mean(1) - h[:, :, 2:6].mean((1, 2)))
+    changed = torch.cat([9 * h[:, :, :2], h[:, :, 2:6], -h[:, :, 6:]], 2)
+    other = decompose_activations(changed, window=(2, 6))
+    assert close(other.pos, basis.pos)
+    assert close(other.anova().total, basis.anova().total)
+    assert close(other.second_moment(1), basis.second_moment(1))
+    assert not close(other.pos_seen, basis.pos_seen, 1e-2)
+    for position in (7, -1):
+        assert refused(lambda p=position: basis.pos_at(p)).what == "position"
+
+
+def test_parts_of_a_part_of_a_window_are_exact_on_additive_data() -> None:
+    h, known = additive(6, 8, 5)
+    basis = decompose_activations(h)
+    parts = basis.transform(h[:, :2], positions=range(2))
+    assert (parts.ctx - known["ctx"]).abs().max() < 1e-10
+    # the twin: the plain mean, without what position adds there
+    assert (h[:, :2].mean(1) - basis.mean[0] - known["ctx"]).abs().max() > 0.1
+    assert refused(lambda: basis.transform(h[:, :2], positions=[0, 8])).what == "positions"
+    assert refused(lambda: basis.transform(h[:, :2], positions=[0])).what == "positions"
+    assert refused(lambda: basis.transform(h[..., :4])).what == "activations"
+    nan = h.clone()
+    nan[0, 0, 0] = torch.nan
+    assert refused(lambda: basis.transform(nan)).what == "activations"
+
+
+@pytest.mark.parametrize(
+    ("h", "zero", "identifiable"),
+    [
+        (random_states(1, 1, 5, 3), ("ctx", "resid"), False),
+        (random_states(1, 5, 1, 3), ("pos", "resid"), True),
+        (random_states(1, 1, 5, 3).expand(1, 4, 5, 3), ("ctx", "resid"), True),
+    ],
+)
+def test_degenerate_designs_have_defined_values(
+    h: Tensor, zero: tuple[str, ...], identifiable: bool
+) -> None:
+    basis = decompose_activations(h)
+    table = basis.anova()
+    for name in zero:
+        assert getattr(table, name)[0] <= 1e-12 * h.square().sum()
+    assert table.identifiable is identifiable
+    assert bool(table.shares["pos"].isnan()) is not identifiable
+    assert any("one context" in flag for flag in basis.flags()) is not identifiable
+    zeros = decompose_activations(torch.zeros(1, 3, 4, 2)).anova()
+    assert zeros.total.tolist() == [0.0]
+    assert zeros.shares["ctx"].isnan().all()
+
+
+# ---- one sum whatever the partition --------------------------------------------------------------
+
+
+@given(**SIZES, sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), groups=st.integers(1, 9))
+def test_streaming_equals_memory_under_every_partition(
+    contexts: int, positions: int, d_model: int, seed: int, sizes: list[int], groups: int
+) -> None:
+    """Into batches, groups and shards, in any order of merging."""
+    h = random_states(2, contexts, positions, d_model, seed=seed)
+    h[0, :, 0] = h[0, 0, 0]  # the same norm in every context: ties
+    whole = decompose_activations(h, groups=groups, batch_size=contexts)
+    assert_same(decompose_activations(h, groups=groups, batch_size=sizes[-1]), whole)
+    cuts = [c for c in torch.tensor(sizes).cumsum(0).tolist() if c < contexts]
+    shards = [
+        decompose_activations(shard, batch_size=sizes[0], groups=groups)
+        for shard in torch.tensor_split(h, cuts, dim=1)
+    ]
+    left = PositionContext.merge(shards)
+    nested = PositionContext.merge([shards[0], PositionContext.merge(shards[1:])]) if cuts else left
+    for merged in (left, nested):
+        assert close(merged.mean, whole.mean)
+        assert close(merged.pos_seen + merged.mean.unsqueeze(1), h.mean(1))
+        assert close(ctx_of(merged), ctx_of(whole), 1e-9)
+        assert close(merged.second_moment(1), whole.second_moment(1), 1e-9)
+        assert close(merged.anova().total, whole.anova().total, 1e-9)
+        for name, values in whole.largest.items():
+            assert torch.equal(merged.largest[name], values), name
+        assert merged.group_counts.sum() == contexts
+
+
+def test_float32_products_stay_accurate_where_plain_ones_fail() -> None:
+    """A coordinate with a mean of 3,000 and a variance of one, as in GPT-2."""
+    h = torch.randn(1, 64, 16, 8, generator=torch.Generator().manual_seed(1))
+    h[..., 3] += 3000
+    rows = h[0].flatten(0, 1)
+    exact = torch.from_numpy(reference.second_moment(h[0].numpy(), (0, 16)))
+    ours = decompose_activations(h, batch_size=8)
+    assert (ours.second_moment(0) - exact).abs().max() < 1e-6 * exact.trace()
+    halves = [decompose_activations(x, batch_size=8) for x in (h[:, :20], h[:, 20:])]
+    merged = PositionContext.merge(halves)
+    assert (merged.second_moment(0) - exact).abs().max() < 1e-6 * exact.trace()
+    mean = rows.double().mean(0)
+    plain = (rows.T @ rows).double() - len(rows) * torch.outer(mean, mean)
+    assert (plain - exact).abs().max() > 1e-3 * exact.trace()
+
+
+def test_groups_are_the_sums_of_their_contexts_and_samples_are_whole_states() -> None:
+    h = random_states(2, 11, 4, 3)
+    basis = decompose_activations(h, groups=4, keep=5, batch_size=2, labels=torch.arange(11) % 3)
+    assert basis.group_counts.sum() == 11
+    for group in range(len(basis.group_counts)):
+        assert close(basis.group_sums[group], h[:, basis.group_of == group].sum(1))
+    assert basis.samples is not None
+    assert basis.sampled is not None
+    assert close(basis.samples.double(), h[:, basis.sampled].transpose(0, 1), 1e-6)
+    again = decompose_activations(h, keep=5, batch_size=11)
+    assert again.sampled is not None
+    assert torch.equal(again.sampled, basis.sampled)  # whatever the batches
+    seeds = {tuple(decompose_activations(h, keep=5, seed=s).sampled.tolist()) for s in range(6)}  # type: ignore[union-attr]
+    assert len(seeds) > 1
+    assert decompose_activations(h).samples is None
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_decomposed_as_its_own_states_are(kind: str) -> None:
+    """Beside TransformerLens's cache; with ``normalize`` as the next norm reads them."""
+    model, ids = tiny("bridge", kind), tokens(12, 16)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(ids)
+    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(2)] + ["blocks.1.hook_resid_post"]
+    h = torch.stack([cache[name] for name in names])
+    basis = decompose(model, ids, batch_size=5, keep=3, **QUIET)
+    assert basis.window == (1, 16)
+    assert_same(basis, decompose_activations(h, window=(1, 16), keep=3), 1e-5)
+    assert_same(decompose_activations(cache), decompose_activations(h), 1e-6)
+    assert decompose_activations(cache).provenance.fingerprint == basis.provenance.fingerprint
+    some = decompose(model, ids, states=[2, 0], window=(3, 9), **QUIET)
+    assert some.states == (2, 0)
+    assert close(some.pos[1], decompose_activations(h[0], window=(3, 9)).pos[0], 1e-5)
+    assert basis.sampled is not None
+    assert basis.samples is not None
+    assert close(basis.samples, h[:, basis.sampled].transpose(0, 1), 1e-5)
+    normed = decompose(model, ids, normalize=True, **QUIET)
+    x = h - (h.mean(-1, keepdim=True) if kind == "gpt2" else 0)
+    x = x / (x.square().mean(-1, keepdim=True) + model.cfg.eps).sqrt()
+    assert close(normed.pos, decompose_activations(x, window=(1, 16)).pos, 1e-4)
+    assert normed.provenance.normalized
+    assert not close(normed.pos, basis.pos, 0.1)
+
+
+def test_nothing_of_the_users_is_changed() -> None:
+    model, ids = tiny("bridge", "gpt2"), tokens(9, 12)
+    seen: list[int] = []
+    model.add_hook("blocks.0.hook_resid_pre", lambda h, hook: seen.append(len(h)))
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    try:
+        before, state = ids.clone(), torch.get_rng_state()
+        basis = decompose(model, ids, batch_size=9, groups=1, keep=2, **QUIET)
+        assert seen[-1] == 9
+        assert basis.provenance.hooks == ("blocks.0.hook_resid_pre",)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(ids, before)
+        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+        assert len(model.hook_dict["blocks.0.hook_resid_pre"].fwd_hooks) == 1
+    finally:
+        model.reset_hooks()
+    h = random_states(1, 6, 5, 3)
+    kept = h.clone()
+    decompose_activations(h, keep=2)
+    assert torch.equal(h, kept)
+
+
+def test_only_the_blocks_that_are_needed_run_and_never_the_output_head() -> None:
+    model, ran = tiny("bridge", "gpt2"), []
+    inner = model.original_model
+    blocks = inner.transformer.h
+    watched = {"0": blocks[0].mlp, "1": blocks[1].mlp, "head": inner.lm_head}
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for name, module in watched.items()
+    ]
+    try:
+        for states, expected in (([0, 1], ["0"]), (None, ["0", "1"])):
+            basis = decompose(model, tokens(3, 8), states=states, groups=1, **QUIET)
+            assert ran == expected
+            ran.clear()
+        model(tokens(3, 8), return_type="logits")
+        assert ran == ["0", "1", "head"]  # the twin
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not any(t.is_inference() for t in (*basis.moments.tensors().values(), ctx_of(basis)))
+
+
+def test_a_basis_of_a_large_model_can_be_mailed(tmp_path: Path) -> None:
+    """Float32 sums in a file above 40 MB (here of 1 kB): what is read is the basis to its
+    rounding, also where a coordinate has a mean of thousands; sums of squares stay."""
+    h = random_states(2, 12, 200, 16)
+    h[..., 2] += 3000
+    basis = decompose_activations(h)
+    sizes = []
+    for limit in (position_context.MAILED, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(position_context, "MAILED", limit)
+            path = basis.save(tmp_path / f"{limit}.safetensors")
+        lean = PositionContext.load(path)
+        sizes.append(path.stat().st_size)
+        assert close(lean.mean, basis.mean, 1e-9)
+        assert close(lean.pos, basis.pos, 1e-6)
+        assert close(lean.anova().pos, basis.anova().pos, 1e-6)
+    assert sizes[1] < 0.65 * sizes[0]
+
+
+def test_what_a_basis_hands_out_are_copies() -> None:
+    basis = decompose_activations(random_states(2, 12, 5, 3), keep=2)
+    names = ("mean", "pos", "pos_seen", "ctx", "group_sums", "group_counts", "group_of", "samples")
+    before = {name: getattr(basis, name).clone() for name in names}
+    moment, at = basis.second_moment(1), basis.pos_at(2)
+    kept = (moment.clone(), at.clone())
+    for name in names:
+        getattr(basis, name).zero_()
+    moment.zero_()
+    at.zero_()
+    for name, value in before.items():
+        assert torch.equal(getattr(basis, name), value), name
+    assert torch.equal(basis.second_moment(1), kept[0])
+    assert torch.equal(basis.pos_at(2), kept[1])
+
+
+@pytest.mark.parametrize("copies", [2, 8])
+def test_a_context_counts_once(copies: int) -> None:
+    model, ids = tiny("bridge", "gpt2"), tokens(12, 10)
+    many = ids.repeat(copies, 1)[torch.randperm(12 * copies)]
+    once, often = decompose(model, ids, **QUIET), decompose(model, many, **QUIET)
+    assert often.contexts == 12
+    assert once.provenance.flags == ()
+    flag = f"{12 * (copies - 1)} of {12 * copies} contexts are copies of others"
+    assert [f.startswith(flag) for f in often.provenance.flags] == [True]
+    assert close(often.mean, once.mean, 1e-6)  # in another order
+    assert close(often.anova().pos, once.anova().pos, 1e-6)
+    same = decompose(model, ids[:1].repeat(9, 1), **QUIET)
+    assert (same.contexts, same.anova().identifiable) == (1, False)
+    # the twin: tensors of activations are taken as they are
+    assert decompose_activations(random_states(1, 1, 4, 3).repeat(1, 9, 1, 1)).contexts == 9
+
+
+def test_half_precision_is_near() -> None:
+    half = bridge_of(hf_model("llama", torch.bfloat16))
+    ids = tokens(20, 16)
+    found, exact = (decompose(m, ids, **QUIET) for m in (half, bridge_of(hf_model("llama"))))
+    assert close(found.mean, exact.mean, 0.05)
+    assert found.provenance.dtype == "bfloat16"
+    assert float((found.anova().shares["pos"] - exact.anova().shares["pos"]).abs().max()) < 0.01
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    h = random_states(3, 8, 5, 3)
+    for bad in (torch.nan, torch.inf):
+        broken = h.clone()
+        broken[1, 5, 2, 0] = bad
+        error = refused(lambda broken=broken: decompose_activations(broken, batch_size=2))
+        assert error.what == "activations"
+        assert "states [1], contexts 5 to 5" in str(error) or "contexts 4 to 5" in str(error)
+    model = bridge_of(hf_model("gpt2"))
+    with torch.no_grad():
+        next(iter(model.parameters()))[3] = 1e38  # one token's embedding
+    ids = tokens(9, 8)
+    ids[ids == 3] = 4
+    assert decompose(model, ids, **QUIET).contexts == 9
+    ids[2, 3] = 3
+    assert refused(lambda: decompose(model, ids, **QUIET)).what == "activations"
+
+
+NO_MODEL: Any = torch.zeros(2, 3, 4)
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "two axes": (lambda: decompose_activations(torch.zeros(3, 4)), "activations"),
+    "integers": (lambda: decompose_activations(torch.zeros(1, 2, 3).long()), "activations"),
+    "no contexts": (lambda: decompose_activations(torch.zeros(0, 2, 3)), "activations"),
+    "a number": (lambda: decompose_activations(3), "activations"),
+    "a cache in part": (lambda: decompose_activations({"blocks.0.hook_resid_pre": 0}), "cache"),
+    "window": (lambda: decompose_activations(torch.zeros(2, 3, 4), window=(1, 9)), "window"),
+    "empty window": (lambda: decompose_activations(torch.zeros(2, 3, 4), window=(2, 2)), "window"),
+    "states": (lambda: decompose_activations(torch.zeros(2, 3, 4), states=[1]), "states"),
+    "groups": (lambda: decompose_activations(torch.zeros(2, 3, 4), groups=0), "groups"),
+    "keep": (lambda: decompose_activations(torch.zeros(2, 3, 4), keep=-1), "keep"),
+    "seed": (lambda: decompose_activations(torch.zeros(2, 3, 4), seed=-1), "seed"),
+    "batch": (lambda: decompose_activations(torch.zeros(2, 3, 4), batch_size=0), "batch_size"),
+    "labels": (lambda: decompose_activations(torch.zeros(2, 3, 4), labels=[0, 1, 2]), "labels"),
+    "a state of a model": (lambda: decompose(tiny("bridge", "gpt2"), tokens(), states=3), "states"),
+    "no model": (lambda: decompose(NO_MODEL, tokens()), "model"),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_what_cannot_be_decomposed_is_refused_by_name(call: str) -> None:
+    action, what = REFUSED[call]
+    assert refused(action).what == what
+    options: dict[str, Any] = {"window": (1, 3), "states": 0, "labels": [0, 1], "keep": 1}
+    assert decompose_activations(torch.zeros(2, 3, 4), **options).contexts == 2
+
+
+# ---- groups and documents ------------------------------------------------------------------------
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20), groups=st.integers(1, 9))
+def test_no_group_cuts_through_a_document_unless_it_is_said(sizes: list[int], groups: int) -> None:
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    contexts = len(labels)
+    basis = decompose_activations(torch.ones(contexts, 1, 1), labels=labels, groups=groups)
+    of, cut = basis.group_of, any("cut through" in f for f in basis.provenance.flags)
+    if cut or len(sizes) == 1:
+        assert of.tolist() == [c * groups // contexts for c in range(contexts)] or contexts < groups
+    else:
+        assert all(len(of[labels == d].unique()) == 1 for d in range(len(sizes)))
+        assert min(groups, 4) <= int((basis.group_counts > 0).sum()) <= groups
+    alone = decompose_activations(torch.ones(contexts, 1, 1), groups=groups)
+    assert alone.group_of.tolist() == [c * groups // contexts for c in range(contexts)]
+    single = decompose_activations(
+        torch.ones(contexts, 1, 1), labels=torch.arange(contexts), groups=groups
+    )
+    if contexts >= max(groups, 4):
+        assert torch.equal(single.group_of, alone.group_of)
+
+
+def test_groups_follow_the_texts_of_windows() -> None:
+    model = tlg.zoo.embedded()
+    rows = tlg.zoo.default_windows(model, 16, n=64)
+    assert rows.labels is not None
+    basis = decompose(model, rows, **QUIET)
+    bare = decompose(model, rows.tokens, **QUIET)
+    cut = [d for d in rows.labels.unique() if len(bare.group_of[rows.labels == d].unique()) > 1]
+    assert cut  # the twin
+    assert all(len(basis.group_of[rows.labels == d].unique()) == 1 for d in cut)
+    assert close(basis.mean, bare.mean)
+    assert basis.label_names == rows.label_names
+    shuffled = decompose(model, rows[torch.arange(64) * 37 % 64], **QUIET)
+    for b, said in ((basis, False), (shuffled, True)):
+        assert any("not in the order" in flag for flag in b.provenance.flags) is said
+
+
+def planted(contexts: int, seed: int, *, size: float = 0.2) -> Tensor:
+    """Two states: noise, correlated along the window, with a positional effect of some size."""
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(2, contexts, 6, 5, generator=g).double().cumsum(2)
+    return h + size * torch.linspace(-1, 1, 6).double()[:, None]
+
+
+@pytest.mark.parametrize(("contexts", "groups"), [(20, 5), (48, 6), (50, 6)])
+def test_intervals_are_those_of_decompositions_without_each_group(
+    contexts: int, groups: int
+) -> None:
+    """Beside the jackknife by formula, over blocks of at least 8 contexts where there are four."""
+    h = planted(contexts, 0)
+    basis = decompose_activations(h, groups=groups)
+    table, of = basis.anova(), basis.group_of
+    members = [[c for c in range(contexts) if int(of[c]) == g] for g in range(groups)]
+    for row in range(2):
+        shares = lambda rows, row=row: reference.anova(h[row, rows].numpy()).shares
+        expected = reference.jackknife(shares, members)
+        for i, name in enumerate(("pos", "ctx", "resid")):
+            value, low, high = table.intervals[name][row].tolist()
+            assert value == pytest.approx(expected.value[i], rel=1e-6)
+            if name == "pos" or contexts >= 32:
+                assert (low, high) == pytest.approx((expected.low[i], expected.high[i]), rel=1e-6)
+            else:
+                assert np.isnan([low, high]).all()
+    corrected = torch.stack([values[:, 0] for values in table.intervals.values()]).sum(0)
+    assert close(corrected, torch.ones(2).double())
+    assert table.blocks == groups
+    column = table.to_dataframe()["pos_corrected_low"].to_numpy()
+    assert float(column[1]) == float(table.intervals["pos"][1, 1])
+
+
+def test_what_is_left_out_are_blocks_of_eight_contexts() -> None:
+    h = planted(32, 0)
+    basis, four = decompose_activations(h), decompose_activations(h, groups=4)
+    assert basis.group_counts.tolist() == [4] * 8
+    assert basis.anova().blocks == four.anova().blocks == 4
+    for name, values in basis.anova().intervals.items():
+        assert torch.allclose(values, four.anova().intervals[name])
+
+
+@pytest.mark.parametrize(
+    ("contexts", "groups", "enough"), [(10, 8, True), (9, 8, False), (20, 3, False)]
+)
+def test_no_interval_from_few_contexts_or_groups(contexts: int, groups: int, enough: bool) -> None:
+    table = decompose_activations(planted(contexts, 1), groups=groups).anova()
+    assert bool(table.intervals) is enough
+    assert ("pos_corrected_low" in table.to_dataframe()) is enough
+    assert ("pos_debiased" in table.to_dataframe()) is not enough
+
+
+def test_the_interval_is_about_the_share_without_sampling_noise() -> None:
+    """No position at all: the share of pos is what noise leaves, and zero is in the interval, about
+    as often as it says; around the share itself the same interval would hardly ever hold zero."""
+    held = plain = 0
+    for seed in range(120):
+        white = torch.randn(24, 6, 12, generator=torch.Generator().manual_seed(seed))
+        table = decompose_activations(white).anova()
+        _, low, high = table.intervals["pos"][0].tolist()
+        held += low <= 0 <= high
+        plain += float(table.shares["pos"][0]) - (high - low) / 2 <= 0
+    assert 0.88 <= held / 120 <= 1.0
+    assert plain / 120 < 0.3
+
+
+@pytest.mark.slow
+def test_intervals_cover_where_windows_come_in_topics() -> None:
+    repeats, contexts, block, positions, width = 400, 64, 16, 12, 8
+    generator = torch.Generator().manual_seed(1)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    pos = normal(positions, width)
+    pos = pos - pos.mean(0)
+    pos *= 0.5 / pos.square().mean().sqrt()
+    ctx = 1 + 0.25 + 1 / positions  # of infinitely many topics
+    parts = torch.tensor([0.25, ctx, 1 - 1 / positions])
+    truth: dict[str, float] = dict(zip(("pos", "ctx", "resid"), (parts / parts.sum()).tolist()))
+    labels = torch.arange(contexts) // block
+    covered = {(known, name): 0 for known in (True, False) for name in truth}
+    for _ in range(repeats):
+        topics = normal(contexts // block, 1, width).repeat_interleave(block, 0)
+        h = pos + topics + 0.5 * normal(contexts, 1, width) + normal(contexts, positions, width)
+        for known in (True, False):
+            basis = decompose_activations(h, labels=labels if known else None, second_moments=False)
+            for name, bounds in basis.anova().intervals.items():
+                low, high = bounds[0, 1:].tolist()
+                covered[known, name] += low <= truth[name] <= high
+    # 95% within three standard errors of 400 repeats (3.3%)
+    assert all(covered[True, name] / repeats > 0.917 for name in truth), covered
+    # the twin: groups that cut through topics do not cover
+    assert covered[False, "ctx"] / repeats < 0.85, covered
+
+
+def test_reliability_and_the_debiased_share_tell_signal_from_noise() -> None:
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(1, 200, 12, 16, generator=generator, dtype=torch.float64)
+    table = decompose_activations(noise).anova()
+    assert 0.5 / 200 < table.shares["pos"][0] < 2.0 / 200  # noise leaves 1/C in the plain share
+    assert table.pos_debiased[0] < 0.2 / 200
+    assert abs(table.pos_reliability[0]) < 0.3
+    assert "reliability" in table.remarks[0]
+    curve = torch.randn(12, 16, generator=generator, dtype=torch.float64)
+    signal = decompose_activations(noise + curve).anova()
+    assert signal.pos_reliability[0] > 0.95
+    assert abs(signal.pos_debiased[0] - 0.5) < 0.08
+    assert signal.remarks == ("",)
+    basis = decompose_activations(noise[0, :16] + curve, groups=2)
+    halves = (range(8), range(8, 16))
+    expected = reference.half_cosine((noise[0, :16] + curve).numpy(), halves)
+    assert float(basis.anova().pos_reliability[0]) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("contexts", [16, 32, 64])
+def test_halves_of_the_contexts_do_not_share_a_topic(contexts: int) -> None:
+    """Eight windows in a row have one curve in common (a form of their text), and no curve is that
+    of all: halves agree on nothing. The twin: halves whose groups cut through the eight."""
+    g = torch.Generator().manual_seed(0)
+    curves = torch.randn(contexts // 8, 12, 10, generator=g).repeat_interleave(8, 0)
+    h = curves + 0.5 * torch.randn(contexts, 12, 10, generator=g)
+    assert abs(float(decompose_activations(h).anova().pos_reliability[0])) < 0.2
+    order = torch.arange(contexts).view(-1, 8).mT.flatten()
+    assert float(decompose_activations(h[order]).anova().pos_reliability[0]) > 0.6
+
+
+def test_the_context_share_stands_beside_that_of_spliced_windows() -> None:
+    model = tlg.zoo.embedded()
+    rows = tlg.zoo.default_windows(model, 16, n=64)
+    basis = decompose(model, rows, states=[1, 3], **QUIET)
+    null = decompose(model, tlg.corpus.splice(rows), states=[3, 2, 1], **QUIET)
+    table = basis.anova(null=null)
+    assert table.ctx_null is not None
+    assert table.ctx_null.tolist() == null.anova().shares["ctx"][[2, 0]].tolist()
+    assert torch.equal(table.intervals["ctx_null"], null.anova().intervals["ctx"][[2, 0]])
+    assert (table.ctx_null < table.shares["ctx"]).all()
+    few = decompose(model, rows, states=[1], **QUIET)
+    assert refused(lambda: basis.anova(null=few)).what == "state"
+
+
+# ---- the largest tokens --------------------------------------------------------------------------
+
+
+def massive(seed: int = 0) -> Tensor:
+    """States of one norm's order, and in the first a massive token at position 3 of every tenth
+    context, in coordinate 4."""
+    generator = torch.Generator().manual_seed(seed)
+    h = torch.randn(2, 40, 60, 6, generator=generator, dtype=torch.float64)
+    h[0, ::10, 3, 4] = 200.0
+    return h
+
+
+def test_the_largest_tokens_are_those_of_the_states_themselves() -> None:
+    h = massive()
+    basis = decompose_activations(h, window=(1, 60), batch_size=7)
+    table, norms = basis.largest_tokens().to_dataframe(), h[:, :, 1:].norm(dim=-1)
+    for state in (0, 1):
+        rows: Any = table[table["state"] == state]
+        order = norms[state].flatten().sort(descending=True).values
+        assert rows["norm"].tolist() == order[: len(rows)].tolist()
+        for _, row in rows.iterrows():
+            vector = h[state, int(row["context"]), int(row["position"])]
+            assert float(vector.norm()) == row["norm"]
+            assert int(vector.abs().argmax()) == row["coordinate"]
+        squares = order.square()
+        top = 2  # 0.1% of 2,360 tokens
+        share = float(squares[:top].sum() / squares.sum())
+        held = basis.sinks(state)
+        assert (held.tokens, held.of) == (top, 2360)
+        assert held.share == pytest.approx(share, rel=1e-12)
+        assert float(basis.anova().top_share[state]) == held.share
+        assert rows["share"].sum() == pytest.approx(
+            float(squares[: len(rows)].sum() / squares.sum())
+        )
+        assert float(rows["rms"].iloc[0]) == pytest.approx(float(squares.mean().sqrt()))
+
+
+def test_a_quarter_of_the_squares_in_few_tokens_is_said() -> None:
+    basis = decompose_activations(massive(), window=(1, 60))
+    table = basis.anova()
+    assert basis.sinks(0).positions == (3,)
+    assert "2 of 2360 tokens hold" in table.remarks[0]
+    assert "position 3" in table.remarks[0]
+    assert "tokens hold" not in table.remarks[1]
+    said = [flag for flag in table.provenance.flags if "tokens hold" in flag]
+    assert len(said) == 1
+    assert "in states 0 " in said[0]
+    assert said[0] in repr(table)
+    assert said[0] in require_basis(None, basis)
+    ids = tokens(6, 9)
+    found = decompose(tiny("bridge", "llama"), ids, **QUIET).largest
+    assert torch.equal(found["token"], ids[found["context"], found["position"]])
+
+
+# ---- files, shards, processes --------------------------------------------------------------------
+
+
+def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) -> None:
+    model, ids = tiny("bridge", "gpt2"), tokens(40, 12)
+    rows = TokenWindows(tokens=ids, has_bos=False, labels=torch.arange(40) // 5, corpus="mine")
+    basis = decompose(model, rows, keep=3, **QUIET)
+    full = PositionContext.load(basis.save(tmp_path / "full.safetensors", full=True))
+    lean = PositionContext.load(basis.save(tmp_path / "lean.safetensors"))
+    assert_same(full, basis, 0)
+    assert full.provenance == basis.provenance
+    for name in ("samples", "sampled", "labels", "token_hashes", "second_moment"):
+        mine, theirs = (getattr(b, name) for b in (basis, full))
+        mine, theirs = (x(1) if callable(x) else x for x in (mine, theirs))
+        assert torch.equal(mine, theirs), name
+    for name in ("mean", "pos", "pos_seen", "token_hashes"):
+        assert close(getattr(lean, name), getattr(basis, name)), name
+    for name in ("total", "pos", "ctx", "resid", "top_share"):
+        assert close(getattr(lean.anova(), name), getattr(basis.anova(), name)), name
+    assert lean.window == basis.window
+    assert (lean.ctx, lean.samples, lean.has_second_moments) == (None, None, False)
+    assert lean.anova().intervals == {}
+    assert basis.anova().intervals
+    assert any("no intervals" in flag for flag in lean.anova().provenance.flags)
+    for call in (lambda: lean.second_moment(1), lambda: lean.require_groups("intervals")):
+        error = refused(call)
+        assert error.instead is not None
+        assert "full=True" in error.instead
+    basis.require_groups("intervals")
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("lean", "full")]
+    assert sizes[0] < sizes[1] / 4
+    table = basis.anova()
+    again = Anova.load(table.save(tmp_path / "anova.safetensors"))
+    assert again.to_dataframe().equals(table.to_dataframe())
+    assert refused(lambda: PositionContext.load(tmp_path / "anova.safetensors"))
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((tmp_path / "lean.safetensors").read_bytes()[:-9])
+    assert refused(lambda: PositionContext.load(cut))
+
+
+def test_shards_are_joined_with_all_that_belongs_to_their_contexts() -> None:
+    model, ids = tiny("bridge", "gpt2"), tokens(30, 8)
+    whole = decompose(model, ids, keep=30, **QUIET)
+    parts = [
+        decompose(
+            model,
+            TokenWindows(
+                tokens=part, has_bos=False, labels=torch.arange(len(part)) // 4, notes=(f"{i}",)
+            ),
+            keep=2,
+            **QUIET,
+        )
+        for i, part in enumerate(ids.split(13))
+    ]
+    merged = PositionContext.merge(iter(parts))
+    assert merged.contexts == 30
+    # the model rounds in float32, by the size of its batches
+    assert close(merged.group_sums.sum(0), whole.group_sums.sum(0), 1e-5)
+    assert close(ctx_of(merged), ctx_of(whole), 1e-5)
+    assert torch.equal(merged.token_hashes, whole.token_hashes)  # type: ignore[arg-type]
+    assert merged.sampled is not None
+    assert merged.samples is not None
+    assert whole.samples is not None
+    assert close(merged.samples, whole.samples[merged.sampled], 1e-5)
+    assert merged.labels is not None
+    assert len(merged.labels.unique()) == 4 + 4 + 1
+    assert torch.equal(merged.largest["token"], whole.largest["token"])
+    assert set(merged.provenance.flags) == {"0", "1", "2"}
+    h = random_states(1, 20, 4, 3)
+    for cuts in ([8], [5, 10], [4, 8]):
+        shards = [decompose_activations(x, groups=4) for x in h.tensor_split(cuts, dim=1)]
+        counts, first = [0] * 4, 0
+        for n in torch.cat([shard.group_counts for shard in shards]).tolist():
+            counts[(first + n // 2) * 4 // 20] += n  # where its middle context is
+            first += n
+        joined = PositionContext.merge(shards)
+        assert joined.group_counts.tolist() == counts
+        for group in range(4):  # contiguous, and the sums of their contexts
+            assert close(joined.group_sums[group], h[:, joined.group_of == group].sum(1))
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    h = random_states(1, 20, 5, 3)
+    a, b = decompose_activations(h[:, :12]), decompose_activations(h[:, 12:])
+    assert PositionContext.merge([a, b]).contexts == 20
+    other = dataclasses.replace(
+        b, provenance=dataclasses.replace(b.provenance, fingerprint="0" * 16)
+    )
+    for wrong in (
+        [a, decompose_activations(h[:, 12:], window=(1, 4))],
+        [a, decompose_activations(h[:, 12:], second_moments=False)],
+        [a, decompose_activations(random_states(2, 8, 5, 3))],
+        [a, other],
+        [a, b, a],
+        [],
+    ):
+        assert refused(lambda wrong=wrong: PositionContext.merge(wrong))
+    model, ids = tiny("bridge", "gpt2"), tokens(20, 6)
+    first, second = (decompose(model, x, **QUIET) for x in (ids[:12], ids[10:]))
+    shared = PositionContext.merge([first, second])
+    assert "2 contexts are in more than one of the merged parts" in shared.provenance.flags
+    same = decompose(model, ids[:12].flip(0), **QUIET)
+    assert refused(lambda: PositionContext.merge([first, same])).what == "merge"
+
+
+def test_a_basis_is_used_with_its_own_model_and_tokens() -> None:
+    model, ids = tiny("bridge", "gpt2", text=True), tokens(12, 6)
+    view = tlg.view(model)
+    basis = decompose(view, ids, **QUIET)
+    assert basis.provenance.has_bos is False
+    assert require_basis(view, basis, has_bos=False, states=(0, 2), raw=True, contexts=2) == ()
+    some = decompose(view, ids, states=[1], normalize=True, **QUIET)
+    one = decompose(view, ids[:1], **QUIET)
+    raw = decompose_activations(random_states(3, 6, 5, 32))
+    narrow = decompose_activations(random_states(3, 6, 5, 31))
+    for what, call in {
+        "tokens": lambda: require_basis(view, basis, has_bos=True),
+        "state": lambda: require_basis(view, some, states=(0,)),
+        "basis": lambda: require_basis(view, some, raw=True),
+        "basis ": lambda: require_basis(view, one, contexts=2),
+        "basis  ": lambda: require_basis(tlg.view(tiny("bridge", "llama")), basis),
+        "basis   ": lambda: require_basis(view, narrow),
+        "basis    ": lambda: require_basis(view, "basis.safetensors"),
+        "basis     ": lambda: require_basis(None, basis.anova()),
+    }.items():
+        assert refused(call).what == what.strip()
+    assert any("not known" in flag for flag in require_basis(view, raw))
+    hooked = bridge_of(hf_model("gpt2"))
+    own = decompose(hooked, ids, **QUIET)
+    hooked.add_hook("blocks.1.hook_resid_pre", lambda h, hook: None)
+    assert any("hooks" in flag for flag in require_basis(tlg.view(hooked), own))
+    with torch.no_grad():
+        next(iter(hooked.parameters())).mul_(1.5)
+    assert refused(lambda: require_basis(tlg.view(hooked), own)).what == "basis"
+
+
+PROCESSES = """
+import torch, torch.distributed as dist
+import tl_geometry as tlg
+from tests.lib.models import tiny, tokens
+from tests.laws.test_decomposition import assert_same, refused
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model, ids = tiny("bridge", "gpt2"), tokens(22, 9)
+options = dict(groups=5, batch_size=2, keep=4, progress=False)
+alone = tlg.decompose(model, ids, **options)
+for ranks in ([0, 1, 2], [0, 1]):
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        found = tlg.decompose(model, ids, group=group, **options)
+        assert_same(found, alone)
+        assert found.provenance == alone.provenance
+        assert torch.equal(found.samples, alone.samples)
+        one_batch = tlg.decompose(model, ids[:3], group=group, progress=False, groups=1)
+        assert_same(one_batch, tlg.decompose(model, ids[:3], progress=False, groups=1))
+whole = dist.new_group([0, 1, 2])
+other = ids if rank < 2 else ids.flip(0)
+assert refused(lambda: tlg.decompose(model, other, group=whole, **options)).what == "group"
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_processes_give_what_one_gives() -> None:
+    """Two and three processes, also where some have no batch; other tokens are refused in all."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESSES],
+            env=os.environ | where | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    for process, output in zip(started, outputs):
+        assert process.returncode == 0, output[-2000:]
+        assert output.strip().endswith("equal")
