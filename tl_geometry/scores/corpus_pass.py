@@ -1,5 +1,5 @@
-"""How does a whole corpus go through the model once, with one context of every batch verified? The
-loop behind the sweep over heads, the sweep over writers, composition and features.
+"""One pass of a corpus through the model, with one context of every batch verified: the loop behind
+the sweep over heads, the sweep over writers, composition and features.
 
 ::
 
@@ -12,6 +12,7 @@ loop behind the sweep over heads, the sweep over writers, composition and featur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import begins_with_bos
-from tl_geometry.models.batches import SAMPLED, another_row, batch_of
+from tl_geometry.models.batches import another_row, batch_of
 from tl_geometry.models.model_view import ModelView
 
 
@@ -32,46 +33,40 @@ def rows_per_batch(
 ) -> int:
     """Contexts of one forward pass: ``batch_size``, or the default for prompts of ``length`` tokens
     (:func:`~tl_geometry.models.batches.batch_of`), but no more than ``budget`` bytes allow."""
-    n_contexts = budget // bytes_per_context
-    what = "memory_budget"
+    most, what = budget // bytes_per_context, "memory_budget"
     expected = f"at least {bytes_per_context} bytes for one context of {length} positions"
     instead = "shorter windows, or a larger memory_budget="
-    require(
-        n_contexts >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError
-    )
-    return min(n_contexts, batch_of(batch_size, length, view.device))
+    require(most >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError)
+    return min(most, batch_of(batch_size, length, view.device))
 
 
+@dataclass(eq=False)
 class CorpusPass:
     """Iterates over batches of at most ``rows`` contexts with a progress bar. ``contexts`` is the
     number that was read and ``token_hash`` their hash, without the batch at hand;
     ``begins_with_bos`` says whether all contexts so far, with the batch at hand, began with BOS.
 
-    One context of each batch is verified, at another row each time, because a user's hook may
+    One context of each batch is verified, at another ``row`` each time, because a user's hook may
     change some rows only. All queries of the first context are compared, later
     :data:`~tl_geometry.models.batches.SAMPLED` queries per context.
     """
 
-    def __init__(
-        self,
-        view: ModelView,
-        source: TokenSource,
-        rows: int,
-        *,
-        progress: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.view, self.source, self.rows, self.seed = view, source, rows, seed
-        self.progress = progress
-        self.contexts, self.row, self.token_hash, self.begins_with_bos = 0, 0, "", True
+    view: ModelView
+    source: TokenSource
+    rows: int
+    progress: bool = False
+    seed: int = 0
+    contexts: int = 0
+    row: int = 0
+    token_hash: str = ""
+    begins_with_bos: bool = True
 
     def __iter__(self) -> Iterator[Int[Tensor, "batch position"]]:
         draws = torch.Generator().manual_seed(self.seed)
         hidden, total = not self.progress, self.source.contexts
         with tqdm(total=total, unit="ctx", disable=hidden, desc=self.view.name) as bar:
             for batch in self.source.batches(self.rows):
-                begins = begins_with_bos(batch, self.view.bos_id)
-                self.begins_with_bos = self.begins_with_bos and begins
+                self.begins_with_bos &= begins_with_bos(batch, self.view.bos_id)
                 self.row = another_row(self.row, len(batch), draws)
                 yield batch
                 # after the yield, so that `first` is true while the caller works on the first batch
@@ -88,25 +83,12 @@ class CorpusPass:
         """Keyword arguments for :meth:`ModelView.run_layers` and ``run_written`` that make them
         verify the sampled context. ``verify`` is called with its view (and its writers) for further
         checks by the caller."""
-        queries = None if self.first else SAMPLED
-        return {"sample": (self.row, verify or _nothing_more), "queries": queries}
+        return {"sample": (self.row, verify or (lambda *_: None))}
 
     def provenance(self, drop: int, **about: Any) -> Provenance:
         """What was read; the window begins at ``drop``. ``about`` adds fields of the provenance or
         replaces them."""
-        return self.view.provenance(
-            **{
-                "corpus": self.source.corpus,
-                "token_hash": self.token_hash,
-                "has_bos": self.begins_with_bos,
-                "window": (drop, self.source.length),
-                "contexts": self.contexts,
-                "seed": self.seed,
-                "flags": self.source.flags,
-                **about,
-            }
-        )
-
-
-def _nothing_more(*_: object) -> None:
-    """No further check: the pass itself compares the sampled context with the model."""
+        read: dict[str, Any] = {"corpus": self.source.corpus, "token_hash": self.token_hash}
+        read |= {"has_bos": self.begins_with_bos, "window": (drop, self.source.length)}
+        read |= {"contexts": self.contexts, "seed": self.seed, "flags": self.source.flags}
+        return self.view.provenance(**(read | about))

@@ -84,52 +84,6 @@ class HeadTypes:
     queries: dict[str, int]
 
 
-class Detection:
-    """Scores patterns of any layer on given tokens. The keys and queries that count for each type,
-    and the baselines, are computed once. ``allowed`` is the mask (causal for ``None``)."""
-
-    def __init__(
-        self,
-        tokens: Int[Tensor, "batch position"],
-        allowed: Bool[Tensor, "query key"] | None,
-        device: torch.device,
-    ) -> None:
-        length, tokens = tokens.shape[1], tokens.cpu()
-        allowed = causal_mask(length) if allowed is None else allowed
-        uniform = allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)
-        keys_of = detection_patterns(tokens)
-        repeated = keys_of["duplicate"].any(-1)
-        after_first = torch.arange(length).expand_as(repeated) >= 1
-        queries_of = {
-            "previous": after_first,
-            "neighbourhood": after_first,
-            "same": torch.ones_like(repeated),
-            "duplicate": repeated,
-            "induction": repeated,
-        }
-        counted = {name: keys & queries_of[name].unsqueeze(-1) for name, keys in keys_of.items()}
-        self.queries = {name: int(queries.sum()) for name, queries in queries_of.items()}
-        # NaN in place of a count of zero, so that a type without a query has no score
-        self.counts = {name: count or torch.nan for name, count in self.queries.items()}
-        self.baselines = {
-            name: float((uniform * keys).sum()) / self.counts[name]
-            for name, keys in counted.items()
-        }
-        self.counted = {name: keys.to(device) for name, keys in counted.items()}
-        self.queries_of = {name: q.sum(-1).double().to(device) for name, q in queries_of.items()}
-
-    def scores(self, pattern: Float[Tensor, "*layer batch head query key"]) -> HeadTypes:
-        """The scores of patterns, on their device; any axes in front of ``batch`` are kept."""
-        scores, errors = {}, {}
-        for name, counted in self.counted.items():
-            row_sums = (pattern * counted.unsqueeze(1)).sum((-2, -1), dtype=torch.float64)
-            scores[name] = row_sums.sum(-2) / self.counts[name]
-            errors[name] = _ratio_error(row_sums, self.queries_of[name])
-        return HeadTypes(
-            scores=scores, errors=errors, baselines=self.baselines, queries=self.queries
-        )
-
-
 def head_type_scores(
     pattern: Float[Tensor, "*layer batch head query key"],
     tokens: Int[Tensor, "batch position"],
@@ -145,11 +99,29 @@ def head_type_scores(
     >>> bool(abs(types.scores["induction"] - types.baselines["induction"]) < 1e-6)
     True
     """
-    length = tokens.shape[1]
-    fits = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == len(tokens)
+    (batch, length), device = tokens.shape, pattern.device
+    fits = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == batch
     expected = f"[... batch head query key] for tokens {tuple(tokens.shape)}"
     require(fits, "pattern", expected=expected, got=describe(pattern))
-    return Detection(tokens, allowed, pattern.device).scores(pattern)
+    allowed = causal_mask(length) if allowed is None else allowed.cpu()
+    uniform = allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)
+    keys_of = detection_patterns(tokens.cpu())
+    repeated = keys_of["duplicate"].any(-1)
+    after_first = torch.arange(length).expand(batch, -1) >= 1
+    queries_of: dict[str, Tensor] = {"same": torch.ones_like(repeated)}
+    queries_of |= {"duplicate": repeated, "induction": repeated}
+    queries_of |= {"previous": after_first, "neighbourhood": after_first}
+    scores, errors, baselines, queries = {}, {}, {}, {}
+    for name in HEAD_TYPES:
+        keys = keys_of[name] & queries_of[name].unsqueeze(-1)
+        counts, queries[name] = queries_of[name].sum(-1).double(), int(queries_of[name].sum())
+        # NaN in place of a count of zero, so that a type without a query has no score
+        count = queries[name] or torch.nan
+        row_sums = (pattern * keys.unsqueeze(1).to(device)).sum((-2, -1), dtype=torch.float64)
+        scores[name] = row_sums.sum(-2) / count
+        errors[name] = _ratio_error(row_sums, counts.to(device))
+        baselines[name] = float((uniform * keys).sum()) / count
+    return HeadTypes(scores=scores, errors=errors, baselines=baselines, queries=queries)
 
 
 def _ratio_error(
@@ -228,12 +200,13 @@ def measure_types(
     ]
     tokens = torch.cat(batches)
     all_keys = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
-    detection = Detection(tokens, None if view.causal else all_keys, view.device)
+    allowed = None if view.causal else all_keys
     types: dict[int, HeadTypes] = {}
 
     def take(layer: int, pattern: Tensor) -> None:
         # layers may lie on several devices; these patterns are small enough to be moved
-        types[layer] = detection.scores(pattern.detach().float().to(view.device))
+        pattern = pattern.detach().float().to(view.device)
+        types[layer] = head_type_scores(pattern, tokens, allowed=allowed)
 
     view.run(tokens, {view.pattern_hooks[layer]: partial(take, layer) for layer in layers})
 

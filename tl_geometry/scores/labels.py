@@ -1,5 +1,5 @@
-"""Which group of terms (or which term) drives a head? Its label is the one that comes first both by
-covariance and by gain. Every table of shares prints it.
+"""The group of terms (or the term) that drives a head: the one that comes first both by covariance
+and by gain. Every table of shares prints it.
 
 A covariance share counts all cells of a row alike, a gain share by the attention that is paid to
 them. Removing a term matters only as far as it changes attention, so a label by covariance alone
@@ -24,33 +24,6 @@ and a lead of more than 0.1 over the second by both shares, about the difference
 samples of a corpus."""
 
 
-class Ranking(NamedTuple):
-    """The term that comes first by one kind of share, for each head: its index, its share, its lead
-    over the second (``margin``), and whether the lead is clear."""
-
-    first: Int[Tensor, " head"]
-    share: Float[Tensor, " head"]
-    margin: Float[Tensor, " head"]
-    clear: Bool[Tensor, " head"]
-
-    @staticmethod
-    def of(
-        shares: Float[Tensor, "head term"], certain: Bool[Tensor, " head"] | None = None
-    ) -> Ranking:
-        """``certain`` says for which heads the interval of the lead excludes zero; ``None`` where
-        no intervals were computed."""
-        ranked, order = shares.sort(dim=-1, descending=True, stable=True)
-        several = shares.shape[1] > 1
-        margin = (
-            ranked[:, 0] - ranked[:, 1] if several else torch.full_like(ranked[:, 0], torch.inf)
-        )
-        clear = margin > MARGIN_OVER
-        clear = clear if certain is None else clear & certain
-        # added below: a head with any NaN share gets a NaN share and margin
-        nan_or_zero = torch.where(torch.isnan(shares).any(-1), torch.nan, 0.0)
-        return Ranking(order[:, 0], ranked[:, 0] + nan_or_zero, margin + nan_or_zero, clear)
-
-
 class Dominant(NamedTuple):
     """Label of each head, and what it rests on: the name that comes first by covariance
     (``by_cs``), its ``share`` and its lead over the second (``margin``); the same by gain; and a
@@ -67,12 +40,17 @@ class Dominant(NamedTuple):
     flags: tuple[str, ...]
 
 
+Certain = tuple[Bool[Tensor, " head"] | None, Bool[Tensor, " head"] | None]
+"""For which heads the interval of the lead excludes zero, by covariance and by gain; ``None``
+where no intervals were computed."""
+
+
 def dominant(
     cs: Float[Tensor, "head term"],
     gs: Float[Tensor, "head term"],
     names: Sequence[str],
     *,
-    certain: tuple[Bool[Tensor, " head"] | None, Bool[Tensor, " head"] | None] = (None, None),
+    certain: Certain = (None, None),
 ) -> Dominant:
     """The name that has the largest covariance share and the largest gain share, if the first is
     over :data:`SHARE_OVER` and both lead by more than :data:`MARGIN_OVER` (and the head is among
@@ -88,29 +66,36 @@ def dominant(
     if not names:
         unknown, no_names = torch.full((len(cs),), torch.nan, dtype=cs.dtype), ("",) * len(cs)
         return Dominant(no_names, no_names, unknown, unknown, no_names, unknown, unknown, no_names)
-    by_cs, by_gs = (Ranking.of(x, c) for x, c in zip((cs, gs), certain, strict=True))
-    uniform, no_gain = torch.isnan(by_cs.share), torch.isnan(by_gs.share)
+    (first_cs, share, margin), (first_gs, gain, gain_margin) = _leading(cs), _leading(gs)
+    uniform, no_gain = torch.isnan(share), torch.isnan(gain)
     # without a gain share nothing disagrees, so there is no flag (and, without a lead, no label)
-    agree = (by_cs.first == by_gs.first) | no_gain
-    clear = by_cs.clear & by_gs.clear & agree & (by_cs.share > SHARE_OVER)
-    labels, first_by_cs, first_by_gs, flags = [], [], [], []
-    for head in range(len(cs)):
-        name_by_cs, name_by_gs = names[int(by_cs.first[head])], names[int(by_gs.first[head])]
-        if uniform[head]:
-            name_by_cs = name_by_gs = UNIFORM
-        elif no_gain[head]:
-            name_by_gs = ""
-        first_by_cs.append(name_by_cs)
-        first_by_gs.append(name_by_gs)
-        labels.append(name_by_cs if uniform[head] or clear[head] else UNCLEAR)
-        flags.append("" if agree[head] else f"{name_by_cs} by cs, {name_by_gs} by gs")
-    return Dominant(
-        tuple(labels),
-        tuple(first_by_cs),
-        by_cs.share,
-        by_cs.margin,
-        tuple(first_by_gs),
-        by_gs.share,
-        by_gs.margin,
-        tuple(flags),
-    )
+    agree = (first_cs == first_gs) | no_gain
+    clear = agree & (share > SHARE_OVER) & (margin > MARGIN_OVER) & (gain_margin > MARGIN_OVER)
+    for sure in certain:
+        clear = clear if sure is None else clear & sure
+    by_cs = [
+        UNIFORM if u else str(names[i]) for i, u in zip(first_cs.tolist(), uniform, strict=True)
+    ]
+    by_gs = [
+        UNIFORM if u else "" if n else str(names[i])
+        for i, u, n in zip(first_gs.tolist(), uniform, no_gain, strict=True)
+    ]
+    known = (clear | uniform).tolist()
+    labels = [name if k else UNCLEAR for name, k in zip(by_cs, known, strict=True)]
+    flags = [
+        "" if same else f"{a} by cs, {b} by gs"
+        for a, b, same in zip(by_cs, by_gs, agree, strict=True)
+    ]
+    gains = (tuple(by_gs), gain, gain_margin)
+    return Dominant(tuple(labels), tuple(by_cs), share, margin, *gains, tuple(flags))
+
+
+def _leading(
+    shares: Float[Tensor, "head term"],
+) -> tuple[Int[Tensor, " head"], Float[Tensor, " head"], Float[Tensor, " head"]]:
+    """The first term of each head, its share, and its lead over the second (infinite for a single
+    term); share and lead are NaN for a head with any NaN share."""
+    ranked, order = shares.sort(dim=-1, descending=True, stable=True)
+    ranked = torch.nn.functional.pad(ranked, (0, 1), value=-torch.inf)
+    unknown = torch.where(shares.isnan().any(-1), torch.nan, 0.0)
+    return order[:, 0], ranked[:, 0] + unknown, ranked[:, 0] - ranked[:, 1] + unknown

@@ -1,5 +1,5 @@
-"""Which coordinates of a head does a choice of rotary planes mean? A rotary plane is a pair of
-coordinates that rotate together. Splits, tables, views and edits by plane ask here.
+"""Rotary planes of heads: pairs of coordinates that rotate together, how they are chosen, and their
+shares of the scores. Splits, sweeps, views and edits by plane ask here.
 
 With rotated queries and keys ``q~, k~`` plane m of a term is
 
@@ -7,7 +7,7 @@ With rotated queries and keys ``q~, k~`` plane m of a term is
 
 For constant q and k it is proportional to ``cos(theta_m (i - j) + phase)``, a function of the
 offset, whose wavelength ``2 pi / theta_m`` is in tokens. Planes are chosen by their number, by a
-:class:`Band` of wavelengths, or by the name of a default band:
+pair ``(over, up_to)`` of wavelengths, or by the name of a band:
 
     near    wavelength <= 16           turns within a few tokens
     middle  16 < wavelength <= T       turns at least once in a prompt of T tokens
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeGuard, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,35 +31,40 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.models.rotary import RotaryPlanes
+from tl_geometry.scores.labels import dominant
+from tl_geometry.scores.terms import TermResult
 
 NEAR = 16
-"""The longest wavelength, in tokens, of the default band ``near``."""
+"""The longest wavelength, in tokens, of the band ``near``."""
 PASS = "pass"
 """Name of the band of coordinates that are not rotated."""
-
-
-class Band(NamedTuple):
-    """Planes with ``over < wavelength <= up_to`` (tokens). Coordinates that are not rotated are in
-    no band of wavelengths."""
-
-    over: float
-    up_to: float
-
-
+Band = tuple[float, float]
+"""Planes with ``over < wavelength <= up_to`` (tokens). Coordinates that are not rotated are in no
+band of wavelengths."""
 PlanesLike = int | str | Band | Sequence[int | str | Band]
-"""Planes by number, by the name of a default band, by a band of wavelengths, or several of
-these."""
+"""Planes by number, by the name of a band, by a band of wavelengths (two floats), or several."""
 
 
 def default_bands(length: int) -> dict[str, Band]:
-    """The default bands for prompts of ``length`` tokens.
+    """The bands of wavelengths for prompts of ``length`` tokens.
 
     >>> default_bands(128)["middle"]
-    Band(over=16, up_to=128)
+    (16.0, 128.0)
     """
     # in a prompt no longer than NEAR the middle band is empty, not reversed
-    middle = max(NEAR, length)
-    return {"near": Band(0, NEAR), "middle": Band(NEAR, middle), "far": Band(middle, math.inf)}
+    near, middle = float(NEAR), float(max(NEAR, length))
+    return {"near": (0.0, near), "middle": (near, middle), "far": (middle, math.inf)}
+
+
+def is_band(planes: PlanesLike) -> TypeGuard[Band]:
+    """Whether a choice of planes is a pair of wavelengths: ``(0.0, 16.0)`` is, ``(0, 16)`` are two
+    numbers of planes.
+
+    >>> is_band((0.0, 16.0)), is_band((0, 16))
+    (True, False)
+    """
+    pair = isinstance(planes, tuple) and len(planes) == 2
+    return pair and any(isinstance(x, float) for x in cast("Sequence[object]", planes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +81,10 @@ class HeadPlanes:
     @staticmethod
     def of(planes: Sequence[RotaryPlanes], length: int) -> HeadPlanes:
         """The planes of heads, given those of each head's layer."""
-        n_planes = max(len(p.theta) for p in planes)
-        theta = torch.full((len(planes), n_planes), torch.nan, dtype=torch.float64)
-        for row, layer_planes in zip(theta, planes, strict=True):
-            row[: len(layer_planes.theta)] = layer_planes.theta
+        most = max(len(p.theta) for p in planes)
+        theta = torch.full((len(planes), most), torch.nan, dtype=torch.float64)
+        for row, of_layer in zip(theta, planes, strict=True):
+            row[: len(of_layer.theta)] = of_layer.theta
         return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
 
     @property
@@ -87,32 +92,27 @@ class HeadPlanes:
         """Tokens per turn; infinite for what is not rotated, NaN where there is no such plane."""
         return 2 * math.pi / self.theta.abs()
 
-    def inside(self, band: Band) -> Bool[Tensor, "head plane"]:
-        """Which planes a band holds."""
-        # NaN, the frequency of a plane that the head lacks, compares false
-        turned = self.theta.abs() > 0
-        return turned & (self.wavelength > band.over) & (self.wavelength <= band.up_to)
-
     def chosen(self, planes: PlanesLike) -> Bool[Tensor, "head plane"]:
         """The planes of each head that a choice means; planes that a head lacks are never
         chosen."""
         if isinstance(planes, str):
             bands = default_bands(self.length)
             name = checks.choice(planes, (*bands, PASS), "planes")
-            return self.theta == 0 if name == PASS else self.inside(bands[name])
-        # a Band is a tuple, so it must be recognised before sequences
-        if isinstance(planes, Band):
-            expected, got = "over < up_to, both at least 0", tuple(planes)
-            require(0 <= planes.over < planes.up_to, "planes", expected=expected, got=got)
-            return self.inside(planes)
+            return self.theta == 0 if name == PASS else self.chosen(bands[name])
+        if is_band(planes):
+            over, up_to = planes
+            expected = "0 <= over <= up_to"
+            require(0 <= over <= up_to, "planes", expected=expected, got=planes)
+            # NaN, the frequency of a plane that the head lacks, compares false
+            turned = self.theta.abs() > 0
+            return turned & (self.wavelength > over) & (self.wavelength <= up_to)
         if isinstance(planes, int):
             count = self.theta.shape[1]
-            expected = f"planes 0 to {count - 1}, a Band of wavelengths, or near, middle, far, pass"
+            expected = f"planes 0 to {count - 1}, two wavelengths, or near, middle, far, pass"
             require(0 <= planes < count, "planes", expected=expected, got=planes)
-            numbered = torch.arange(count) == planes
-            return numbered & ~self.theta.isnan()
+            return (torch.arange(count) == planes) & ~self.theta.isnan()
         chosen = torch.zeros(self.theta.shape, dtype=torch.bool)
-        for choice in planes:
+        for choice in cast("Sequence[PlanesLike]", planes):
             chosen |= self.chosen(choice)
         return chosen
 
@@ -120,14 +120,9 @@ class HeadPlanes:
         """Which coordinates lie in the chosen planes."""
         return chosen.gather(1, self.plane)
 
-    def bands(self) -> tuple[tuple[str, ...], ...]:
-        """The default band of each plane of each head, ``""`` where there is none."""
-        names = (*default_bands(self.length), PASS)
-        table = torch.stack([self.chosen(name) for name in names], -1)
-        return tuple(
-            tuple(names[row.index(True)] if any(row) else "" for row in head)
-            for head in table.tolist()
-        )
+    def bands(self) -> dict[str, Bool[Tensor, "head plane"]]:
+        """The planes in each band; every plane is in one."""
+        return {name: self.chosen(name) for name in (*default_bands(self.length), PASS)}
 
     def select(self, heads: Int[Tensor, " head"]) -> HeadPlanes:
         """The same for some heads, in the given order."""
@@ -137,11 +132,93 @@ class HeadPlanes:
 def describe_planes(planes: PlanesLike) -> str:
     """The name of a choice of planes in captions and flags.
 
-    >>> describe_planes(["near", 7]), describe_planes(Band(0, 16))
+    >>> describe_planes(["near", 7]), describe_planes((0.0, 16.0))
     ('near, 7', 'wavelengths over 0 up to 16')
     """
-    if isinstance(planes, Band):
-        return f"wavelengths over {planes.over:g} up to {planes.up_to:g}"
     if isinstance(planes, str | int):
         return str(planes)
-    return ", ".join(describe_planes(choice) for choice in planes)
+    if is_band(planes):
+        return "wavelengths over {:g} up to {:g}".format(*planes)
+    return ", ".join(describe_planes(choice) for choice in cast("Sequence[PlanesLike]", planes))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BandTable(TermResult):
+    """Shares of the bands of wavelengths, all terms together, one row for each head: what
+    :meth:`PlaneTable.by_band` returns. ``dominant`` is the band that is first by covariance and by
+    gain, each with a clear lead, else ``"unclear"``."""
+
+    heads: tuple[tuple[int, int], ...]
+    bands: tuple[str, ...]
+    dominant: tuple[str, ...]
+    cs: Float[Tensor, "head band"]
+    gs: Float[Tensor, "head band"]
+
+    def columns(self) -> Sequence[str]:
+        shares = [f"{share}_{band}" for share in ("cs", "gs") for band in self.bands]
+        return ("layer", "head", "dominant", *shares)
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        shares = torch.cat([self.cs, self.gs], 1).tolist()
+        each = zip(self.heads, self.dominant, shares, strict=True)
+        return [(*head, label, *of_head) for head, label, of_head in each]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlaneTable(TermResult):
+    """Shares of each rotary plane, by term, for each head: what ``.planes()`` of a split or a sweep
+    returns.
+
+    ``cs = sum X~^(m) . S~ / sum S~^2`` and ``gs = sum (p - u) . X^(m) / sum (p - u) . S`` for plane
+    m of each term X (:mod:`tl_geometry.scores.sums`). Each sums to one over planes and terms; with
+    ALiBi, whose term is in no plane, to one less its share. A model without rotation has one plane.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    terms: tuple[str, ...]
+    head_planes: HeadPlanes
+    cs: Float[Tensor, "head plane term"]
+    gs: Float[Tensor, "head plane term"]
+    table_axes = ("head", "plane", "term")
+    table_values = ("wavelength", "cs", "gs")
+
+    @property
+    def length(self) -> int:
+        """Positions of a prompt, which the bands depend on."""
+        return self.head_planes.length
+
+    @property
+    def wavelength(self) -> Float[Tensor, "head plane"]:
+        """Tokens per turn of each plane."""
+        return self.head_planes.wavelength
+
+    @property
+    def total_cs(self) -> Float[Tensor, "head plane"]:
+        """Covariance shares of the planes, all terms together."""
+        return self.cs.sum(-1)
+
+    @property
+    def total_gs(self) -> Float[Tensor, "head plane"]:
+        """Gain shares of the planes, all terms together."""
+        return self.gs.sum(-1)
+
+    def table_mask(self) -> Tensor:
+        """A head may have fewer planes than the widest one."""
+        return ~self.head_planes.theta.isnan().unsqueeze(-1).expand_as(self.cs)
+
+    def by_band(self) -> BandTable:
+        """Sums over the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``."""
+        member = self.head_planes.bands()
+        cs, gs = (
+            torch.stack([(total * x).sum(-1) for x in member.values()], -1)
+            for total in (self.total_cs, self.total_gs)
+        )
+        return BandTable(
+            provenance=self.provenance,
+            bias_label=self.bias_label,
+            heads=self.heads,
+            bands=tuple(member),
+            dominant=dominant(cs, gs, tuple(member)).labels,
+            cs=cs,
+            gs=gs,
+        )

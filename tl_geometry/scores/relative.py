@@ -1,5 +1,5 @@
 """How do attention scores depend on relative position, the offset i - j of query and key? Public
-functions of a split (:func:`offset_profile`, :func:`offset_share`) and of a model
+function of a split (:func:`offset_profile`) and of a model
 (:func:`relative_kernel`); the report's section on rotary planes calls the first.
 
 - **Kernel.** On a normalised basis the (bias, bias) term of a rotary model without QK-norm is
@@ -7,8 +7,6 @@ functions of a split (:func:`offset_profile`, :func:`offset_share`) and of a mod
   and R_D the rotation by D positions, it is ``kappa(D) = sum_m kappa_m(D)``, where plane m gives
   ``kappa_m(D) = scale <R_D q, k> = c_m cos(theta_m D) + s_m sin(theta_m D)``.
 - **Profile** of any term or plane: its mean over the cells at each offset.
-- **Share** of the scores that a function of the offset explains, in prompts that it was not fitted
-  on.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from typing import Any
 
 import torch
-from einops import einsum
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks
@@ -28,21 +25,20 @@ from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
-from tl_geometry.base.rows import row_center
-from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.models.attention_spec import rotate
+from tl_geometry.models.attention import rotate
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
+from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.scores.planes import HeadPlanes
-from tl_geometry.scores.shapes import OffsetSums, offset_sums
-from tl_geometry.scores.split import ScoreSplit
+from tl_geometry.scores.score_split import ScoreSplit
 from tl_geometry.scores.splitter import is_relative
 
 TOTAL = "all terms"
 """Name of the sum of all terms in a profile."""
+Offsets = Float[Tensor, " offset"] | Int[Tensor, " offset"]
+"""Offsets i - j in tokens."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,9 +81,7 @@ class RelativeKernel(Result):
         phase = torch.remainder(torch.atan2(self.sine, self.cosine) * self.theta.sign(), math.tau)
         return phase / torch.where(self.theta == 0, torch.nan, self.theta.abs())
 
-    def by_plane(
-        self, offsets: Int[Tensor, " offset"] | None = None
-    ) -> Float[Tensor, "head plane offset"]:
+    def by_plane(self, offsets: Offsets | None = None) -> Float[Tensor, "head plane offset"]:
         """The kernel of each plane at ``offsets``, by default 0 to
         ``head_planes.length - 1``."""
         distances = torch.arange(self.head_planes.length) if offsets is None else offsets
@@ -96,7 +90,7 @@ class RelativeKernel(Result):
         cosine, sine = (torch.nan_to_num(x).unsqueeze(-1) for x in (self.cosine, self.sine))
         return cosine * angle.cos() + sine * angle.sin()
 
-    def total(self, offsets: Int[Tensor, " offset"] | None = None) -> Float[Tensor, "head offset"]:
+    def total(self, offsets: Offsets | None = None) -> Float[Tensor, "head offset"]:
         """The kernel itself: the sum over planes."""
         return self.by_plane(offsets).sum(1)
 
@@ -125,8 +119,8 @@ def relative_kernel(
         length: positions of the forward pass whose rotation is used (some scaled rotary bases
             depend on it), by default the positions that the basis has seen.
 
-    Raises ``GeometryError`` for a basis of the states themselves and for models without rotation,
-    ``UnsupportedModelError`` for QK-norm, whose scale varies by token:
+    Raises ``GeometryError`` for a basis of the states themselves, ``UnsupportedModelError`` for
+    models without rotation and for QK-norm, whose scale varies by token:
     ``offset_profile(split, "bias-bias")`` has the mean at each offset there.
     """
     view = as_view(model)
@@ -136,9 +130,8 @@ def relative_kernel(
     got, instead = "one of the states themselves", "decompose(model, tokens, normalize=True)"
     require(basis.provenance.normalized, "basis", expected=expected, got=got, instead=instead)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    size = basis.length if length is None else length
-    fits = 2 <= size <= view.n_ctx
-    require(fits, "length", expected=f"2 to {view.n_ctx} positions", got=size)
+    size, expected = basis.length if length is None else length, f"2 to {view.n_ctx} positions"
+    require(2 <= size <= view.n_ctx, "length", expected=expected, got=size)
     kernels: dict[int, tuple[RotaryPlanes, Tensor]] = {}
 
     def on_layer(layer: LayerView) -> None:
@@ -175,16 +168,13 @@ def _kernel_of(
     the sines'."""
     turn, what = layer.turn, f"layer {layer.layer}"
     if turn is None:
-        fail(what, expected="a rotary model", got="scores without rotation")
-    require(
-        bool(is_relative(layer)),
-        what,
-        expected="scores without a scale that varies by token",
-        got="QK-norm",
-        instead='offset_profile(split_scores(...), "bias-bias")',
-        error=UnsupportedModelError,
-    )
-    planes = rotary_planes(layer)
+        got = "scores without rotation"
+        fail(what, expected="a rotary model", got=got, error=UnsupportedModelError)
+    expected, got = "scores without a scale that varies by token", "QK-norm"
+    options: dict[str, Any] = {"instead": 'offset_profile(split_scores(...), "bias-bias")'}
+    options["error"] = UnsupportedModelError
+    require(is_relative(layer), what, expected=expected, got=got, **options)
+    planes = layer.planes()
     mean = basis.mean[basis.index(layer.layer)].to(layer.h).expand_as(layer.h[:1])
     # at position 0 nothing is turned yet
     q = (layer.q_map(mean) + layer.q_constant[:1])[0, :1].double()
@@ -235,18 +225,6 @@ class OffsetProfile(Result):
         return {axis: self.offsets.tolist()} if axis == "offset" else super().axis_labels(axis)
 
 
-def _term_and_mask(
-    split: ScoreSplit, term: tuple[str, str] | str | None, drop: int | None
-) -> tuple[Float[Tensor, "batch head query key"], Bool[Tensor, "head query key"]]:
-    """A term, or all of them together, as a matrix (finite everywhere), and the mask, both without
-    the dropped positions."""
-    start = (split.provenance.window or (0, 0))[0] if drop is None else drop
-    length = split.allowed.shape[-1]
-    require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
-    matrix = split.sum_of_terms() if term is None else split[term]
-    return matrix[..., start:, start:], split.allowed[:, start:, start:]
-
-
 def offset_profile(
     split: ScoreSplit,
     term: tuple[str, str] | str | None = None,
@@ -262,8 +240,11 @@ def offset_profile(
     so that its interval has no width.
     """
     require(0 < level < 1, "level", expected="between 0 and 1", got=level)
-    term_matrix, allowed = _term_and_mask(split, term, drop)
-    term_matrix = term_matrix.double()
+    start = (split.provenance.window or (0, 0))[0] if drop is None else drop
+    length = split.k.shape[2]
+    require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+    matrix = split.summed() if term is None else split.terms[term]
+    term_matrix, allowed = matrix[..., start:, start:].double(), split.allowed[:, start:, start:]
     batch, heads, length, _ = term_matrix.shape
     # i - j + length - 1, so that the most negative offset has index 0
     index = torch.arange(length).unsqueeze(1) - torch.arange(length) + length - 1
@@ -278,7 +259,7 @@ def offset_profile(
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
     mean, low, high, cells = (x[:, first:].cpu() for x in (mean, low, high, cells))
-    name = TOTAL if term is None else term if isinstance(term, str) else "-".join(term)
+    name = TOTAL if term is None else split.label("-".join(split.terms.pair(term)))
     return OffsetProfile(
         provenance=split.provenance,
         heads=split.heads,
@@ -290,70 +271,3 @@ def offset_profile(
         cells=cells,
         level=level,
     )
-
-
-def offset_share(
-    split: ScoreSplit,
-    term: tuple[str, str] | str | None = None,
-    *,
-    groups: int | None = None,
-    drop: int | None = None,
-) -> Float[Tensor, " head"]:
-    """Share of the row-centred scores (or of one term) that row-centred indicators of the offset
-    explain, cross-validated.
-
-    Prompts are cut into ``groups`` contiguous groups g. The profile ``beta_(-g)`` is fitted on all
-    other groups by least squares, with S~ the row-centred scores and D~ the row-centred indicators,
-    and ``share = 1 - sum_g |S~_g - D~ beta_(-g)|^2 / sum_g |S~_g|^2``. It is at most one, and
-    negative where the profile of other prompts predicts worse than none.
-
-    Its null value is zero: without a profile common to all prompts, 5 to 8% of shares are above it.
-    Prompts of one text belong in one group, which by default holds 8 prompts
-    (:func:`prompt_groups`). If each text has a profile of its own, 10% of shares are above zero
-    with 8 texts and 13% with 2 to 4. With fewer than 16 prompts the share holds for their texts
-    only.
-    """
-    batch = split.q.shape[1]
-    groups = prompt_groups(batch) if groups is None else groups
-    require(2 <= groups <= batch, "groups", expected=f"2 to {batch}, the prompts", got=groups)
-    term_matrix, allowed = _term_and_mask(split, term, drop)
-    shares = torch.full((len(split.heads),), torch.nan, dtype=torch.float64)
-    for layer in dict.fromkeys(layer for layer, _ in split.heads):
-        heads_of_layer = [i for i, (head_layer, _) in enumerate(split.heads) if head_layer == layer]
-        # heads of one layer have the same mask
-        inside = allowed[heads_of_layer[0]]
-        centred = row_center(term_matrix[:, heads_of_layer].double(), inside)
-        shares[heads_of_layer] = cross_validated(
-            [offset_sums(part, inside) for part in centred.tensor_split(groups)]
-        ).cpu()
-    return shares
-
-
-def prompt_groups(prompts: int) -> int:
-    """Groups of :func:`offset_share`: 8, or as many as hold 8 prompts each, at least 2.
-
-    Consecutive prompts are often of one text. In simulations where each run of eight prompts shared
-    a profile and all prompts together had none, eight groups of 2 prompts gave a share above zero
-    in 81% of repeats, eight groups of 4 in 40%.
-
-    >>> prompt_groups(12), prompt_groups(40), prompt_groups(200)
-    (2, 5, 8)
-    """
-    return max(2, min(8, prompts // BLOCK))
-
-
-def cross_validated(groups: Sequence[OffsetSums]) -> Float[Tensor, " head"]:
-    """The share of :func:`offset_share` from the sums of each group of prompts."""
-    pooled = reduce(OffsetSums.__add__, groups)
-    used = pooled.counts > 0
-    explained = torch.zeros_like(pooled.energy)
-    for group in groups:
-        gram = (pooled.gram - group.gram)[used][:, used]
-        # the dummies sum to a row constant, so the Gram matrix is singular: eigenvalues below 1e-10
-        # of the largest are rounding
-        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
-        beta = (pooled.sums - group.sums)[:, used] @ inverse
-        fitted = einsum(beta, group.gram[used][:, used], beta, "head d, d e, head e -> head")
-        # |S~|^2 - |S~ - D~ beta|^2 of the group, from its sums
-        explained += 2 * (beta * group.sums[:, used]).sum(-1) - fitted
-    return explained / torch.where(pooled.energy > 0, pooled.energy, torch.nan)

@@ -1,23 +1,22 @@
-"""Which queries, keys and values does each part of a layer's input give, and do the terms add up to
-the model's scores? ``split_scores``, ``split_values`` and ``explain_logit`` call :class:`Splitter`;
-sweeps and edits by term take :func:`rounding_flags` and :func:`is_relative` from here."""
+"""What a split is made of: views of the layers from a forward pass or a cache, queries, keys and
+values of the parts of their inputs, and the comparison of sums with the model's own numbers. Splits
+call all of it; sweeps and edits by term judge rounding here."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.base.rows import KeyRanges
-from tl_geometry.base.transfer import on_cpu
-from tl_geometry.models.attention_spec import scores_of
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import require
+from tl_geometry.base.results import Provenance
+from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import (
@@ -25,268 +24,143 @@ from tl_geometry.models.reconstruction import (
     head_spreads,
     judge_rounding,
     pattern_error,
-    pattern_roundoff,
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.rotary import RotaryPlanes, rotary_planes
-from tl_geometry.models.row_pass import ROW_CELLS
 from tl_geometry.models.softmax import soft_cap
-from tl_geometry.scores.families import BIAS, Family
-from tl_geometry.scores.projection import Side
+from tl_geometry.models.writers import Written, run_written
+from tl_geometry.scores.families import Family
+from tl_geometry.scores.terms import BIAS
 
-PRESETS = ("exact", "paper", "reference")
-"""Exact terms, and the two published ways to split (:func:`tl_geometry.split_scores`)."""
-
-
-@dataclass(frozen=True, eq=False)
-class HeadTerms:
-    """The terms of the chosen heads of one layer: queries (with the score scale) and keys by part,
-    and what else makes the scores.
-
-    ``bias`` is ALiBi. ``scores`` are the model's own, with ``preset="reference"`` only. ``scale``
-    is A of the bounds in ``checks``. ``rotary`` says that (bias, bias) holds the mean of a rotary
-    model, ``relative`` that no frozen scale varies by token: both decide how that term is shown
-    (:func:`tl_geometry.scores.terms.bias_label`).
-    """
-
-    layer: int
-    heads: tuple[int, ...]
-    q: Float[Tensor, "part batch query head d_head"]
-    k: Float[Tensor, "part batch key head d_head"]
-    bias: Float[Tensor, "head query key"] | None
-    mask: Bool[Tensor, "query key"] | KeyRanges
-    softcap: Float[Tensor, " head"]
-    sinks: Float[Tensor, " head"]
-    scores: Float[Tensor, "batch head query key"] | None
-    checks: list[Check]
-    scale: float
-    rotary: bool
-    relative: bool
-    planes: RotaryPlanes
+CELLS = 2**22
+"""Cells of scores that are compared or drawn at a time (16 MiB in float32)."""
+ALL = slice(None)
+CACHE_TOLERANCE = 0.02
+"""Relative difference of a token's state (in Euclidean norm) beyond which a cache is taken for one
+of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
-class Splitter:
-    """Splits the inputs of layers into a family of parts and projects them; parts of a normalised
-    basis are those of the normed stream."""
+def part_names(family: Family) -> tuple[str, ...]:
+    """Names of the part axis: the constants of norm and projection come first."""
+    return (BIAS, *family.names)
 
-    def __init__(
-        self, view: ModelView, family: Family, layers: Sequence[int], preset: str = "exact"
-    ) -> None:
-        self.view, self.family, self.preset = view, family, preset
-        self.layers = tuple(sorted(layers))
-        self.flags: list[str] = []
-        exact = preset == "exact"
-        usual = family.positional and family.names == ("pos", "cvec")
-        expected, got = f"('pos', 'cvec') with preset={preset!r}", ", ".join(family.names[:4])
-        require(exact or usual, "parts", expected=expected, got=got, instead="preset='exact'")
-        fits, what = exact or not family.normalized, f"basis with preset={preset!r}"
-        expected = "a basis of the states themselves, as published"
-        instead = "decompose(model, tokens, normalize=False), or preset='exact'"
-        require(fits, what, expected=expected, got="a normalised basis", instead=instead)
-        # the paper's terms have no constants; the published code leaves the mean in the content
-        leading = {"exact": (BIAS,), "paper": ("mean",), "reference": ()}[preset]
-        self.names = (*leading, *family.names)
 
-    def reading(self, layer: LayerView) -> LayerView:
-        """The layer as a function of what is split: its input, or with a normalised basis the
-        normed input."""
-        return layer.normalized() if self.family.normalized else layer
+def reading(family: Family, layer: LayerView) -> LayerView:
+    """The layer as a function of what is split: its input, or with a normalised basis the normed
+    input."""
+    return layer.normalized() if family.normalized else layer
 
-    def terms_of(
-        self, layer: LayerView, heads: Sequence[int], device: torch.device | str
-    ) -> HeadTerms:
-        """Project one layer's parts for the chosen heads and check that they add up."""
-        layer = self.reading(layer)
-        pick = torch.tensor(heads, device=layer.q.device)
-        checks = [(layer.layer, name, *pair) for name, pair in layer.reconstruction.checks.items()]
-        scale, scores = layer.reconstruction.scale, None
-        if self.preset == "exact":
-            q, k = (self._project(layer, which)[..., pick, :] for which in "qk")
-            q = q * layer.scale
-            scale = self._compare(layer, q, k, pick, checks)
-        else:
-            q, k = (x[..., pick, :] for x in self._published(layer))
-        if self.preset == "reference":
-            model_q, model_k = (x[None][..., pick, :] for x in (layer.q * layer.scale, layer.k))
-            scores, _ = _sum_and_size(layer, model_q, model_k, pick)
-        measured = layer.bias is not None and layer.bias_source == "measured"
-        flags = ["scores before the soft cap"] if layer.softcap is not None else []
-        flags += ["ALiBi measured"] if measured else []
-        self.flags = list(dict.fromkeys([*self.flags, *flags]))
-        sinks = torch.full((len(heads),), -torch.inf) if layer.sinks is None else layer.sinks[pick]
-        cap = torch.inf if layer.softcap is None else layer.softcap
-        numbers: dict[str, Any] = {"dtype": layer.h.dtype, "device": device}
-        return HeadTerms(
-            layer=layer.layer,
-            heads=tuple(heads),
-            q=q.to(device),
-            k=k.to(device),
-            bias=None if layer.bias is None else layer.bias[pick].to(device),
-            mask=layer.mask,
-            softcap=torch.full((len(heads),), cap, **numbers),
-            sinks=sinks.to(**numbers),
-            scores=None if scores is None else scores.to(device),
-            checks=checks,
-            scale=scale,
-            rotary=layer.rotary and self.family.positional and "mean" not in self.family.names,
-            relative=bool(is_relative(layer)),
-            # the paper's terms are not rotated
-            planes=rotary_planes(replace(layer, turn=None) if self.preset == "paper" else layer),
+
+def project(
+    family: Family, layer: LayerView, which: str, written: Written | None = None
+) -> Float[Tensor, "part batch position head d_head"]:
+    """Queries (without the score scale), keys or values of each part of a :func:`reading`, the
+    constants with ``bias``. No part is the remainder of the others, so that their sum is a real
+    check."""
+    parts = torch.stack(list(family.parts(layer, written).values()))
+    projected = getattr(layer, f"{which}_map")(parts)
+    projected = projected * getattr(layer, f"{which}_scale").unsqueeze(-1)
+    constant = getattr(layer, f"{which}_constant").unsqueeze(0)
+    if family.mean_in_bias:
+        return torch.cat([constant + projected[:1], projected[1:]])
+    return torch.cat([constant, projected])
+
+
+def row_blocks(length: int, cells_per_row: int) -> Iterator[slice]:
+    """Query rows, as many at a time as have about :data:`CELLS` cells."""
+    step = max(1, CELLS // cells_per_row)
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+
+
+Compare = Callable[[slice, Bool[Tensor, "row key"], Tensor], None]
+"""Receives query rows, the keys that they may attend to, and the sums of all terms there."""
+
+
+def sizes_and_spreads(
+    layer: LayerView,
+    q: Float[Tensor, "part batch query head d_head"],
+    k: Float[Tensor, "part batch key head d_head"],
+    heads: Sequence[int] | slice = ALL,
+    queries: slice = ALL,
+    compare: Compare | None = None,
+) -> tuple[float, Float[Tensor, " head"]]:
+    """A of the bounds, the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed
+    cells of some queries (after the scale) with all keys, and how far scores spread in a row of
+    each head. Scores are formed a few rows at a time, and handed to ``compare``."""
+    sizes: list[Tensor] = []
+    extremes: list[Tensor] = []
+    several: list[Tensor] = []
+    rows_of = heads if isinstance(heads, slice) else list(heads)
+    bias = None if layer.bias is None else layer.bias[rows_of]
+    places, cells = range(q.shape[2])[queries], q.shape[1] * q.shape[3] * k.shape[2]
+    sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
+    for block in row_blocks(len(places), cells):
+        at = places[block]
+        rows = slice(at.start, at.stop, at.step)
+        total, size = (
+            einsum(a[:, rows], b, "batch query head e, batch key head e -> batch head query key")
+            for a, b in sums
         )
-
-    def values(self, layer: LayerView) -> Float[Tensor, "part batch position head d_head"]:
-        """Values of the parts, the constants with ``bias``."""
-        return self._project(self.reading(layer), "v")
-
-    def _project(
-        self, layer: LayerView, which: str
-    ) -> Float[Tensor, "part batch position head d_head"]:
-        """Each part projected by itself, the constants with ``bias``. No part is the remainder of
-        the others, so that :meth:`_compare` is a real check."""
-        side = Side.of(layer, which)
-        mapped = side.map(torch.stack(list(self.family.parts(layer).values())))
-        scaled = mapped * side.frozen.unsqueeze(-1)
-        if not self.family.positional:
-            return torch.cat([side.constant.unsqueeze(0), scaled])
-        mean_apart = "mean" in self.family.names
-        # bias takes in the mean, unless it is a part by itself
-        mean = torch.zeros_like(mapped[0]) if mean_apart else mapped[0]
-        bias, pos = side.bias_and_pos(torch.stack([mean, mapped[1]]))
-        return torch.stack([bias, *([scaled[0]] if mean_apart else []), pos, *scaled[2:]])
-
-    def _published(self, layer: LayerView) -> tuple[Tensor, Tensor]:
-        """Queries and keys ``[part batch position head d_head]`` as the paper, or its code,
-        computes them."""
-        require(
-            layer.added is None,
-            "preset",
-            got=repr(self.preset),
-            instead="preset='exact'",
-            expected="'exact' where positions are added to queries and keys (Shortformer)",
-            error=UnsupportedModelError,
-        )
-        # by name, an exception: papers/ comes after scores/ in the order of packages
-        presets = importlib.import_module("tl_geometry.papers.split_presets")
-        return getattr(presets, self.preset)(self.view, layer, self.family.parts(layer))
-
-    def _compare(
-        self, layer: LayerView, q: Tensor, k: Tensor, heads: Tensor, checks: list[Check]
-    ) -> float:
-        """Compare the sum of all terms with the model's numbers; returns A, the largest product of
-        the parts' absolute values."""
-        for name, parts, model in (("q parts", q / layer.scale, layer.q), ("k parts", k, layer.k)):
-            size = layer.reconstruction.sizes.get(name[0], 0.0)
-            size = max(float(parts.abs().sum(0).max()), size)
-            error = float((parts.sum(0) - model[:, :, heads]).abs().max())
-            bound = reconstruction_bound(layer.roundoff, size)
-            checks.append((layer.layer, name, error, bound))
-        pattern_errors: list[Tensor] = []
-        score_errors: list[Tensor] = []
-        sizes = PartSizes()
-        in_rows = layer.pattern is None and layer.scores is None
-        for rows, allowed, total, size in score_blocks(layer, q, k, heads):
-            sizes.take(allowed, total, size)
-            if in_rows:
-                # in blocks of rows the model's scores were compared with these, then dropped
-                own = scores_of(layer.q[:, rows, heads], layer.k[:, :, heads], layer.scale)
-                score_errors.append(torch.where(allowed, total - own, 0.0).abs().max())
-            capped = soft_cap(total, layer.softcap)
-            if layer.scores is not None:
-                error = torch.where(allowed, capped - layer.scores[:, heads, rows], 0.0)
-                score_errors.append(error.abs().max())
-            if layer.pattern is not None:
-                pattern = layer.pattern[:, heads, rows]
-                pattern_errors.append(pattern_error(capped, pattern, allowed, layer.roundoff))
-        scale, spreads = sizes.settled()
-        if layer.pattern is not None:
-            # softmax rounds by a few units however small the scores, as in report_of()
-            unit = pattern_roundoff(layer.pattern, layer.roundoff)
-            bound = reconstruction_bound(unit, max(scale, 1.0))
-            error = float(torch.stack(pattern_errors).max())
-            checks.append((layer.layer, "sum pattern", error, bound))
-        if layer.scores is not None or in_rows:
-            bound = reconstruction_bound(layer.roundoff, scale)
-            # by the triangle inequality: terms to recomputed scores, plus these to the model's
-            model = layer.reconstruction.checks.get("scores", (0.0, 0.0))[0] if in_rows else 0.0
-            error = float(torch.stack(score_errors).max()) + model
-            checks.append((layer.layer, "sum scores", error, bound))
-        require_reconstruction(checks, f"split of layer {layer.layer}")
-        scales, what = (layer.reconstruction.scale, scale), f"layer {layer.layer}"
-        self.flags += judge_rounding(layer.roundoff, scales, spreads, what)
-        return scale
-
-
-class PartSizes:
-    """Collects, block by block, the largest product of absolute values of the parts (A of the
-    bounds) and how far scores spread in each row."""
-
-    def __init__(self) -> None:
-        self.sizes: list[Tensor] = []
-        self.extremes: list[tuple[Tensor, Tensor]] = []
-
-    def take(self, allowed: Tensor, total: Tensor, size: Tensor) -> None:
-        """Take in a block of rows."""
-        self.sizes.append(torch.where(allowed, size, 0.0).max())
+        if bias is not None:
+            of_rows = bias[:, rows if bias.shape[1] > 1 else ALL]
+            total, size = total + of_rows, size + of_rows.abs()
+        allowed = layer.seen_by(rows)
+        if compare is not None:
+            compare(rows, allowed, total)
+        sizes.append(torch.where(allowed, size, 0.0).max())
         lowest = torch.where(allowed, total, torch.inf).amin(-1)
         highest = torch.where(allowed, total, -torch.inf).amax(-1)
         # a row of two "keys", lowest and highest: head_spreads needs no others
-        several = (allowed.sum(-1) > 1).unsqueeze(-1).expand(-1, 2)
-        self.extremes.append((torch.stack([lowest, highest], -1), several))
-
-    def settled(self) -> tuple[float, Float[Tensor, " head"]]:
-        """The largest product, and :func:`head_spreads` of all rows. Both are copied to the CPU
-        together, because each copy waits for a GPU."""
-        extremes, several = zip(*self.extremes, strict=True)
-        spreads = head_spreads(torch.cat(extremes, 2), torch.cat(several))
-        scale, spreads = on_cpu([torch.stack(self.sizes).max(), spreads])
-        return float(scale), spreads
+        extremes.append(torch.stack([lowest, highest], -1))
+        several.append((allowed.sum(-1) > 1).unsqueeze(-1).expand(-1, 2))
+    spreads = head_spreads(torch.cat(extremes, 2), torch.cat(several))
+    return float(torch.stack(sizes).max()), spreads.cpu()
 
 
-def score_blocks(
-    layer: LayerView,
-    q: Float[Tensor, "part batch query head d_head"],
-    k: Float[Tensor, "part batch key head d_head"],
-    heads: Tensor | slice,
-    queries: slice = slice(None),
-) -> Iterator[tuple[slice, Bool[Tensor, "row key"], Tensor, Tensor]]:
-    """Some queries with all keys, a few rows at a time: the rows, the keys that they may attend to,
-    and the sums and sizes of :func:`_sum_and_size`."""
-    batch, length = q.shape[1:3]
-    # indexing a range resolves the slice, a step included, to positions
-    step, places = max(1, ROW_CELLS // (batch * q.shape[3] * length)), range(length)[queries]
-    for start in range(0, len(places), step):
-        block = places[start : start + step]
-        rows = slice(block.start, block.stop, block.step)
-        yield rows, layer.seen_by(rows), *_sum_and_size(layer, q, k, heads, rows)
+def compare_scores(
+    layer: LayerView, q: Tensor, k: Tensor, heads: Sequence[int]
+) -> tuple[list[Check], float, tuple[str, ...]]:
+    """The sum of all terms of some heads (``q`` after the scale) beside the model's own queries,
+    keys, scores and pattern: the checks, A of their bounds, and remarks on rounding. What does not
+    add up is refused."""
+    checks: list[Check] = [
+        (layer.layer, name, *pair) for name, pair in layer.reconstruction.checks.items()
+    ]
+    for name, parts, model in (("q parts", q / layer.scale, layer.q), ("k parts", k, layer.k)):
+        size = float(parts.abs().sum(0).max())
+        size = max(size, layer.reconstruction.sizes.get(name[0], 0.0))
+        error = float((parts.sum(0) - model[:, :, heads]).abs().max())
+        checks.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
+    pattern_errors: list[Tensor] = []
+    score_errors: list[Tensor] = []
 
+    def compare(rows: slice, allowed: Tensor, total: Tensor) -> None:
+        capped = soft_cap(total, layer.softcap)
+        if layer.scores is not None:
+            error = torch.where(allowed, capped - layer.scores[:, heads, rows], 0.0)
+            score_errors.append(error.abs().max())
+        if layer.pattern is not None:
+            pattern = layer.pattern[:, heads, rows]
+            pattern_errors.append(pattern_error(capped, pattern, allowed, layer.roundoff))
 
-def _sum_and_size(
-    layer: LayerView,
-    q: Float[Tensor, "part batch query head d_head"],
-    k: Float[Tensor, "part batch key head d_head"],
-    heads: Tensor | slice,
-    queries: slice = slice(None),
-) -> tuple[Tensor, Tensor]:
-    """Scores of some queries (after the scale) with all keys, summed over all parts, and
-    ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|``, which their rounding is proportional to.
-    Both are ``[batch head query key]``."""
-    q = q[:, :, queries]
-    total, size = (
-        einsum(a, b, "batch query head e, batch key head e -> batch head query key")
-        for a, b in ((q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0)))
-    )
-    if layer.bias is None:
-        return total, size
-    bias = layer.bias[heads][:, queries]
-    return total + bias, size + bias.abs()
+    scale, spreads = sizes_and_spreads(layer, q, k, heads, compare=compare)
+    # softmax rounds by a few units however small the scores
+    for name, errors, bound in (
+        ("sum pattern", pattern_errors, reconstruction_bound(layer.roundoff, max(scale, 1.0))),
+        ("sum scores", score_errors, reconstruction_bound(layer.roundoff, scale)),
+    ):
+        if errors:
+            checks.append((layer.layer, name, float(torch.stack(errors).max()), bound))
+    require_reconstruction(checks, f"split of layer {layer.layer}")
+    scales = (layer.reconstruction.scale, scale)
+    return checks, scale, judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
 
 
 def rounding_flags(
     layer: LayerView,
     q: Float[Tensor, "part batch position head d_head"],
     k: Float[Tensor, "part batch position head d_head"],
-    queries: slice = slice(None),
+    queries: slice = ALL,
     heads: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
     """:func:`judge_rounding` for the parts of some queries (after the scale) and of all keys;
@@ -295,29 +169,91 @@ def rounding_flags(
     unsplit = layer.reconstruction.scale or float(
         q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()
     )
-    pick = slice(None) if heads is None else torch.tensor(heads, device=q.device)
-    sizes = PartSizes()
-    for _, allowed, total, size in score_blocks(layer, q, k, pick, queries):
-        sizes.take(allowed, total, size)
-    scale, spreads = sizes.settled()
+    scale, spreads = sizes_and_spreads(layer, q, k, ALL if heads is None else heads, queries)
     return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
 
 
-def masks_of(
-    layers: Sequence[HeadTerms], pick: Int[Tensor, " head"]
-) -> Bool[Tensor, "head query key"] | KeyRanges:
-    """The masks of the chosen heads; ranges of keys where the prompts ran in blocks of rows."""
-    masks = [terms.mask for terms in layers for _ in terms.heads]
-    ranges = [mask for mask in masks if isinstance(mask, KeyRanges)]
-    if not ranges:
-        return torch.stack([masks[i][:].to(pick.device) for i in pick.tolist()])
-    first, stop = (
-        torch.stack([getattr(ranges[i], x) for i in pick.tolist()]) for x in ("first", "stop")
-    )
-    return KeyRanges(first, stop, ranges[0].keys)
-
-
-def is_relative(layer: LayerView) -> Bool[Tensor, ""]:
+def is_relative(layer: LayerView) -> bool:
     """Whether all frozen scales are one (a normalised basis and no QK-norm), so that products of
     constant queries and keys depend on the rotation alone."""
-    return ((layer.q_scale == 1) & (layer.k_scale == 1)).all()
+    return bool(((layer.q_scale == 1) & (layer.k_scale == 1)).all())
+
+
+# ---- before and after the layers
+
+
+def check_basis(view: ModelView, rows: TokenWindows, basis: PositionContext | None) -> None:
+    """Raise unless the basis, if there is one, is of this model and has seen these positions."""
+    if basis is None:
+        return
+    require_basis(basis)
+    basis.check_model(view, rows.has_bos if view.bos_id is not None else None)
+    require_positions(basis, rows.tokens.shape[1])
+
+
+def require_positions(basis: PositionContext, length: int) -> None:
+    """Raise where prompts are longer than what the basis has seen."""
+    expected = f"at most {basis.length} positions, as the basis has seen"
+    instead = "decompose(...) on windows of this length"
+    require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
+
+
+def each_layer(
+    view: ModelView,
+    rows: TokenWindows,
+    cache: Any,
+    layers: Sequence[int],
+    on_layer: Callable[[LayerView, Written | None], None],
+    *,
+    writers: bool = False,
+) -> None:
+    """Call ``on_layer`` with the view of each layer, and with what was written into its input where
+    ``writers`` are asked for, from one forward pass or from a cache of these tokens."""
+    if cache is not None:
+        _check_cache(view, rows, cache)
+    if writers:
+        run_written(view, rows.tokens, layers, on_layer, cache=cache)
+    elif cache is None:
+        view.run_layers(rows.tokens, layers, lambda layer: on_layer(layer, None))
+    else:
+        for number in layers:
+            on_layer(view.layer(number, cache), None)
+
+
+def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:
+    """Refuse a cache whose first state differs from what the model computes for these tokens, at
+    any of them, by more than :data:`CACHE_TOLERANCE`."""
+    shape = tuple(prompts.tokens.shape)
+    mapping = hasattr(cache, "cache_dict") or isinstance(cache, Mapping)
+    expected = "an ActivationCache, or a mapping from hook names"
+    require(mapping, "cache", expected=expected, got=describe(cache), instead="cache=None")
+    name = next((name for name in view.state_hooks if name in cache), None)
+    if name is None:
+        return  # what makes the layers refuses it, with an error of its own
+    instead = "a cache of these tokens, with a batch dimension (remove_batch_dim=False)"
+    expected, got = f"activations of tokens {shape}", tuple(cache[name].shape[:-1])
+    require(got == shape, "cache", expected=expected, got=got, instead=instead)
+    state = view.activations(prompts.tokens, [name])[name].float()
+    error = torch.linalg.vector_norm(state - cache[name].to(state.device).float(), dim=-1)
+    far = int((error > CACHE_TOLERANCE * torch.linalg.vector_norm(state, dim=-1)).sum())
+    expected, got = "activations of these tokens", f"others at {far} tokens"
+    require(far == 0, "cache", expected=expected, got=got, instead="cache=None")
+
+
+def provenance_of(
+    view: ModelView,
+    rows: TokenWindows,
+    basis: PositionContext | None,
+    flags: Sequence[str] = (),
+    *,
+    normalized: bool = False,
+    after_bos: bool = False,
+) -> Provenance:
+    """What a split was computed from. The window starts where the basis's does; without a basis at
+    0, or with ``after_bos`` at 1 where the prompts begin with BOS."""
+    start = int(after_bos and rows.has_bos) if basis is None else basis.window[0]
+    # a prompt that ends before the window keeps its last position
+    start = min(start, rows.tokens.shape[1] - 1)
+    window, remarks = (start, rows.tokens.shape[1]), () if basis is None else basis.remarks(view)
+    flags = tuple(dict.fromkeys([*flags, *remarks]))
+    return view.provenance(rows, window=window, flags=flags, normalized=normalized)

@@ -1,5 +1,5 @@
-"""How much of a head's scores does each term explain? Covariance, gain and energy shares, computed
-exactly and without a term as a matrix. Called by ``split.shares()`` and every sweep.
+"""Covariance and gain shares of the terms of attention scores, without a term as a matrix: the one
+contraction behind splits, sweeps, rotary planes and intervals.
 
 A score is a sum of terms, ``S = sum_ab X_ab`` with ``X_ab[i, j] = q_a[i] . k_b[j]`` over the parts
 a of the query stream and b of the key stream (plus a bias such as ALiBi). Softmax ignores a
@@ -7,9 +7,8 @@ constant added to a row, so terms are compared row-centred over the allowed keys
 ``X~ = X - (mean of the row)``. Then
 
     covariance share  cs_X = sum X~ . S~ / sum S~^2       (sums to one over the terms; may be < 0)
-    energy share      es_X = sum X~^2 / sum_Y sum Y~^2    (between 0 and 1; sums to one)
 
-with both sums over all contexts and rows. These two count all cells of a row alike. The gain share
+with both sums over all contexts and rows, which counts all cells of a row alike. The gain share
 weights each cell by the attention that it gets beyond its even share:
 
     gain share        gs_X = sum_i G_X(i) / sum_i G_S(i),   G_X(i) = sum_j (p_ij - u_ij) X_ij
@@ -19,254 +18,310 @@ terms and does not change with a constant per row, and ``G_S(i) = KL(p_i || u) +
 how far the row is from uniform. With a soft cap p is that of the capped scores while X and S are
 those before it; sinks are left out of p.
 
-No term is needed as a matrix. With ``S~`` formed once, ``sum X~_ab . S~`` is
-``sum_i q_a[i] . (S~ k_b)[i]`` (rows of S~ sum to zero, so X need not be centred). The gain is the
-same with ``p - u`` in place of S~. ``sum X~^2`` is a quadratic form of the queries in the second
-moments of the keys, taken in blocks of query rows
-(:class:`~tl_geometry.scores.blockwise.KeyMoments`).
+No term is needed as a matrix. With ``W`` the row-centred scores (or ``p - u``), whose rows sum to
+zero, ``sum W . X_ab = sum_i q_a[i] . (W k_b)[i]``. Query rows are taken in blocks, so that memory
+grows with the length of a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
-from tl_geometry.base.rows import KeyRanges, after, causal_mask
 from tl_geometry.base.sums import Sums
-from tl_geometry.scores.blockwise import (
-    BLOCK,
-    KeyMoments,
-    PlaneIndex,
-    block_scores,
-    contracted,
-    form_of,
-)
+
+BLOCK = 64
+"""Query rows per block: its scores stay in the cache of a CPU core, and products with them are
+still large enough to be fast."""
+WORKING_SET = {"cpu": 2**23, "cuda": 2**29}
+"""Bytes that one step works on, by type of device: about the cache of a CPU core, or enough to fill
+a GPU."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShareSums(Sums):
-    """Sums behind the shares, per context or pooled (:meth:`~tl_geometry.base.sums.Sums.pooled`);
-    pooled ones add up over contexts, prompts and processes.
+    """Sums behind the shares; they add up over contexts, prompts and processes.
 
-    ``numerators`` are ``sum X~ . S~``, ``energies`` ``sum X~^2``, ``gains`` ``sum (p - u) . X``;
-    ``total`` is ``sum S~^2``, ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the
-    total that rounding alone could leave; ``cells`` counts the allowed keys of query rows with at
-    least two, for each head, because masks differ between layers (sliding windows).
-    ``plane_numerators`` and ``plane_gains`` are numerators and gains of the coordinates of each
+    ``numerators`` are ``sum X~ . S~`` and ``gains`` ``sum (p - u) . X``; ``total`` is ``sum S~^2``,
+    ``gain_total`` ``sum (p - u) . S``, all in float64; ``floor`` is the total that rounding alone
+    could leave. ``by_plane`` are numerators and gains (axis ``weight``) of the coordinates of each
     rotary plane, where asked for. The ``pair`` axis is (query part, key part), flattened; the
     ``term`` axis is the same and then the bias, where there is one
     (:func:`tl_geometry.scores.terms.term_pairs`).
     """
 
     numerators: Float[Tensor, "*context head term"]
-    energies: Float[Tensor, "*context head term"]
     gains: Float[Tensor, "*context head term"]
     total: Float[Tensor, "*context head"]
     gain_total: Float[Tensor, "*context head"]
     floor: Float[Tensor, "*context head"]
-    cells: Float[Tensor, "*context head"]
-    plane_numerators: Float[Tensor, "*context head plane pair"] | None = None
-    plane_gains: Float[Tensor, "*context head plane pair"] | None = None
+    by_plane: Float[Tensor, "weight head plane pair"] | None = None
 
     @staticmethod
     def beside(layers: Sequence[ShareSums]) -> ShareSums:
-        """Pooled sums of several layers as one, with their heads in order on the head axis. Rotary
-        planes that a layer lacks are zeros."""
-        planes = [s.plane_gains.shape[-2] for s in layers if s.plane_gains is not None]
+        """Sums of several layers as one, on the CPU, with their heads in order on the head axis.
+        Rotary planes that a layer lacks are zeros."""
+        most = max((0 if s.by_plane is None else s.by_plane.shape[2]) for s in layers)
 
-        def filled(name: str, value: Tensor) -> Tensor:
-            if not name.startswith("plane_"):
-                return value
-            return pad(value, (0, 0, 0, max(planes) - value.shape[-2]))
+        def wide(name: str, value: Tensor) -> Tensor:
+            return value if name != "by_plane" else pad(value, (0, 0, 0, most - value.shape[2]))
 
-        return ShareSums.cat([layer.mapped(filled) for layer in layers], "head")
-
-    @property
-    def cs(self) -> Float[Tensor, "*context head term"]:
-        """Covariance shares; NaN where a head is uniform."""
-        return self.numerators / self.known(self.total).unsqueeze(-1)
-
-    @property
-    def es(self) -> Float[Tensor, "*context head term"]:
-        """Energy shares; NaN where a head is uniform."""
-        return self.energies / self.known(self.energies.sum(-1)).unsqueeze(-1)
-
-    @property
-    def gs(self) -> Float[Tensor, "*context head term"]:
-        """Gain shares; NaN where a head is uniform."""
-        return self.gains / self.known(self.gain_total).unsqueeze(-1)
+        return ShareSums.cat([layer.to("cpu").mapped(wide) for layer in layers], "head")
 
     @property
     def uniform(self) -> Bool[Tensor, "*context head"]:
         """Heads whose row-centred scores are zero within rounding: they attend uniformly."""
         return self.total <= self.floor
 
-    def known(self, total: Float[Tensor, "*context head"]) -> Float[Tensor, "*context head"]:
-        """``total`` as a divisor: NaN where a head is uniform, so that its shares are NaN."""
-        return torch.where(self.uniform, torch.nan, total)
+    @property
+    def cs(self) -> Float[Tensor, "*context head term"]:
+        """Covariance shares; NaN where a head is uniform."""
+        return self.numerators / self.total.masked_fill(self.uniform, torch.nan).unsqueeze(-1)
+
+    @property
+    def gs(self) -> Float[Tensor, "*context head term"]:
+        """Gain shares; NaN where a head is uniform."""
+        return self.gains / self.gain_total.masked_fill(self.uniform, torch.nan).unsqueeze(-1)
 
 
 def share_sums(
     q: Float[Tensor, "part batch query head d_head"],
-    k: Float[Tensor, "part batch key head d_head"],
-    allowed: Bool[Tensor, "..."] | KeyRanges | None = None,
+    k: Float[Tensor, "part batch key ... d_head"],
+    mask: Bool[Tensor, "query key"],
     *,
-    bias: Float[Tensor, "..."] | None = None,
-    drop: int = 0,
+    bias: Float[Tensor, "head row key"] | None = None,
     softcap: float | None = None,
-    energy: bool = True,
-    gain: bool = True,
-    planes: PlaneIndex | None = None,
-    working_set: int = 2**24,
-    form: str | None = None,
+    plane: Int[Tensor, " d_head"] | None = None,
 ) -> ShareSums:
-    """Numerators, gains and energies of all terms per context, without a term as a matrix.
+    """Numerators and gains of all terms, summed over contexts, without a term as a matrix.
 
-    ``q`` and ``k`` are the projected parts after any rotation, grouped keys expanded to the heads,
-    ``q`` times the attention scale. ``allowed`` is ``[query key]`` or ``[batch query key]`` (causal
-    for ``None``), or the range of keys of each query, which holds no cells;
-    ``bias [head query key]`` (or with a batch axis in front) is added to the scores and becomes the
-    last term. The first ``drop`` queries and keys are left out. ``softcap`` c makes the pattern
-    behind the gains that of ``c tanh(S / c)``. ``energy=False`` leaves the energies NaN,
-    ``gain=False`` the gains. ``planes`` says which rotary plane each coordinate lies in, for sums
-    by plane as well. ``working_set`` bounds the bytes held at a time. ``form`` is that of the mask,
-    where it is known (:func:`~tl_geometry.base.rows.mask_form`). Half precision is computed in
-    float32; sums are float64.
+    ``q`` and ``k`` are the projected parts after any rotation, ``q`` times the attention scale;
+    heads may share their keys. ``mask`` says which keys each query may attend to; ``bias`` (its
+    ``row`` axis is that of the queries, or one for all) is added to the scores and becomes the last
+    term. ``softcap`` c makes the pattern behind the gains that of ``c tanh(S / c)``. ``plane``
+    numbers the rotary plane of each coordinate, for sums by plane as well. Half precision is
+    computed in float32; sums are float64.
 
-    The cost, in products of all queries with all keys of a head: about parts + 1 for the
-    numerators, parts more for the gains, and parts (2 d_head + parts BLOCK) / keys for the
-    energies.
+    The cost, in products of all queries with all keys of a head: ``2 parts + 1``.
 
-    >>> q = torch.randn(3, 2, 9, 4, 8); k = torch.randn(3, 2, 9, 4, 8)
-    >>> sums = share_sums(q, k).pooled()
+    >>> q, k = torch.randn(2, 3, 2, 9, 4, 8)
+    >>> sums = share_sums(q, k, torch.ones(9, 9).tril().bool())
     >>> sums.cs.shape, bool(torch.allclose(sums.cs.sum(-1), torch.ones(4).double(), atol=1e-4))
     (torch.Size([4, 9]), True)
     """
-    expected, got = "two tensors [part batch position head d_head] of one shape", describe(q)
-    fits = q.dim() == 5 and q.shape == k.shape
-    require(fits, "q, k", expected=expected, got=f"{got} and {describe(k)}")
-    length = q.shape[2]
-    expected = f"0 to {length - 1} of {length} positions"
-    require(0 <= drop < length, "drop", expected=expected, got=drop)
-    mask = after(allowed if isinstance(allowed, KeyRanges) else _mask(allowed, q), drop)
-    masks = len(mask) if isinstance(mask, Tensor) else 1
-    q, k = (x[:, :, drop:] if x.element_size() > 2 else x[:, :, drop:].float() for x in (q, k))
-    if bias is not None:
-        bias = bias[..., drop:, drop:].to(q)
-        bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
-        bias = bias.expand(max(len(bias), masks), -1, -1, -1)
-    form = form or ("causal" if allowed is None else form_of(mask))
-    planes = planes and planes._replace(plane=planes.plane.to(q.device))
-    parts, batch, queries, heads, width = q.shape
-    # numbers of one head and context: a block of scores (the softmax behind the gains takes two
-    # more), queries and keys by part, and a block of all pairs of parts for the energies
-    score_rows = (1 + 2 * gain) * min(BLOCK, queries)
-    cells = queries * (score_rows + 2 * parts * width) + parts**2 * BLOCK * BLOCK * 2
-    step = max(1, working_set // (q.element_size() * heads * cells))
-    sums: list[ShareSums] = []
-    for start in range(0, batch, step):
-        contexts = slice(start, start + step)
-        batch_mask = mask[contexts] if masks > 1 else mask
-        batch_bias = bias if bias is None or len(bias) == 1 else bias[contexts]
-        options: dict[str, Any] = {"softcap": softcap, "energy": energy, "gain": gain}
-        options["form"] = form
-        sums.append(
-            _sums(q[:, contexts], k[:, contexts], batch_mask, batch_bias, planes, **options)
-        )
-    return ShareSums.cat(sums)
+    fits = q.dim() == 5 and q.shape[:3] == k.shape[:3] and q.shape[3] % k.shape[3] == 0
+    expected, got = "[part batch position head d_head] of both", f"{describe(q)} and {describe(k)}"
+    require(fits, "q, k", expected=expected, got=got)
+    k = k.repeat_interleave(q.shape[3] // k.shape[3], 3) if q.shape[3] != k.shape[3] else k
+    q, k = (x if x.element_size() > 2 else x.float() for x in (q, k))
+    step = contexts_at_once(q[0], len(q))
+    chunks = zip(q.split(step, 1), k.split(step, 1), strict=True)
+    sums = (_sums(*chunk, mask, bias, softcap, plane) for chunk in chunks)
+    return reduce(ShareSums.__add__, sums)
 
 
-def _mask(allowed: Tensor | None, q: Tensor) -> Bool[Tensor, "batch query key"]:
-    batch, length = q.shape[1:3]
-    allowed = causal_mask(length, device=q.device) if allowed is None else allowed
-    mask = allowed if allowed.dim() == 3 else allowed.unsqueeze(0)
-    fits = mask.dim() == 3 and mask.shape[1:] == (length, length) and len(mask) in (1, batch)
-    expected = f"bool [query key] or [batch query key] of {length} positions"
-    fits = fits and mask.dtype == torch.bool
-    require(fits, "allowed", expected=expected, got=describe(allowed))
-    return mask.to(q.device)
+def contexts_at_once(q: Float[Tensor, "batch query head d_head"], parts: int) -> int:
+    """Contexts of which the working set holds queries and keys by part, their copies, and five
+    blocks of scores."""
+    _, length, heads, width = q.shape
+    numbers = heads * length * (5 * min(BLOCK, length) + 6 * parts * width)
+    limit = WORKING_SET.get(q.device.type, WORKING_SET["cpu"])
+    return max(1, limit // (q.element_size() * numbers))
 
 
 def _sums(
     q: Tensor,
     k: Tensor,
-    mask: Tensor | KeyRanges,
+    mask: Tensor,
     bias: Tensor | None,
-    planes: PlaneIndex | None,
-    *,
     softcap: float | None,
-    energy: bool,
-    gain: bool,
-    form: str,
+    plane: Tensor | None,
 ) -> ShareSums:
     """Sums of a few contexts.
 
     The mean over positions is first subtracted from the keys. That changes each row of a term by a
     constant, which row-centring removes, and leaves smaller numbers to round.
     """
-    parts, batch, _, heads, _ = q.shape
     queries = rearrange(q, "a b i h e -> b h i a e").contiguous()
     keys = rearrange(k, "c b j h e -> b h j c e").contiguous()
-    norms = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
+    parts, planes = len(q), 1 if plane is None else int(plane.max()) + 1
+    plane = None if plane is None else plane.to(q.device)
+    sizes = [torch.linalg.vector_norm(x.flatten(2), dim=-1).double() for x in (queries, keys)]
     shift = keys.mean(2, keepdim=True)
     keys = keys - shift  # not in place: it may be the caller's memory
     query, key = reduce(torch.add, queries.unbind(3)), reduce(torch.add, keys.unbind(3))
-    tables, moments = keys.flatten(3), KeyMoments(keys)
-    shape = (batch, heads, planes.planes if planes else 1, parts**2)
-    zeros = partial(torch.zeros, dtype=torch.float64, device=q.device)
-    pairs = {"numerators": zeros(shape), "gains": zeros(shape)}
-    of_bias = {name: zeros(batch, heads, int(bias is not None)) for name in (*pairs, "energies")}
-    energies, total, gain_total = zeros(batch, heads, parts**2), *zeros(2, batch, heads)
-    options: dict[str, Any] = {"key_shift": shift.sum(3), "bias": bias, "softcap": softcap}
-    options["form"] = form
-    for block, centred, block_bias, moved in block_scores(query, key, mask, gain=gain, **options):
-        rows = queries[:, :, block.start : block.stop]
-        total += torch.linalg.vector_norm(centred, dim=(-2, -1)).double().square()
-        for name, weight in (("numerators", centred), ("gains", moved)):
-            if weight is None:
-                continue
-            pairs[name] += contracted(weight, rows, tables[:, :, : block.end], planes)
+    heads, tables = q.shape[3], keys.flatten(3)
+    zeros = torch.zeros(2, heads, planes, parts**2, dtype=torch.float64, device=q.device)
+    pairs, of_bias = zeros, zeros.new_zeros(2, heads, int(bias is not None))
+    totals, bias_squares = zeros.new_zeros(2, heads), zeros.new_zeros(heads)
+    for block, centred, block_bias, moved in block_scores(
+        query, key, mask, key_shift=shift.sum(3), bias=bias, softcap=softcap
+    ):
+        rows = queries[:, :, block.rows]
+        for n, weight in enumerate((centred, moved)):
+            pairs[n] += _contracted(weight, rows, tables[:, :, : block.end], plane, planes)
             if block_bias is not None:
-                product = (weight * block_bias).sum((-2, -1), dtype=torch.float64)
-                of_bias[name] += product.unsqueeze(-1)
-        if moved is not None:
-            gain_total += moved.mul_(centred).sum(-1).sum(-1, dtype=torch.float64)
-        if energy:
-            energies += moments.energies(rows, block).flatten(2)
+                of_bias[n, :, 0] += (weight * block_bias).sum((0, 2, 3), dtype=torch.float64)
+        totals[0] += torch.linalg.vector_norm(centred, dim=(2, 3)).double().square().sum(0)
+        totals[1] += moved.mul_(centred).sum(-1).sum((0, 2), dtype=torch.float64)
         if block_bias is not None:
-            squares = block_bias.square().sum((-2, -1), dtype=torch.float64)
-            of_bias["energies"] += squares.unsqueeze(-1)
+            bias_squares += len(q[0]) * block_bias.square().sum((1, 2), dtype=torch.float64)
     # rounding of a score is at most 32 u |q| |k|, as in models.reconstruction; the squares of all
     # cells sum to at most (32 u)^2 sum |q|^2 sum |k|^2
     unit = 32 * unit_roundoff(q.dtype)
-    floor = (unit * norms[0] * norms[1]).square() + unit**2 * of_bias["energies"].sum(-1)
-    allowed_keys = mask.counts if isinstance(mask, KeyRanges) else mask.sum(-1)
-    # a row with one key has no choice: its centred scores are zero
-    several = torch.where(allowed_keys > 1, allowed_keys, 0)
-    by_plane = {} if planes is None else {f"plane_{name}": x for name, x in pairs.items()}
-    if not gain:
-        by_plane.pop("plane_gains", None)
-    terms = {name: x.sum(2) for name, x in pairs.items()} | {"energies": energies}
-    terms = {name: torch.cat([x, of_bias[name]], -1) for name, x in terms.items()}
-    for name, measured in (("gains", gain), ("energies", energy)):
-        if not measured:
-            terms[name].fill_(torch.nan)
+    floor = (unit * sizes[0] * sizes[1]).square().sum(0) + unit**2 * bias_squares
+    numerators, gains = torch.cat([pairs.sum(2), of_bias], -1)
     return ShareSums(
-        **terms,
-        **by_plane,
-        total=total,
-        gain_total=gain_total,
+        numerators=numerators,
+        gains=gains,
+        total=totals[0],
+        gain_total=totals[1],
         floor=floor,
-        cells=zeros(batch, heads) + several.sum(-1).reshape(-1, 1).to(q.device),
+        by_plane=None if plane is None else pairs,
     )
+
+
+def _contracted(
+    weight: Float[Tensor, "batch head query key"],
+    rows: Float[Tensor, "batch head query part d_head"],
+    tables: Float[Tensor, "batch head key column"],
+    plane: Int[Tensor, " d_head"] | None,
+    planes: int,
+) -> Float[Tensor, "head plane pair"]:
+    """``sum_ij W_ij X_ij`` of all terms X of queries and keys over contexts, by rotary plane
+    (without ``plane`` all coordinates are one). Rows of W sum to zero. ``tables`` are the keys of
+    all parts side by side."""
+    weighted = (weight @ tables).unflatten(-1, rows.shape[-2:])
+    if plane is None:
+        # one small product [query part, key part] per query, then a float64 sum over queries
+        return (rows @ weighted.mT).sum((0, 2), dtype=torch.float64).flatten(1).unsqueeze(1)
+    # one key part at a time, so that no product holds all pairs of parts
+    by_key_part = [(rows * weighted[..., c : c + 1, :]).sum(2) for c in range(rows.shape[3])]
+    by_coordinate = torch.stack(by_key_part, -1).sum(0, dtype=torch.float64)
+    by_coordinate = rearrange(by_coordinate, "h a e c -> h e (a c)")
+    by_plane = by_coordinate.new_zeros(len(by_coordinate), planes, by_coordinate.shape[-1])
+    return by_plane.index_add_(1, plane, by_coordinate)
+
+
+# ---- blocks of query rows
+
+
+class Block(NamedTuple):
+    """Some query rows of a mask. All of them see the keys before ``full``, none sees a key from
+    ``end`` on, and ``mask`` (its ``key`` axis is ``full`` to ``end``) says which of those between
+    each row sees. ``n_keys`` is the number of keys that each row sees, but at least one, because it
+    divides."""
+
+    rows: slice
+    full: int
+    end: int
+    mask: Float[Tensor, "query key"]
+    n_keys: Float[Tensor, "query 1"]
+
+
+def blocks_of(mask: Bool[Tensor, "query key"], like: Tensor) -> Iterator[Block]:
+    """Blocks of query rows of a mask, with numbers of the dtype and on the device of ``like``."""
+    length = mask.shape[1]
+    positions = torch.arange(1, length + 1, device=mask.device)
+    # of each row: keys up to the last one that it sees, and keys before the first that it does not
+    ends = (mask * positions).amax(1).tolist()
+    leads = torch.where(mask.all(1), length, (~mask).int().argmax(1)).tolist()
+    mask = mask.to(like.device)
+    for start in range(0, len(mask), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(mask)))
+        full, end = min(leads[rows]), max(ends[rows])
+        partial_mask = mask[rows, full:end].to(like)
+        n_keys = (full + partial_mask.sum(-1, keepdim=True)).clamp(min=1)
+        yield Block(rows, full, end, partial_mask, n_keys)
+
+
+def block_scores(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch head key d_head"],
+    mask: Bool[Tensor, "query key"],
+    *,
+    key_shift: Float[Tensor, "batch head 1 d_head"],
+    bias: Float[Tensor, "head row key"] | None = None,
+    softcap: float | None = None,
+) -> Iterator[tuple[Block, Tensor, Tensor | None, Tensor]]:
+    """Scores ``query . key + bias``, one block of query rows after another: the block, its scores
+    ``[batch head query key]`` row-centred over the keys before ``block.end``, the bias among them
+    ``[head query key]`` (row-centred as well), and attention minus uniform attention, ``p - u``.
+
+    ``key_shift`` is what was subtracted from all keys beforehand. Row-centring removes it, but a
+    soft cap acts on the scores themselves and needs it back.
+    """
+    for block in blocks_of(mask, query):
+        rows = query[:, :, block.rows]
+        centred, mean = _centred(rows, key, block)
+        # what was taken out of each row and a soft cap needs back, [batch head query 1]
+        level = None if softcap is None else mean + (rows * key_shift).sum(-1, keepdim=True)
+        block_bias = None
+        if bias is not None:
+            allowed = mask[block.rows, : block.end].to(query)
+            every_row = bias[:, block.rows if bias.shape[1] > 1 else slice(None), : block.end]
+            inside = every_row.to(query) * allowed
+            bias_mean = inside.sum(-1, keepdim=True) / block.n_keys
+            block_bias = (inside - bias_mean) * allowed
+            centred = centred + block_bias
+            level = None if level is None else level + bias_mean
+        yield block, centred, block_bias, _moved(centred, block, softcap, level)
+
+
+def _centred(query: Tensor, key: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Row-centred total scores of one block, ``q . k - q . (mean allowed key)``, in one product,
+    and the means that were taken out, ``[batch head query 1]``. ``query`` holds the rows of the
+    block, ``key`` all keys."""
+    seen = key[:, :, : block.end]
+    key_sum = seen[:, :, : block.full].sum(2, keepdim=True)
+    if block.end > block.full:
+        key_sum = key_sum + block.mask @ seen[:, :, block.full :]
+    mean = (query * key_sum).sum(-1, keepdim=True) / block.n_keys
+    row_means = mean.expand(-1, -1, -1, block.end).flatten(0, 1)
+    # beta=-1 subtracts the row means inside the product
+    centred = torch.baddbmm(row_means, query.flatten(0, 1), seen.flatten(0, 1).mT, beta=-1)
+    centred = centred.unflatten(0, query.shape[:2])
+    # cells outside the mask count as zero in every later sum
+    centred[..., block.full :] *= block.mask
+    return centred, mean
+
+
+def _moved(
+    centred: Float[Tensor, "batch head query key"],
+    block: Block,
+    softcap: float | None,
+    level: Tensor | None,
+) -> Float[Tensor, "batch head query key"]:
+    """``p - u``: softmax of the scores over the allowed keys minus the even spread over them.
+
+    With ``w = e^(s - max) - 1``, ``p - u = (w - mean w) / sum (1 + w)``, which keeps its digits
+    where attention is nearly uniform. ``level [batch head query 1]`` is what was taken out of the
+    scores of each row; it is put back before a soft cap and not needed without one.
+    """
+    if softcap is None or level is None:
+        # masked cells hold zero, and the largest allowed score of a centred row is at least zero
+        w = centred - centred.amax(-1, keepdim=True)
+    else:
+        w = softcap * torch.tanh((centred + level) / softcap)
+        # finite, so that a row without an allowed key does not become NaN
+        w[..., block.full :].masked_fill_(block.mask == 0, torch.finfo(w.dtype).min)
+        w -= w.amax(-1, keepdim=True)
+    w.expm1_()
+    w[..., block.full :] *= block.mask
+    # in float64: where one key gets all attention the sum is about 1 - n_keys, and n_keys is added
+    summed = w.sum(-1, keepdim=True, dtype=torch.float64)
+    w.sub_((summed / block.n_keys).to(w)).div_((summed + block.n_keys).to(w))
+    # the mean has been subtracted from masked cells as well
+    w[..., block.full :] *= block.mask
+    return w

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require, within_budget
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import token_rows
 from tl_geometry.corpus.token_windows import TokensLike
@@ -42,14 +42,20 @@ from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
     judge_rounding,
-    pattern_roundoff,
     reconstruction_bound,
     require_reconstruction,
 )
 from tl_geometry.models.write_spec import writing_of
-from tl_geometry.scores.families import Family, UserParts, family_of
-from tl_geometry.scores.split_request import check_basis, check_heads, each_layer, provenance_of
-from tl_geometry.scores.splitter import Splitter
+from tl_geometry.models.writers import Written
+from tl_geometry.scores.families import UserParts, family_of
+from tl_geometry.scores.splitter import (
+    check_basis,
+    each_layer,
+    part_names,
+    project,
+    provenance_of,
+    reading,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,7 +120,7 @@ def split_values(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    parts: Sequence[str] | UserParts | Family = ("pos", "cvec"),
+    parts: Sequence[str] | UserParts = ("pos", "cvec"),
     token_ids: Sequence[int | str] | int | str | None = None,
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
@@ -141,35 +147,37 @@ def split_values(
     view = as_view(model)
     prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    layers_of = tuple(dict.fromkeys(l for l, _ in chosen))
+    layers_of = sorted({layer for layer, _ in chosen})
     family = family_of(view, parts, basis, layers_of)
-    splitter = Splitter(view, family, layers_of)
-    wanted = () if token_ids is None else target_ids(view, token_ids)
-    numbers = (
-        len(splitter.names) * prompts.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
-    )
+    names, wanted = part_names(family), () if token_ids is None else target_ids(view, token_ids)
+    numbers = len(names) * prompts.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_basis(view, prompts, basis)
-    check_heads(numbers * max(4, view.dtype.itemsize), memory_budget, len(chosen))
+    size, of = numbers * max(4, view.dtype.itemsize), f"{len(chosen)} heads"
+    within_budget(size, memory_budget, "split", of=of, instead="heads= to choose some")
     if wanted:
         _require_linear_readout(view, layers_of)
+    order: list[tuple[int, int]] = []
     z: list[Tensor] = []
     W_O: list[Tensor] = []
     compared: list[Check] = []
+    flags: list[str] = []
 
-    def on_layer(layer: LayerView) -> None:
-        pick = torch.tensor([h for l, h in chosen if l == layer.layer])
-        values, pick = splitter.values(layer), pick.to(layer.h.device)
-        z.append(_mixed(layer, values, pick, compared, splitter.flags).to(device))
-        W_O.append(view.weights(layer.layer).W_O[pick].to(layer.h).to(device))
+    def on_layer(layer: LayerView, written: Written | None) -> None:
+        here = [head for l, head in chosen if l == layer.layer]
+        order.extend((layer.layer, head) for head in here)
+        layer = reading(family, layer)
+        values = project(family, layer, "v", written)[..., here, :]
+        z.append(_mixed(layer, values, here, compared, flags).to(device))
+        W_O.append(view.weights(layer.layer).W_O[here].to(layer.h).to(device))
 
-    each_layer(view, prompts, cache, splitter.layers, on_layer, family)
-    order = [(l, h) for layer in splitter.layers for l, h in chosen if l == layer]
+    writers = family.grain is not None
+    each_layer(view, prompts, cache, layers_of, on_layer, writers=writers)
     pick = torch.tensor([order.index(head) for head in chosen], device=device)
     mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
     return ValueSplit(
-        provenance=provenance_of(view, prompts, basis, "exact", splitter.flags, family.normalized),
+        provenance=provenance_of(view, prompts, basis, flags, normalized=family.normalized),
         heads=chosen,
-        parts=splitter.names,
+        parts=names,
         z=mixed,
         W_O=outward,
         token_ids=wanted,
@@ -192,17 +200,16 @@ def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, 
 
 
 def _mixed(
-    layer: LayerView, values: Tensor, heads: Tensor, checks: list[Check], flags: list[str]
+    layer: LayerView, values: Tensor, heads: list[int], checks: list[Check], flags: list[str]
 ) -> Float[Tensor, "part batch position head d_head"]:
     """``z`` of each part for the chosen heads. The sums over parts of ``values`` and of z are
     compared with the model's ``v`` and ``z``; results are added to ``checks`` and ``flags``."""
     if layer.pattern is None or layer.v is None or layer.z is None:
         expected = "hooks of pattern, values and z"
         fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
-    values = values[..., heads, :]
     z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
     size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
-    roundoff = pattern_roundoff(layer.pattern, layer.roundoff)
+    roundoff = layer.roundoff
     for name, summed, model, unit, bound in (
         ("v", values.sum(0), layer.v, layer.roundoff, values.abs().sum(0)),
         ("z", z.sum(0), layer.z, roundoff, size),

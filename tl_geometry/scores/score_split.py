@@ -1,0 +1,265 @@
+"""Attention scores of some heads as an exact sum of terms: what ``split_scores`` returns. Views
+draw it; tables of shares come from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_geometry.base.axes import axes_of
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.rows import row_center
+from tl_geometry.models.reconstruction import Check, ReconstructionReport
+from tl_geometry.scores.planes import HeadPlanes, PlanesLike, PlaneTable, describe_planes
+from tl_geometry.scores.share_table import COLUMNS, ShareTable
+from tl_geometry.scores.splitter import row_blocks
+from tl_geometry.scores.sums import ShareSums, share_sums
+from tl_geometry.scores.terms import ALIBI, TermResult, common_label, key_of, term_names, term_pairs
+
+ALL = slice(None)
+
+
+class Terms(Mapping[tuple[str, str], Tensor]):
+    """Terms ``[batch head query key]`` by (query part, key part) or by name, each computed when it
+    is asked for: ``terms["pos", "cvec"]`` is ``terms["pos-cvec"]``."""
+
+    def __init__(self, split: ScoreSplit) -> None:
+        self._split, alibi = split, split.bias is not None
+        names = term_names(split.parts, alibi=alibi)
+        self._pairs = dict(zip(names, term_pairs(split.parts, alibi=alibi), strict=True))
+
+    def __getitem__(self, term: tuple[str, str] | str) -> Float[Tensor, "batch head query key"]:
+        return self._split.term(*self.pair(term))
+
+    def pair(self, term: tuple[str, str] | str) -> tuple[str, str]:
+        """A term as (query part, key part)."""
+        pair = self._pairs.get(key_of(term)) if isinstance(term, str) else term
+        if pair is None or pair not in self._pairs.values():
+            shown = ", ".join([*self._pairs][:16])
+            fail("terms", expected=f"one of {shown}", got=repr(term), instead="list(split.terms)")
+        return pair
+
+    def __contains__(self, term: object) -> bool:
+        return term in self._pairs or term in self._pairs.values()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._pairs.values())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScoreSplit(TermResult):
+    """Attention scores of some heads as a sum of terms.
+
+    ``q`` (with the score scale) and ``k`` are the projected parts, ``parts`` names them; ``heads``
+    labels the head axis with (layer, head). ``bias`` is ALiBi, ``None`` without it. Query i may see
+    the keys ``key_range[head, i, 0] <= j < key_range[head, i, 1]``. ``softcap`` is infinite and
+    ``sinks`` (logits) minus infinite for heads without one. ``head_planes`` are the rotary planes:
+    which coordinates turn together, and how fast (without a rotation all coordinates are one plane
+    of frequency zero).
+
+    ``checks`` are the reconstruction errors, ``reconstruction`` their summary. ``scale`` is A of
+    the bounds, the largest product of the parts' absolute values
+    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`). Its table is that of
+    :meth:`shares`. Where ``queries`` are given, only these rows are computed.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    q: Float[Tensor, "part batch query head d_head"]
+    k: Float[Tensor, "part batch key head d_head"]
+    bias: Float[Tensor, "head query key"] | None
+    key_range: Int[Tensor, "head query side"]
+    softcap: Float[Tensor, " head"]
+    sinks: Float[Tensor, " head"]
+    head_planes: HeadPlanes
+    checks: tuple[Check, ...] = ()
+    scale: float = 0.0
+    str_tokens: tuple[str, ...] = ()
+
+    @staticmethod
+    def beside(layers: Sequence[ScoreSplit], heads: Sequence[tuple[int, int]]) -> ScoreSplit:
+        """Splits of several layers of one pass as one, their heads in the order of ``heads``."""
+        order = [head for split in layers for head in split.heads]
+        pick = torch.tensor([order.index(head) for head in heads])
+        joined: dict[str, Tensor] = {}
+        for field in dataclasses.fields(ScoreSplit):
+            tensors = [getattr(split, field.name) for split in layers]
+            if all(isinstance(x, Tensor) for x in tensors):
+                dim = axes_of(ScoreSplit)[field.name].index("head")
+                at = pick.to(tensors[0].device)
+                joined[field.name] = torch.cat(tensors, dim).index_select(dim, at)
+        planes = [split.head_planes for split in layers]
+        most = max(p.theta.shape[1] for p in planes)
+        theta = [
+            torch.nn.functional.pad(p.theta, (0, most - p.theta.shape[1]), value=torch.nan)
+            for p in planes
+        ]
+        of_heads = HeadPlanes(
+            torch.cat([p.plane for p in planes]), torch.cat(theta), planes[0].length
+        )
+        return dataclasses.replace(
+            layers[0],
+            **joined,  # pyright: ignore[reportArgumentType]
+            heads=tuple(heads),
+            head_planes=of_heads.select(pick),
+            checks=tuple(check for split in layers for check in split.checks),
+            scale=max(split.scale for split in layers),
+            bias_label=common_label(split.bias_label for split in layers),
+        )
+
+    @property
+    def theta(self) -> Float[Tensor, "head plane"]:
+        """Frequencies of the rotary planes, in radians per token."""
+        return self.head_planes.theta
+
+    @property
+    def allowed(self) -> Bool[Tensor, "head query key"]:
+        """The keys that each query may attend to."""
+        return self.allowed_rows()
+
+    def allowed_rows(self, queries: slice = ALL) -> Bool[Tensor, "head query key"]:
+        """:attr:`allowed` of some queries."""
+        keys = torch.arange(self.k.shape[2], device=self.q.device)
+        first, stop = self.key_range[:, queries].unsqueeze(-2).unbind(-1)
+        return (keys >= first) & (keys < stop)
+
+    @property
+    def terms(self) -> Terms:
+        """The terms, lazily: ``split.terms["pos", "cvec"]`` is ``[batch head query key]``, query
+        part first."""
+        return Terms(self)
+
+    def term(
+        self, query_part: str, key_part: str, queries: slice = ALL
+    ) -> Float[Tensor, "batch head query key"]:
+        """One term (at some queries)."""
+        query_part, key_part = Terms(self).pair((query_part, key_part))
+        if self.bias is not None and query_part == ALIBI:
+            # a copy, as all other terms are: writing to one leaves the split as it is
+            return self.bias[:, queries].expand(self.q.shape[1], -1, -1, -1).clone()
+        a, b = (self.parts.index(part) for part in (query_part, key_part))
+        return _products(self.q[a], self.k[b], queries)
+
+    def summed(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Sum of all terms at every cell, allowed or not."""
+        total = _products(self.q.sum(0), self.k.sum(0), queries)
+        return total if self.bias is None else total + self.bias[:, queries]
+
+    def total(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Sum of all terms: the model's scores before any soft cap, -inf outside ``allowed``."""
+        return torch.where(self.allowed_rows(queries), self.summed(queries), -torch.inf)
+
+    def centered(
+        self, scores: Float[Tensor, "batch head query key"]
+    ) -> Float[Tensor, "batch head query key"]:
+        """Scores without the mean of their row over the allowed keys, which softmax ignores."""
+        return row_center(scores, self.allowed)
+
+    def model_scores(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
+        total, cap = self.total(queries), self.softcap[:, None, None]
+        # inf tanh(total / inf) is NaN, and c tanh(-inf / c) = -c would admit a forbidden key
+        outside = torch.isinf(cap) | torch.isneginf(total)
+        return torch.where(outside, total, cap * torch.tanh(total / cap))
+
+    def pattern(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+        """Attention pattern: softmax over the allowed keys. Where a head has a sink, the sink takes
+        part in the softmax and its share is left out, so that rows sum to less than one."""
+        scores = self.model_scores(queries)
+        sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        pattern = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        nothing = torch.isneginf(scores).all(-1, keepdim=True)  # a row without an allowed key
+        return pattern.masked_fill(nothing, 0.0)
+
+    def on_planes(self, planes: PlanesLike) -> ScoreSplit:
+        """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
+        ``"far"``, ``"pass"``, a number, a pair ``(over, up_to)`` of wavelengths in tokens, or
+        several of these. Every term becomes the part of it that these planes carry; over disjoint
+        choices that cover all planes these parts add up to the term. ALiBi is in no plane. Total,
+        pattern and shares are those of this part; ``checks`` stay those of the whole.
+        """
+        # to restrict q is enough: a product is zero where one factor is
+        inside = self.head_planes.coordinates(self.head_planes.chosen(planes)).to(self.q)
+        provenance = self.provenance.flagged(f"rotary planes {describe_planes(planes)} alone")
+        return dataclasses.replace(self, q=self.q * inside, bias=None, provenance=provenance)
+
+    @property
+    def reconstruction(self) -> ReconstructionReport:
+        """The worst reconstruction error of each kind over the layers, with its bound."""
+        return ReconstructionReport.of(self.checks, self.scale)
+
+    def shares(self, drop: int | None = None) -> ShareTable:
+        """Covariance and gain shares of terms and groups for each head
+        (:mod:`tl_geometry.scores.sums`).
+
+        The first ``drop`` queries and keys are left out (by default those before the window of the
+        basis); the attention paid to them stands beside the shares as ``dropped_mass``.
+        """
+        start = (self.provenance.window or (0, 0))[0] if drop is None else drop
+        length = self.q.shape[2]
+        require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
+        layers = torch.tensor([layer for layer, _ in self.heads])
+        of_layers = [torch.where(layers == layer)[0] for layer in layers.unique()]
+        sums = ShareSums.beside([self._sums_of(heads, start) for heads in of_layers])
+        cells = self.q.shape[1] * len(self.heads) * length
+        paid = [self.pattern(rows)[..., :start].sum(-1) for rows in row_blocks(length, cells)]
+        return ShareTable.of(
+            # the sums are in the order of layers; `heads` may have another
+            sums.select(torch.cat(of_layers).argsort(), "head"),
+            provenance=self.provenance,
+            heads=self.heads,
+            parts=self.parts,
+            dropped_mass=torch.cat(paid, 2)[:, :, start:].mean((0, 2)).double().cpu(),
+            head_planes=self.head_planes,
+            bias_label=self.bias_label,
+        )
+
+    def planes(self) -> PlaneTable:
+        """Shares of each rotary plane, by term: which frequencies carry the scores."""
+        return self.shares().planes()
+
+    def _sums_of(self, heads: Int[Tensor, " head"], drop: int) -> ShareSums:
+        """Sums of some heads of one layer, which share mask, soft cap and rotation."""
+        at, first = slice(drop, None), int(heads[0])
+        keys, cap = torch.arange(self.k.shape[2]), float(self.softcap[first])
+        first_key, stop = self.key_range[first, at].cpu().unsqueeze(-1).unbind(1)
+        return share_sums(
+            self.q[:, :, at, heads],
+            self.k[:, :, at, heads],
+            ((keys >= first_key) & (keys < stop))[:, at],
+            bias=None if self.bias is None else self.bias[heads, at, at],
+            softcap=cap if math.isfinite(cap) else None,
+            plane=self.head_planes.plane[first],
+        )
+
+    def columns(self) -> Sequence[str]:
+        return COLUMNS
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return self.shares().rows()
+
+    def __repr__(self) -> str:
+        heads = ", ".join(f"L{layer}H{head}" for layer, head in self.heads[:8])
+        more = f" and {len(self.heads) - 8} more" if len(self.heads) > 8 else ""
+        checks = ", ".join(
+            f"{name} off by {error:.2g} of {bound:.2g} allowed"
+            for name, (error, bound) in self.reconstruction.checks.items()
+        )
+        shown = [self.provenance.line(), f"heads {heads}{more}", f"parts {', '.join(self.parts)}"]
+        return f"ScoreSplit({'; '.join([*shown, checks])})"
+
+
+def _products(q: Tensor, k: Tensor, queries: slice) -> Float[Tensor, "batch head query key"]:
+    """Products of some queries with all keys."""
+    pattern = "batch query head e, batch key head e -> batch head query key"
+    return einsum(q[:, queries], k, pattern)
