@@ -1,313 +1,375 @@
-"""Does a head use a term of its scores that was measured? Remove, keep or replace the term in a
-live model (:func:`remove_term`, :func:`keep_term`, :func:`mean_term`);
-:mod:`~tl_geometry.interventions.causal` measures under the same edits.
-
-A term is named as in a split: ``"pos-cvec"`` (query part first), ``("pos", "cvec")``,
-``"alibi-alibi"``, a group (``"position"``, ``"content"``, ``"mixed"``), or several of these. Terms
-are those of the running forward pass: after an edit in an early layer, a later one has other terms.
-With S the scores of a head and X the term:
+"""Edits of scores by their parts: :func:`term` (mean, position and context of the stream) and
+:func:`planes` (rotary planes) remove a part X of a head's scores S, keep it alone, or replace it.
 
     remove      S - X
-    keep        X + the terms with bias on either side
+    keep        X + the terms with bias on either side (of planes: X + ALiBi)
     mean        S - X + (mean of X over the batch at each cell)
-    swap        S - X + X', X' the term of another prompt at the same positions
+    swap        S - X + X', X' the part of another prompt at the same positions
     shrink      (1 - a) S, with a the covariance share of X in the prompt: it takes as much
                 covariance with S away as removing X does, but from all terms evenly
 
-What a kept term adds shows in comparison with the bias terms alone,
-``keep_term(model, basis, (), heads)``.
+Terms are those of the running pass: after an edit in an early layer, a later one has other terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.interventions.head_edits import (
-    Heads,
-    HeadsLike,
-    bias_of,
-    by_layer,
-    edit_of_heads,
-    from_another_prompt,
-    require_several,
-)
-from tl_geometry.models.batches import SAMPLED
-from tl_geometry.models.edit_lists import LiveEdit
-from tl_geometry.models.hook_points import PassTokens
-from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live_edits import Edit
+from tl_geometry.interventions.prompts import Edit, Known, from_another, require_several
+from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.verify import some_queries
-from tl_geometry.scores.projection import PARTS, ProjectedParts, project_basis, split_heads
-from tl_geometry.scores.splitter import rounding_flags
-from tl_geometry.scores.terms import ALIBI, GROUPS, group_of, term_names
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.reconstruction import head_spreads, judge_rounding
+from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
 
-Term = str | tuple[str, str] | Sequence[str | tuple[str, str]]
-"""One term, one group, or several."""
-BIAS_TERMS = tuple(name for name in term_names(PARTS) if "bias" in name.split("-"))
-"""Terms with mean and constants on either side. They stay where a term is kept: they belong to any
-input."""
+PARTS = ("bias", "pos", "cvec")
+"""Parts of queries and keys: mean and constants, position, the rest."""
+ALIBI = ("alibi", "alibi")
+"""The term that is added to the scores by position."""
+PAIRS = tuple(product(PARTS, PARTS))
+"""(query part, key part) of the terms."""
+GROUPS = {
+    "position": (*(p for p in PAIRS if "cvec" not in p), ALIBI),
+    "content": (("cvec", "cvec"),),
+    "token": (("bias", "cvec"), ("cvec", "bias")),
+    "mixed": (("pos", "cvec"), ("cvec", "pos")),
+}
+"""Groups of terms (SPEC C.4)."""
+NAMES = {"-".join(p): (p,) for p in (*PAIRS, ALIBI)} | GROUPS
+NAMES |= dict.fromkeys(("mean-mean", "relative position"), (("bias", "bias"),))
+"""What may be named: terms, groups, and the labels under which (bias, bias) is shown."""
+Pair = tuple[str, str]
+Terms = str | Pair | Sequence[str | Pair]
+"""One term (``"pos-cvec"`` or ``("pos", "cvec")``, query part first), one group, or several."""
+HeadsLike = Any
+"""One head, several, or all (``None``), as ``(layer, head)`` or ``"L5H1"``."""
+HOW = ("remove", "keep", "mean", "swap", "shrink")
+PLANES_HOW = ("remove", "keep", "swap")
+Changed = Callable[[RunningHeads, Tensor], Tensor]
+"""New scores from those of the running heads and the part X."""
 
 
-def terms_of(term: Term) -> tuple[str, ...]:
-    """Names of the terms that ``term`` stands for, each once.
+def pairs_of(names: Terms | Any) -> tuple[Pair, ...]:
+    """The terms that ``names`` stands for, each once.
 
-    >>> terms_of("content"), terms_of([("pos", "pos"), "cvec-pos"])
-    (('cvec-cvec',), ('pos-pos', 'cvec-pos'))
+    >>> pairs_of("token"), pairs_of([("pos", "pos"), "cvec-pos"])
+    ((('bias', 'cvec'), ('cvec', 'bias')), (('pos', 'pos'), ('cvec', 'pos')))
     """
-    all_names = term_names(PARTS, alibi=True)
-    # ("pos", "cvec") is one term, ("position", "content") are two groups
-    is_pair = (
-        isinstance(term, tuple)
-        and len(term) == 2
-        and all(isinstance(t, str) and t in (*PARTS, ALIBI) for t in term)
-    )
-    items: Sequence[Any] = [term] if isinstance(term, str) or is_pair else list(term)
-    names: list[str] = []
-    for item in items:
-        name = "-".join(item) if isinstance(item, tuple) else item
-        if name in GROUPS:
-            names += [member for member in all_names if group_of(member) == name]
-        else:
-            names.append(checks.choice(name, [*all_names, *GROUPS], "term"))
-    return tuple(dict.fromkeys(names))
+    one = isinstance(names, str) or (isinstance(names, tuple) and names in (*PAIRS, ALIBI))
+    fits = one or isinstance(names, Sequence)
+    require(fits, "term", expected="names of terms", got=repr(names), instead='"content"')
+    pairs: list[Pair] = []
+    for name in [names] if one else names:
+        fits = isinstance(name, str) or name in (*PAIRS, ALIBI)
+        require(fits, "term", expected=f"one of {', '.join(NAMES)}", got=repr(name))
+        pairs += (
+            NAMES[checks.choice(name, list(NAMES), "term")] if isinstance(name, str) else [name]
+        )  # type: ignore[list-item]
+    return tuple(dict.fromkeys(pairs))
 
 
-@dataclass(frozen=True, eq=False)
-class RunningScores:
-    """Scores of some heads of a layer in the running forward pass, with the parts of their queries
-    and keys."""
+def heads_by_layer(heads: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """The chosen heads of each layer, both in ascending order.
 
-    layer: LayerView
-    heads: tuple[int, ...]
-    total: Float[Tensor, "batch head query key"]
-    parts: ProjectedParts
-
-    def term(self, names: Sequence[str]) -> Float[Tensor, "batch head query key"]:
-        """The sum of some terms, the same ones for every head."""
-        return self.terms([names] * len(self.heads))
-
-    def terms(self, names: Sequence[Sequence[str]]) -> Float[Tensor, "batch head query key"]:
-        """The sum of the terms named for each head, and of ALiBi where it is named.
-
-        It is ``sum_ab w_ab q_a . k_b`` with w = 1 for a named term and 0 for others. The weights
-        are applied to the keys, so that one matrix product gives the sum over a and b.
-        """
-        named = [[float(name in chosen) for name in term_names(PARTS)] for chosen in names]
-        weight = torch.tensor(named).view(-1, len(PARTS), len(PARTS))  # [head query_part key_part]
-        q, k = self.parts
-        keys = einsum(weight.to(k), k, "h a c, c b j h e -> b h j a e")
-        queries = rearrange(q, "a b i h e -> b h i (a e)")
-        scores = queries @ rearrange(keys, "b h j a e -> b h (a e) j")
-        bias = bias_of(self.layer, self.heads)
-        if bias is None:
-            return scores
-        alibi = torch.tensor([float(f"{ALIBI}-{ALIBI}" in chosen) for chosen in names])
-        return scores + alibi.to(scores)[:, None, None] * bias
-
-
-Change = Callable[[RunningScores], Float[Tensor, "batch head query key"]]
-"""New scores from those of the running pass."""
-Note = Callable[[Float[Tensor, "batch head"]], None]
-"""Receives a number per prompt and head of a pass."""
-
-
-def removing(names: Sequence[str]) -> Change:
-    """``S - X``."""
-    return lambda run: run.total - run.term(names)
-
-
-def keeping(names: Sequence[str]) -> Change:
-    """``X`` and every term with bias on either side."""
-    return lambda run: run.term([*names, *BIAS_TERMS])
-
-
-def per_head(choice: Mapping[tuple[int, int], Sequence[str]]) -> Change:
-    """Each head keeps its own terms, with every term that has bias on either side."""
-    return lambda run: run.terms(
-        [[*choice[run.layer.layer, head], *BIAS_TERMS] for head in run.heads]
-    )
-
-
-def uniform() -> Change:
-    """All scores zero: attention spread evenly over the allowed keys (and any sink)."""
-    return lambda run: torch.zeros_like(run.total)
-
-
-def averaging(names: Sequence[str]) -> Change:
-    """``S - X + mean of X over the batch``."""
-
-    def change(run: RunningScores) -> Tensor:
-        require_several(len(run.total), "mean_term")
-        term = run.term(names)
-        return run.total - term + term.mean(0, keepdim=True)
-
-    return change
-
-
-def swapping(names: Sequence[str], seed: int, note: Note | None = None) -> Change:
-    """``S - X + X'``, X' the same term of another prompt of the batch at the same positions.
-
-    ``note`` receives the cosines of term and replacement. Near one the swap changes nothing
-    (pos-pos without rotation hardly differs between prompts). Rows are centred first, because the
-    softmax does not see a constant added to a row.
+    >>> heads_by_layer([(1, 2), (0, 1), (1, 0)])
+    {0: (1,), 1: (0, 2)}
     """
-
-    def change(run: RunningScores) -> Tensor:
-        term = run.term(names)
-        other = from_another_prompt(term, seed, "swap")
-        if note is not None:
-            allowed = run.layer.allowed.to(term.device)
-            here, there = row_center(term, allowed), row_center(other, allowed)
-            norms = [torch.linalg.vector_norm(cells, dim=(-2, -1)) for cells in (here, there)]
-            note(_ratio((here * there).sum((-2, -1)), norms[0] * norms[1]))
-        return run.total - term + other
-
-    return change
+    layers = sorted({layer for layer, _ in heads})
+    return {at: tuple(sorted(head for layer, head in heads if layer == at)) for at in layers}
 
 
-def shrinking(names: Sequence[str], drop: int, note: Note | None = None) -> Change:
-    """``(1 - a) S``, with a the covariance share ``sum X~ . S~ / sum S~^2`` of the term in each
-    prompt and head (rows centred, keys and queries from ``drop`` on); ``note`` receives a."""
-
-    def change(run: RunningScores) -> Tensor:
-        allowed = run.layer.allowed.to(run.total.device)[drop:, drop:]
-        term, score = (
-            row_center(cells[..., drop:, drop:].double(), allowed)
-            for cells in (run.term(names), run.total)
-        )
-        share = _ratio((term * score).sum((-2, -1)), score.square().sum((-2, -1)))
-        if note is not None:
-            note(share)
-        return run.total * (1 - share.to(run.total))[..., None, None]
-
-    return change
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """A ratio that is zero where its denominator (a size) is."""
-    return numerator / torch.where(denominator > 0, denominator, torch.inf)
-
-
-def edits_for(view: ModelView, basis: PositionContext, heads: Heads, change: Change) -> list[Edit]:
-    """One edit of scores for each layer that has chosen heads. In every pass the BOS token of the
-    prompts must be as in the basis; prompts that begin with two are flagged."""
-    require_basis(basis)
-    basis.check_model(view)
-    basis.require_identifiable("interventions")
-
-    def check_tokens(tokens: PassTokens | None) -> str | None:
-        if tokens is None or view.bos_id is None:
-            return None
-        is_bos = tokens.are(torch.full(tokens.shape, view.bos_id))[:, :2]
-        basis.check_model(view, bool(is_bos[:, 0].all()))
-        twice = is_bos.shape[1] == 2 and bool(is_bos.all(-1).any())
-        return "prompts that begin with two BOS tokens" if twice else None
-
-    return [
-        _layer_edit(basis, at, chosen, change, check_tokens)
-        for at, chosen in by_layer(heads).items()
-    ]
-
-
-def _layer_edit(
-    basis: PositionContext,
-    at: int,
-    heads: tuple[int, ...],
-    change: Change,
-    check_tokens: Callable[[PassTokens | None], str | None],
+def edit_of_scores(
+    view: ModelView,
+    heads: HeadsLike,
+    scores: Callable[[int, tuple[int, ...]], NewScores],
+    first: Sequence[NamedHook] = (),
+    **options: Any,
 ) -> Edit:
-    """The edit of one layer; where rounding of the parts is large, it is flagged or refused.
-    Rounding is judged on a sample of queries: all would cost too much in every pass."""
-    basis.index(at)  # refuses a layer that the basis does not have
-    flags: list[str] = []
+    """An edit of the scores of ``heads``; ``scores`` makes it for the heads of a layer, ``first``
+    are hooks before it."""
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
 
-    def scores(layer: LayerView, total: Tensor) -> Tensor:
-        parts = running_parts(layer, basis, heads)
-        with torch.no_grad():
-            queries = some_queries(layer.h.shape[1], SAMPLED)
-            flags.extend(rounding_flags(layer, parts.q, parts.k, queries, heads))
-        return change(RunningScores(layer, heads, total, parts))
+    def make(known: Known | None) -> list[NamedHook]:
+        hooks = list(first)
+        for layer, some in heads_by_layer(chosen).items():
+            hooks += edited_attention(view, layer, some, scores(layer, some))
+        return hooks
 
-    return Edit(at, heads, scores, check_tokens, flags=flags)
-
-
-def running_parts(layer: LayerView, basis: PositionContext, heads: Sequence[int]) -> ProjectedParts:
-    """Parts of queries and keys of some heads in the running forward pass, from the weights as they
-    are now; gradients pass."""
-    length = layer.h.shape[1]
-    expected = f"at most {basis.length} positions, as the basis has seen"
-    instead = "decompose(...) on windows of this length"
-    require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
-    return split_heads(layer, project_basis(layer, basis, length), list(heads))
+    pool = checks.heads(None, view.n_layers, view.n_heads)
+    return Edit(view, make, heads=chosen, pool=pool, **options)
 
 
-def _edit(model: ModelLike, basis: PositionContext, heads: HeadsLike, change: Change) -> LiveEdit:
-    return edit_of_heads(model, heads, lambda view, chosen: edits_for(view, basis, chosen, change))
+# ---- what becomes of the part X
 
 
-def remove_term(
-    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit:
-    """Context manager: run the live model with a term taken out of the scores of ``heads`` (all for
-    ``None``), ``S - X``.
+def changed(how: str, run: RunningHeads, X: Tensor, *, seed: int = 0, drop: int = 0) -> Tensor:
+    """New scores (the table of the module); ``drop`` first positions do not count in the share that
+    ``"shrink"`` takes. ``"keep"`` is X itself."""
+    S = run.total
+    if how == "remove":
+        return S - X
+    if how == "mean":
+        require_several(len(X))
+        return S - X + X.mean(0, keepdim=True)
+    if how == "swap":
+        return S - X + from_another(X, seed)
+    if how == "shrink":
+        return S * (1 - covariance_share(run, X, drop)).to(S)[..., None, None]
+    return X
 
-    ``with remove_term(model, basis, "cvec-cvec", "L5H1"): model(tokens)``. Inside, the model is one
-    whose heads attend by S - X. X is the term of the stream as the user's hooks leave it: a patched
-    stream gives the patched term. Hooks and caches at scores, pattern and z see the edited ones,
-    and gradients pass. The model is as before on exit.
 
-    ``with ... as edit`` gives an :class:`~tl_geometry.models.live_edits.OpenEdit`, whose
-    ``unedited`` names the points that cannot show the edit. The same edit for one pass, among other
-    hooks: ``model.run_with_hooks(tokens, fwd_hooks=edit.hooks())``
-    (:meth:`~tl_geometry.interventions.LiveEdit.hooks`).
+def covariance_share(run: RunningHeads, X: Tensor, drop: int) -> Float[Tensor, "batch head"]:
+    """``sum X~ . S~ / sum S~^2`` of a part in each prompt and head, rows centred, keys and queries
+    from ``drop`` on; zero where the scores do not vary."""
+    allowed = run.layer.allowed.to(X.device)[drop:, drop:]
+    part, scores = (row_center(s[..., drop:, drop:].double(), allowed) for s in (X, run.total))
+    whole = scores.square().sum((-2, -1))
+    return (part * scores).sum((-2, -1)) / torch.where(whole > 0, whole, torch.inf)
 
-    Raises ``GeometryError`` for a head that an open edit has already, for padding, a key-value
-    cache, autocast, prompts with another BOS setting than the basis or longer than it has seen, and
-    where ``reset_hooks(including_permanent=True)`` took the edit away; ``ReconstructionError``
-    where queries, keys, scores or patterns do not follow from the stream (a hook on ``hook_q`` of
-    an edited head).
+
+# ---- terms
+
+
+def term(
+    model: ModelLike,
+    basis: PositionContext,
+    names: Terms | Any,
+    heads: HeadsLike = None,
+    *,
+    how: str = "remove",
+    seed: int = 0,
+) -> Edit:
+    """Ablate a term of attention scores: the heads attend by ``S - X``, with X the sum of the named
+    terms of the mean decomposition (SPEC C; ``how``: see the module).
+
+    Args:
+        names: ``"pos-cvec"`` or ``("pos", "cvec")`` (query part first), ``"alibi-alibi"``, a group
+            (``"position"``, ``"content"``, ``"token"``, ``"mixed"``), or several. With
+            ``how="keep"`` the terms with bias stay too, as mean and constants belong to any input.
+        heads: ``(layer, head)`` or ``"L5H1"``, one, several, or all (``None``).
+        seed: which other prompt each gets, for ``how="swap"``.
+
+    Raises ``GeometryError`` during a pass over prompts with another BOS setting than the basis, or
+    longer than it has seen; ``ReconstructionError`` where the heads' own z is not what their scores
+    and values make (:mod:`tl_geometry.models.edits`).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> edit = tlg.interventions.remove_term(model, basis, "cvec-cvec", "L1H0")
-    >>> with edit:
-    ...     inside = model(windows.tokens)
-    >>> bool((model.run_with_hooks(windows.tokens, fwd_hooks=edit.hooks()) == inside).all())
-    True
+    >>> with tlg.interventions.term(model, basis, "content", "L1H0") as edit:
+    ...     logits = model(windows.tokens)
+    >>> edit.passes
+    1
     """
-    return _edit(model, basis, heads, removing(terms_of(term)))
+    view, pairs = as_view(model), pairs_of(names)
+    checks.choice(how, HOW, "how")
+    require_basis(basis)
+    basis.check_model(view)
+    basis.require_identifiable("interventions")
+    kept = [p for p in PAIRS if "bias" in p] if how == "keep" else []
+    weights = torch.tensor([[float((a, b) in (*pairs, *kept)) for b in PARTS] for a in PARTS])
+
+    flags: dict[str, None] = {}
+
+    def scores(layer: int, some: tuple[int, ...]) -> NewScores:
+        mapped = basis_rows(basis, layer)
+
+        def new(run: RunningHeads) -> Tensor:
+            q, k = running_parts(run, basis, mapped)
+            flags.update(dict.fromkeys(rounding(run, q, k)))
+            X = weighted(weights, q, k) * run.layer.scale
+            if run.bias is not None and ALIBI in pairs:
+                X = X + run.bias
+            return changed(how, run, X, seed=seed, drop=basis.window[0])
+
+        return new
+
+    first = [bos_check(view, basis)] if view.bos_id is not None else []
+    again = partial(term, model=view, basis=basis, names=names, heads=heads, how=how, seed=seed)
+    together = how in ("mean", "swap")
+    return edit_of_scores(view, heads, scores, first, again=again, together=together, flags=flags)
 
 
-def keep_term(
-    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit:
-    """Context manager: keep only a term, with every term that has bias on either side; ``()`` for
-    those alone.
+@torch.no_grad()
+def rounding(run: RunningHeads, q: Tensor, k: Tensor) -> tuple[str, ...]:
+    """A remark where rounding of the parts may exceed 1% of what scores of a row spread over;
+    ``ReconstructionError`` where it may exceed all of it."""
+    own, parts = (
+        float(einsum(a, b, "b i h e, b j h e -> b h i j").max() * run.layer.scale)
+        for a, b in ((q.sum(0).abs(), k.sum(0).abs()), (q.abs().sum(0), k.abs().sum(0)))
+    )
+    spreads = head_spreads(run.total, run.layer.allowed.to(q.device))
+    return judge_rounding(run.layer.roundoff, (own, parts), spreads, f"layer {run.layer.layer}")
 
-    Bias terms stay because mean and constants belong to any input; compare with them alone to see
-    what the term adds.
+
+def basis_rows(basis: PositionContext, layer: int) -> Float[Tensor, "part position d_model"]:
+    """Mean and positional vectors of a layer's input, of every position that the basis has seen."""
+    row = basis.index(layer)
+    return torch.stack([basis.mean[row].expand_as(basis.pos_seen[row]), basis.pos_seen[row]])
+
+
+def running_parts(
+    run: RunningHeads, basis: PositionContext, mapped: Float[Tensor, "part position d_model"]
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of the running heads by part, ``[part batch position head d_head]``: of
+    mean and constants, of position, and the rest. Gradients pass."""
+    layer, heads = run.layer, list(run.heads)
+    length, most = layer.h.shape[1], mapped.shape[1]
+    expected = f"at most {most} positions, as the basis has seen"
+    require(length <= most, "tokens", expected=expected, got=f"{length} positions")
+    layer = layer.normalized() if basis.provenance.normalized else layer
+    rows = mapped[:, None, :length].to(layer.h)  # for every prompt the same
+
+    def parts(which: str) -> Tensor:
+        mapped = getattr(layer, f"{which}_map")(rows)[..., heads, :]
+        bias, pos = mapped * getattr(layer, f"{which}_scale")[..., heads, None]
+        bias = bias + getattr(layer, f"{which}_constant")[..., heads, :]
+        return torch.stack([bias, pos, run.own(which) - bias - pos])
+
+    return parts("q"), parts("k")
+
+
+def weighted(weights: Float[Tensor, "a c"], q: Tensor, k: Tensor) -> Tensor:
+    """``sum_ac w_ac q_a . k_c`` per head; the weights are applied to the keys, so that one matrix
+    product gives the sum over all terms."""
+    keys = einsum(weights.to(k), k, "a c, c b j h e -> b h j a e")
+    queries = rearrange(q, "a b i h e -> b h i (a e)")
+    return queries @ rearrange(keys, "b h j a e -> b h (a e) j")
+
+
+def bos_check(view: ModelView, basis: PositionContext) -> NamedHook:
+    """A hook that refuses prompts with another BOS setting than the basis, by the first state of a
+    BOS token at position 0."""
+    name, bos = view.state_hooks[0], torch.tensor([[view.bos_id]])
+    known = view.activations(bos, [name])[name][0, 0]
+
+    def check(value: Tensor, hook: Any) -> None:
+        with torch.no_grad():
+            gap = (value[:, 0] - known.to(value)).abs().amax(-1)
+            begins = gap <= 1e-3 * known.abs().max()
+        # every row must be as the basis is
+        basis.check_model(view, bool(begins.all() if basis.provenance.has_bos else begins.any()))
+
+    return name, check
+
+
+# ---- planes
+
+
+def planes(
+    model: ModelLike,
+    names: PlanesLike | tuple[float, float],
+    heads: HeadsLike = None,
+    *,
+    how: str = "remove",
+    draw: int | None = None,
+    seed: int = 0,
+) -> Edit:
+    """Ablate rotary planes of attention scores: ``S - sum_{m in planes} X^(m)`` (SPEC L).
+
+    Args:
+        names: numbers of planes, bands of wavelengths in tokens ``(over, up to)``, or names:
+            ``"near"``, ``"middle"`` and ``"far"`` for the length of the running prompts, ``"pass"``
+            for coordinates that are not rotated.
+        how: ``"remove"``, ``"keep"`` (with ALiBi), or ``"swap"`` by another prompt's.
+        draw: a seed: as many planes, drawn at random for each head, in their place.
+
+    Raises ``GeometryError`` during a pass where no head has the planes; else as :func:`term`.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> with tlg.interventions.planes(model, "pass", "L0H0") as edit:
+    ...     logits = model(tlg.zoo.default_windows(model, 16, n=2).tokens)
     """
-    return _edit(model, basis, heads, keeping(terms_of(term)))
+    view = as_view(model)
+    checks.choice(how, PLANES_HOW, "how")
+    wanted = _chosen(names)
+
+    def scores(layer: int, some: tuple[int, ...]) -> NewScores:
+        def new(run: RunningHeads) -> Tensor:
+            coordinates = plane_coordinates(run, wanted, draw)
+            X = run.layer.scale * einsum(
+                run.own("q") * coordinates.to(run.total),
+                run.own("k"),
+                "b i h e, b j h e -> b h i j",
+            )
+            new = changed(how, run, X, seed=seed)
+            return new if how != "keep" or run.bias is None else new + run.bias
+
+        return new
+
+    options = {"names": names, "heads": heads, "how": how, "draw": draw, "seed": seed}
+    again = partial(planes, model=view, **options)
+    return edit_of_scores(view, heads, scores, again=again, together=how == "swap")
 
 
-def mean_term(
-    model: ModelLike, basis: PositionContext, term: Term, heads: HeadsLike = None
-) -> LiveEdit:
-    """Context manager: replace a term by its mean over the batch at each cell, ``S - X + mean X``
-    (at least two prompts)."""
-    return _edit(model, basis, heads, averaging(terms_of(term)))
+def _chosen(names: Any) -> Any:
+    """Planes in the words of :mod:`tl_geometry.scores.planes`; a pair of floats is a band."""
+    return tuple(names) if isinstance(names, list) else names
+
+
+def plane_coordinates(
+    run: RunningHeads, names: PlanesLike, draw: int | None
+) -> Bool[Tensor, "head d_head"]:
+    """The coordinates of the chosen planes of the running heads, or of as many random ones."""
+    layer, rotary = run.layer, run.layer.planes()
+    of_heads = HeadPlanes.of([rotary] * len(run.heads), layer.h.shape[1])
+    chosen = of_heads.chosen(names)
+    require(
+        bool(chosen.any()),
+        "planes",
+        expected="planes that the heads have",
+        got=f"none of {describe_planes(names)} in layer {layer.layer}",
+        instead="others, or longer prompts",
+    )
+    if draw is not None:
+        drawn = [
+            random_planes(row, of_heads.theta[0], draw, layer.layer, head)
+            for row, head in zip(chosen, run.heads, strict=True)
+        ]
+        chosen = torch.stack(drawn)
+    return of_heads.coordinates(chosen).to(layer.h.device)
+
+
+def random_planes(
+    chosen: Bool[Tensor, " plane"],
+    theta: Float[Tensor, " plane"],
+    seed: int,
+    layer: int = 0,
+    head: int = 0,
+) -> Bool[Tensor, " plane"]:
+    """As many planes as are chosen, drawn from all that are rotated; never exactly the chosen ones,
+    which would be no control.
+
+    >>> chosen = torch.tensor([True, True, False, False, False])
+    >>> theta = torch.tensor([1.0, 0.1, 0.01, 0.001, 0.0])
+    >>> drawn = random_planes(chosen, theta, seed=3)
+    >>> int(drawn.sum()), bool((drawn == chosen).all()), bool(drawn[-1])
+    (2, False, False)
+    """
+    is_rotated, count = theta.abs() > 0, int(chosen.sum())
+    rotated = is_rotated.nonzero().flatten()
+    fits = 0 < count < len(rotated) and not bool((chosen & ~is_rotated).any())
+    expected = f"fewer than all {len(rotated)} rotated planes, and no other, for a control"
+    require(fits, "planes", expected=expected, got=f"{count} planes")
+    # another seed for each layer and head: 1009 is more than a model has of either
+    generator = torch.Generator().manual_seed((seed * 1009 + layer) * 1009 + head)
+    drawn = chosen
+    while torch.equal(drawn, chosen):
+        drawn = torch.zeros_like(chosen)
+        drawn[rotated[torch.randperm(len(rotated), generator=generator)[:count]]] = True
+    return drawn

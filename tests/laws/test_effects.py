@@ -1,0 +1,384 @@
+"""Laws of effects (SPEC O.5, P.8): what edits do to a metric, prompt by prompt, with intervals and
+p by hand; controls are what they are called; planted causes are found."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.lib.models import bridge_of, hf_model, tiny, tokens
+from tl_geometry import interventions, zoo
+from tl_geometry.scores import repeated_random_tokens
+
+QUIET: dict[str, Any] = {"progress": False}
+IDS, OTHER = tokens(12, 9, seed=7), tokens(12, 9, seed=8)
+ANSWERS = [(5 + i, 40 - i) for i in range(12)]
+HEADS = [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
+
+
+@cache
+def model() -> Any:
+    return tiny("bridge", "llama", text=True)
+
+
+@cache
+def basis() -> Any:
+    return tlg.decompose(model(), tokens(16, 12, seed=2), **QUIET)
+
+
+RIGHT, WRONG = zip(*ANSWERS)
+PAIRS: dict[str, Any] = {"counterfactual": OTHER, "answer": RIGHT, "other": WRONG}
+
+
+def logits(edit: Any = None, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        if edit is None:
+            return model()(ids, return_type="logits").double()
+        with edit:
+            return model()(ids, return_type="logits").double()
+
+
+def losses(out: Tensor, ids: Tensor = IDS) -> Tensor:
+    log_p = out[:, :-1].float().log_softmax(-1)
+    return -log_p.gather(-1, ids[:, 1:, None])[..., 0].mean(1).double()
+
+
+def differences(out: Tensor) -> Tensor:
+    rows = torch.arange(len(out))
+    right, wrong = torch.tensor(ANSWERS).unbind(1)
+    return out[rows, -1, right[: len(out)]] - out[rows, -1, wrong[: len(out)]]
+
+
+def some_edits() -> dict[str, Any]:
+    return {
+        "content": interventions.term(model(), basis(), "content", "L1H2"),
+        "planes": interventions.planes(model(), [0], "L0H1"),
+        "edge": interventions.edge(model(), IDS, "L0H3", "L1H0"),
+        "patch": interventions.heads(
+            model(), ["mlp0"], by="counterfactual", reference=IDS, counterfactual=OTHER
+        ),
+        "path": interventions.path(model(), "L0H1", ["mlp1"], by="prompt"),
+        "surrogate": interventions.surrogate(model(), basis(), "L1H1", part="low_rank", rank=3),
+        "two": interventions.heads(model(), "L0H0", by="zero")
+        + interventions.term(model(), basis(), "position", "L1H3"),
+    }
+
+
+# ---- the numbers
+
+
+@pytest.mark.parametrize("metric", ["loss", "difference", "own"])
+def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None:
+    """Each edit alone, all together in shared passes, and a few prompts at a time."""
+
+    def norms(out: Tensor) -> Tensor:
+        return out.norm(dim=(1, 2))
+
+    by_hand = {"loss": losses, "difference": differences, "own": norms}[metric]
+    asked: Any = {"own": norms}.get(metric, metric)
+    edits = some_edits()
+    together = tlg.interventions.effects(model(), IDS, edits, metric=asked, **PAIRS)
+    assert together.edits == tuple(edits)
+    assert torch.allclose(together.clean, by_hand(logits()).double(), atol=1e-5)
+    for row, (name, edit) in enumerate(edits.items()):
+        wanted = by_hand(logits(edit)).double()
+        assert torch.allclose(together.edited[row], wanted, atol=2e-5), name
+        assert float((wanted - together.clean).abs().max()) > 1e-4, name
+        alone = interventions.effects(model(), IDS, {name: edit}, metric=asked, **PAIRS)
+        assert torch.allclose(alone.edited[0], together.edited[row], atol=1e-5)
+    few = {name: edits[name] for name in ("content", "edge", "patch")}
+    small = interventions.effects(model(), IDS, few, metric=asked, batch_size=5, **PAIRS)
+    whole = torch.stack([together.edited[list(edits).index(name)] for name in few])
+    assert torch.allclose(small.edited, whole, atol=1e-5)
+
+
+def test_a_mean_is_that_of_all_prompts() -> None:
+    """Whichever prompts a pass is over."""
+    edits = {"one": interventions.heads(model(), "L1H0"), "all": interventions.heads(model())}
+    found = interventions.effects(model(), IDS, edits, batch_size=5)
+    with torch.no_grad():
+        z = model().run_with_cache(IDS)[1]["blocks.1.attn.hook_z"]
+    mean = z.reshape(*z.shape[:2], 4, -1).mean(0)
+
+    def put(value: Tensor, hook: Any) -> Tensor:
+        new = value.reshape(*value.shape[:2], 4, -1).clone()
+        new[:, :, 0] = mean[:, 0]
+        return new.reshape(value.shape)
+
+    with torch.no_grad():
+        out = model().run_with_hooks(IDS, fwd_hooks=[("blocks.1.attn.hook_z", put)])
+    assert float((losses(out) - found.edited[0]).abs().max()) < 1e-5
+
+
+def test_prompts_are_given_to_edits_that_lack_them() -> None:
+    names = ["L0H1", "mlp1", "resid1"]
+    where: dict[str, Any] = {"positions": "subject"}
+    two = tlg.TokenWindows(tokens=IDS, has_bos=False, positions={"subject": 3})
+    both: dict[str, Any] = {"reference": two, "counterfactual": OTHER}
+    for by in ("mean", "counterfactual"):
+        lacking = interventions.each(model(), names, by=by, **where)
+        given = interventions.each(model(), names, by=by, **both, **where)
+        a, b = (
+            interventions.effects(model(), two, e, metric="difference", **PAIRS)
+            for e in (lacking, given)
+        )
+        assert torch.equal(a.edited, b.edited)
+        assert float(a.changes.abs().max()) > 1e-3
+    # with everything between live, the output alone reads all that a head does
+    live = interventions.path(model(), "L0H1", "output", between="live")
+    frozen = interventions.path(model(), "L0H1", "output")
+    knocked = interventions.heads(model(), "L0H1")
+    found = interventions.effects(model(), IDS, {"live": live, "all": knocked, "frozen": frozen})
+    assert torch.allclose(found.edited[0], found.edited[1], atol=1e-5)
+    assert not torch.allclose(found.edited[0], found.edited[2], atol=1e-3)
+
+
+# ---- intervals, p, and the sentence
+
+
+def test_intervals_and_p_by_hand() -> None:
+    edits = interventions.each(model(), ["L0H1", "L1H2"], by="zero")
+    found = interventions.effects(model(), IDS[:10], edits)
+    for row, name in enumerate(edits):
+        d = (found.edited[row] - found.clean).numpy()
+        low, high = stats.t.interval(0.95, 9, d.mean(), stats.sem(d))
+        assert np.allclose([float(x) for x in found.change(name)[:3]], [d.mean(), low, high])
+        # all sign flips of ten prompts, of which the test draws some
+        flips = np.array(list(itertools.product((-1, 1), repeat=10))) @ d
+        exact = np.mean(np.abs(flips) >= abs(d.sum()) - 1e-12)
+        assert abs(found.p(name) - exact) < 0.02
+        shown = found.df.set_index("edit").loc[name]
+        assert shown.change_low == pytest.approx(low)
+        assert shown.p == found.p(name)
+    table = found.df
+    assert list(table) == ["edit", "change", "change_low", "change_high", "p"]
+    assert table.change.abs().is_monotonic_decreasing
+
+
+def test_the_excess_over_controls_by_hand() -> None:
+    edits = {"none": interventions.heads(model(), "L1H2", by="zero")}
+    found = interventions.effects(model(), IDS, edits, control="heads", draws=5, seed=3)
+    draws = found.controls["none", "random heads"]
+    assert draws.shape == (5, 12)
+    gaps = (found.edited[0] - draws.mean(0)).numpy()
+    prompts_half = stats.t.ppf(0.975, 11) * stats.sem(gaps)
+    spread = draws.mean(1).numpy().std(ddof=1) * np.sqrt(1 + 1 / 5)
+    half = np.hypot(prompts_half, stats.t.ppf(0.975, 4) * spread)
+    value, low, high, _ = map(float, found.excess("none", "random heads"))
+    assert np.allclose([value, low, high], [gaps.mean(), gaps.mean() - half, gaps.mean() + half])
+    row = found.df.iloc[0]
+    assert row.control_change == pytest.approx(float((draws - found.clean).mean()))
+    assert row.change - row.control_change == pytest.approx(row.excess)
+    assert (row.excess_low, row.excess_high) == pytest.approx((low, high))
+    assert row.p == found.p("none", "random heads") != found.p("none")
+
+
+def test_few_prompts_have_no_interval_and_the_sentence_says_so() -> None:
+    pair: dict[str, Any] = {"counterfactual": OTHER[:1], "answer": RIGHT[0], "other": WRONG[0]}
+    edits = interventions.each(model(), ["L0H1", "resid0"], by="counterfactual")
+    found = interventions.effects(model(), IDS[:1], edits, metric="difference", **pair)
+    assert found.df.change_low.isna().all()
+    other = differences(logits(ids=OTHER[:1])) - differences(logits(ids=IDS[:1]))
+    assert float(found.change("resid0").value) == pytest.approx(float(other), abs=1e-4)
+    assert "too few" in found.sentence("resid0")
+    assert f"{float(other):+.3g}".replace("-", "−") in found.sentence("resid0")
+    for n, control in ((9, None), (9, "heads"), (12, None), (12, "heads")):
+        edits = {"x": interventions.heads(model(), "L1H0", by="zero")}
+        text = interventions.effects(model(), IDS[:n], edits, control=control).sentence("x")
+        assert "nan" not in text.lower()
+        assert ("95% interval" in text) == (n >= 10)
+        assert ("random heads" in text) == (control is not None)
+        assert text.endswith(".")
+    nothing = {"nothing": interventions.edge(model(), IDS, "L0H0", "L1H0", drop=8)}
+    still = interventions.effects(model(), IDS, nothing, metric=lambda out: out[:, 0].sum(-1))
+    assert "nan" not in still.sentence("nothing").lower()
+
+
+# ---- controls
+
+
+def test_controls_are_what_they_are_called() -> None:
+    edits = {"content": interventions.term(model(), basis(), "content", "L1H2")}
+    found = interventions.effects(model(), IDS, edits, control=["shrink", "terms"])
+    shrink = interventions.term(model(), basis(), "content", "L1H2", how="shrink")
+    names = ["bias-bias", "bias-pos", "bias-cvec", "pos-bias", "pos-pos", "pos-cvec"]
+    names += ["cvec-bias", "cvec-pos"]
+    assert found.controls_of("content") == ["shrink", *(f"remove {name}" for name in names)]
+    others = {name: interventions.term(model(), basis(), name, "L1H2") for name in names}
+    by_hand = interventions.effects(model(), IDS, {"shrink": shrink, **others})
+    wanted = torch.stack([found.controls["content", c][0] for c in found.controls_of("content")])
+    assert torch.allclose(by_hand.edited, wanted, atol=1e-6)
+    kept = {"kept": interventions.term(model(), basis(), "content", "L1H2", how="keep")}
+    beside = interventions.effects(model(), IDS, kept, control="terms").controls_of("kept")
+    assert beside == ["keep pos-pos", "keep pos-cvec", "keep cvec-pos"]
+
+
+def test_random_controls_are_drawn_by_seed_and_shared() -> None:
+    edits = interventions.each(model(), ["L0H1", "L1H2"], by="zero")
+    run = partial(interventions.effects, model(), IDS, edits, control="heads", draws=4)
+    a, b, c = run(seed=0), run(seed=0), run(seed=1)
+    key = ("L0H1", "random heads")
+    assert torch.equal(a.controls[key], b.controls[key])
+    assert not torch.equal(a.controls[key], c.controls[key])
+    assert torch.equal(a.controls[key], a.controls["L1H2", "random heads"])
+    each = interventions.each(model(), [h for h in HEADS if h not in edits], by="zero")
+    others = interventions.effects(model(), IDS, each).edited
+    for draw in a.controls[key]:  # one of the heads that no row has
+        assert float((others - draw).abs().amax(1).min()) < 1e-6
+    every = interventions.each(model(), by="zero")
+    with pytest.raises(tlg.GeometryError, match="control"):
+        interventions.effects(model(), IDS, every, control="heads")
+    planes = {"plane": interventions.planes(model(), [1], "L0H1")}
+    drawn = interventions.effects(model(), IDS, planes, control="planes", draws=3, seed=5)
+    same = {str(s): interventions.planes(model(), [1], "L0H1", draw=s) for s in (5, 6, 7)}
+    wanted = interventions.effects(model(), IDS, same).edited
+    assert torch.allclose(drawn.controls["plane", "random planes"], wanted, atol=1e-6)
+    low = {"low": interventions.surrogate(model(), basis(), "L1H1", part="low_rank", rank=3)}
+    drawn = interventions.effects(model(), IDS, low, control="directions", draws=2)
+    assert float(drawn.excess("low", "random directions").error) > 0
+    edges = {"edge": interventions.edge(model(), IDS, "L0H2", "L1H0")}
+    drawn = interventions.effects(model(), IDS, edges, control=["writers", "heads", "shrink"])
+    assert drawn.controls_of("edge") == ["random writers", "random heads", "shrink"]
+    assert len(drawn.df) == 3
+
+
+def test_a_swap_has_no_control_and_own_controls_are_taken() -> None:
+    edits = {
+        "content": interventions.term(model(), basis(), "content", "L1H2"),
+        "wrong content": interventions.term(model(), basis(), "content", "L1H2", how="swap"),
+    }
+    found = interventions.effects(model(), IDS, edits, control=["shrink", "heads"], draws=2)
+    assert found.controls_of("wrong content") == []
+    assert found.beyond("wrong content") is None
+    assert set(found.df.edit) == set(edits)
+
+    def another(edit: Any, draw: int) -> Any:
+        return interventions.heads(model(), (0, draw), by="zero")
+
+    own = interventions.effects(model(), IDS, edits, control=another, draws=3)
+    zeros = interventions.each(model(), ["L0H0", "L0H1", "L0H2"], by="zero")
+    wanted = interventions.effects(model(), IDS, zeros).edited
+    assert torch.allclose(own.controls["content", "another"], wanted, atol=1e-6)
+
+
+# ---- planted causes
+
+
+def test_a_planted_head_is_found_and_its_path() -> None:
+    """One head alone writes, nearly the same everywhere; it reaches the output through the last MLP
+    and by itself, since the heads of the last block write nothing."""
+    hf = hf_model("gpt2")
+    with torch.no_grad():
+        hf.transformer.h[0].attn.c_attn.bias[64 + 8 : 64 + 16] += 6.0  # the values of head 1
+        for layer, block in enumerate(hf.transformer.h):
+            mute = torch.ones(32, dtype=torch.bool)
+            mute[8 : 16 if layer == 0 else 8] = False
+            block.attn.c_proj.weight[mute] = 0
+        hf.transformer.h[0].mlp.c_proj.weight.zero_()
+    planted = bridge_of(hf)
+    options: dict[str, Any] = {"metric": "difference", "answer": 7, "other": 33}
+    run = partial(interventions.effects, planted, IDS, **options)
+    found = run(interventions.each(planted, by="zero"))
+    assert found.df.edit[0] == "L0H1"
+    assert found.p("L0H1") < 0.01
+    rest = [row for row, name in enumerate(found.edits) if name != "L0H1"]
+    assert float(found.changes[rest].abs().max()) < 1e-5
+    names = ("mlp0", "L1H2<v>", "mlp1", "output")
+    through = run({to: interventions.path(planted, "L0H1", to, by="zero") for to in names})
+    moved = dict(zip(names, through.changes.abs().amax(1).tolist()))
+    assert max(moved["mlp0"], moved["L1H2<v>"]) < 1e-5
+    assert min(moved["mlp1"], moved["output"]) > 1e-2
+    one = {"L0H1": interventions.heads(planted, "L0H1", by="zero")}
+    beside = run(one, control="heads", draws=6)
+    assert beside.beyond("L0H1") is True
+    other = {"L1H1": interventions.heads(planted, "L1H1", by="zero")}
+    assert run(other, control="heads", draws=6).beyond("L1H1") is False
+
+
+@pytest.mark.parametrize("which", ["embedded", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+def test_the_strongest_induction_head_needs_content(which: str) -> None:
+    """The rule of SPEC, Version 2: its removal costs more than shrinking, other terms, and the same
+    at other heads. The twin: a head of position does not need content."""
+    decoder = getattr(zoo, which)()
+    fit = tlg.decompose(decoder, zoo.default_windows(decoder, 66, n=64), **QUIET)
+    random = repeated_random_tokens(
+        16, 4, 12, low=100, high=1900, bos_id=tlg.view(decoder).bos_id if which == "embedded" else 1
+    )
+    with torch.no_grad():
+        cache = decoder.run_with_cache(random)[1]
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(decoder.cfg.n_layers)]
+    types = tlg.scores.head_type_scores(torch.stack([cache[name] for name in names]), random)
+
+    def verdict(kind: str) -> Any:
+        best = int(types.scores[kind].argmax())
+        head = divmod(best, decoder.cfg.n_heads)
+        edits = {
+            "removing content": interventions.term(decoder, fit, "content", head),
+            "wrong content": interventions.term(decoder, fit, "content", head, how="swap"),
+        }
+        controls = ["shrink", "terms", "heads"]
+        return interventions.effects(decoder, random, edits, control=controls, draws=4)
+
+    found = verdict("induction")
+    assert found.beyond("removing content") is True, found
+    assert "more than its controls" in found.sentence("removing content")
+    assert verdict("previous").beyond("removing content") is False
+
+
+# ---- results and refusals
+
+
+def test_the_result_describes_saves_and_loads_itself(tmp_path: Path) -> None:
+    edits = interventions.each(model(), ["L0H1", "L1H2"], by="zero")
+    found = interventions.effects(model(), IDS, edits, control="heads", draws=3, seed=4)
+    again = tlg.interventions.Effects.load(found.save(tmp_path / "effects"))
+    assert again.df.equals(found.df)
+    assert again.sentence("L0H1") == found.sentence("L0H1")
+    about = found.provenance
+    assert (about.model, about.contexts, about.seed) == ("tiny-llama", 12, 4)
+    assert "random heads" in repr(found)
+    copies = interventions.effects(model(), IDS[[0, 0, 1]], edits)
+    assert any("copies" in flag for flag in copies.provenance.flags)
+
+
+def test_what_gives_no_effects_is_refused() -> None:
+    run = partial(interventions.effects, model(), IDS)
+    one = interventions.each(model(), ["L0H1"], by="zero")
+    run(one, metric=lambda out: out[:, 0, 0])
+    run(one, control="heads", draws=2)
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ({}, {}, "edits"),
+        (interventions.each(tiny("bridge", "gpt2"), ["L0H1"], by="zero"), {}, "edits"),
+        (one, {"metric": "difference"}, "answer"),
+        (one, {"metric": "accuracy"}, "metric"),
+        (one, {"metric": lambda out: out[:, 0]}, "metric"),
+        (one, {"metric": lambda out: out[:, 0, 0] / 0}, "finite"),
+        (one, {"control": "neurons"}, "control"),
+        (one, {"control": "planes"}, "control"),
+        (interventions.each(model(), ["mlp0"], by="zero"), {"control": "heads"}, "control"),
+        (one, {"control": "heads", "draws": 1}, "draws"),
+        (one, {"seed": -1}, "seed"),
+        (one, {"batch_size": 0}, "batch_size"),
+    ]
+    for edits, options, what in wrong:
+        with pytest.raises(tlg.GeometryError, match=what):
+            run(edits, **options)
+    single = {"swap": interventions.heads(model(), "L0H1", by="prompt")}
+    with pytest.raises(tlg.GeometryError, match="prompts"):
+        interventions.effects(model(), IDS[:1], single)
+    encoder = tiny("bridge", "bert")
+    edits = interventions.each(encoder, ["L0H1"], by="zero")
+    with pytest.raises(tlg.UnsupportedModelError):
+        interventions.effects(encoder, IDS, edits)
+    interventions.effects(encoder, IDS, edits, metric=lambda out: out.norm(dim=(1, 2)))
+    with pytest.raises(tlg.GeometryError, match="edit"):
+        run(one).sentence("L0H2")

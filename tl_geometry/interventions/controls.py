@@ -1,0 +1,131 @@
+"""Controls of edits: the same edit of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_geometry.base import checks
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import require
+from tl_geometry.interventions.edge_edits import edge, writers_before
+from tl_geometry.interventions.head_edits import heads, path
+from tl_geometry.interventions.prompts import Edit
+from tl_geometry.interventions.surrogates import surrogate
+from tl_geometry.interventions.terms import PAIRS, pairs_of, planes, term
+
+Control = str | Callable[[Edit, int], Edit]
+"""A control by name, or a function of an edit and the number of a draw."""
+CONTROLS = ("shrink", "terms", "heads", "planes", "directions", "writers")
+Head = tuple[int, int]
+
+
+class Draw(NamedTuple):
+    """A control that is still to be made; equal keys are equal edits."""
+
+    key: Any
+    make: Callable[[], Edit]
+
+
+def draws_of(
+    edits: Mapping[str, Edit], controls: Sequence[Control], draws: int, seed: int
+) -> dict[tuple[str, str], list[Draw]]:
+    """The controls of every edit, by (edit, name of the control).
+
+    Raises ``GeometryError`` for a control that no edit has, and for fewer than 2 random draws.
+    """
+    found: dict[tuple[str, str], list[Draw]] = {}
+    taken = {head for edit in edits.values() for head in edit.heads}
+    count = checks.whole(draws)
+    for control in controls:
+        if not callable(control):
+            checks.choice(control, CONTROLS, "control")
+        before = len(found)
+        drawn = callable(control) or control not in ("shrink", "terms")
+        fits = count is not None and (not drawn or count >= 2)
+        require(fits, "draws", expected="at least 2 random ones", got=repr(draws))
+        for name, edit in edits.items():
+            named = _named(edit, control, range(seed, seed + (count or 0)), taken)
+            found |= {(name, beside): made for beside, made in named.items()}
+        got = f"{control!r}, which none of {list(edits)[:4]} has"
+        require(len(found) > before, "control", expected="a control of some edit", got=got)
+    return found
+
+
+def _named(edit: Edit, control: Control, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
+    """The controls of one edit, by their names."""
+    if callable(control):
+        made = [
+            Draw((id(edit), id(control), i), partial(control, edit, i)) for i in range(len(seeds))
+        ]
+        return {getattr(control, "__name__", "control"): made}
+    again: Any = edit.again
+    if again is None or again.keywords.get("how") == "swap":
+        return {}
+    options, kind = again.keywords, again.func
+    if control == "shrink":
+        of = kind in (term, edge) and options["how"] == "remove"
+        of = of and "value" not in options.get("side", "")
+        return {"shrink": [_draw(again, how="shrink")]} if of else {}
+    if control == "terms":
+        return _other_terms(again) if kind is term and options["how"] in ("remove", "keep") else {}
+    if control == "heads":
+        return _random_heads(edit, seeds, taken)
+    if control == "planes":
+        made = [_draw(again, draw=s) for s in seeds]
+        return {"random planes": made} if kind is planes else {}
+    if control == "directions":
+        made = [_draw(again, random=True, seed=s) for s in seeds]
+        return {"random directions": made} if kind is surrogate else {}
+    return _random_writers(edit, seeds) if kind is edge else {}
+
+
+def _draw(again: Any, **changes: Any) -> Draw:
+    """The edit with other options; its key tells whether two are the same."""
+    plain = (str, int, float, tuple, type(None))
+    options = {**again.keywords, **changes}
+    key = tuple((k, v if isinstance(v, plain) else id(v)) for k, v in sorted(options.items()))
+    return Draw((again.func, key), partial(again, **changes))
+
+
+def _other_terms(again: Any) -> dict[str, list[Draw]]:
+    """Every other term, of those that the edit would change."""
+    how, own = again.keywords["how"], pairs_of(again.keywords["names"])
+    others = [p for p in PAIRS if p not in own and not (how == "keep" and "bias" in p)]
+    return {f"{how} {'-'.join(p)}": [_draw(again, names=p)] for p in others}
+
+
+def _random_heads(edit: Edit, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
+    """As many heads, drawn from those that could stand in their place and that no edit has."""
+    again: Any = edit.again
+    key = {heads: "names", path: "senders"}.get(again.func, "heads")
+    pool, size = [head for head in edit.pool if head not in taken], len(set(edit.heads))
+    if size == 0 or not edit.pool:
+        return {}
+    expected = f"{size} other heads that no edit has"
+    require(len(pool) >= size, "control", expected=expected, got=len(pool), instead="fewer edits")
+    # drawn one after the other from the first seed, so that edits of one size share them
+    generator = torch.Generator().manual_seed(seeds[0])
+    orders = [torch.randperm(len(pool), generator=generator)[:size].tolist() for _ in seeds]
+    made = [_draw(again, **{key: tuple(pool[i] for i in sorted(order))}) for order in orders]
+    return {"random heads": made}
+
+
+def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
+    """As many other writers (heads, MLPs, embeddings) that come before the same heads."""
+    again: Any = edit.again
+    own = again.keywords["writer"]
+    own = [own] if isinstance(own, str) else list(own)
+    first = min(layer for layer, _ in edit.heads)
+    # heads of a block whose attention is edited are parts of it, and no other writers
+    parts = tuple(f"L{name.removeprefix('attn')}H" for name in own if name.startswith("attn"))
+    names = [w for w in writers_before(edit.view, first) if not w.startswith(("attn", *parts))]
+    pool = [name for name in names if name not in (*own, "constants")]
+    expected, size = f"{len(own)} other writers before {head_name(edit.heads[0])}", len(own)
+    require(len(pool) >= size, "control", expected=expected, got=len(pool))
+    generator = torch.Generator().manual_seed(seeds[0])
+    orders = [torch.randperm(len(pool), generator=generator)[:size].tolist() for _ in seeds]
+    return {"random writers": [_draw(again, writer=tuple(pool[i] for i in o)) for o in orders]}

@@ -1,0 +1,198 @@
+"""Path patching of one edge: :func:`edge` takes what a writer wrote out of what chosen heads read.
+
+The writer's output w and the reader's norm scale s (QK-norm's too) are those of the clean run on
+the same tokens; everything after the reader is live. With h the running stream, and A and gain the
+centring and gain of the norm (SPEC M),
+
+    remove      k' = ((h - w) A gain / s) W_K + constants       (queries and values likewise)
+    keep        all other writers are taken out
+    swap        k' = ((h - w + w') A gain / s) W_K + constants, w' of another prompt
+    shrink      as much of the scores' covariance is taken from all writers evenly
+
+Because s is frozen, removing an edge takes exactly that writer's terms out of the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import require
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.interventions.prompts import Edit, Known, derangement, require_several
+from tl_geometry.interventions.terms import HeadsLike, changed, heads_by_layer
+from tl_geometry.models.batches import default_batch
+from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.write_spec import require_decoder
+from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
+
+SIDES = ("query", "key", "value")
+HOW = ("remove", "keep", "swap", "shrink")
+
+
+Read = Mapping[str, Tensor]
+"""What one layer read in a clean run: the stream ``"h"``, frozen scales and constants
+(``"q_scale"``, ``"q_constant"``, ...), and what the chosen writers had ``"written"`` together."""
+
+
+def clean_reads(
+    view: ModelView, tokens: Tensor, writers: Sequence[str], layers: Iterable[int]
+) -> dict[int, Read]:
+    """What some layers read in clean passes over ``tokens``."""
+    reads: dict[int, list[Read]] = {layer: [] for layer in sorted(layers)}
+    frozen = [f"{which}_{name}" for which in "qkv" for name in ("scale", "constant")]
+
+    def take(layer: LayerView, written: Written) -> None:
+        parts = written.parts("blocks") | written.parts()
+        together = torch.stack([parts[name] for name in writers]).sum(0)
+        read = {name: getattr(layer, name) for name in ("h", *frozen)}
+        reads[layer.layer].append(read | {"written": together})
+
+    for batch in tokens.split(default_batch(tokens.shape[1], view.device)):
+        run_written(view, batch, list(reads), take)
+    names = ("h", *frozen, "written")
+    return {
+        layer: {name: torch.cat([part[name] for part in parts]) for name in names}
+        for layer, parts in reads.items()
+    }
+
+
+def edge(
+    model: ModelLike,
+    prompts: TokensLike,
+    writer: str | Sequence[str],
+    heads: HeadsLike,
+    *,
+    side: str | Sequence[str] = "key",
+    how: str = "remove",
+    counterfactual: TokensLike | None = None,
+    drop: int | None = None,
+    seed: int = 0,
+    prepend_bos: bool | None = None,
+) -> Edit:
+    """Path patching of an edge: take a writer out of what ``heads`` read, on the ``"query"``,
+    ``"key"`` or ``"value"`` side (or several).
+
+    Passes must be over ``prompts`` (some or all of them, in any order), whose clean run gives the
+    writer's output and the norm's scale.
+
+    Args:
+        writer: ``"embed"``, ``"L0H3"``, ``"mlp0"``, ``"constants"``, ``"attn0"``, or several that
+            are edited together.
+        how: see the module; ``"swap"`` takes what the writer wrote in ``counterfactual``, one
+            prompt for each, or without these in another of the prompts.
+        drop: how many first positions keep their inputs, by default the BOS token alone, so that
+            the attention sink stays what it was.
+
+    Raises ``GeometryError`` for a writer that does not come before every reader, and during a pass
+    over other tokens; ``UnsupportedModelError`` for encoders; else as
+    :func:`~tl_geometry.interventions.term`.
+
+    Source: Wang et al. 2022, arXiv:2211.00593.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tokens = tlg.zoo.default_windows(model, 16, n=2).tokens
+    >>> with tlg.interventions.edge(model, tokens, "L0H0", "L1H0"):
+    ...     logits = model(tokens)
+    """
+    view, given = as_view(model), [side] if isinstance(side, str) else list(side)
+    require_decoder(view, f"edges of {view.name}")
+    checks.choice(how, HOW, "how")
+    letters = "".join(checks.choice(s, SIDES, "side")[0] for s in given)
+    fits, expected = how != "shrink" or "v" not in letters, "query or key where scores are shrunk"
+    require(fits, "side", expected=expected, got=side, instead='how="remove"')
+    known = Known.of(view, prompts, counterfactual, prepend_bos)
+    length = known.rows.tokens.shape[1]
+    start = int(known.rows.has_bos) if drop is None else checks.index(drop, length, "drop")
+    writers = [writer] if isinstance(writer, str) else list(writer)
+    chosen = checks.heads(heads, view.n_layers, view.n_heads)
+    layers, tokens = heads_by_layer(chosen), known.rows.tokens
+    last = max(map(_block, _checked(view, writers, min(layers))))
+    reads = clean_reads(view, tokens, writers, layers)
+    others: dict[int, Read] = {}
+    if how == "swap":
+        if known.counterfactual is None:
+            require_several(len(tokens))
+        source = known.counterfactual
+        source = tokens[derangement(len(tokens), seed)] if source is None else source
+        others = clean_reads(view, source, writers, layers)
+
+    def make(_: Known | None) -> list[NamedHook]:
+        rows: dict[str, Tensor] = {}
+        hooks = [known.hook(rows)]
+        for layer, some in layers.items():
+            change = (
+                reads[layer]["written"] - reads[layer]["h"]
+                if how == "keep"
+                else -reads[layer]["written"]
+            )
+            change = change + others[layer]["written"] if how == "swap" else change
+            change[:, :start] = 0
+            hooks += _edge_hooks(view, layer, some, reads[layer], change, rows, letters, how, start)
+        return hooks
+
+    options: dict[str, Any] = {"writer": writer, "heads": heads, "side": side, "how": how}
+    options |= {"counterfactual": counterfactual, "drop": drop, "seed": seed}
+    again = partial(edge, model=view, prompts=prompts, prepend_bos=prepend_bos, **options)
+    # heads in whose place others may stand come after the writers too
+    pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] > last]
+    return Edit(view, make, known=known, heads=chosen, pool=pool, again=again)
+
+
+def _edge_hooks(
+    view: ModelView,
+    at: int,
+    heads: tuple[int, ...],
+    read: Read,
+    change: Tensor,
+    rows: Mapping[str, Tensor],
+    letters: str,
+    how: str,
+    start: int,
+) -> list[NamedHook]:
+    """The hooks of one layer: ``letters`` are the sides that read ``change`` more."""
+
+    def side(run: RunningHeads, letter: str) -> Float[Tensor, "batch position head d_head"]:
+        if letter not in letters:
+            return run.own(letter)
+        at, layer = rows["rows"], run.layer
+        scale, constant = (read[f"{letter}_{name}"][at] for name in ("scale", "constant"))
+        mapped = getattr(layer, f"{letter}_map")(layer.h + change[at].to(layer.h))
+        return (mapped * scale.unsqueeze(-1) + constant)[:, :, list(heads)]
+
+    def scores(run: RunningHeads) -> Tensor:
+        new = run.scores(side(run, "q"), side(run, "k"))
+        return changed("shrink", run, run.total - new, drop=start) if how == "shrink" else new
+
+    edited: NewScores | None = scores if set(letters) & set("qk") else None
+    values = (lambda run: side(run, "v")) if "v" in letters else None
+    return edited_attention(view, at, heads, edited, values)
+
+
+def writers_before(view: ModelView, layer: int) -> tuple[str, ...]:
+    """Names of all writers of a layer's input, heads and whole blocks of attention."""
+    names = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
+    return tuple(dict.fromkeys(names))  # both grains have the embeddings and the MLPs
+
+
+def _checked(view: ModelView, writers: Sequence[str], layer: int) -> Sequence[str]:
+    for name in writers:
+        checks.choice(name, writers_before(view, layer), f"writer before block {layer}")
+    return writers
+
+
+def _block(writer: str) -> int:
+    """The block of a writer, -1 for embeddings and constants."""
+    digits = writer.removeprefix("attn").removeprefix("mlp").removeprefix("L").partition("H")[0]
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,188 @@
+"""Prompts that an edit knows: :class:`Known` tells which of them a running pass is over, and
+:class:`Edit` is an edit that may still wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import fail, require
+from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.models.batches import default_batch
+from tl_geometry.models.edits import LiveEdit, NamedHook
+from tl_geometry.models.model_view import ModelView
+
+SAME = 1e-4
+"""Relative difference up to which two first states are of the same tokens: those of other batches
+round differently by some 1e-7 (1e-2 in half precision, where other tokens differ by about 1)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Prompts ``rows``, and a ``counterfactual`` of each."""
+
+    view: ModelView
+    rows: TokenWindows
+    counterfactual: Int[Tensor, "batch position"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        view: ModelView,
+        prompts: TokensLike | Known,
+        counterfactual: TokensLike | None = None,
+        prepend_bos: bool | None = None,
+    ) -> Known:
+        """Prompts as users give them (:func:`~tl_geometry.corpus.sources.token_rows`);
+        counterfactuals are as many prompts of the same length."""
+        if isinstance(prompts, Known):
+            return prompts
+        rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+        if counterfactual is None:
+            return cls(view, rows)
+        others = token_rows(view, counterfactual, prepend_bos=prepend_bos).tokens
+        shape, got = tuple(rows.tokens.shape), tuple(others.shape)
+        expected = f"counterfactuals {shape}, one for each prompt"
+        require(got == shape, "counterfactuals", expected=expected, got=got)
+        return cls(view, rows, others)
+
+    @property
+    def others(self) -> Int[Tensor, "batch position"]:
+        """The counterfactuals, refused where there are none."""
+        if self.counterfactual is None:
+            expected = "prompts with counterfactuals"
+            fail("counterfactuals", expected=expected, got="none", instead="counterfactual=")
+        return self.counterfactual
+
+    @cached_property
+    def _kept(self) -> dict[tuple[str, str], Tensor]:
+        return {}
+
+    def activation(self, name: str, of: str) -> Float[Tensor, "..."]:
+        """An activation of clean passes ``of`` the prompts, of their ``"counterfactual"``, or its
+        ``"mean"`` over the prompts; each is made once."""
+        if (name, of) not in self._kept:
+            tokens = self.others if of == "counterfactual" else self.rows.tokens
+            parts = tokens.split(default_batch(tokens.shape[1], self.view.device))
+            value = torch.cat([self.view.activations(part, [name])[name] for part in parts])
+            value = value.double().mean(0).to(value) if of == "mean" else value
+            self._kept[name, of] = value
+        return self._kept[name, of]
+
+    def hook(self, into: dict[str, Tensor]) -> NamedHook:
+        """A hook that notes which of the prompts the rows of a pass are, by their first state, as
+        ``into["rows"]``; a pass over other tokens is refused."""
+        name = self.view.state_hooks[0]
+        first = self.activation(name, "prompts")
+        size = float(first.abs().max())
+        near = max(SAME, torch.finfo(self.view.dtype).eps) * size
+
+        def look(value: Tensor, hook: Any) -> None:
+            fits = value.shape[1:] == first.shape[1:]
+            with torch.no_grad():
+                gaps = [(first - row).abs().amax((1, 2)) for row in value] if fits else []
+            found = [gap.argmin() for gap in gaps if float(gap.min()) <= near]
+            expected, got = "the prompts that the edit was made for", "others, or embeddings"
+            same, instead = len(found) == len(value), "an edit made with these prompts"
+            require(same, "tokens inside an edit", expected=expected, got=got, instead=instead)
+            into["rows"] = torch.stack(found)
+
+        return name, look
+
+
+Make = Callable[[Known | None], list[NamedHook]]
+"""Makes the hooks of an edit from the prompts that it is given, if any."""
+Again = Callable[..., "Edit"]
+"""The same edit with other options; a ``functools.partial`` of the function that made it."""
+
+
+class Edit(LiveEdit):
+    """An edit of a live model: inside ``with edit:``, or as
+    ``model.run_with_hooks(tokens, fwd_hooks=edit)``; two edits are added with ``+``.
+
+    An edit that needs prompts and was made without them takes those of
+    :func:`~tl_geometry.interventions.effects`. ``together`` says that what it does to a prompt
+    depends on the other prompts of the batch; ``again`` makes it with other options, which is how
+    controls are made; ``pool`` are the heads that could take the place of its own; ``flags`` are
+    remarks on the passes so far.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tokens = tlg.zoo.default_windows(model, 16, n=2).tokens
+    >>> edit = tlg.interventions.heads(model, "L0H0", by="zero")
+    >>> with edit:
+    ...     inside = model(tokens)
+    >>> bool((model.run_with_hooks(tokens, fwd_hooks=edit) == inside).all()), edit.passes
+    (True, 2)
+    """
+
+    def __init__(
+        self,
+        view: ModelView,
+        make: Make,
+        *,
+        known: Known | None = None,
+        heads: Iterable[tuple[int, int]] = (),
+        pool: Iterable[tuple[int, int]] = (),
+        together: bool = False,
+        again: Again | None = None,
+        flags: dict[str, None] | None = None,
+    ) -> None:
+        self.make, self.known, self.together, self.again = make, known, together, again
+        self.pool, self.flags = tuple(pool), {} if flags is None else flags
+        super().__init__(view, make(known), heads)
+
+    def given(self, known: Known) -> Edit:
+        """The edit with prompts, where it has none of its own."""
+        if self.known is not None:
+            return self
+        names = ("heads", "pool", "together", "again", "flags")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Edit(self.view, self.make, known=known, **options)
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, Edit):
+            return [*self, *other]
+        first, second = self, other
+        same = first.view.is_of_model(second.view)
+        require(same, "edits", expected="edits of one model", got="edits of two")
+
+        def make(known: Known | None) -> list[NamedHook]:
+            return [*first.make(first.known or known), *second.make(second.known or known)]
+
+        together, heads = first.together or second.together, (*first.heads, *second.heads)
+        return Edit(first.view, make, heads=heads, together=together)
+
+
+def derangement(prompts: int, seed: int) -> Int[Tensor, " batch"]:
+    """Which other prompt each prompt gets: a permutation without fixed point, where there are at
+    least two. The prompts are put in a random order, and each gets the one before it in that order
+    (the first gets the last).
+
+    >>> order = derangement(5, 0)
+    >>> sorted(order.tolist()), bool((order == torch.arange(5)).any())
+    ([0, 1, 2, 3, 4], False)
+    """
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    other = torch.empty_like(order)
+    other[order] = order.roll(1)
+    return other
+
+
+def from_another(values: Float[Tensor, "batch ..."], seed: int) -> Float[Tensor, "batch ..."]:
+    """The same values of another prompt of the batch, for every prompt."""
+    require_several(len(values))
+    return values[derangement(len(values), seed).to(values.device)]
+
+
+def require_several(prompts: int) -> None:
+    """Refuse a single prompt, which has no other to take anything from."""
+    expected, instead = "at least 2 prompts in a batch", "more prompts of the same length"
+    require(prompts >= 2, "prompts", expected=expected, got=prompts, instead=instead)
