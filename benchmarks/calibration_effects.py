@@ -1,19 +1,17 @@
 """Calibration of what edits of a live model do: Student's intervals of paired differences, p-values
-of exchangeable pairs, and all that :func:`necessity_sufficiency` prints of real prompts."""
+of exchangeable pairs, and all that the table of effects prints of real prompts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from benchmarks.calibration_outcomes import SIZE, Origin, Outcome, covered, outcome
-from tl_geometry.base.intervals import Interval, paired_interval, sign_flip_p
-from tl_geometry.interventions.causal import NecessitySufficiency
+from tl_geometry.base.intervals import paired_interval, sign_flip_p
 
 TWELVE = "12 prompts"
 TEXT = 4
@@ -25,7 +23,7 @@ def real_changes() -> Tensor:
     """Loss that removing the content terms of the embedded model's last block costs in each of 400
     windows: a population of paired differences."""
     import tl_geometry as tlg
-    from tl_geometry.interventions import remove_term
+    from tl_geometry.interventions import term
     from tl_geometry.models.output_head import token_losses
 
     model = tlg.zoo.embedded()
@@ -38,7 +36,7 @@ def real_changes() -> Tensor:
         return token_losses(log_p[:, :-1], ids[:, 1:]).double().mean(1)
 
     clean = losses()
-    with remove_term(model, basis, "content", [(view.n_layers - 1, h) for h in range(4)]):
+    with term(model, basis, "content", [(view.n_layers - 1, h) for h in range(4)]):
         return losses() - clean
 
 
@@ -74,32 +72,34 @@ def paired_effects(repeats: int) -> list[Outcome]:
 
 
 @cache
-def real_effects() -> NecessitySufficiency:
-    """What the content terms of the embedded model's last block do, on 120 windows."""
+def real_losses() -> tuple[tuple[str, ...], Tensor]:
+    """Conditions, and the loss ``[condition prompt]`` under edits of the content terms of the
+    embedded model's last block, on 120 windows."""
     import tl_geometry as tlg
 
     model = tlg.zoo.embedded()
     windows = tlg.zoo.default_windows(model, 32, n=120)
     basis = tlg.decompose(model, windows[:64], progress=False)
     heads = [f"L3H{h}" for h in range(4)]
-    # one draw: the prompt that a swap takes its term from is 1% of the variance of its effect
-    return tlg.interventions.necessity_sufficiency(
-        model, windows, basis, heads, "content", draws=1, progress=False
-    )
+    edits = {
+        how: tlg.interventions.term(model, basis, "content", heads, how=how)
+        for how in ("remove", "keep", "swap", "shrink")
+    }
+    for name in ("position", "token", "mixed"):
+        edits[f"remove {name}"] = tlg.interventions.term(model, basis, name, heads)
+    found = tlg.effects(model, windows, edits)
+    return ("clean", *found.edits), torch.cat([found.clean[None], found.edited])
 
 
 def necessity(prompts: int, repeats: int, *, texts: bool = False) -> list[Outcome]:
     """The interval of every change of loss against its mean over all windows, and the p-value of
     the removal against every other condition once the two have changed places at random: prompts
     drawn independently, or :data:`TEXT` in a row half of whose losses are those of one window."""
-    start, all_effects = time.perf_counter(), real_effects()
-    losses, removed = all_effects.losses, all_effects.row("remove")
+    start, (conditions, losses) = time.perf_counter(), real_losses()
+    removed = conditions.index("remove")
     truth = (losses - losses[0]).mean(1)[1:]
     others = [i for i in range(len(losses)) if i != removed]
     inside, rejected = [], []
-
-    def of(values: Tensor) -> NecessitySufficiency:
-        return replace(all_effects, losses=values)
 
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
@@ -110,9 +110,7 @@ def necessity(prompts: int, repeats: int, *, texts: bool = False) -> list[Outcom
             first = torch.arange(prompts) // TEXT * TEXT
             drawn = (drawn + losses[:, text[first]]) / 2
             exchanged = exchanged[:, first]
-        found = of(drawn).measure_columns("loss")
-        low, high = found["loss_low"][1:], found["loss_high"][1:]
-        inside.append(covered(Interval(low, low, high, low), truth))
+        inside.append(covered(paired_interval((drawn - drawn[0])[1:].mT), truth))
         p = []
         for other, places in zip(others, exchanged, strict=True):
             values = drawn.clone()
@@ -120,7 +118,7 @@ def necessity(prompts: int, repeats: int, *, texts: bool = False) -> list[Outcom
                 drawn[other, places],
                 drawn[removed, places],
             )
-            p.append(of(values).removal_p(all_effects.conditions[other]))
+            p.append(sign_flip_p(values[removed] - values[other]))
         rejected.append((torch.tensor(p) <= 0.05).double())
     alike = f"texts of {TEXT} prompts, 0.5" if texts else "none (drawn)"
     origin = Origin("losses of the embedded model", alike, f"{prompts} prompts")

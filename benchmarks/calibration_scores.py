@@ -1,5 +1,5 @@
-"""Calibration of scores: intervals of shares, the p-value of position, scores of head types and the
-share of the offset, on a planted layer or on planted scores."""
+"""Calibration of scores: intervals of shares and the p-value of position on windows that the basis
+has not seen, and scores of head types, on a planted layer or on planted scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.calibration_outcomes import AT_MOST, SIZE, Origin, Outcome, covered, outcome
+from benchmarks.calibration_outcomes import SIZE, Origin, Outcome, covered, outcome
 from benchmarks.planted import (
     TOPIC,
     T,
@@ -22,13 +22,10 @@ from benchmarks.planted import (
 )
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval, t_quantile
 from tl_geometry.base.results import row_hashes
-from tl_geometry.base.rows import causal_mask, row_center
+from tl_geometry.base.rows import causal_mask
 from tl_geometry.decomposition import PositionContext, decompose_activations
-from tl_geometry.scores.details import Details
-from tl_geometry.scores.leave_out import own_groups
-from tl_geometry.scores.relative import cross_validated, prompt_groups
-from tl_geometry.scores.shapes import offset_sums
 from tl_geometry.scores.sums import share_sums
+from tl_geometry.scores.sweep import LayerSums
 
 
 def origin_of(world: World, contexts: int) -> Origin:
@@ -45,16 +42,11 @@ def basis_of(h: Tensor, ids: Tensor) -> PositionContext:
     return replace(basis, token_hashes=row_hashes(ids))
 
 
-def measured(
-    h: Tensor, ids: Tensor, basis: PositionContext, *wanted: str, **of_layer: Any
-) -> Details:
-    """The details of a sweep over states of one layer."""
-    details = Details(wanted, 0, seed=int(ids[0, 0]))
-    layer = layer_of(h, **of_layer)
-    details.begin(layer, basis)
-    parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-    details.update(layer, parts, slice(0, len(h)), ids, own_groups(basis, ids).tolist())
-    return details
+def measured(h: Tensor, basis: PositionContext, **of_layer: Any) -> LayerSums:
+    """The sums of a sweep with intervals over states of one layer."""
+    sums = LayerSums(basis, layers=1, intervals=True, by_plane=False)
+    sums.add(layer_of(h, **of_layer))
+    return sums
 
 
 def _interval(shares: Tensor, sizes: tuple[tuple[float, ...], ...]) -> Interval:
@@ -73,37 +65,22 @@ def _ids(contexts: int, seed: int, length: int = T) -> Tensor:
 def sweep_intervals(
     name: str, world: World, contexts: int, repeats: int, *, fresh: int = 0
 ) -> list[Outcome]:
-    """Intervals of the shares of covariance and of gain on the basis's own contexts or on
-    ``fresh`` others; beside them the bootstrap over contexts with the basis as it is."""
-    start, truth, before = time.perf_counter(), true_shares(world), []
+    """Intervals of the shares of covariance and of gain, with a basis of ``contexts`` and on
+    ``fresh`` windows (as many)."""
+    start, truth, fresh = time.perf_counter(), true_shares(world), fresh or contexts
     hits: dict[str, list[Tensor]] = {"score": [], "gain": []}
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
-        h, ids = world.draw(contexts, g), _ids(contexts, seed)
-        basis = basis_of(h, ids)
-        if fresh:
-            h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats)
-        found = measured(h, ids, basis, "intervals").resampled(contexts)
-        hits["score"].append(covered(_interval(found.cs, found.sizes), truth.cs))
-        hits["gain"].append(covered(_interval(found.gs, found.sizes), truth.gs))
-        before.append(covered(_bootstrap(h, basis, g), truth.cs))
-    origin = origin_of(world, min(contexts, fresh or contexts))
-    kept = [
+        basis = basis_of(world.draw(contexts, g), _ids(contexts, seed))
+        some = replace(world, topics=fresh // TOPIC if world.topics else 0)
+        samples, sizes = measured(some.draw(fresh, g), basis).samples()
+        hits["score"].append(covered(_interval(samples["cs"], sizes), truth.cs))
+        hits["gain"].append(covered(_interval(samples["gs"], sizes), truth.gs))
+    origin = origin_of(world, min(contexts, fresh))
+    return [
         outcome(f"share of the {of}, {name}", torch.stack(x), start, origin)
         for of, x in hits.items()
     ]
-    old = f"share of the score, {name} (of before)"
-    return [*kept, outcome(old, torch.stack(before), start, origin, promised=False)]
-
-
-def _bootstrap(h: Tensor, basis: PositionContext, generator: torch.Generator) -> Interval:
-    layer = layer_of(h)
-    parts = parts_of(layer, basis.mean[0], basis.pos_seen[0])
-    sums = share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False)
-    chosen = torch.randint(len(h), (200, len(h)), generator=generator)
-    cs = sums.numerators[chosen].sum(1) / sums.total[chosen].sum(1).unsqueeze(-1)
-    value = sums.pooled().cs
-    return Interval(value, cs.quantile(0.025, 0), cs.quantile(0.975, 0), cs.std(0))
 
 
 def position_null(
@@ -112,25 +89,21 @@ def position_null(
     repeats: int,
     name: str,
     *,
-    fresh: int = 0,
     promised: bool = True,
     **of_layer: Any,
 ) -> Outcome:
-    """Size of the p-value of position on states without any, on the basis's own contexts or on
-    ``fresh`` others; without a promise that of all repeats, printed or not."""
+    """Size of the p-value of position on states without any, with a basis of ``contexts`` and on as
+    many windows; without a promise that of all repeats, printed or not."""
     start, hits = time.perf_counter(), []
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
-        h, ids = world.draw(contexts, g), _ids(contexts, seed, world.length)
-        basis = basis_of(h, ids)
-        if fresh:
-            h, ids = world.draw(fresh, g), _ids(fresh, seed + repeats, world.length)
-        details = measured(h, ids, basis, "nulls", rotary=world.rotary, **of_layer)
-        p = details.table(contexts)["p_position"]
+        basis = basis_of(world.draw(contexts, g), _ids(contexts, seed, world.length))
+        found = measured(world.draw(contexts, g), basis, rotary=world.rotary, **of_layer)
+        p = found.null(seed)["p_position"]
         unknown = torch.nan if promised else 0.0
         hits.append(torch.where(p.isnan(), unknown, (p <= 0.05).double()))
     label = f"p-value of position, {name}"
-    origin = origin_of(world, min(contexts, fresh or contexts))
+    origin = origin_of(world, contexts)
     return outcome(label, torch.stack(hits), start, origin, goal=SIZE, promised=promised)
 
 
@@ -145,7 +118,7 @@ def permuted_positions(world: World, contexts: int, repeats: int, name: str) -> 
         shares = []
         for order in orders:
             parts = parts_of(layer, basis.mean[0], basis.pos_seen[0][order])
-            cs = share_sums(parts.q, parts.k, layer.allowed, energy=False, gain=False).pooled().cs
+            cs = share_sums(parts.q, parts.k, layer.allowed).cs
             shares.append(cs[:, [0, 1, 3, 4]].sum(1))
         found = torch.stack(shares)
         hits.append((found[1:] < found[0]).all(0).double())
@@ -155,8 +128,7 @@ def permuted_positions(world: World, contexts: int, repeats: int, name: str) -> 
 
 
 def share_settings() -> list[dict[str, Any]]:
-    """Worlds in which the intervals of shares are tried. Below 32 contexts none is printed: of 16,
-    of two topics, they covered 0.89, and the worst term 0.61."""
+    """Worlds in which the intervals of shares are tried. Below 32 contexts none is printed."""
     worlds = {
         "": World(),
         ", no position": World(position=0.0),
@@ -169,7 +141,7 @@ def share_settings() -> list[dict[str, Any]]:
         for name, world in worlds.items():
             some = replace(world, topics=c // TOPIC * world.topics)
             found.append({"name": f"C = {c}{name}", "world": some, "contexts": c})
-    other = {"name": "C = 64{}, 32 other windows", "contexts": 64, "fresh": 32}
+    other = {"name": "C = 64{}, 32 windows", "contexts": 64, "fresh": 32}
     for name in ("", ", topics of 8 windows"):
         some = replace(worlds[name], topics=64 // TOPIC * worlds[name].topics)
         found.append({**other, "name": other["name"].format(name), "world": some})
@@ -183,36 +155,29 @@ def position_settings() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [
         {"world": replace(none, stay=0.95, length=t), "contexts": c, "name": f"C = {c}, T = {t}"}
         for t in (16, 32)
-        for c in (10, 16, 32, 64)
+        for c in (32, 64)
     ]
     for x in found:
         x["name"] += ", tokens stay with 0.95"
     topics = {"stay": 0.8, "length": 16, "topics": 4}
-    two = {**topics, "topics": 2}
-    far = replace(none, stay=0.95, length=16)
     found += [
-        {"world": replace(none, stay=0.8, length=16), "contexts": 10, "name": "C = 10, stay 0.8"},
+        {"world": replace(none, stay=0.8, length=16), "contexts": 32, "name": "C = 32, stay 0.8"},
         {"world": replace(none, along=0.9), "contexts": 32, "name": "C = 32, AR 0.9"},
         {"world": replace(none, **topics), "contexts": 32, "name": "C = 32, four topics in blocks"},
-        {"world": replace(none, **two), "contexts": 16, "name": "C = 16, two topics in blocks"},
         {"world": replace(none, along=0.0), "contexts": 32, "name": "C = 32, independent tokens"},
-        {"world": far, "contexts": 32, "fresh": 32, "name": "C = 32, stay 0.95, other windows"},
     ]
     rotary: list[tuple[str, dict[str, Any], float]] = [
         ("independent tokens", {"along": 0.0}, 0.0),
         ("stay 0.95", {"stay": 0.95, "length": 16}, 0.0),
         ("stay 0.95, queries alike", {"stay": 0.95, "length": 16}, 1.5),
     ]
-    for c in (10, 16, 32):
-        for name, changed, query in rotary:
-            world = replace(turned, **changed)
-            label = f"C = {c}, rotary, {name}"
-            found.append({"world": world, "contexts": c, "name": label, "query": query})
-    for c, some, words in ((32, topics, "four topics"), (16, two, "two topics")):
-        blocks = {"world": replace(turned, **some), "contexts": c, "promised": False}
-        label = f"C = {c}, rotary, {words} in blocks (hardly ever printed; of all repeats)"
-        found.append({**blocks, "name": label})
-    return found
+    for name, changed, query in rotary:
+        world = replace(turned, **changed)
+        found.append({"world": world, "contexts": 32, "name": f"C = 32, rotary, {name}"})
+        found[-1]["query"] = query
+    label = "C = 32, rotary, four topics in blocks (hardly ever printed; of all repeats)"
+    blocks = {"world": replace(turned, **topics), "contexts": 32, "promised": False}
+    return [*found, {**blocks, "name": label}]
 
 
 def head_types(repeats: int) -> list[Outcome]:
@@ -238,75 +203,12 @@ def head_types(repeats: int) -> list[Outcome]:
     return [outcome("head-type score, twelve sequences", torch.stack(hits), start, origin)]
 
 
-OFFSETS = 16
-"""Positions of the planted scores of :func:`offset_shares`."""
-
-
-def planted_scores(contexts: int, own: float, topic: float, generator: torch.Generator) -> Tensor:
-    """Row-centred scores ``[context 1 query key]``: noise in every cell, a profile of the offset of
-    each window (``own``) and of each :data:`TOPIC` windows in a row (``topic``), none of all."""
-
-    def profiles(count: int) -> Tensor:
-        rows = torch.randn(count, OFFSETS, generator=generator).unbind(1)
-        smooth = [rows[0]]
-        for white in rows[1:]:
-            smooth.append(0.95 * smooth[-1] + (1 - 0.95**2) ** 0.5 * white)
-        return torch.stack(smooth, 1)
-
-    by_topic = profiles(-(-contexts // TOPIC)).repeat_interleave(TOPIC, 0)[:contexts]
-    offset = (torch.arange(OFFSETS)[:, None] - torch.arange(OFFSETS)).clamp(min=0)
-    noise = torch.randn(contexts, OFFSETS, OFFSETS, generator=generator)
-    scores = noise + (own * profiles(contexts) + topic * by_topic)[:, offset]
-    return row_center(scores[:, None].double(), causal_mask(OFFSETS))
-
-
-def offset_shares(
-    name: str,
-    contexts: int,
-    repeats: int,
-    *,
-    own: float = 0.0,
-    topic: float = 0.0,
-    promised: bool = True,
-) -> list[Outcome]:
-    """How often the share of the offset is above its null, zero, where no profile is that of all
-    windows; beside it with eight groups whatever the number of windows."""
-    start, hits = time.perf_counter(), []
-    mask = causal_mask(OFFSETS)
-    for seed in range(repeats):
-        scores = planted_scores(contexts, own, topic, torch.Generator().manual_seed(seed))
-        shares = []
-        for groups in (prompt_groups(contexts), 8):
-            parts = [offset_sums(part, mask) for part in scores.tensor_split(groups)]
-            shares.append(cross_validated(parts))
-        hits.append((torch.cat(shares) > 0).double())
-    by_groups = torch.stack(hits).unsqueeze(2)
-    alike = f"0.95 (profile){f', topics of {TOPIC} windows' if topic else ''}"
-    origin = Origin("planted scores, profiles of windows", alike, f"{contexts} windows")
-    new = f"share of the offset above 0, {name}, C = {contexts}"
-    kept = outcome(new, by_groups[:, 0], start, origin, goal=AT_MOST, promised=promised)
-    if prompt_groups(contexts) == 8:
-        return [kept]
-    old = f"{new}, eight groups (of before)"
-    return [kept, outcome(old, by_groups[:, 1], start, origin, goal=AT_MOST, promised=False)]
-
-
 def simulations(n: Callable[[int], int]) -> list[Callable[[], list[Outcome]]]:
     """The rows of this part of the table; ``n`` scales the repeats."""
     old = World(position=0.0, along=0.9)
-    few = "topics of 8 windows (fewer than eight texts: not offered)"
     return [
         *(lambda x=x: sweep_intervals(repeats=n(300), **x) for x in share_settings()),
         *(lambda x=x: [position_null(repeats=n(300), **x)] for x in position_settings()),
         lambda: [permuted_positions(old, 32, n(200), "C = 32, AR 0.9")],
         lambda: head_types(n(1000)),
-        *(
-            lambda c=c: offset_shares("profiles of windows", c, n(400), own=1.0)
-            for c in (8, 16, 32, 64)
-        ),
-        lambda: offset_shares("topics of 8 windows", 64, n(400), topic=1.0),
-        *(
-            lambda c=c: offset_shares(few, c, n(400), topic=1.0, promised=False)
-            for c in (10, 16, 32)
-        ),
     ]

@@ -23,9 +23,9 @@ from benchmarks.decomposition import gpt2_weights
 from benchmarks.harness import Row, grown, interleave, synchronize
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models import from_hf
-from tl_geometry.models.fingerprints import fingerprint
+from tl_geometry.models.fingerprint import fingerprint
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.scores.details import DETAILS
+from tl_geometry.scores.resampling import FEWEST_WINDOWS
 from tl_geometry.zoo.pretrained import smollm2_hugging_face
 
 EAGER, SDPA = "transformers, eager", "transformers, SDPA"
@@ -34,8 +34,6 @@ SIZES = {"smoke": (2, 64, 32, 4), "cpu": (12, 768, 256, 32), "gpu": (12, 768, 25
 ROUNDS = {"smoke": 1, "cpu": 5, "gpu": 7}
 BATCH = 2048
 """Tokens of one forward pass on a CPU."""
-FEW = ("planes", "intervals")
-"""Details that are timed by themselves."""
 PROMPT = 64
 """Tokens of the prompt whose logit is traced."""
 
@@ -74,7 +72,7 @@ def cases(size: str) -> list[Case]:
     found = []
     for name, model, tokenizer, positions in some:
         plain = plain_models(model, device)
-        view = tlg.view(from_hf(model.to(device), tokenizer, model_class="bridge", name=name))
+        view = tlg.view(from_hf(model.to(device), tokenizer, name=name))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, view.d_vocab, (windows, positions), generator=generator)
         batch = max(1, (32 * BATCH if size == "gpu" else BATCH) // positions)
@@ -129,15 +127,18 @@ def routes(case: Case) -> Routes:
 
 
 def detailed(case: Case) -> Routes:
-    """The sweep with its details, beside the sweep without."""
-    view = case.view
-    sweep = partial(
-        tlg.sweep_heads, view, case.tokens, case.basis, batch_size=case.batch, progress=False
-    )
-    every = tuple(d for d in DETAILS if d != "planes" or view.position == "rotary")
+    """The sweep with planes and with intervals, beside the sweep without, on windows that their
+    basis has not seen."""
+    view, tokens = case.view, case.tokens
+    other = tokens.flip(1)
+    basis = tlg.decompose(view, other, second_moments=False, progress=False)
+    sweep = partial(tlg.sweep_heads, view, tokens, basis, batch_size=case.batch, progress=False)
     made: Routes = forwards(case) | {"sweep of all heads": sweep}
-    made |= {f"sweep with {d}": partial(sweep, detail=(d,)) for d in FEW if d in every}
-    return made | {"sweep with every detail": partial(sweep, detail=every)}
+    if view.position == "rotary":
+        made["sweep with planes"] = partial(sweep, planes=True)
+    if len(tokens) >= FEWEST_WINDOWS:
+        made["sweep with intervals"] = partial(sweep, intervals=True)
+    return made
 
 
 def timed(case: Case, of: Callable[[Case], Routes], rounds: int) -> list[Row]:
@@ -210,12 +211,12 @@ def traced(case: Case, rounds: int) -> list[Row]:
 
 
 def run(size: str) -> list[Row]:
-    """Every case, agreement first; details on a quarter of the windows."""
+    """Every case, agreement first; planes and intervals on a quarter of the windows."""
     rows = []
     for case in cases(size):
         agreement(case)
         rows += timed(case, routes, ROUNDS[size])
-        few = case.tokens[: max(2, len(case.tokens) // 4)]
+        few = case.tokens[: max(FEWEST_WINDOWS, len(case.tokens) // 4)]
         rows += timed(case._replace(tokens=few), detailed, ROUNDS[size])
         rows += traced(case, ROUNDS[size])
     return rows

@@ -10,7 +10,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tl_geometry as tlg
 from benchmarks.harness import Row, child, grown, interleave, paired
-from tl_geometry.decomposition import decompose_tensor
 from tl_geometry.models import from_hf
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 64), "gpu": (12, 768, 512, 512)}
@@ -31,7 +30,7 @@ def gpt2_weights(layers: int, width: int, length: int, heads: int | None = None)
 def gpt2(layers: int, width: int, length: int, heads: int | None = None) -> Any:
     """The same as a bridge."""
     weights = gpt2_weights(layers, width, length, heads)
-    return from_hf(weights, None, model_class="bridge", name="random-gpt2")
+    return from_hf(weights, None, name="random-gpt2")
 
 
 def run(size: str) -> list[Row]:
@@ -62,7 +61,7 @@ def run(size: str) -> list[Row]:
         return torch.stack([found[s] for s in range(layers + 1)])
 
     exact, ours = (
-        decompose_tensor(states()[:, :, 1:]),
+        tlg.decompose_activations(states()[:, :, 1:]).transform(states()[:, :, 1:]),
         tlg.decompose(view, tokens[:batch], batch_size=batch, progress=False),
     )
     assert (exact.pos - ours.pos).abs().max() < 1e-4, "the routes disagree"

@@ -1,5 +1,5 @@
 """What is found where the answer is known? ``python -m benchmarks --only known`` runs every measure
-on the models of ``tl_geometry.zoo.known`` and writes the page ``docs/known.md``."""
+on the models of ``benchmarks.known_models`` and writes the page ``docs/known.md``."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ RIVAL = "(rival)"
 INTRODUCTION = """# What is found where the answer is known
 
 Made by `python -m benchmarks --only known` (about two minutes on one core), on the models of
-{{py:func}}`tl_geometry.zoo.known`:
+`benchmarks.known_models`:
 
 - **heads**: one layer of nine heads planted by hand. Six attend in one way each: at one offset, by
   position, by token identity, by a random table of tokens, by the key's token, and evenly. One

@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from benchmarks.known_models import TokenPairs
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.edge_pass import EdgePass
 from tl_geometry.circuits.prompt_pairs import Metric, PromptPairs
 from tl_geometry.circuits.pruned_runs import _of_batch
 from tl_geometry.models.reader import as_view
-from tl_geometry.zoo.known_models import TokenPairs
 
 DRAWS = 200
 """Random orders that a null is taken from."""

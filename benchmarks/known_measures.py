@@ -20,14 +20,14 @@ from benchmarks.known_judging import (
     by_name,
     exact_effects,
 )
+from benchmarks.known_models import KnownModel, known, trained
+from benchmarks.known_models.planted import SLOW, VOCAB
+from benchmarks.known_models.planted_heads import FAST, RECENT
 from tl_geometry.base.checks import head_name
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
 from tl_geometry.scores import offset_profile, relative_kernel
 from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, UNCLEAR, UNIFORM
-from tl_geometry.zoo import known, trained
-from tl_geometry.zoo.known_models import KnownModel
-from tl_geometry.zoo.planted import SLOW, VOCAB
-from tl_geometry.zoo.planted_heads import FAST, RECENT
+from tl_geometry.scores.terms import GROUPS
 
 SAID = {"all": "all tokens changed", "last": "last token changed", "key": "key changed"}
 QUIET: dict[str, Any] = {"progress": False}
@@ -100,8 +100,8 @@ def removals(
     clean, costliest = loss(), {}
     for head in truth.labels:
         costs = {}
-        for group in ("position", "content", "mixed"):
-            with tlg.interventions.remove_term(truth.model, basis, group, [head]):
+        for group in GROUPS:
+            with tlg.interventions.term(truth.model, basis, group, head):
                 costs[group] = loss() - clean
         costliest[head] = max(costs, key=lambda group: costs[group])
     return Finding.of_labels("label, against what removal costs most", title, given, costliest)
@@ -114,7 +114,7 @@ def planes(positions: str, seed: int) -> Iterator[Finding]:
     at_offset = {head: str(truth.offset) for head in truth.heads("offset") + truth.heads("both")}
     if positions == "rotary":
         basis = tlg.decompose(truth.model, for_basis, **QUIET)
-        table = tlg.sweep_heads(truth.model, tokens, basis, detail="planes", **QUIET)
+        table = tlg.sweep_heads(truth.model, tokens, basis, planes=True, **QUIET)
         shares = table.planes().total_cs
         chosen = {h: PLANES[d] for h, d in truth.does.items() if d in PLANES}
         scores = torch.cat([shares[table.heads.index(h)] for h in chosen])

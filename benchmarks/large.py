@@ -45,7 +45,7 @@ def llama(device: str, *, layers: int, width: int, heads: int, hidden: int, voca
         weights = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="eager"
         )
-    return from_hf(weights.eval(), None, model_class="bridge", name="random-llama")
+    return from_hf(weights.eval(), None, name="random-llama")
 
 
 def agreement(view: ModelView, tokens: Tensor, basis: PositionContext) -> None:

@@ -8,12 +8,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from einops import einsum
+from einops import rearrange
 from torch import Tensor
 
 from tl_geometry.base.rows import causal_mask
-from tl_geometry.models.layer_view import LayerView, Rotation
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.attention import Attention, Reading, Rotation
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.norms import NormReading, NormWeights
+from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.models.reconstruction import ReconstructionReport
 from tl_geometry.scores.projection import ProjectedParts
 from tl_geometry.scores.sums import ShareSums, share_sums
@@ -89,51 +91,48 @@ def _weights() -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _turn(x: Tensor) -> Tensor:
-    """Rotary embedding of ``[... position head d_head]``, base 100."""
-    half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-3])[:, None, None] * 100 ** (-torch.arange(half) / half)
-    a, b, cos, sin = x[..., :half], x[..., half:], angle.cos(), angle.sin()
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+def _rotation(length: int) -> Rotation:
+    """Rotary embedding of base 100."""
+    half = D_HEAD // 2
+    angle = torch.arange(length)[:, None] * 100 ** (-torch.arange(half) / half)
+    angle = torch.cat([angle, angle], -1)
+    return Rotation(angle.cos(), angle.sin(), "half")
 
 
 def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float = 0.0) -> LayerView:
     """One layer without norm whose weights are random; a rotary one may have constants of this
     size in its queries and keys (both are a relative position)."""
-    q, k = _weights()
-    turn = _turn if rotary else lambda x: x
-    project_q, project_k = (lambda x, w=w: einsum(x, w, "... d, d h e -> ... h e") for w in (q, k))
-    to_q, to_k = (lambda x, f=f: turn(f(x)) for f in (project_q, project_k))
-    ones = torch.ones(*h.shape[:2], HEADS)
-    nothing = torch.zeros(*h.shape[:2], HEADS, D_HEAD)
+    q, k = (rearrange(w, "d h e -> h d e") for w in _weights())
+    nothing = torch.zeros(HEADS, D_HEAD)
+    weights = HeadWeights(
+        W_Q=q, W_K=k, W_V=k, W_O=k.mT, b_Q=nothing, b_K=nothing, b_V=nothing, b_O=torch.zeros(D)
+    )
+    norm = NormWeights(norm_type=None, gain=torch.ones(D), bias=torch.zeros(D), eps=0.0)
+    reading = Reading(NormReading(None), rotation="half" if rotary else None, scale=D_HEAD**-0.5)
+    attention = Attention(reading, norm, weights, None, None)
+    turn = _rotation(h.shape[1]) if rotary else None
     g = torch.Generator().manual_seed(14)
-    added = [turn(nothing + x * torch.randn(HEADS, D_HEAD, generator=g)) for x in (query, key)]
-    sides: dict[str, Any] = {f"{w}_scale": ones for w in "qkv"}
-    sides |= {"q_constant": added[0], "k_constant": added[1], "v_constant": nothing}
-    sides |= {"q_map": to_q, "k_map": to_k}
+    sides: dict[str, Any] = dict.fromkeys(
+        ("q_scale", "k_scale", "v_scale"), torch.ones(*h.shape[:2], HEADS)
+    )
+    for w, size in (("q", query), ("k", key)):
+        constant = (size * torch.randn(HEADS, D_HEAD, generator=g)).expand(*h.shape[:2], -1, -1)
+        sides[f"{w}_constant"] = attention.turned(constant, w, turn)
+        sides[w] = attention.turned(attention.projected(h, w), w, turn) + sides[f"{w}_constant"]
     return LayerView(
         layer=0,
+        attention=attention,
         h=h,
-        norm=NormWeights(norm_type=None, gain=torch.ones(D), bias=torch.zeros(D), eps=0.0),
         norm_scale=torch.ones(h.shape[:2]),
-        scale=D_HEAD**-0.5,
-        softcap=None,
-        sinks=None,
-        bias=None,
-        bias_source="",
-        mask=causal_mask(h.shape[1]),
-        v_map=to_k,
-        q=to_q(h) + added[0],
-        k=to_k(h) + added[1],
-        pattern=None,
-        scores=None,
+        v_constant=nothing.expand(*h.shape[:2], -1, -1),
         v=None,
         z=None,
+        pattern=None,
+        scores=None,
+        bias=None,
+        allowed=causal_mask(h.shape[1]),
+        turn=turn,
         roundoff=2.0**-24,
-        projected=lambda parts, side: project_q(parts) if side == "q" else project_k(parts),
-        turned=lambda values, *_: turn(values),
-        turn=Rotation(torch.ones(1), torch.zeros(1), "half") if rotary else None,
-        sizes=lambda w: einsum(h.abs(), (q if w == "q" else k).abs(), "... d, d h e -> ... h e"),
         reconstruction=ReconstructionReport(checks={}, scale=1.0),
         **sides,
     )
@@ -156,4 +155,4 @@ def true_shares(world: World) -> ShareSums:
     h = many.draw(count, torch.Generator().manual_seed(99))
     layer = layer_of(h)
     parts = parts_of(layer, mean_state(), world.position * curve(world.length))
-    return share_sums(parts.q, parts.k, layer.allowed, energy=False).pooled()
+    return share_sums(parts.q, parts.k, layer.allowed)

@@ -126,7 +126,7 @@ def work_of(
     device = "cuda" if size == "gpu" else "cpu"
     weights: Any = gpt2_weights(layers, width, length, heads)
     plain = plain_models(weights, device)
-    view = tlg.view(from_hf(weights.to(device), None, model_class="bridge", name="random-gpt2"))
+    view = tlg.view(from_hf(weights.to(device), None, name="random-gpt2"))
     tokens = batches(view, contexts, length, size)
     basis = tlg.decompose(view, torch.cat(tokens[:2]), second_moments=False, progress=False)
 

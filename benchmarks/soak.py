@@ -1,12 +1,10 @@
 """A long run with flat memory: 20,000 contexts through the streamed decomposition, with second
-moments, samples and checkpoints."""
+moments."""
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,25 +28,23 @@ def run(size: str) -> list[Row]:
     view = tlg.view(model.to("cuda") if size == "gpu" else model)
     marks: list[tuple[int, float]] = []
 
-    def stream() -> Iterator[Tensor]:
-        for first in range(0, contexts, BATCH):
-            if first >= len(marks) * contexts / 10:
-                marks.append((first, resident()))
-            yield torch.randint(
-                0, view.d_vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(first)
-            )
+    tokens = torch.randint(
+        0, view.d_vocab, (contexts, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
+    seen = 0
 
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        basis = tlg.decompose(
-            view,
-            stream(),
-            second_moments=True,
-            keep_ctx=False,
-            checkpoint=Path(folder, "run"),
-            progress=False,
-        )
-        seconds = time.perf_counter() - start
+    def mark(h: Tensor, hook: Any) -> None:
+        nonlocal seen
+        if seen >= len(marks) * contexts / 10:
+            marks.append((seen, resident()))
+        seen += len(h)
+
+    model.add_hook("blocks.0.hook_resid_pre", mark)
+    start = time.perf_counter()
+    basis = tlg.decompose(
+        view, tokens, second_moments=True, keep_ctx=False, batch_size=BATCH, progress=False
+    )
+    seconds = time.perf_counter() - start
     marks.append((basis.contexts, resident()))
     assert basis.contexts == contexts
     settled = [memory for first, memory in marks if first >= contexts / 10]

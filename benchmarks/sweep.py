@@ -10,10 +10,8 @@ import torch
 import tl_geometry as tlg
 from benchmarks.decomposition import gpt2
 from benchmarks.harness import Row, child, interleave, machine, paired
-from tests.scores.dense import share_sums_dense
+from tests.lib.dense import dense_shares
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.scores.details import DETAILS, score
-from tl_geometry.scores.sums import ShareSums
 from tl_geometry.scores.sweep import sweep_heads
 
 SIZES = {"smoke": (2, 64, 32, 8), "cpu": (12, 768, 256, 96), "gpu": (12, 768, 256, 512)}
@@ -33,9 +31,9 @@ def made(size: str) -> tuple[Any, torch.Tensor, PositionContext, int]:
     return view, tokens, basis, max(1, (16384 if size == "gpu" else 4096) // length)
 
 
-def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> ShareSums:
+def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> torch.Tensor:
     """The plain route: one full cache, then the nine terms of every head of every layer as
-    matrices."""
+    matrices; the covariance shares ``[head term]``."""
     _, cache = view._model.run_with_cache(tokens.to(view.device), return_type=None)
     found = []
     for at in range(view.n_layers):
@@ -46,10 +44,10 @@ def materialised(view: Any, tokens: torch.Tensor, basis: PositionContext) -> Sha
         q, k = layer.project_q(stream), layer.project_k(stream)
         q[0] += layer.q_constant
         k[0] += layer.k_constant
-        terms = torch.stack([score(a * layer.scale, b) for a in q for b in k])
-        sums = share_sums_dense(terms, layer.allowed, drop=basis.window[0])
-        found.append(sums.pooled().to("cpu"))
-    return ShareSums.beside(found)
+        pairs = [(a * layer.scale, b) for a in q for b in k]
+        terms = torch.stack([torch.einsum("bihe,bjhe->bhij", a, b) for a, b in pairs])
+        found.append(dense_shares(terms, layer.allowed, drop=basis.window[0]).cs.cpu())
+    return torch.cat(found)
 
 
 def run(size: str) -> list[Row]:
@@ -68,12 +66,11 @@ def run(size: str) -> list[Row]:
             for part in few.split(batch):
                 view._model(part.to(view.device), return_type=None)
 
-    def sweep(rows: torch.Tensor, detail: tuple[str, ...] = ()) -> Any:
-        return sweep_heads(view, rows, basis, detail=detail, batch_size=batch, progress=False)
+    def sweep(rows: torch.Tensor, **options: Any) -> Any:
+        return sweep_heads(view, rows, basis, batch_size=batch, progress=False, **options)
 
-    dense, ours = materialised(view, few[:2], basis), sweep(few[:2], ("energy",))
-    assert (dense.cs - ours.cs).abs().max() < 1e-3, "the routes disagree"
-    assert (dense.es - ours.es).abs().max() < 1e-3, "the routes disagree"
+    dense, ours = materialised(view, few[:2], basis), sweep(few[:2])
+    assert (dense - ours.cs).abs().max() < 1e-3, "the routes disagree"
     name = "sweep " + "x".join(map(str, SIZES[size][:3]))
     rows = paired(
         name,
@@ -88,7 +85,7 @@ def run(size: str) -> list[Row]:
         "return_type=None, 8 contexts": with_logits,
     }
     routes["sweep_heads, 8 contexts"] = lambda: sweep(few)
-    routes |= {f"detail={d!r}, 8 contexts": lambda d=d: sweep(few, (d,)) for d in DETAILS}
+    routes["planes=True, 8 contexts"] = lambda: sweep(few, planes=True)
     return rows + interleave(name, routes, rounds=2) + against_a_cache(size)
 
 

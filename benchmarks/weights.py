@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.harness import Row, grown
 from tl_geometry.base import linalg
-from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.weights import bilinear, low_rank_diagonal
 from tl_geometry.weights.bilinear import Factors
 

@@ -1,9 +1,7 @@
-"""Do published results come out again? Settings and tables of three works with our numbers beside
-them (:func:`reproduce`), and small models trained on other formats of data (:func:`experiment`).
-
-The command line and notebooks call these functions. No other analysis needs this package, except
-that ``split_scores`` takes its published presets from here.
-"""
+"""Do the numbers of three published works come out again? Each has one function, on any model, that
+puts ours beside the published ones with a verdict: :func:`song_zhong`, :func:`sarfati`,
+:func:`molina`. The two theorems of Song & Zhong (:func:`theorem1`, :func:`factorisation_gap`) and
+their split of scores (:func:`published_split`) are here too, and all quirks of published code."""
 
 from __future__ import annotations
 

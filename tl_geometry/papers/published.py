@@ -1,281 +1,310 @@
-"""Do Tables 1 to 5 of Song & Zhong 2023 come out again? ``tl-geometry reproduce song-zhong`` and
-notebooks call :func:`song_zhong`, which puts our numbers beside the published ones."""
+"""Do Tables 1 to 5 of Song & Zhong 2023 (arXiv:2310.04861) come out again? :func:`song_zhong` puts
+our numbers beside the published ones.
+
+The published code deviates from the paper, and each deviation changes the published numbers. Each
+is a quirk by name here (:data:`QUIRKS`). By default those are on that the published run of the
+model had; without any the paper's formulas remain.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry import zoo
-from tl_geometry.base import linalg
+import tl_geometry as tlg
 from tl_geometry.base.errors import require
-from tl_geometry.decomposition.from_model import decompose
-from tl_geometry.measures import contextual, positional
-from tl_geometry.measures import rank as ranks
-from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
-from tl_geometry.papers.protocol import (
-    Settings,
-    chosen_states,
-    corpus_ids,
-    draw,
-    family_of,
-    settings_for,
-    wrap_uint16,
-)
-from tl_geometry.papers.topics import topic_bases, topic_windows
+from tl_geometry.measures.contextual import cluster_similarity, incoherence
+from tl_geometry.measures.positional import relative_norm
+from tl_geometry.models.as_published import attending_left, with_final_norm
 from tl_geometry.report.tables import Table
 
-Text = str | Sequence[str] | Tensor
-BY_STATE = {
-    "rank": "table_3_rank",
-    "stable_rank": "table_4_stable_rank",
-    "relative_norm": "table_5_relative_norm",
+QUIRKS = {
+    "uint16": "token ids modulo 65,536",
+    "causal": "causal mask",
+    "raw_denominator": "relative norm over raw states of fresh windows",
+    "overlap": "overlapping windows",
+    "absolute_with_self": "similarities with self-pairs",
+    "final_norm": "last state after the final norm",
 }
-"""Measure -> the published table that has it for every state."""
-DATA = Path(__file__).with_name("published.json")
-"""Tables 1 to 5 as printed, read by :func:`published_tables`."""
+"""Quirk of the published code -> the flag of a result that has it."""
 SUMMARY = ("rank", "relative_norm", "inter", "intra", "incoherence")
 """Measures of Table 1."""
-DOUBTS = {
-    ("BERT OWT", "rank"): "Table 3 averages to 12.46(2.76)",
-    ("BERT Wiki", "rank"): "Table 3 averages to 12.54(2.71)",
-    ("Llama-2 Wiki", "relative_norm"): (
-        "Table 5 averages to 0.073(0.023); Table 1 repeats the OWT value"
-    ),
-    ("Llama-2 GitHub", "rank sd"): "Table 3 has a deviation of 1.07",
-}
-for _row in ("Llama-2 OWT", "Llama-2 Wiki", "Llama-2 GitHub"):
-    DOUBTS[_row, "intra"] = "all windows of a document were the same text"
-for _row in ("BERT Wiki", "BLOOM OWT", "BLOOM Wiki"):
-    DOUBTS[_row, "inter"] = DOUBTS[_row, "intra"] = "the published notebook has other values"
-"""(row, measure) -> why the published cell is in doubt: other published sources contradict it, or
-the run makes it meaningless."""
+BY_STATE = {"table_3": "rank", "table_4": "stable_rank", "table_5": "relative_norm"}
+"""Tables that have a measure for every state."""
+TRAIN_SHARE = 0.9
+"""Windows are drawn from this first share of the corpus, as published."""
 
 
-@functools.cache
-def published_tables() -> dict[str, Any]:
-    """Tables 1 to 5 (and the notebook's similarity table) as data: table -> "model corpus" ->
-    measure or list over 13 states.
-
-    >>> published_tables()["table_1"]["GPT-2 OWT"]["rank"]
-    [11.38, 1.86]
-    """
-    return json.loads(DATA.read_text(encoding="utf-8"))
-
-
-def printed_rows() -> dict[str, Any]:
-    """The rows of Tables 1 and 2, by "model corpus"."""
-    return published_tables()["table_1"] | published_tables()["table_2"]
-
-
-def tolerance(measure: str, published: float, deviation: float | None = None) -> float:
-    """How far the number of another sample of the corpus may lie from the published one: 1 for the
-    rank, 0.1 for the stable rank, 10% for the relative norm, else the published deviation over
-    states."""
-    by_measure = {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}
-    return by_measure.get(measure, deviation or 0.0)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Reproduction(Table):
-    """Ours beside published, a row per cell: table, cell, ours, published, tolerance, verdict.
-
-    Verdicts:
-
-    - "agrees", or "differs" by more than the tolerance;
-    - "another model": the published row is not of this model;
-    - "doubtful: ..." and why the published cell is in doubt;
-    - "not judged": a standard deviation over states;
-    - "no published row"."""
-
-    names: tuple[str, ...] = ("table", "cell", "ours", "published", "tolerance", "verdict")
-    row: str | None
-    settings: dict[str, Any]
+@cache
+def numbers() -> dict[str, Any]:
+    """What was published, from ``published.json``: tables, cells in doubt, sizes and models."""
+    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 
 
 def song_zhong(
-    model: ModelLike | str | Path | None = None,
-    corpus: Text | None = None,
+    model: Any,
+    corpus: str | Sequence[str] | Tensor | None = None,
     *,
     topics: Sequence[str] | Sequence[Tensor] | None = None,
     row: str | None = None,
-    settings: Settings | None = None,
+    quirks: Collection[str] | None = None,
     batch_size: int | None = None,
     progress: bool = True,
-) -> Reproduction:
-    """Run the published protocol of Song & Zhong 2023 on a model and a corpus, and put our numbers
-    beside theirs.
+    **sizes: int,
+) -> Table:
+    r"""Tables 1 to 5 of Song & Zhong 2023 for a model and a corpus, beside the published numbers.
+
+    For P the positional basis ``[T, d_model]`` of a state with singular values s, and M the states
+    of C windows: the rank by ScreeNOT, the stable rank ``sum s^2 / s_1^2``, the relative norm
+    ``sqrt(C) s_1 / |M|_op``; with ``topics`` the mean \|cos\| of contexts between and within
+    documents, and of positions with contexts (incoherence).
 
     Args:
-        model: a TransformerLens model, a name or directory to load (raw weights, float32), or
-            ``None`` for the embedded model. The published models are gpt2, bert-base-cased,
-            bigscience/bloom-560m and Llama-2-7B.
+        model: a TransformerLens model. Published are gpt2, bert-base-cased, bigscience/bloom-560m
+            and Llama-2-7B, with raw weights.
         corpus: text, texts (joined by newlines), or ids [position]; ``None`` for the held-out
             standard library.
-        topics: a few documents for similarities and incoherence (4 in the paper), as texts or ids;
-            ``None`` leaves them out, or takes the four longest modules where ``corpus`` too is
-            ``None``.
+        topics: a few documents (4 in the paper) for similarities and incoherence, as texts or ids;
+            without them, the four longest modules where ``corpus`` too is ``None``, else none.
         row: the published row to compare with, such as ``"GPT-2 OWT"`` (corpora OWT, Wiki, GitHub).
-            Without it every verdict is "no published row".
-        settings: by default those of the published run of this model
-            (:func:`~tl_geometry.papers.settings_for`), with the window shortened to what the model
-            takes.
+        quirks: names among ``"uint16"`` (token ids were stored in 16 bits: BLOOM read corrupted
+            text), ``"causal"`` (BERT attended to the left only), ``"raw_denominator"`` (M are raw
+            states of fresh windows, where the paper centres those of the basis), ``"overlap"``
+            (windows are drawn with replacement), ``"absolute_with_self"`` (each vector is paired
+            with itself too), ``"final_norm"`` (the last state is taken after the final norm).
+            ``None`` for those of the published run, ``()`` for the formulas of the paper.
+        batch_size: windows of a forward pass.
+        progress: show a bar.
+        sizes: by default as published. ``length`` (512) tokens of a window, of which position 0 is
+            left out, and of the longest window that the model takes; ``contexts`` (6,400; Llama-2
+            800) windows of the basis and ``fresh`` (32; 8) further ones for M; ``states`` (13) at
+            even distances; ``k`` (20), the upper bound on the rank; ``topic_windows`` (64) of each
+            document, of ``topic_length`` (128) tokens; ``seed`` (1234) of the choice of windows.
 
-    The cells need not agree to the digit even for the same model, because the paper names its
-    corpora but does not fix the text. Raises GeometryError when weights cannot be loaded, and for
-    text that is too short.
+    Returns a row per cell: table, cell, ours, published, tolerance, verdict. Table 1 has mean and
+    population deviation over states, Tables 3 to 5 each state. The paper names its corpora but does
+    not fix the text, hence the tolerances: 1 for the rank, 0.1 for the stable rank, 10% for the
+    relative norm, else the published deviation. Verdicts: "agrees", "differs", "another model" (the
+    row is not of this model), "doubtful: ..." (other published sources contradict the cell, or the
+    run makes it meaningless), "not judged" (a deviation), "no published row".
+
+    Raises ``GeometryError`` for text that is too short, an unknown row, quirk or size.
+
+    >>> model = tlg.zoo.embedded()
+    >>> sizes = {"contexts": 24, "length": 32, "fresh": 4, "states": 3}
+    >>> table = song_zhong(model, torch.arange(2000), progress=False, **sizes)
+    >>> table.column("cell", table="table 3")
+    ['state 0', 'state 2', 'state 4']
     """
+    view, printed = tlg.view(model), numbers()
+    family = printed["families"].get(view.name.rstrip("/").rsplit("/", 1)[-1].lower())
+    published = printed["sizes"]["all"] | printed["sizes"].get(family, {})
+    _known("row", () if row is None else (row,), printed["table_1"] | printed["table_2"])
+    _known("quirks", quirks or (), QUIRKS)
+    _known("sizes", sizes, published)
     if corpus is None:
-        corpus = list(zoo.corpus.held_out_documents().texts)
+        corpus = tlg.zoo.corpus.held_out_documents().texts
         topics = sorted(corpus, key=len, reverse=True)[:4] if topics is None else topics
-    require_row(row, "row")
-    view = as_view(loaded(model))
-    chosen = settings or settings_for(view)
-    # a model that takes only shorter windows still gives numbers; a flag below says so
-    run_settings = dataclasses.replace(
-        chosen,
-        length=min(chosen.length, view.n_ctx),
-        topic_length=min(chosen.topic_length, view.n_ctx),
-    )
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    with view.attending_left() if run_settings.causal else nullcontext():
-        measured_view = view.with_final_norm() if run_settings.final_norm else view
-        measured, provenance = _measure(measured_view, corpus, topics, run_settings, options)
-    flags = [*run_settings.remarks(), *([] if row is None else [f"published row {row}"])]
-    if run_settings.length < chosen.length:
-        flags.append(f"windows of {run_settings.length} tokens, not {chosen.length}")
-    if run_settings.topic_length < chosen.topic_length:
-        shorter = f"{run_settings.topic_length} tokens, not {chosen.topic_length}"
-        flags.append(f"windows of topics of {shorter}")
-    return Reproduction(
-        provenance=dataclasses.replace(provenance.flagged(*flags), preset="reference"),
-        cells=tuple(_cells(measured, chosen_states(view.n_layers, run_settings.states), row, view)),
-        row=row,
-        settings=dataclasses.asdict(run_settings),
-    )
+    used = _quirks(view, family) if quirks is None else [q for q in QUIRKS if q in quirks]
+    size = published | sizes
+    flags = [QUIRKS[quirk] for quirk in used] + ([] if row is None else [f"published row {row}"])
+    for name, windows in (("length", "windows"), ("topic_length", "windows of topics")):
+        if size[name] > view.n_ctx:
+            flags.append(f"{windows} of {view.n_ctx} tokens, not {size[name]}")
+            size[name] = view.n_ctx
+    states = _evenly(view.n_layers, min(size["states"], view.n_layers + 1))
+    run_view = with_final_norm(view) if "final_norm" in used else view
+    options: dict[str, Any] = {"states": states, "batch_size": batch_size, "progress": progress}
+    run = _Run(used, size, partial(tlg.decompose, run_view, **options))
+    with attending_left(view) if "causal" in used else nullcontext():
+        ids = [_ids(view, text, used) for text in (corpus, *(topics or ()))]
+        basis, measured = _position(run, ids[0])
+        if ids[1:]:
+            measured |= _topics(run, basis, ids[1:])
+    k = tlg.measures.usable_k(size["k"], min(basis.pos.shape[1:]))
+    flags += [f"rank bound k={k} of {size['k']}"] if k < size["k"] else []
+    provenance = replace(basis.provenance.flagged(*flags), preset="reference", seed=size["seed"])
+    names = ("table", "cell", "ours", "published", "tolerance", "verdict")
+    cells = tuple(_cells(measured, states, row or "", family))
+    return Table(names=names, cells=cells, provenance=provenance)
 
 
-def require_row(row: str | None, what: str) -> None:
-    """Refuse a row that no published table has."""
-    rows = printed_rows()
-    require(row is None or row in rows, what, expected=f"one of {', '.join(rows)}", got=repr(row))
+class _Run(NamedTuple):
+    """Quirks and sizes of a run, and ``decompose`` of its model at its states."""
+
+    quirks: Collection[str]
+    size: dict[str, int]
+    decompose: Callable[..., tlg.PositionContext]
 
 
-def loaded(model: ModelLike | str | Path | None) -> Any:
-    """The model of a name or directory, the embedded one for ``None``; a model is returned as it
-    is."""
-    if model is None:
-        return zoo.embedded()
-    return zoo.by_name(model) if isinstance(model, str | Path) else model
+def _known(what: str, given: Collection[str], names: Collection[str]) -> None:
+    unknown, expected = sorted(set(given) - set(names)), f"one of {', '.join(names)}"
+    require(not unknown, what, expected=expected, got=", ".join(map(repr, unknown)))
 
 
-def _measure(
-    view: ModelView,
-    corpus: Text,
-    topics: Sequence[Any] | None,
-    settings: Settings,
-    options: dict[str, Any],
-) -> tuple[dict[str, Tensor], Any]:
-    """Every measure ``[state]`` of the protocol, and the provenance of the basis."""
-    windows, fresh = draw(corpus_ids(view, corpus), settings, "corpus")
-    states = chosen_states(view.n_layers, settings.states)
-    common: dict[str, Any] = {
-        "states": states,
-        "window": (1, settings.length),
-        "seed": settings.seed,
-    }
-    common |= {"keep": 0, "keep_ctx": False, **options}
-    basis = decompose(view, windows, second_moments=not settings.raw_denominator, **common)
-    singular_values = torch.linalg.svdvals(basis.pos)
-    shape = (basis.pos.shape[1], basis.pos.shape[2])
-    k = min(settings.k, ranks.usable_k(settings.k, min(shape)))
-    # published: raw second moments of the fresh windows; in the paper: centred ones of the basis
-    denominator_basis = (
-        decompose(view, fresh, second_moments=True, **common) if settings.raw_denominator else basis
-    )
-    centered = not settings.raw_denominator
-    moments = torch.stack(
-        [denominator_basis.second_moment(state, centered=centered) for state in states]
-    )
-    measured = {
-        "rank": ranks.screenot(
-            singular_values, shape, k=k, strategy=settings.strategy
-        ).rank.double(),
-        "stable_rank": linalg.stable_rank(singular_values),
-        "relative_norm": positional.relative_norm(
-            singular_values, moments, denominator_basis.contexts
-        ),
-    }
-    if topics is not None:
-        ids = [corpus_ids(view, topic_text) for topic_text in topics]
-        documents = [
-            wrap_uint16(document_ids) if settings.uint16 else document_ids for document_ids in ids
+def _quirks(view: Any, family: str | None) -> list[str]:
+    """The quirks that the published run of this model had."""
+    off = set() if family == "BLOOM" else {"uint16", "final_norm"}
+    off |= {"causal"} if view.causal else set()
+    return [quirk for quirk in QUIRKS if quirk not in off]
+
+
+def _evenly(last: int, count: int) -> list[int]:
+    """``count`` whole numbers from 0 to ``last``, rounded down as in the published code."""
+    return np.linspace(0, last, count, dtype=int).tolist()
+
+
+def _ids(view: Any, text: Any, quirks: Collection[str]) -> Int[Tensor, " position"]:
+    """One array of ids, without BOS. Texts are joined by newlines and tokenised as a whole, as
+    published."""
+    if isinstance(text, Tensor):
+        fits, got = text.dim() == 1 and not text.is_floating_point(), f"{list(text.shape)}"
+        require(fits, "corpus", expected="text, or integer ids [position]", got=got)
+        ids = text.long().cpu()
+    else:
+        ids = torch.tensor(view.encode(text if isinstance(text, str) else "\n".join(text)))
+    return ids % 2**16 if "uint16" in quirks else ids
+
+
+def _windows(run: _Run, ids: Int[Tensor, " position"]) -> list[tlg.TokenWindows]:
+    """The windows of the basis and the fresh ones, from the training share of one text.
+
+    With ``"overlap"`` both are drawn with replacement from anywhere. Without it the text is cut
+    into windows, and basis and fresh windows share none.
+    """
+    size, overlap = run.size, "overlap" in run.quirks
+    train, length = ids[: int(TRAIN_SHARE * len(ids))], size["length"]
+    least = length + 1 if overlap else 2 * length
+    expected = f"at least {least} tokens in its first {TRAIN_SHARE:.0%}"
+    require(len(train) >= least, "corpus", expected=expected, got=len(train), instead="more text")
+    # seed + 1, or the fresh windows would be the first windows of the basis
+    first, second = (torch.Generator().manual_seed(size["seed"] + i) for i in (0, 1))
+    if overlap:
+        # the last possible start is never drawn, as published
+        starts = [
+            torch.randint(len(train) - length, (size[name],), generator=generator)
+            for name, generator in (("contexts", first), ("fresh", second))
         ]
-        rows = topic_windows(
-            documents, windows=settings.topic_windows, length=settings.topic_length
-        )
-        assert rows.labels is not None  # for the type checker: topic_windows gives them
-        pos, ctx = topic_bases(view, basis, rows, **options)
-        preset = "reference" if settings.absolute_with_self else "exact"
-        similarity = contextual.cluster_similarity(ctx, rows.labels, preset=preset)
-        measured |= {
-            "inter": similarity.inter,
-            "intra": similarity.intra,
-            "incoherence": contextual.incoherence(pos, ctx).avg,
-        }
-    flags = [f"rank bound k={k} of {settings.k}"] if k < settings.k else []
-    return measured, basis.provenance.flagged(*flags)
+        rows = [train[start[:, None] + torch.arange(length)] for start in starts]
+    else:
+        cut = train[: len(train) // length * length].view(-1, length)
+        cut = cut[torch.randperm(len(cut), generator=first)]
+        # at most a quarter of a short text, so that the basis keeps most windows
+        fresh = min(size["fresh"], max(1, len(cut) // 4))
+        rows = [cut[fresh:][: size["contexts"]], cut[:fresh]]
+    return [tlg.TokenWindows(tokens=x, has_bos=False, corpus="corpus") for x in rows]
+
+
+def _position(
+    run: _Run, ids: Int[Tensor, " position"]
+) -> tuple[tlg.PositionContext, dict[str, Float[Tensor, " state"]]]:
+    """The basis, and the measures of position by state."""
+    window, raw = (1, run.size["length"]), "raw_denominator" in run.quirks
+    drawn = _windows(run, ids)[: 1 + raw]
+    basis, *fresh = (run.decompose(rows, window=window) for rows in drawn)
+    denominator = fresh[0] if raw else basis
+    moments = [denominator.second_moment(state, centered=not raw) for state in basis.states]
+    values = torch.linalg.svdvals(basis.pos)
+    shape = (basis.pos.shape[1], basis.pos.shape[2])
+    k = tlg.measures.usable_k(run.size["k"], min(shape))
+    return basis, {
+        "rank": tlg.measures.screenot(values, shape, k=k).rank.double(),
+        "stable_rank": (values / values[:, :1]).square().sum(-1),
+        "relative_norm": relative_norm(values, torch.stack(moments), denominator.contexts),
+    }
+
+
+def _topics(
+    run: _Run, basis: tlg.PositionContext, documents: Sequence[Int[Tensor, " position"]]
+) -> dict[str, Float[Tensor, " state"]]:
+    """Similarities and incoherence by state, of topic windows as published: mean and pos are those
+    of the large corpus at positions 1 to ``topic_length - 1``, ``ctx_c`` is the mean of window c
+    over these positions less that mean, so that ctx need not sum to zero.
+
+    The windows of a document start at ``linspace(0, len - topic_length, topic_windows)`` rounded
+    down. They overlap heavily: similarities within a document are in part those of the same words.
+    """
+    length, n = run.size["topic_length"], run.size["topic_windows"]
+    shortest, longest = min(map(len, documents)), run.size["length"]
+    expected = f"at least {length} tokens each"
+    require(shortest >= length, "topics", expected=expected, got=f"{shortest} in one")
+    require(length <= longest, "topic_length", expected=f"at most {longest}", got=length)
+    # row s of an unfolded document is the window that starts at s
+    rows = [ids.unfold(0, length, 1)[_evenly(len(ids) - length, n)] for ids in documents]
+    windows = tlg.TokenWindows(tokens=torch.cat(rows), has_bos=False, corpus="topics")
+    topics = run.decompose(windows, window=(1, length), keep_ctx=True)
+    assert topics.ctx is not None  # for the type checker: keep_ctx=True gives them
+    means = basis.mean[:, None] + basis.pos[:, : length - 1]
+    # the mean over these positions alone, so that pos sums to zero over the shorter window
+    centre = means.mean(1, keepdim=True)
+    ctx = topics.ctx + topics.mean[:, None] - centre
+    pairs = "reference" if "absolute_with_self" in run.quirks else "exact"
+    labels = torch.arange(len(documents)).repeat_interleave(n)
+    similar = cluster_similarity(ctx, labels, preset=pairs)
+    between = incoherence(means - centre, ctx).avg
+    return {"inter": similar.inter, "intra": similar.intra, "incoherence": between}
 
 
 def _cells(
-    measured: dict[str, Tensor], states: Sequence[int], row: str | None, view: ModelView
+    measured: dict[str, Tensor], states: Sequence[int], row: str, family: str | None
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a :class:`Reproduction`: Table 1 (mean and deviation over states), then Tables 3
-    to 5 (each state)."""
-    tables, row_name, nan = published_tables(), row or "", math.nan
-    same_model = family_of(view) == row_name.split(" ", maxsplit=1)[0]
+    """The rows of the table: Table 1 (mean and deviation over states), then Tables 3 to 5."""
+    printed, nan, same = numbers(), math.nan, family == row.split(" ", maxsplit=1)[0]
+    doubts = printed["doubts"].get(row, {})
     # Tables 1 and 2 first; the notebook has GitHub's similarities
-    summary = tables["notebook_similarity"].get(row_name, {}) | printed_rows().get(row_name, {})
+    summary = printed["notebook_similarity"].get(row, {})
+    summary = summary | (printed["table_1"] | printed["table_2"]).get(row, {})
     for measure in (m for m in SUMMARY if m in measured):
-        values = measured[measure]
+        theirs, deviation = summary.get(measure, (nan, nan))
+        mean, sd = float(measured[measure].mean()), float(measured[measure].std(correction=0))
+        near = _tolerance(measure, theirs, deviation)
+        yield (
+            "table 1",
+            measure,
+            mean,
+            theirs,
+            near,
+            verdict(mean, theirs, near, same, doubts.get(measure, "")),
+        )
+        doubt = doubts.get(f"{measure} sd")
+        said = "not judged" if measure in summary else "no published row"
         # the published standard deviation divides by the number of states
-        mean, sd = float(values.mean()), float(values.std(correction=0))
-        printed, deviation = summary.get(measure, (nan, nan))
-        allowed, doubt = tolerance(measure, printed, deviation), DOUBTS.get((row_name, measure), "")
-        cell_verdict = verdict(mean, printed, allowed, same_model, doubt)
-        yield "table 1", measure, mean, printed, allowed, cell_verdict
-        doubt = DOUBTS.get((row_name, f"{measure} sd"))
-        cell_verdict = "not judged" if measure in summary else "no published row"
-        cell_verdict = f"doubtful: {doubt}" if doubt else cell_verdict
-        yield "table 1", f"{measure} sd", sd, deviation, nan, cell_verdict
-    for measure, table in BY_STATE.items():
-        # nan for states of this model beyond those of the published row
-        published = [*map(float, tables[table].get(row_name, [])), *[nan] * len(states)]
-        for state, value, printed in zip(
-            states, measured[measure].tolist(), published, strict=False
-        ):
-            allowed = tolerance(measure, printed)
-            cell_verdict = verdict(value, printed, allowed, same_model)
-            # "table_3_rank" -> "table 3"
-            table_name = table[:7].replace("_", " ")
-            yield table_name, f"state {state}", value, printed, allowed, cell_verdict
+        yield (
+            "table 1",
+            f"{measure} sd",
+            sd,
+            deviation,
+            nan,
+            f"doubtful: {doubt}" if doubt else said,
+        )
+    for table, measure in BY_STATE.items():
+        # NaN for states of this model beyond those of the published row
+        published = [*map(float, printed[table].get(row, [])), *[nan] * len(states)]
+        for state, ours, theirs in zip(states, measured[measure].tolist(), published, strict=False):
+            near = _tolerance(measure, theirs)
+            said = verdict(ours, theirs, near, same)
+            yield table.replace("_", " "), f"state {state}", ours, theirs, near, said
+
+
+def _tolerance(measure: str, published: float, deviation: float = 0.0) -> float:
+    """How far the number of another sample of the corpus may lie from the published one."""
+    by_measure = {"rank": 1.0, "stable_rank": 0.1, "relative_norm": 0.1 * published}
+    return by_measure.get(measure, deviation)
 
 
 def verdict(ours: float, theirs: float, near: float, same: bool, doubt: str = "") -> str:
-    """The verdict on our number beside the published one (:class:`Reproduction`); ``same`` says
-    whether the published row is of this model."""
+    """The verdict on our number; ``same`` says whether the published row is of this model."""
     if math.isnan(theirs):
         return "no published row"
     if not same:

@@ -1,6 +1,6 @@
-"""What do the readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) show for a model? There
-are three: the tokens that biases prefer, the tokens of the leading directions of heads, and the
-noun probe. ``tl-geometry reproduce traveling-words`` and notebooks call :func:`molina`.
+"""What do the readouts of Molina 2023 (Traveling Words, arXiv:2309.07315) show for a model? The
+tokens that biases prefer, the tokens of the leading directions of heads, and the noun probe:
+:func:`molina`.
 
 The sources at hand print no table of values for them, so there is nothing to compare with. Settings
 are the published ones, and numbers are ours. The published examples are of GPT-2; for any other
@@ -9,22 +9,20 @@ model every row says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
-from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.reader import as_view
 from tl_geometry.report.tables import Table
-from tl_geometry.weights.heads import token_readout
-from tl_geometry.weights.probes import bias_readout, noun_probe
+from tl_geometry.weights import bias_readout, noun_probe, token_readout
 
-GPT2, LAYERS, HEADS, TOKENS = "gpt2", (0, 5, 11), 12, 5
-"""The published model and settings: name, blocks of the noun probe, heads per block (of 12 blocks),
-and tokens of a readout."""
-COLUMNS = {
+GPT2, LAYERS, HEADS = "gpt2", (0, 5, 11), 12
+"""The published model: its name, blocks of the noun probe, heads per block (of 12 blocks)."""
+COLUMNS = ("readout", "layer", "head", "of", "tokens", "others", "size", "verdict")
+READ = {
     "bias": ("{bias} bias", "top", "bottom", "length"),
     "head QK": ("direction {feature}", "queries", "keys", "value"),
     "head OV": ("direction {feature}", "reads", "writes", "value"),
@@ -32,65 +30,56 @@ COLUMNS = {
 }
 """Readout -> what a row is about, and which columns of the readout's table become ``tokens``,
 ``others`` and ``size``."""
-NEEDS = "needs GPT-2's weights: the published examples are its own"
-"""Verdict of every row of another model."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TravelingWords(Table):
-    """What :func:`molina` returns: a row per readout, block, head, and bias, direction or noun that
-    is read (``of``). ``tokens`` are those at one end, ``others`` those at the other end (for a
-    noun: the tokens that its value promotes). ``verdict`` says what the row can be compared
-    with."""
-
-    names: tuple[str, ...] = (
-        *("readout", "layer", "head", "of", "tokens", "others", "size", "verdict"),
-    )
 
 
 def molina(
-    model: ModelLike,
-    *,
-    nouns: Sequence[str] | None = None,
-    features: int = 1,
-    k: int = TOKENS,
-) -> TravelingWords:
+    model: Any, *, nouns: Sequence[str] | None = None, features: int = 1, k: int = 5
+) -> Table:
     """The bias readouts of all heads, the tokens of the ``features`` leading directions of every
-    head's W_QK and W_OV, and the noun probe at the first, middle and last block.
+    head's QK and OV circuit (the logit lens of W_QK and W_OV), and the noun probe at the first,
+    middle and last block.
 
-    Published: 20 directions, k = 5, blocks 0, 5 and 11 of GPT-2 small, biases left out of the keys
-    of the probe. For GPT-2 the verdict of every row says that no published value is at hand; for
-    another model, that the published examples need GPT-2's weights. A readout that the model does
-    not allow (QK-norm, a norm after attention) is one row that says why.
+    Published: 20 directions, k = 5 tokens, blocks 0, 5 and 11 of GPT-2 small, biases left out of
+    the keys of the probe, value norms printed as whole numbers.
 
-    >>> import tl_geometry as tlg
-    >>> table = tlg.papers.molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
-    >>> sorted({row[0] for row in table.rows()})
+    Returns a row per readout, block, head, and bias, direction or noun that is read (``of``):
+    ``tokens`` are those at one end, ``others`` those at the other end (for a noun: the tokens that
+    its value promotes), ``size`` the length or singular value. For GPT-2 the verdict of every row
+    says that no published value is at hand; for another model, that the published examples need
+    GPT-2's weights. A readout that the model does not allow (QK-norm, a norm after attention) is
+    one row that says why.
+
+    >>> table = molina(tlg.zoo.embedded(), nouns=["file", "list"], k=2)
+    >>> sorted(set(table.column("readout")))
     ['bias', 'head OV', 'head QK', 'noun']
     """
-    view = as_view(model)
+    view = tlg.view(model)
     published = view.name.split("/")[-1] == GPT2 and (view.n_layers, view.n_heads) == (12, HEADS)
-    verdict = "published settings; the sources print no values" if published else NEEDS
-    cells: list[tuple[str, int, str, str, str, str, float, str]] = []
-    layers = LAYERS if published else None
+    verdict = "published settings; the sources print no values"
+    if not published:
+        verdict = "needs GPT-2's weights: the published examples are its own"
+    probed = {"layers": LAYERS if published else None, "biases": False, "k": k}
     readouts: dict[str, Callable[[], Result]] = {
         "bias": lambda: bias_readout(view, k=k),
         "head QK": lambda: token_readout(view, matrix="QK", features=features, k=k),
         "head OV": lambda: token_readout(view, matrix="OV", features=features, k=k),
-        "noun": lambda: noun_probe(view, nouns, layers=layers, k=k, biases=False),
+        "noun": lambda: noun_probe(view, nouns, **probed),
     }
-    for readout, read in readouts.items():
-        subject, tokens, others, size = COLUMNS[readout]
-        try:
-            table = read()
-        except GeometryError as error:
-            why = " ".join(str(error).split())
-            cells.append((readout, -1, "", "", "", "", float("nan"), f"refused: {why}"))
-            continue
-        for values in table.rows():
-            row: dict[str, Any] = dict(zip(table.columns(), values, strict=True))
-            layer_and_head = (int(row["layer"]), str(row["head"]), subject.format(**row))
-            end_tokens = (str(row[tokens]), str(row[others]))
-            cells.append((readout, *layer_and_head, *end_tokens, float(row[size]), verdict))
+    cells = tuple(row for name, read in readouts.items() for row in _rows(name, read, verdict))
     provenance = view.provenance(sources=("molina2023",), preset="paper")
-    return TravelingWords(cells=tuple(cells), provenance=provenance)
+    return Table(names=COLUMNS, cells=cells, provenance=provenance)
+
+
+def _rows(readout: str, read: Callable[[], Result], verdict: str) -> Iterator[tuple[Any, ...]]:
+    """The rows of one readout, or the one that says why the model has none."""
+    subject, tokens, others, size = READ[readout]
+    try:
+        table = read()
+    except GeometryError as error:
+        refused = f"refused: {' '.join(str(error).split())}"
+        yield readout, -1, "", "", "", "", math.nan, refused
+        return
+    for values in table.rows():
+        row: dict[str, Any] = dict(zip(table.columns(), values, strict=True))
+        place = (int(row["layer"]), str(row["head"]), subject.format(**row))
+        yield readout, *place, str(row[tokens]), str(row[others]), float(row[size]), verdict

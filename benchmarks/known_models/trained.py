@@ -1,6 +1,6 @@
-"""How are the trained circuits of ``zoo.known`` made, and where are they stored? ``python -m
-tl_geometry.zoo.trained --out DIR`` trains them, each in less than a minute on one core.
-:mod:`~tl_geometry.zoo.known_models` loads the stored weights.
+"""How are the trained circuits of ``known`` made, and where are they stored? ``python -m
+benchmarks.known_models.trained --out DIR`` trains them, each in less than a minute on one core.
+:mod:`~benchmarks.known_models` loads the stored weights.
 
 - ``"induction"``: two layers of attention without MLPs. Rows are BOS and random tokens repeated;
   each row draws its period. Only tokens of a second copy or later are predicted, so that nothing
@@ -28,8 +28,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.training.trainer import IGNORE, Batch, TrainSettings, train
 from tl_geometry.base.errors import require
-from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, train
 
 log = logging.getLogger(__name__)
 SEEDS = (0, 1, 2)
@@ -167,8 +167,8 @@ def new_model(name: str, positions: str, seed: int) -> Any:
 
 
 def path(name: str, positions: str, seed: int, folder: Path | None = None) -> Path:
-    """Where the weights of a model are stored, by default inside the package."""
-    folder = Path(__file__).parent / "assets" / "known" if folder is None else folder
+    """Where the weights of a model are stored, by default beside this module."""
+    folder = Path(__file__).parent / "weights" if folder is None else folder
     return folder / f"{name}_{positions}_{seed}.safetensors"
 
 
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train every model, or those of the task ``--only``; write their weights into ``--out``."""
     from safetensors.torch import save_file
 
-    parser = argparse.ArgumentParser(description="Train the circuits of the zoo.")
+    parser = argparse.ArgumentParser(description="Train the known circuits.")
     parser.add_argument("--out", type=Path, default=path("sum", "learned", 0).parent)
     parser.add_argument("--only", choices=tuple(TASKS), help="one of the tasks")
     arguments = parser.parse_args(argv)

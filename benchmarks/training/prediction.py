@@ -1,5 +1,5 @@
 """Does geometry predict what a model will fail at? Rank correlations of measures with scores over
-the steps of a run. :mod:`tl_geometry.papers.arithmetic` calls :func:`by_step` and
+the steps of a run. :mod:`benchmarks.training.arithmetic` calls :func:`by_step` and
 :func:`prediction`."""
 
 from __future__ import annotations

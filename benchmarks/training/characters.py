@@ -1,5 +1,6 @@
 """Does a character-level model have the published positional rank and relative norm? (Song & Zhong
-2023, Tables 1 and 2, rows "NanoGPT".) :func:`tl_geometry.papers.experiment` runs it as ``nanogpt``.
+2023, Tables 1 and 2, rows "NanoGPT".)
+``python -m benchmarks.training nanogpt`` runs it.
 
 The model is trained on a text that the user names (Shakespeare in the paper). It is measured on the
 held-out tenth of that text (Table 1) and on another text (Table 2, "robustness"). The published
@@ -19,27 +20,19 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from benchmarks.training import figures as views
+from benchmarks.training.embedded import training_texts
+from benchmarks.training.formats import shifted
+from benchmarks.training.outcome import Claim, Outcome, basis_of, bridge_of, state_measures
+from benchmarks.training.random_tokens import held_out_windows, text_windows
+from benchmarks.training.setup import Setup, Training, chosen, run_training, setups
+from benchmarks.training.trainer import Batch
+from tl_geometry import render
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Provenance
-from tl_geometry.models.next_token import next_token_loss
-from tl_geometry.models.reader import as_view
-from tl_geometry.papers import figures as views
-from tl_geometry.papers.formats import shifted
-from tl_geometry.papers.outcome import (
-    Claim,
-    Outcome,
-    basis_of,
-    bridge_of,
-    state_measures,
-    table_of,
-)
-from tl_geometry.papers.published import published_tables
-from tl_geometry.papers.random_tokens import held_out_windows, text_windows
-from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
-from tl_geometry.render.basis import spirals
+from tl_geometry.papers.published import numbers
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import Batch
 
 PUBLISHED_ROWS = {
     "own text": ("table_1", "NanoGPT Shakespeare"),
@@ -72,6 +65,16 @@ def character_ids(text: str, alphabet: str) -> Int[Tensor, " token"]:
     )
 
 
+def next_token_loss(model: nn.Module, tokens: Int[Tensor, "context position"]) -> float:
+    """Mean cross-entropy of the next token, in nats."""
+    device, losses = next(model.parameters()).device, []
+    with torch.inference_mode():
+        for rows in tokens.to(device).split(64):
+            logits = model(rows).logits[:, :-1].mT
+            losses.append(F.cross_entropy(logits, rows[:, 1:], reduction="none").double().sum())
+    return float(torch.stack(losses).sum()) / tokens[:, 1:].numel()
+
+
 def nanogpt(
     scale: str | Setup = "cpu",
     texts: Sequence[str] | None = None,
@@ -92,16 +95,16 @@ def nanogpt(
         other: documents for the row of Table 2. Characters that the training text does not have
             are left out. ``None``: held-out standard-library modules.
 
-    The other arguments are those of :func:`~tl_geometry.papers.randomisation`.
+    The other arguments are those of :func:`~benchmarks.training.random_tokens.randomisation`.
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
     >>> roses, other = ["a rose is a rose. " * 100], ["roses are. " * 50]
     >>> outcome = nanogpt(short, roses, other=other, progress=False)
-    >>> outcome.tables["summary"].names[:4]
-    ('seed', 'measured', 'measure', 'mean')
+    >>> list(outcome.tables["summary"][0])[:4]
+    ['seed', 'measured', 'measure', 'mean']
     """
     setup = chosen(scale, SETUPS)
-    text = "\n".join(corpus.training_texts()[:60] if texts is None else texts)
+    text = "\n".join(training_texts()[:60] if texts is None else texts)
     alphabet = "".join(sorted(set(text)))
     stream = character_ids(text, alphabet)
     # cut before windows are drawn: no held-out character is trained on
@@ -126,7 +129,8 @@ def nanogpt(
             basis = basis_of(
                 bridge_of(training_run.model, "NanoGPT"), windows["own text"], "own text"
             )
-            figures = {"spirals": spirals(basis), "cosines": views.state_cosines(basis)}
+            figures = {"cosines": views.state_cosines(basis)}
+            figures["spirals"] = render.spirals(basis).figure
     label = "standard-library modules" if texts is None else name
     return _outcome(setup, rows, figures, tuple(seeds), label)
 
@@ -147,7 +151,7 @@ def _train(
     def measure(_: int, model: nn.Module) -> list[dict[str, Any]]:
         bridge, rows = bridge_of(model, "NanoGPT"), []
         for measured, tokens in windows.items():
-            loss = next_token_loss(as_view(bridge), tokens, rows=64)
+            loss = next_token_loss(model, tokens)
             basis = basis_of(bridge, tokens, measured)
             states = state_measures(basis, setup.frequencies)
             rows += [{"measured": measured, "loss": loss, **row} for row in states]
@@ -164,7 +168,6 @@ def _outcome(
     seeds: tuple[int, ...],
     label: str,
 ) -> Outcome:
-    provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
     summary = [
         _beside_published(
             [r for r in rows if (r["step"], r["seed"], r["measured"]) == (setup.steps, seed, text)],
@@ -177,9 +180,7 @@ def _outcome(
     curves = views.training_curves(
         [r for r in rows if r["state"] == min(1, setup.layers)],
         ("loss", "rank", "relative_norm", "low_frequency"),
-        by="measured",
-        caption="Each line is a seed, at state 1.",
-        source=provenance.line(),
+        "measured",
     )
     note = (
         "Mean and population standard deviation are over the states, as in the published tables. "
@@ -193,7 +194,7 @@ def _outcome(
         seeds=seeds,
         corpus=label,
         findings=tuple(_findings(summary, rows, seeds)),
-        tables={"summary": table_of(summary, provenance), "curves": table_of(rows, provenance)},
+        tables={"summary": summary, "curves": rows},
         figures=figures | {"curves": curves},
         notes=(note,),
     )
@@ -204,7 +205,7 @@ def _beside_published(rows: list[dict[str, Any]], measure: str) -> dict[str, Any
     one row per state), beside those of the published table."""
     values = [r[measure] for r in rows]
     table, row = PUBLISHED_ROWS[rows[0]["measured"]]
-    mean, sd = published_tables()[table][row][SUMMARY[measure]]
+    mean, sd = numbers()[table][row][SUMMARY[measure]]
     return {
         "seed": rows[0]["seed"],
         "measured": rows[0]["measured"],

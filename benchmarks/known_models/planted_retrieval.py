@@ -1,4 +1,4 @@
-"""Which subspaces do keys read, by construction? The one-layer model of ``zoo.known("retrieval")``.
+"""Which subspaces do keys read, by construction? The one-layer model of ``known("retrieval")``.
 
 A token is a colour and a shape, ``t = 4 colour + shape``, each one-hot in directions of its own.
 The retrieval head scores query and key by ``a [colour = colour'] + a [shape = shape']``. One head
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tl_geometry.zoo.planted import (
+from benchmarks.known_models.planted import (
     D_ROTARY,
     LENGTH,
     SLOW,
@@ -40,7 +40,7 @@ have size 1."""
 
 def planted_retrieval(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     """The Hugging Face model with its heads in random order, and the fields of its
-    :class:`~tl_geometry.zoo.KnownModel`.
+    :class:`~benchmarks.known_models.KnownModel`.
 
     >>> sorted(planted_retrieval("rotary", 0)[1]["does"].values())
     ['colour', 'even', 'retrieval', 'shape']

@@ -1,6 +1,5 @@
 """Which weights give a head a known reason to attend? Parts of models whose heads are planted by
-hand, without training; :mod:`~tl_geometry.zoo.planted_heads`,
-:mod:`~tl_geometry.zoo.planted_circuit` and :mod:`~tl_geometry.zoo.planted_retrieval` use them.
+hand, without training. ``planted_heads``, ``planted_circuit`` and ``planted_retrieval`` use them.
 
 The stream has orthonormal directions ``E [column d_model]``. They are drawn at random and
 orthogonal to the vector of ones, so that the centring of a LayerNorm changes nothing. Tokens and

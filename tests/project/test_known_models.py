@@ -13,12 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.known_judging import exact_effects
-from tl_geometry import zoo
+from benchmarks.known_models import (
+    POSITIONS,
+    KnownModel,
+    known,
+    planted,
+    planted_circuit,
+    planted_heads,
+    trained,
+)
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.rows import causal_mask, row_center
 from tl_geometry.models import view
-from tl_geometry.zoo import planted, planted_circuit, planted_heads, trained
-from tl_geometry.zoo.known_models import POSITIONS, KnownModel
 
 BOTH = pytest.mark.parametrize("positions", POSITIONS)
 
@@ -37,7 +43,7 @@ def scores_of(truth: KnownModel, tokens: Tensor) -> Tensor:
 @BOTH
 def test_planted_scores_depend_on_what_they_say_and_on_nothing_else(positions: str) -> None:
     """Two prompts that agree in it have the same scores; twins differ in it."""
-    truth = zoo.known("heads", seed=1, positions=positions)
+    truth = known("heads", seed=1, positions=positions)
     a, b = (truth.random_tokens(8, seed=seed) for seed in (1, 2))
     inside = causal_mask(truth.length - 1)
 
@@ -71,7 +77,7 @@ def test_planted_scores_depend_on_what_they_say_and_on_nothing_else(positions: s
 @BOTH
 @pytest.mark.parametrize("name", ["heads", "retrieval", "circuit"])
 def test_the_final_norm_of_planted_models_scales_nothing(name: str, positions: str) -> None:
-    norm = view(zoo.known(name, seed=1, positions=positions).model).final_norm()
+    norm = view(known(name, seed=1, positions=positions).model).final_norm()
     assert norm is not None
     assert torch.equal(norm.gain, torch.ones_like(norm.gain))
 
@@ -79,7 +85,7 @@ def test_the_final_norm_of_planted_models_scales_nothing(name: str, positions: s
 @BOTH
 def test_planted_heads_attend_where_they_should(positions: str) -> None:
     for seed in (0, 4):
-        truth = zoo.known("heads", seed=seed, positions=positions)
+        truth = known("heads", seed=seed, positions=positions)
         tokens = truth.random_tokens(16, seed=3)
         by_name = {does: pattern(truth, tokens)[:, head] for (_, head), does in truth.does.items()}
         assert truth.offset is not None
@@ -97,7 +103,7 @@ def test_planted_heads_attend_where_they_should(positions: str) -> None:
 @BOTH
 def test_retrieval_heads_read_the_attributes_that_they_say(positions: str) -> None:
     """Another colour of one key changes the heads that read colours, and no other; shapes alike."""
-    truth = zoo.known("retrieval", seed=2, positions=positions)
+    truth = known("retrieval", seed=2, positions=positions)
     tokens = truth.random_tokens(16, seed=1)
     tokens[:, 5] = 5
     before = pattern(truth, tokens)
@@ -131,7 +137,7 @@ def test_two_reasons_have_equal_energy() -> None:
 @pytest.mark.parametrize("name", ["circuit", "idle"])
 def test_planted_edges_and_no_other_carry_the_next_token(name: str, positions: str) -> None:
     """One edge at a time from the counterfactual, in live runs."""
-    truth = zoo.known(name, seed=2, positions=positions)
+    truth = known(name, seed=2, positions=positions)
     for changed in ("all", "last"):
         pairs = truth.pairs(4, changed=changed, seed=1)
         assert bool((truth.model(pairs.prompts)[:, -1].argmax(-1) == pairs.targets[:, 0]).all())
@@ -143,7 +149,7 @@ def test_planted_edges_and_no_other_carry_the_next_token(name: str, positions: s
 
 
 def test_a_head_reads_what_the_planted_pairs_say() -> None:
-    truth = zoo.known("circuit", seed=5)
+    truth = known("circuit", seed=5)
     does = {f"L{layer}H{head}": what for (layer, head), what in truth.does.items()}
     named = {(does[a], does[b], side) for a, b, side in truth.head_pairs}
     assert named == {
@@ -158,9 +164,9 @@ def test_a_head_reads_what_the_planted_pairs_say() -> None:
 @BOTH
 def test_idle_heads_write_next_to_nothing(positions: str) -> None:
     """And attend and are connected as they are in the twin, where they write."""
-    tokens, sizes = zoo.known("circuit").random_tokens(8), {}
+    tokens, sizes = known("circuit").random_tokens(8), {}
     for name in ("circuit", "idle"):
-        truth = zoo.known(name, seed=2, positions=positions)
+        truth = known(name, seed=2, positions=positions)
         cache = truth.model.run_with_cache(tokens)[1]
         weights = view(truth.model).weights(0).W_O
         writes = torch.einsum("bihe,hed->hbid", cache["blocks.0.attn.hook_z"], weights)
@@ -175,7 +181,7 @@ def test_idle_heads_write_next_to_nothing(positions: str) -> None:
 def test_a_trained_mlp_adds(positions: str, seed: int) -> None:
     """With its mean in place of what it writes sums are no better than guessed; the twin: with what
     it writes they are right. Without what an attention head brings there is nothing to add."""
-    truth = zoo.known("sum", seed=seed, positions=positions)
+    truth = known("sum", seed=seed, positions=positions)
     tokens, counted = trained.sums(200, torch.Generator().manual_seed(11))
     replaced = lambda value, hook: value.mean((0, 1), keepdim=True).expand_as(value)
 
@@ -192,7 +198,7 @@ def test_a_trained_mlp_adds(positions: str, seed: int) -> None:
 
 @pytest.mark.parametrize("changed", ["all", "key"])
 def test_pairs_of_sums_have_other_targets(changed: str) -> None:
-    truth = zoo.known("sum")
+    truth = known("sum")
     prompts, others, targets = truth.pairs(64, changed=changed, seed=3)
     assert bool((targets[:, 0] != targets[:, 1]).all())
     for rows, target in ((prompts, targets[:, 0]), (others, targets[:, 1])):
@@ -208,7 +214,7 @@ def test_pairs_of_sums_have_other_targets(changed: str) -> None:
 @BOTH
 @pytest.mark.parametrize("seed", trained.SEEDS)
 def test_trained_circuits_have_learnt_induction(positions: str, seed: int) -> None:
-    truth = zoo.known("induction", seed=seed, positions=positions)
+    truth = known("induction", seed=seed, positions=positions)
     tokens, counted = trained.repeats(32, torch.Generator().manual_seed(11))
     with torch.no_grad():
         losses = F.cross_entropy(truth.model(tokens)[:, :-1].mT, tokens[:, 1:], reduction="none")
@@ -241,19 +247,19 @@ def test_the_stored_weights_are_small_and_what_the_trainer_makes_begins_alike() 
 )
 def test_what_is_not_known_is_refused(name: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(GeometryError, match=says):
-        zoo.known(name, **options)
+        known(name, **options)
 
 
 @pytest.mark.parametrize("name", ["circuit", "idle"])
 def test_every_head_that_chooses_keys_has_a_label(name: str) -> None:
-    truth = zoo.known(name)
+    truth = known(name)
     # where heads are idle, the block that the decoy reads is empty
     even = {"even", "idle", "decoy"} if name == "idle" else {"even"}
     assert set(truth.labels) == {head for head, does in truth.does.items() if does not in even}
 
 
 def test_an_unknown_change_of_the_prompts_and_no_rows_are_refused() -> None:
-    truth = zoo.known("circuit")
+    truth = known("circuit")
     with pytest.raises(GeometryError, match="last"):
         truth.pairs(2, changed="first")
     for ask in (truth.pairs, truth.random_tokens):

@@ -1,6 +1,6 @@
 """Does a model that learns addition generalise to other lengths, and does the geometry of position
 predict where it fails? (Song & Zhong 2023, section 5.2, appendix E.)
-:func:`tl_geometry.papers.experiment` runs it as ``addition``.
+``python -m benchmarks.training addition`` runs it.
 
 1. A model learns lines ``a+b=`` and the reversed sum, with a loss on the sum only, for numbers of
    ``low`` to ``high`` digits.
@@ -31,12 +31,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_geometry.base.errors import choice, require
-from tl_geometry.base.results import Provenance
-from tl_geometry.measures import positional
-from tl_geometry.papers import figures as views
-from tl_geometry.papers.answers import guess, score
-from tl_geometry.papers.formats import (
+import tl_geometry as tlg
+from benchmarks.training import figures as views
+from benchmarks.training.answers import guess, score
+from benchmarks.training.formats import (
     ALPHABET,
     TASKS,
     Problem,
@@ -45,19 +43,12 @@ from tl_geometry.papers.formats import (
     longest,
     problems,
 )
-from tl_geometry.papers.outcome import (
-    Claim,
-    Outcome,
-    basis_of,
-    bridge_of,
-    state_measures,
-    table_of,
-)
-from tl_geometry.papers.prediction import PREDICTORS, by_step, prediction
-from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
-from tl_geometry.render import split_view
-from tl_geometry.scores.split import split_scores
-from tl_geometry.zoo.trainer import Batch
+from benchmarks.training.outcome import Claim, Outcome, basis_of, bridge_of, final, state_measures
+from benchmarks.training.prediction import PREDICTORS, by_step, prediction
+from benchmarks.training.setup import Setup, Training, chosen, run_training, setups
+from benchmarks.training.trainer import Batch
+from tl_geometry.base.errors import choice, require
+from tl_geometry.measures import positional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +132,7 @@ def _geometry(
         digits = digit_fracture(basis.pos, length, basis.window[0])
         for i, row in enumerate(state_measures(basis, setup.frequencies)):
             state_rows.append({"length": length, **row, "fracture_digits": float(digits[i])})
-        split = split_scores(bridge, tokens[:64], basis)
+        split = tlg.split_scores(bridge, tokens[:64], basis)
         # a mean over contexts is fair: pos-pos depends on them only through the norm's scale
         fracture = positional.fracture_score(split.terms["pos", "pos"].double().mean(0)).score
         shares = split.shares()
@@ -187,14 +178,14 @@ def addition(
         seeds: one run for each task and seed; the seed sets the first weights, the examples and
             their order.
 
-    The other arguments are those of :func:`~tl_geometry.papers.randomisation`. Lengths out of range
-    are 1 to ``low - 1`` digits. Longer numbers are not tried, because their lines do not fit the
-    table of positions.
+    The other arguments are those of :func:`~benchmarks.training.random_tokens.randomisation`.
+    Lengths out of range are 1 to ``low - 1`` digits. Longer numbers are not tried, because their
+    lines do not fit the table of positions.
 
     >>> short = {"steps": "2", "examples": "50", "problems": "4", "contexts": "12"}
     >>> setup = SETUPS["smoke"].changed(short | {"low": "2", "high": "2", "layers": "1"})
     >>> outcome = addition(setup, tasks=["no-carry"], progress=False)
-    >>> outcome.tables["curves"].column("step")
+    >>> [row["step"] for row in outcome.tables["curves"]]
     [0, 2]
     """
     setup = chosen(scale, SETUPS)
@@ -240,48 +231,33 @@ def _train(
 
 
 def _figures(
-    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any], source: str
+    setup: AdditionSetup, steps: Sequence[dict[str, Any]], models: dict[str, Any]
 ) -> dict[str, Any]:
     """Curves over training, and for each trained model its most positional head and the cosines of
     its positions."""
-    digits = f"{setup.low} to {setup.high} digits"
-    in_and_out = (
-        f"Numbers of {digits} are in, of 1 to {setup.low - 1} out; exact counts whole answers, "
-        "digits single ones."
-    )
-    measured = (
-        f"Measured on lines of {setup.high} digits, means over states above 0 and over heads; wpe "
-        "is the table of position vectors."
-    )
     scores = ("exact_in", "digits_in", "exact_out", "digits_out")
     geometry = (*PREDICTORS, "low_frequency", "wpe_low_frequency")
-    options: dict[str, Any] = {"by": "task", "source": source}
-    figures: dict[str, Any] = {
-        "scores": views.training_curves(steps, scores, caption=in_and_out, **options),
-        "geometry": views.training_curves(steps, geometry, caption=measured, **options),
+    figures = {
+        "scores": views.training_curves(steps, scores, "task"),
+        "geometry": views.training_curves(steps, geometry, "task"),
     }
     for task, model in models.items():
         bridge = bridge_of(model, task)
         # the lines that _geometry measures
         tokens = aligned_tokens(task, setup.contexts, setup.high, seed=7)
         basis = basis_of(bridge, tokens, task)
-        split = split_scores(bridge, tokens[:1], basis)
+        split = tlg.split_scores(bridge, tokens[:1], basis)
         shares = split.shares()
         # a uniform head has no shares (NaN)
         top_head = int(shares.cs[:, shares.terms.index("pos-pos")].nan_to_num().argmax())
+        terms = {
+            f"{a}-{b}": split.terms[a, b][0, top_head]
+            for a, b in product(("pos", "cvec"), repeat=2)
+        }
+        title = f"Addition, {task}: the head with the largest share of pos-pos"
+        figures[f"head_{task}"] = views.head_maps(terms, title)
         labels = [ALPHABET[i] for i in tokens[0].tolist()]
-        head_view = split_view.split(
-            split,
-            [split.heads[top_head]],
-            panels=("pos-pos", "pos-cvec", "cvec-pos", "cvec-cvec"),
-            tokens=labels,
-            centered=True,
-            title=f"Addition, {task}: the head with the largest share of pos-pos",
-        )
-        figures[f"head_{task}"] = head_view.image()
-        figures[f"cosines_{task}"] = views.state_cosines(
-            basis, labels=labels, title=f"Cosines of position, {task}"
-        )
+        figures[f"cosines_{task}"] = views.state_cosines(basis, labels)
     return figures
 
 
@@ -292,11 +268,8 @@ def _outcome(
     models: dict[str, Any],
     seeds: tuple[int, ...],
 ) -> Outcome:
-    provenance = Provenance(corpus="additions", window=(1, longest(setup.high) - 1), seed=seeds[0])
     steps = by_step(states, heads, setup.high)
     predicted = prediction(steps)
-    final = [r for r in heads if r["step"] == setup.steps]
-    tables = {"curves": steps, "prediction": predicted, "states": states, "heads": final}
     notes = (
         f"Numbers of {setup.low} to {setup.high} digits are trained; shorter ones are out of "
         "range. Geometry is measured on lines of one length; + and = stand at fixed positions "
@@ -305,6 +278,7 @@ def _outcome(
         "the steps of a run after the first; changes: of their changes from one measured step to "
         "the next, which a common trend does not make.",
     )
+    tables = {"curves": steps, "prediction": predicted, "states": states}
     return Outcome(
         name="addition",
         title="Addition",
@@ -312,8 +286,8 @@ def _outcome(
         seeds=seeds,
         corpus="generated additions",
         findings=tuple(findings(setup, steps, predicted)),
-        tables={name: table_of(rows, provenance) for name, rows in tables.items()},
-        figures=_figures(setup, steps, models, provenance.line()),
+        tables=tables | {"heads": final(heads, setup)},
+        figures=_figures(setup, steps, models),
         notes=notes,
     )
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.files import write_atomically
-from tl_geometry.base.printable import printable
-from tl_geometry.base.run_files import RECORD, WRITER, read_record, write_record
-from tl_geometry.papers.contents import SCALES
-from tl_geometry.zoo.trainer import Batch, TrainSettings, new_gpt2, train
+from safetensors.torch import save_file
 
+from benchmarks.training.trainer import Batch, TrainSettings, new_gpt2, train
+from tl_geometry.base.errors import choice, fail, require
+
+SCALES = ("smoke", "cpu", "paper")
+"""An experiment runs in seconds, in minutes, or with the published settings."""
 FILE = Path(__file__).with_name("setups.toml")
 """Settings of the three experiments at every scale."""
 
@@ -177,11 +177,11 @@ def run_training(
         if done in measured_at and not any(r["step"] == done for r in records):
             records.extend({"step": done, **row} for row in measure(done, model))
             if folder is not None:
-                weights = dict(model.named_parameters())
-                write_atomically(folder / f"step-{done:06d}.safetensors", weights, {})
+                weights = {name: weight.detach() for name, weight in model.named_parameters()}
+                save_file(weights, folder / f"step-{done:06d}.safetensors")
 
     if folder is not None:
-        _claim(folder, setup)
+        folder.mkdir(parents=True, exist_ok=True)
     checkpoint = None if folder is None else folder / "training.safetensors"
     # a run that resumes has the measurements of its first steps in the checkpoint
     if checkpoint is None or not checkpoint.exists():
@@ -196,25 +196,3 @@ def run_training(
         on_step=lambda step, _: take(step + 1),
     )
     return Training(model, losses, records)
-
-
-def _claim(folder: Path, setup: Setup) -> None:
-    """Make the folder of a training run, or take one that an earlier run has made and marked with
-    its record. A folder without a record is refused if it holds files of the names that this run
-    writes."""
-    names = (RECORD, "training.safetensors", "step-*.safetensors")
-    in_the_way: list[str] = []
-    if folder.exists() and not folder.is_dir():
-        in_the_way = ["a file in its place"]
-    elif folder.exists() and not read_record(folder, force=True):
-        in_the_way = [path.name for name in names for path in sorted(folder.glob(name))]
-    more = " ..." * (len(in_the_way) > 8)
-    require(
-        not in_the_way,
-        "--out",
-        expected="a folder of each training run without files of these names",
-        got=f"{printable(str(folder))} with {', '.join(in_the_way[:8])}{more}",
-        instead="another --out",
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_record(folder, {"written_by": WRITER, "setup": dataclasses.asdict(setup)})

@@ -1,5 +1,5 @@
-"""Does a measure find the circuit of a model whose circuit is known? :func:`tl_geometry.zoo.known`
-gives such models and the truth about them; tests and the page of known circuits call it."""
+"""Does a measure find the circuit of a model whose circuit is known? :func:`known` gives such
+models and the truth about them; tests and the page of known circuits call it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from benchmarks.known_models import trained
+from benchmarks.known_models.planted import LENGTH, VOCAB
+from benchmarks.known_models.planted_circuit import planted_circuit
+from benchmarks.known_models.planted_heads import planted_heads
+from benchmarks.known_models.planted_retrieval import planted_retrieval
 from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, require
-from tl_geometry.zoo import trained
-from tl_geometry.zoo.planted import LENGTH, VOCAB
-from tl_geometry.zoo.planted_circuit import planted_circuit
-from tl_geometry.zoo.planted_heads import planted_heads
-from tl_geometry.zoo.planted_retrieval import planted_retrieval
 
 NAMES = ("heads", "retrieval", "circuit", "idle", "induction", "sum")
 POSITIONS = ("learned", "rotary")
@@ -27,7 +27,7 @@ CHANGED, CHANGED_SUMS = ("all", "last"), ("all", "key")
 PERIOD = 7
 """Tokens that :meth:`KnownModel.pairs` repeats. Prompt and counterfactual need 14 distinct tokens
 together, and the planted models have 15 beside BOS. The trained circuits saw periods of 8 to 24
-(:data:`tl_geometry.zoo.trained.PERIODS`), so this one is new to them."""
+(:data:`benchmarks.known_models.trained.PERIODS`), so this one is new to them."""
 ATTENDED, SHIFTS, TRIED_PERIODS = 0.5, range(1, 8), (15, 20)
 """How a trained head is named, on rows of each of two periods:
 

@@ -1,6 +1,6 @@
 """How is a small model trained so that a stopped run resumes exactly? AdamW, warm-up and cosine,
-gradient clipping, checkpoints. The embedded model, the trained circuits of the zoo and the
-experiments of :mod:`tl_geometry.papers` are trained with :func:`train`.
+gradient clipping, checkpoints. The embedded model, the trained circuits of
+:mod:`benchmarks.known_models` and the three training formats are trained with :func:`train`.
 
 A batch is a pure function of the step (``batch_at(step)``), and every step seeds its own generator.
 So a stopped run that resumes from a checkpoint ends with the same weights as one that was never
@@ -170,10 +170,9 @@ def train(
     ``on_step(step, model)`` is called after each step, in evaluation mode. What it appends to
     ``records`` (JSON values) is stored in the checkpoint and restored when a run resumes.
 
-    >>> from tl_geometry import zoo
     >>> ids = torch.arange(16).view(2, 8)
     >>> short = TrainSettings(steps=3, learning_rate=1e-2, final_learning_rate=1e-3, warmup=1)
-    >>> model = zoo.hugging_face(trained=False)
+    >>> model = new_gpt2(0, vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     >>> losses = train(model, lambda step: (ids[:, :-1], ids[:, 1:]), short, progress=False)
     >>> losses[-1] < losses[0]
     True

@@ -3,7 +3,7 @@ text, and additions written as strings. The three experiments draw their batches
 
 Everything here is text and integers, without a model. A batch is inputs and targets
 ``[batch position]``. Targets are shifted by one, and
-:data:`~tl_geometry.zoo.trainer.IGNORE` marks places without a target.
+:data:`~benchmarks.training.trainer.IGNORE` marks places without a target.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from benchmarks.training.trainer import IGNORE, Batch
 from tl_geometry.base.errors import choice, require
-from tl_geometry.zoo.trainer import IGNORE, Batch
 
 FORMATS = ("baseline", "partial", "full")
 """Corpus text; text whose second half is random tokens; random tokens only."""

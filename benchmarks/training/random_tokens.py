@@ -1,6 +1,6 @@
 """Does training on random tokens destroy the geometry of position, and only where they are random?
-(Song & Zhong 2023, section 5.1.) :func:`tl_geometry.papers.experiment` runs it as
-``randomisation``.
+(Song & Zhong 2023, section 5.1.)
+``python -m benchmarks.training randomisation`` runs it.
 
 1. Three models are trained: on text, on text whose second half is random tokens, and on random
    tokens only.
@@ -29,25 +29,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_geometry import zoo
-from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import Provenance, Result
-from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.measures import positional
-from tl_geometry.papers import figures as views
-from tl_geometry.papers.formats import FORMATS, randomise, shifted
-from tl_geometry.papers.outcome import (
+import tl_geometry as tlg
+from benchmarks.training import figures as views
+from benchmarks.training.embedded import training_texts
+from benchmarks.training.formats import FORMATS, randomise, shifted
+from benchmarks.training.outcome import (
     Claim,
     Outcome,
+    Rows,
     basis_of,
     bridge_of,
+    column,
+    final,
     state_measures,
-    table_of,
 )
-from tl_geometry.papers.setup import Setup, Training, chosen, run_training, setups
-from tl_geometry.report.tables import Table
+from benchmarks.training.setup import Setup, Training, chosen, run_training, setups
+from benchmarks.training.trainer import Batch
+from tl_geometry import zoo
+from tl_geometry.base.errors import fail, require
+from tl_geometry.measures import positional
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +67,6 @@ SETUPS = setups(RandomisationSetup, "randomisation")
 published settings but for one."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class FormatBases(Result):
-    """Positional bases after training. ``pos["full", "baseline"] [state position d_model]`` is the
-    basis of a model trained on ``"full"`` and measured on ``"baseline"``. The random half of
-    ``"partial"`` begins at position ``half``."""
-
-    pos: dict[tuple[str, str], Float[Tensor, "state position d_model"]]
-    half: int
-
-
 def token_stream(
     setup: RandomisationSetup, texts: Sequence[str] | None, name: str
 ) -> tuple[Int[Tensor, " token"], Int[Tensor, " position"], int, str]:
@@ -89,7 +80,7 @@ def token_stream(
         return torch.tensor([i for document in encoded for i in document["input_ids"]])
 
     if texts is None:
-        stream = ids(_first_texts(corpus.training_texts(), setup.characters))
+        stream = ids(_first_texts(training_texts(), setup.characters))
         held_out = ids(corpus.held_out_documents().texts)
         return stream, held_out, len(tokenizer), "standard-library modules"
     stream = ids(_first_texts(texts, setup.characters))
@@ -182,7 +173,7 @@ def halves(
 
 def _bases(
     setup: RandomisationSetup, model: nn.Module, windows: Tensor, trained: str, d_vocab: int
-) -> dict[str, PositionContext]:
+) -> dict[str, tlg.PositionContext]:
     """Bases of one model on the three formats."""
     half, bridge = setup.context // 2, bridge_of(model, f"trained on {trained}")
     # one seed: all models are measured on the same random tokens at every step
@@ -191,7 +182,7 @@ def _bases(
 
 
 def _measures(
-    setup: RandomisationSetup, bases: dict[str, PositionContext], trained: str
+    setup: RandomisationSetup, bases: dict[str, tlg.PositionContext], trained: str
 ) -> list[dict[str, Any]]:
     """Measures of one model on the three formats, a row per format and state."""
     rows: list[dict[str, Any]] = []
@@ -221,7 +212,7 @@ def randomisation(
             (``SETUPS["cpu"].changed({"steps": "500"})``).
         texts: documents to train on; the last tenth is held out for measuring. ``None``: modules of
             the standard library and of torch, with held-out modules for measuring.
-        name: what the page calls them.
+        name: what the findings call them.
         seeds: one run for each; figures show the first.
         out: folder for the weights of each measured step, and for checkpoints from which a stopped
             run resumes.
@@ -233,7 +224,7 @@ def randomisation(
 
     >>> short = SETUPS["smoke"].changed({"steps": "2"})
     >>> outcome = randomisation(short, ["for i in range(3): print(i) " * 400], progress=False)
-    >>> outcome.tables["bases"].pos["full", "partial"].shape
+    >>> outcome.arrays["trained on full, measured on partial"].shape
     torch.Size([3, 23, 32])
     """
     setup = chosen(scale, SETUPS)
@@ -294,17 +285,13 @@ def _outcome(
     label: str,
 ) -> Outcome:
     half = setup.context // 2
-    provenance = Provenance(corpus=label, window=(1, setup.context), seed=seeds[0])
-    final = table_of([r for r in rows if r["step"] == setup.steps], provenance)
+    finished = final(rows, setup)
     shown = [s for s in setup.shown if s <= setup.layers]
-    options: dict[str, Any] = {"half": half, "start": 1, "source": provenance.line()}
-    figures = {f"planes_state_{s}": views.format_planes(pos, s, **options) for s in shown}
+    figures = {f"planes_state_{s}": views.format_planes(pos, s, half=half, start=1) for s in shown}
     figures["curves"] = views.training_curves(
         [r for r in rows if r["trained"] == r["measured"] and r["state"] == shown[-1]],
         ("low_frequency", "low_frequency_first", "low_frequency_second", "jump"),
-        by="trained",
-        caption=f"Each line is a seed: a model on its own format, at state {shown[-1]}.",
-        source=provenance.line(),
+        "trained",
     )
     notes = (
         "Rows of each grid are training formats, columns inference formats. The first position of "
@@ -320,12 +307,9 @@ def _outcome(
         setup=setup,
         seeds=seeds,
         corpus=label,
-        findings=tuple(findings(final, setup)),
-        tables={
-            "final": final,
-            "curves": table_of(rows, provenance),
-            "bases": FormatBases(pos=pos, half=half, provenance=provenance),
-        },
+        findings=tuple(findings(finished, setup)),
+        tables={"final": finished, "curves": rows},
+        arrays={f"trained on {a}, measured on {b}": x for (a, b), x in pos.items()},
         figures=figures,
         notes=notes,
     )
@@ -335,16 +319,16 @@ MEASURES_OF_HALVES = {"fracture": 1, "jump": 1, "roughness_first": 2, "roughness
 """Measures that tell a broken second half from text -> the decimals that they are shown with."""
 
 
-def findings(final: Table, setup: RandomisationSetup) -> list[Claim]:
+def findings(final: Rows, setup: RandomisationSetup) -> list[Claim]:
     """What the final table says, for every seed: does the basis break in the middle, and does the
     share of low frequencies fall? Only states that a block reads count, so the last one is left
     out."""
-    seeds, half = sorted(set(final.column("seed"))), setup.context // 2
+    seeds, half = sorted(set(column(final, "seed"))), setup.context // 2
 
     def values(measure: str, trained: str, measured: str) -> list[list[float]]:
         """A list of values by state for each seed."""
         where = {"trained": trained, "measured": measured}
-        return [final.column(measure, **where, seed=seed)[: setup.layers] for seed in seeds]
+        return [column(final, measure, **where, seed=seed)[: setup.layers] for seed in seeds]
 
     text = values("low_frequency", "baseline", "baseline")
     claims = [

@@ -1,8 +1,8 @@
-"""Train the embedded model: ``python -m tl_geometry.zoo.train_embedded --out DIR``.
+"""Train the embedded model: ``python -m benchmarks.training.embedded --out DIR``.
 
 A GPT-2 of 4 layers, 128 dimensions and 4 heads, context 128, with a byte-level BPE of 2,048 tokens,
-on Python source that is already on disk (:mod:`tl_geometry.zoo.corpus`). Two phases share one
-schedule:
+on Python source that is already on disk (:func:`training_files`), without the held-out modules of
+:mod:`tl_geometry.zoo.corpus`. Two phases share one schedule:
 
 1. windows of 64 that repeat random tokens with a random period (6 to 32), at first over 64 symbols,
    then over the whole vocabulary: the previous-token and induction heads form here, from the
@@ -33,18 +33,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from benchmarks.training.trainer import IGNORE, Batch, TrainSettings, train
 from tl_geometry.base.checks import head_name
-from tl_geometry.models.output_head import next_token_losses
-from tl_geometry.scores.head_types import head_type_scores, repeated_random_tokens
+from tl_geometry.corpus import repeated_random_tokens
+from tl_geometry.scores import head_type_scores
 from tl_geometry.zoo import corpus
-from tl_geometry.zoo.trainer import IGNORE, Batch, TrainSettings, new_gpt2, train
+from tl_geometry.zoo.embedded_model import SEED, hugging_face
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
 log = logging.getLogger(__name__)
-SEED = 0
 VOCABULARY, CONTEXT, BOS = 2048, 128, 0
 SYMBOL_STEPS, REPEAT_STEPS = 400, 700
 """Random tokens are of 64 symbols before step SYMBOL_STEPS, and all rows are repeats before step
@@ -59,27 +60,30 @@ SETTINGS = TrainSettings(
     seed=SEED,
     checkpoint_every=200,
 )
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "n_positions": CONTEXT,
-    "n_embd": 128,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_inner": 512,
-}
-INITIAL: dict[str, Any] = {
-    "activation_function": "gelu_pytorch_tanh",
-    "initializer_range": 0.06,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+"""Folders of the standard library that are not trained on: installed packages and tests."""
 
 
-def new_model(seed: int = SEED) -> GPT2LMHeadModel:
-    """The model before training, initialised under ``seed`` as GPT-2 is, but with a standard
-    deviation of 0.06 where GPT-2 has 0.02."""
-    return new_gpt2(seed, **SHAPE, **INITIAL)
+def training_files() -> list[Path]:
+    """Python sources of the standard library (tests, installed packages and held-out modules left
+    out) and of torch, in a fixed order."""
+    lib = corpus.stdlib()
+    sources = sorted(lib.rglob("*.py"))
+    sources = [p for p in sources if not SKIPPED.intersection(p.relative_to(lib).parts)]
+    sources = [p for p in sources if p.relative_to(lib).as_posix() not in corpus.HELD_OUT]
+    return sources + sorted(Path(torch.__file__).parent.rglob("*.py"))
+
+
+def training_texts() -> list[str]:
+    """The training documents as text (undecodable bytes replaced), in the order of
+    :func:`training_files`."""
+    return [p.read_text(encoding="utf-8", errors="replace") for p in training_files()]
+
+
+def new_model() -> GPT2LMHeadModel:
+    """The model before training: the untrained control, initialised as GPT-2 is, but with a
+    standard deviation of 0.06 where GPT-2 has 0.02 (``config.json`` of the stored model)."""
+    return hugging_face(trained=False)
 
 
 def train_tokenizer(texts: Iterable[str], path: Path) -> None:
@@ -156,6 +160,11 @@ def round_weights(model: GPT2LMHeadModel) -> None:
             fraction, exponent = torch.frexp(weight)
             steps = (fraction * 2**SIGNIFICANT_BITS).round()
             weight.copy_(torch.ldexp(steps / 2**SIGNIFICANT_BITS, exponent))
+
+
+def next_token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy (nats) of each next token ``[batch position-1]``."""
+    return F.cross_entropy(logits[:, :-1].mT.float(), tokens[:, 1:], reduction="none")
 
 
 def natural_loss(model: GPT2LMHeadModel, stream: Tensor) -> float:
@@ -258,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     torch.set_num_threads(arguments.threads)
-    texts = corpus.training_texts()
+    texts = training_texts()
     if not (out / "tokenizer.json").exists():
         train_tokenizer(texts, out / "tokenizer.json")
     stream = encode(texts, out / "tokenizer.json")

@@ -1,5 +1,5 @@
 """Which heads attend by offset, by position, by token identity, by both, or evenly, by
-construction? The one-layer model of ``zoo.known("heads")``.
+construction? The one-layer model of ``known("heads")``.
 
 The list gives the score of each planted head before the softmax, and the label that it deserves.
 The strength is a, the query has token t and position i, and the key has t' and j. Random numbers
@@ -9,7 +9,7 @@ are r, the offset is o, and w_f is the frequency of rotary plane f.
 - ``position``: ``a r_j``; position. Rotary: the kernel of ``offset`` with o = 0, on other planes.
 - ``identity``: ``a [t = t']``; content.
 - ``table``: ``a r_t . r'_t'``; content.
-- ``token``: ``a r_t'``; mixed (bias-cvec).
+- ``token``: ``a r_t'``; token (bias-cvec).
 - ``relation``: ``a r_i r_t'``; mixed (pos-cvec). Learned positions only.
 - ``query``: ``a r_t``; uniform, because it is constant in each row. Rotary only.
 - ``both``: offset and identity of equal energy; no clear label.
@@ -27,8 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.rows import causal_mask, row_center
-from tl_geometry.zoo.planted import (
+from benchmarks.known_models.planted import (
     D_ROTARY,
     LENGTH,
     SLOW,
@@ -40,6 +39,7 @@ from tl_geometry.zoo.planted import (
     frequencies,
     plant,
 )
+from tl_geometry.base.rows import causal_mask, row_center
 
 _SHARED = ("offset", "position", "identity", "table", "token", "both", "disputed", "uniform")
 LEARNED, ROTARY = (*_SHARED, "relation"), (*_SHARED, "query")
@@ -49,7 +49,7 @@ LABELS = {
     "position": "position",
     "identity": "content",
     "table": "content",
-    "token": "mixed",
+    "token": "token",
     "relation": "mixed",
     "both": "unclear",
     "disputed": "unclear",
@@ -78,7 +78,7 @@ COPIED = 0.5
 
 def planted_heads(positions: str, seed: int) -> tuple[Any, dict[str, Any]]:
     """The Hugging Face model with its heads in random order, and the fields of its
-    :class:`~tl_geometry.zoo.KnownModel`.
+    :class:`~benchmarks.known_models.KnownModel`.
 
     >>> planted_heads("learned", 0)[1]["does"][0, 0]
     'relation'
