@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.models.loaders import from_hf
+from tests.lib.models import bridge_of, hooked_of
+from tl_geometry.models import from_hf
 
 VOCAB, CONTEXT, HEADS = 12, 24, 4
 D_HEAD = 24
@@ -102,7 +103,8 @@ def hugging_face(slope: float = 0.0) -> Any:
 @cache
 def induction_model(model_class: str = "bridge", slope: float = 0.0) -> Any:
     """The model as a TransformerBridge or a HookedTransformer."""
-    return from_hf(hugging_face(slope), None, model_class=model_class, name="hand-built")
+    make = bridge_of if model_class == "bridge" else hooked_of
+    return make(hugging_face(slope), name="hand-built")
 
 
 @cache

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.lib.models import VOCAB, hf_model
-from tests.models.test_adapter import small_tokenizer
+from tests.lib.models import VOCAB, hf_model, tokenizer
 from tl_geometry.report.build import Request, build
 
 
-def model_directory(path: Path, architecture: str, *, words: int = 900) -> Path:
+def model_directory(path: Path, architecture: str, *, words: int = 1100) -> Path:
     """A randomised model as a Hugging Face directory, with ``text.txt`` in its words."""
     hf_model(architecture).save_pretrained(path)
-    small_tokenizer().save_pretrained(path)
+    tokenizer().save_pretrained(path)
     ids = torch.randint(4, VOCAB, (words,), generator=torch.Generator().manual_seed(0)).tolist()
     (path / "text.txt").write_text(" ".join(f"w{i}" for i in ids))
     return path

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from tl_geometry.base.results import Provenance
+from tl_geometry.scores import ScoreSplit
 from tl_geometry.scores.planes import HeadPlanes
-from tl_geometry.scores.split import ScoreSplit
 
 
 def synthetic(
@@ -23,7 +23,8 @@ def synthetic(
     """A split of one prompt by random queries and keys."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(len(parts), 1, tokens, heads, 16, generator=generator) / 2 for _ in "qk")
-    allowed = torch.ones(heads, tokens, tokens, dtype=torch.bool)
+    stop = torch.arange(1, tokens + 1) if causal else torch.full((tokens,), tokens)
+    key_range = torch.stack([torch.zeros_like(stop), stop], -1).expand(heads, -1, -1)
     return ScoreSplit(
         provenance=Provenance(model="synthetic"),
         heads=tuple((i // 12, i % 12) for i in range(heads)),
@@ -31,10 +32,10 @@ def synthetic(
         q=q,
         k=k,
         bias=None,
-        mask=allowed.tril() if causal else allowed,
+        key_range=key_range,
         softcap=torch.full((heads,), torch.inf),
         sinks=torch.full((heads,), -torch.inf),
-        planes=HeadPlanes(
+        head_planes=HeadPlanes(
             torch.zeros(heads, 16, dtype=torch.int64), torch.zeros(heads, 1).double(), tokens
         ),
         checks=((0, "scores", 1e-6, 2e-5),),

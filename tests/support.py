@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from tests.lib.models import ARCHITECTURES, HAS_HOOKED, hf_model, tokens
+from tests.lib.models import ARCHITECTURES, HAS_HOOKED, bridge_of, hf_model, hooked_of, tokens
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.models import check_model, from_hf, view
+from tl_geometry.models import check_model, view
 from tl_geometry.models.layer_view import LayerView
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -39,12 +39,8 @@ def measure(architecture: str, model_class: str, processed: bool) -> Cell:
     """One model: exact, or refused and why."""
     try:
         with torch.no_grad():
-            model = from_hf(
-                hf_model(architecture),
-                model_class=model_class,
-                processed=processed,
-                name=f"tiny-{architecture}",
-            )
+            make = bridge_of if model_class == "bridge" else hooked_of
+            model = make(hf_model(architecture), processed, name=f"tiny-{architecture}")
         refused = check_model(model).refused
     except GeometryError as error:
         return {"verdict": "refused", "why": _short(str(error))}

@@ -18,6 +18,7 @@ from .base.errors import ReconstructionError as ReconstructionError
 from .base.errors import UnsupportedModelError as UnsupportedModelError
 from .base.results import Provenance as Provenance
 from .base.results import Result as Result
+from .base.tables import Table as Table
 from .circuits.edge_attribution import edge_scores as edge_scores
 from .circuits.logits import explain_logit as explain_logit
 from .circuits.pruned_runs import faithfulness as faithfulness
@@ -32,9 +33,12 @@ from .flow import flow_report as flow_report
 from .flow import skip_map as skip_map
 from .flow import trajectories as trajectories
 from .flow import truncation_kl as truncation_kl
+from .interventions import Effects as Effects
+from .interventions import effects as effects
 from .measures import contextual_report as contextual_report
 from .measures import positional_report as positional_report
 from .models import check_model as check_model
+from .models import load as load
 from .models import view as view
 from .scores import split_scores as split_scores
 from .scores import split_values as split_values

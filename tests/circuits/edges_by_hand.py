@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.lib.models import hf_model, tiny_hooked, tokens
+from tests.lib.models import hf_model, hooked_of, tiny_hooked, tokens
 from tl_geometry.circuits import EdgeLayout
-from tl_geometry.models import from_hf
 
 PROMPTS, COUNTERFACTUALS = tokens(3, 10, seed=5), tokens(3, 10, seed=6)
 COUNTERFACTUALS[:, -1] = PROMPTS[:, -1]
@@ -30,13 +29,7 @@ def hooked(architecture: str) -> Any:
         model = tiny_hooked(attn_only=True, d_mlp=None, act_fn=None, normalization_type="LN")
         model = model.to(torch.float64)
     else:
-        model = from_hf(
-            hf_model(architecture, torch.float64),
-            None,
-            model_class="hooked",
-            name=f"split-{architecture}",
-            dtype=torch.float64,
-        )
+        model = hooked_of(hf_model(architecture, torch.float64), name=f"split-{architecture}")
     model.set_use_split_qkv_input(True)
     if architecture != "attention-only":
         model.set_use_hook_mlp_in(True)

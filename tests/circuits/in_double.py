@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.lib.models import hf_model, loadable
-from tl_geometry.models import from_hf
+from tests.lib.models import bridge_of, hf_model, hooked_of, loadable
 
 
 class InDouble(TorchFunctionMode):
@@ -55,11 +54,5 @@ def exact(architecture: str) -> Any:
     """As TransformerLens holds it; to be run under :class:`InDouble`, and not to be edited."""
     kind, processed = loadable(architecture)[0]
     with InDouble():
-        return from_hf(
-            double_hf(architecture),
-            None,
-            model_class=kind,
-            processed=processed,
-            name=f"exact-{architecture}",
-            dtype=torch.float64,
-        )
+        make = bridge_of if kind == "bridge" else hooked_of
+        return make(double_hf(architecture), processed, name=f"exact-{architecture}")

@@ -189,7 +189,7 @@ def node_scores_by_hand(model: Any, heads: int) -> Tensor:
     "architecture", ["gpt2", "llama", "llama3-rope", "neox", "qwen3", "phi", "falcon", "mpt", "opt"]
 )
 def test_nodes_are_the_models_own_gradients(architecture: str) -> None:
-    model = from_hf(hf_model(architecture, torch.float64), None, dtype=torch.float64)
+    model = from_hf(hf_model(architecture, torch.float64), None)
     scores = edge_scores(model, **PAIRS, method="gradient")
     expected = node_scores_by_hand(model, view(model).n_heads)
     # some families compute norms or tables in float32 whatever their dtype
@@ -200,7 +200,7 @@ def test_nodes_are_the_models_own_gradients(architecture: str) -> None:
 @pytest.mark.skipif(HAS_HOOKED, reason="TransformerLens 3 has no edge scores")
 def test_scores_are_those_of_transformer_lens_4() -> None:
     analysis = importlib.import_module("transformer_lens.tools.analysis.attribution_patching")
-    model = from_hf(hf_model("gpt2", torch.float64), None, dtype=torch.float64)
+    model = from_hf(hf_model("gpt2", torch.float64), None)
     ours = edge_scores(model, **PAIRS, method="gradient")
     found = matrix(ours)
     config = analysis.EdgeAttributionConfig(granularity="edge")
@@ -280,7 +280,7 @@ def test_a_small_change_is_the_sum_of_the_gradient_scores() -> None:
     embedding = hf.get_input_embeddings().weight
     with torch.no_grad():
         embedding[7] = embedding[5] + 1e-5 * embedding[9]
-    model = from_hf(hf, None, dtype=torch.float64)
+    model = from_hf(hf, None)
     prompts = tokens(2, 8, seed=3).clamp(min=10)
     prompts[:, 3] = 5
     other = prompts.clone()

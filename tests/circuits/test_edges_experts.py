@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.circuits.edges_by_hand import COUNTERFACTUALS, PAIRS, PROMPTS, difference
 from tests.circuits.test_edge_scores import close, matrix
 from tests.lib.models import ARCHITECTURES, HEADS, redrawn
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
 from tl_geometry.circuits import EdgeLayout, edge_scores, faithfulness
 from tl_geometry.models import from_hf, view
 from tl_geometry.models.mlp import MLPModule, mlp_spec
@@ -40,7 +40,7 @@ def alone(name: str) -> Any:
 
 
 def bridged(name: str) -> Any:
-    return from_hf(alone(name), None, name=f"tiny-{name}", dtype=torch.float64)
+    return from_hf(alone(name), None, name=f"tiny-{name}")
 
 
 def first_of(value: Any) -> Tensor:
@@ -184,7 +184,7 @@ def test_integrated_scores_miss_the_jumps_of_the_router(chosen: int, sums: bool)
     of the metric; where the choice changes between the prompts the metric jumps."""
     class_name, settings = EXPERTS["olmoe"]
     hf = redrawn(class_name, settings | {"num_experts_per_tok": chosen}, torch.float64)
-    model = from_hf(hf, None, dtype=torch.float64)
+    model = from_hf(hf, None)
     scores = edge_scores(model, PROMPTS[:1], COUNTERFACTUALS[:1], targets=(5, 9), steps=200)
     change = scores.counterfactual - scores.clean
     error = abs(float(scores.node_scores[0]) - change) / abs(change)
@@ -195,7 +195,7 @@ def test_integrated_scores_miss_the_jumps_of_the_router(chosen: int, sums: bool)
 def test_hooks_inside_experts_are_refused(hook: str) -> None:
     model = bridged("gpt-oss")
     hooks = [(f"blocks.0.mlp.{hook}", lambda value, hook: 0.5 * value)]
-    with model.hooks(fwd_hooks=hooks), pytest.raises(ReconstructionError):
+    with model.hooks(fwd_hooks=hooks), pytest.raises(GeometryError):
         edge_scores(model, **PAIRS)
     edge_scores(model, **PAIRS, method="gradient")
 

@@ -172,7 +172,7 @@ def test_influence_is_cumulative(graph: LogitGraph, file: dict[str, Any]) -> Non
 
 
 def test_a_model_of_one_layer_has_a_largest_layer_above_0() -> None:
-    model = from_hf(hf_model("gpt2", n_layer=1), None, model_class="bridge", name="one-layer")
+    model = from_hf(hf_model("gpt2", n_layer=1), None, name="one-layer")
     graph = trace_logit(model, tokens(batch=1, length=14, seed=7), 5, position=11)
     file = graph.to_json()
     assert not faults(file)

@@ -105,7 +105,7 @@ def test_the_value_bias_belongs_to_no_source() -> None:
     """It is written whatever the source is. In the last layer it moves only the scale of the final
     norm, so that the values of all parts keep their ratios."""
     # a model of its own, because its bias is changed
-    model = from_hf(hf_model("gpt2"), None, model_class="bridge", name="changed")
+    model = from_hf(hf_model("gpt2"), None, name="changed")
     last = view(model).n_layers - 1
     values = {}
     attention = model.original_model.transformer.h[last].attn

@@ -81,7 +81,7 @@ def test_writes_that_do_not_run_are_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "neox", "phi", "opt", "mpt"])
 def test_chosen_heads_are_the_others_patched(architecture: str) -> None:
-    model = from_hf(hf_model(architecture, torch.float64), None, dtype=torch.float64)
+    model = from_hf(hf_model(architecture, torch.float64), None)
     chosen = [(0, 1), (1, 0), (1, 3)]
     result = faithfulness(model, chosen, **PAIRS, draws=1)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_chosen_heads_are_the_others_patched(architecture: str) -> None:
 @pytest.mark.skipif(HAS_HOOKED, reason="TransformerLens 3 has no edge scores")
 def test_f_is_that_of_transformer_lens_4() -> None:
     analysis = importlib.import_module("transformer_lens.tools.analysis.attribution_patching")
-    model = from_hf(hf_model("gpt2", torch.float64), None, dtype=torch.float64)
+    model = from_hf(hf_model("gpt2", torch.float64), None)
     scores = edge_scores(model, PROMPTS[:1], COUNTERFACTUALS[:1], targets=TARGETS[0])
     names = set(scores.edges(0.3))
     answer, other = TARGETS[0]

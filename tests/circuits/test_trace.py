@@ -34,7 +34,7 @@ from tl_geometry.circuits.graph_edges import AFTER_ATTENTION, AFTER_MLP
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.circuits.trace import logit_readout, trace_logit
 from tl_geometry.models import view
-from tl_geometry.models.attention_spec import AttentionSpec
+from tl_geometry.models.attention import Attention
 from tl_geometry.scores.split import split_scores
 
 PROMPT = tokens(batch=1, length=14, seed=7)
@@ -122,9 +122,6 @@ def test_a_model_that_computes_in_single_in_places_is_told(architecture: str) ->
     graph, whole = traced(model), complete(architecture)
     off = float((graph.head_values - whole.head_values).abs().max()) / size(whole)
     assert 1e3 * PRECISION < off < 2e-7
-    assert FrozenPass.of(view(model), PROMPT).roundoff == 2**-24
-    with InDouble():
-        assert FrozenPass.of(view(exact(architecture)), PROMPT).roundoff == 2**-53
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
@@ -326,7 +323,6 @@ def test_tokens_are_listed_with_the_constants_last() -> None:
     "settings",
     [
         {"attn_only": True},
-        {"attn_only": True, "positional_embedding_type": "shortformer"},
         {"normalization_type": None},
         {"act_fn": "relu", "gated_mlp": True},
     ],
@@ -494,15 +490,15 @@ def interleaved_groups(which: str, found: Tensor, other: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("fault", [swapped_sides, interleaved_groups])
 def test_faulty_readers_are_seen(fault: Callable[[str, Tensor, Tensor], Tensor]) -> None:
-    model, matrix = tiny("bridge", "llama"), AttentionSpec.matrix
+    model, matrix = tiny("bridge", "llama"), Attention.matrix
 
-    def faulty(facts: AttentionSpec, which: str) -> Tensor:
+    def faulty(facts: Attention, which: str) -> Tensor:
         other = matrix(facts, {"q": "k", "k": "q", "v": "v"}[which])
         return fault(which, matrix(facts, which), other)
 
     frozen = FrozenPass.of(view(model), PROMPT)
     with (
-        mock.patch.object(AttentionSpec, "matrix", faulty),
+        mock.patch.object(Attention, "matrix", faulty),
         mock.patch.object(FrozenPass, "of", return_value=frozen),
     ):
         if fault is interleaved_groups:

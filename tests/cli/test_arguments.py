@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tl_geometry import cli, papers
-from tl_geometry.base.errors import GeometryError
+from tl_geometry import cli
 from tl_geometry.cli import ending
 from tl_geometry.cli.options import EXAMPLES
 
@@ -30,8 +29,6 @@ WRONG = (
     ["check", "--dtype", "int8"],
     ["readout", "--k", "0"],
     ["trace", "a", "--target", "c", "--keep", "nan"],
-    ["reproduce", "nothing"],
-    ["experiment", "addition", "--seeds", "-1"],
     ["nonsense"],
 )
 
@@ -118,8 +115,6 @@ def test_every_option_says_what_it_is() -> None:
         "check",
         "readout",
         "trace",
-        "reproduce",
-        "experiment",
     } == set(group.commands)
 
 
@@ -135,34 +130,3 @@ def test_every_command_has_an_example_that_parses() -> None:
         assert EXAMPLES[name] in command.epilog
     with pytest.raises(ending.USAGE):
         group.commands["check"].make_context("check", ["--planted"])
-
-
-@pytest.mark.nightly
-def test_an_experiment_keeps_to_its_folder(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "scale": "smoke",
-        "changes": ["steps=1"],
-        "out": tmp_path / "made",
-        "progress": False,
-    }
-    papers.experiment("addition", **options)
-    before = (tmp_path / "made" / "run.json").read_text()
-    with pytest.raises(GeometryError, match="with results of addition"):
-        papers.experiment("nanogpt", **options)
-    assert (tmp_path / "made" / "run.json").read_text() == before
-
-
-@pytest.mark.nightly
-def test_the_page_of_an_experiment_names_its_texts(tmp_path: Path) -> None:
-    for name in ("roses.txt", "thorns <b>.txt"):
-        (tmp_path / name).write_text("a rose is a rose is a rose. " * 200)
-    papers.experiment(
-        "nanogpt",
-        scale="smoke",
-        changes=["steps=1"],
-        texts=[tmp_path / "roses.txt", tmp_path / "thorns <b>.txt"],
-        out=tmp_path / "made",
-        progress=False,
-    )
-    page = (tmp_path / "made" / "report.html").read_text()
-    assert "data: roses.txt, thorns &lt;b&gt;.txt." in page

@@ -14,7 +14,7 @@ from tests.reports import model_directory
 from tl_geometry import zoo
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.cli import app
-from tl_geometry.zoo.inputs import Inputs
+from tl_geometry.report.inputs import Inputs
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_planes_are_written_where_heads_are_rotated(architecture: str, tmp_path:
 @pytest.mark.parametrize(
     ("command", "title", "tables"),
     [
-        ("heads", "What drives each head", {"heads", "dominant_only"}),
+        ("heads", "What drives each head", {"heads"}),
         (
             "weights",
             "Weights and the sphere",
@@ -89,7 +89,7 @@ def test_commands_write_their_sections_with_the_options_given(
         "--corpus",
         str(directory / "text.txt"),
         "--contexts",
-        "32",
+        "64",
         "--length",
         "16",
         "--out",
@@ -108,7 +108,7 @@ def test_commands_write_their_sections_with_the_options_given(
         "processed": True,
         "dtype": "float64",
         "seed": 3,
-        "contexts": 32,
+        "contexts": 64,
         "has_bos": True,
     }
     assert {k: run["provenance"][k] for k in expected} == expected
@@ -145,7 +145,7 @@ def test_check_and_readout_of_a_directory(directory: Path, tmp_path: Path) -> No
 
 def test_commands_and_options_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"_TL_GEOMETRY_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    for typed, wanted in (("rep", {"report", "reproduce"}), ("fi", {"fit"})):
+    for typed, wanted in (("re", {"report", "readout"}), ("fi", {"fit"})):
         environment = {**words, "COMP_WORDS": f"tl-geometry {typed}"}
         done = CliRunner().invoke(app, [], prog_name="tl-geometry", env=environment)
         assert set(done.output.split()) == wanted

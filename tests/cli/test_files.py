@@ -35,7 +35,7 @@ def basis_file(path: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        *("heads.csv", "report.html", "run.json", "basis.safetensors", "checkpoint.safetensors"),
+        *("heads.csv", "report.html", "run.json", "basis.safetensors"),
         "sections",
     ],
 )
@@ -97,18 +97,6 @@ def test_a_record_that_is_not_ours_is_refused(
     assert contents(tmp_path) == before
 
 
-def test_the_checkpoint_of_fit_is_never_a_finished_basis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    basis_file(tmp_path / "basis.checkpoint.safetensors")
-    before = contents(tmp_path)
-    assert run(["fit"], monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert "basis.checkpoint.safetensors: expected a checkpoint of fit, or no file" in said
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize("foreign", [True, False])
 def test_fit_overwrites_a_basis_and_nothing_else(
     foreign: bool,
@@ -132,7 +120,7 @@ def test_fit_overwrites_a_basis_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["basis.safetensors"]
 
 
-@pytest.mark.parametrize("command", [["readout"], ["reproduce", "song-zhong"]])
+@pytest.mark.parametrize("command", [["readout"]])
 def test_a_table_is_not_written_over_a_file(
     command: list[str],
     tmp_path: Path,

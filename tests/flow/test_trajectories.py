@@ -56,7 +56,7 @@ def deep(layers: int = 4) -> Any:
     """A tiny GPT-2 with more blocks than the shared ones."""
     import transformers
 
-    from tl_geometry.models.loaders import from_hf
+    from tl_geometry.models.loading import from_hf
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -74,7 +74,7 @@ def deep(layers: int = 4) -> Any:
     config._attn_implementation = "eager"
     model = transformers.GPT2LMHeadModel(config).eval()
     randomize(model, 1)
-    return from_hf(model, None, model_class="bridge", name="tiny-deep")
+    return from_hf(model, None, name="tiny-deep")
 
 
 @cache
@@ -216,17 +216,6 @@ def test_gibberish_is_uniform_or_keeps_the_frequencies():
     without = dataclasses.replace(windows, has_bos=False)  # then 9 is a token of the text
     assert set(gibberish(deep(), 50, 10, like=without).tokens.unique().tolist()) == {5, 7, 9}
     assert torch.equal(found.tokens, gibberish(deep(), 400, 10, seed=3).tokens)
-    behind = gibberish(
-        dataclasses.replace(as_view(deep()), bos_id=9), 50, 10, like=like, prepend_bos=True
-    )
-    assert set(behind.tokens[:, 0].tolist()) == {9}
-    assert behind.has_bos
-    with pytest.raises(
-        GeometryError,
-        match=r"prepend_bos: expected a tokenizer with a BOS token, got none\. "
-        r"Use prepend_bos=False",
-    ):
-        gibberish(dataclasses.replace(as_view(deep()), bos_id=None), 5, 10, prepend_bos=True)
 
 
 # truncation
@@ -342,13 +331,6 @@ def test_truncation_refuses_directions_of_other_states_tokens_or_records():
     assert truncation_kl(
         model, ids, trajectories(model, ids, position=9, progress=False), K=(2,), progress=False
     ).K == (2,)
-    view = dataclasses.replace(as_view(model), bos_id=0)
-    started = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, 1:]], dim=1)
-    with pytest.raises(
-        GeometryError,
-        match="tokens: expected chunks with BOS, as those of ensemble, got chunks without BOS",
-    ):
-        truncation_kl(view, ids, trajectories(view, started, progress=False))
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ NAMES: dict[str, str] = {
     "offset_share": "gone: offset_profile shows it",
     "relative_kernel": "relative_kernel",
     "RelativeKernel": "relative_kernel",
-    "TopCells": "gone: split.total().topk(k)",
+    "TopCells": "gone: the largest of split.total().topk(k)",
     "Band": "gone: bands of wavelengths by pandas.cut",
     "BandTable": "gone: bands of wavelengths by pandas.cut",
     "default_bands": "gone: bands of wavelengths by pandas.cut",
@@ -130,7 +130,7 @@ NAMES: dict[str, str] = {
     "surrogate_effect": "effects",
     "head_paths": "interventions.path effects",
     "HeadPaths": "effects",
-    "head_knockouts": "effects",
+    "head_knockouts": "interventions.heads interventions.each effects",
     "HeadKnockouts": "effects",
     "BesideControls": "effects",
     "necessity_sufficiency": "effects",
@@ -140,8 +140,8 @@ NAMES: dict[str, str] = {
     "EdgeNecessity": "effects",
     "dominant_only": "gone: effects of term edits that keep the first term of each head",
     "Dominance": "gone: effects of term edits that keep the first term of each head",
-    "beside_knockouts": "gone: DataFrame.join",
-    "AttributionTable": "gone: DataFrame.join",
+    "beside_knockouts": "gone: pandas joins two data frames",
+    "AttributionTable": "gone: pandas joins two data frames",
     "project_stream": "gone: a hook of six lines at the state",
     # weights
     "weight_geometry": "weight_geometry",
@@ -160,7 +160,7 @@ NAMES: dict[str, str] = {
     "compare_bases": "compare_bases",
     "BasisComparison": "compare_bases",
     "screenot": "screenot",
-    "usable_k": "usable_k",
+    "usable_k": "screenot",
     "smoothness": "smoothness",
     "theorem1": "papers.theorem1",
     "dct_vectors": "papers.theorem1",
@@ -172,13 +172,13 @@ NAMES: dict[str, str] = {
     "token_approach": "token_paths",
     "update_split": "token_paths",
     "principal_projection": "gone: PCA of scikit-learn",
-    "umap_coordinates": "gone: umap-learn",
+    "umap_coordinates": "gone: umap-learn itself",
     # flow
     "trajectories": "trajectories",
     "Trajectories": "trajectories",
     "fit_aligned_bases": "fit_aligned_bases",
     "flow_map": "flow_map",
-    "fit_map": "fit_map",
+    "fit_map": "flow_map",
     "flow_report": "flow_report",
     "FlowReport": "flow_report",
     "compare_ensembles": "flow_report",
@@ -227,7 +227,7 @@ NAMES: dict[str, str] = {
     "KnownModel": "gone: planted models are benchmarks/known_models",
     # report
     "Analysis": "gone: the report is a list of items, made by the command",
-    "Budget": "gone: --quick",
+    "Budget": "gone: report --quick",
     "Card": "gone: the report is a list of items, made by the command",
     "Draft": "gone: the report is a list of items, made by the command",
     "Folder": "gone: a section whose CSV is there is read",
@@ -263,7 +263,7 @@ NAMES: dict[str, str] = {
     "token_attribution": "render.token_attribution",
     "coverage_curves": "render.coverage_curves",
     "effect_bars": "render.effect_bars",
-    "surrogate_bars": "render.surrogate_bars",
+    "surrogate_bars": "render.effect_bars",
     "sphere_paths": "render.sphere_paths",
     "weight_blocks": "render.weight_blocks",
     "composition_figure": "render.composition_figure",
@@ -272,7 +272,7 @@ NAMES: dict[str, str] = {
 }
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = ("Prompts", "plot")
+ADDED = ("Prompts", "plot", "papers.published_split", "papers.factorisation_gap")
 """Names of version 2 that none of version 1 became."""
 
 WITHOUT_ROW: dict[str, str] = {
@@ -289,6 +289,7 @@ WITHOUT_ROW: dict[str, str] = {
     ),
     **dict.fromkeys(("Provenance", "Result", "Table"), "what all results are: their own laws"),
     "Prompts": "version 2 alone: a row is written with it",
+    "zoo.default_windows": "text of the running Python: a law compares it with windows",
     "plot": "version 2 alone: a row is written with it",
 }
 """Names of version 2 that need no row in the subject table, and why."""

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests.lib.models import HAS_HOOKED, VOCAB, tiny, tokens
+from tests.lib.models import HAS_HOOKED, VOCAB, hooked_of, tiny, tokens
 from tl_geometry import circuits, zoo
+from tl_geometry.zoo.embedded_model import hugging_face
+from tl_geometry.zoo.pretrained import smollm2_hugging_face
 
 TINY = ("gpt2", "llama", "bloom", "gemma2")
 KINDS = (*TINY, "embedded", "smollm2")
@@ -132,11 +134,11 @@ class World:
 
     @cached_property
     def basis(self) -> Any:
-        return tlg.decompose(self.model, self.corpus, **QUIET)
+        return tlg.decompose(self.model, self.corpus, keep=64, **QUIET)
 
     @cached_property
     def normalized_basis(self) -> Any:
-        return tlg.decompose(self.model, self.corpus, normalize=True, **QUIET)
+        return tlg.decompose(self.model, self.corpus, normalize=True, keep=64, **QUIET)
 
     @cached_property
     def split(self) -> Any:
@@ -272,10 +274,11 @@ def world(kind: str, loading: str = "bridge", dtype: torch.dtype = torch.float32
         return _warm(World(kind, model, _tiny_inputs(), loading))
     if dtype != torch.float32:
         raise ValueError(f"{kind} is loaded in float32 only")
-    if kind == "embedded":
-        model, sizes = zoo.embedded(**way), Sizes()
-    else:
-        model, sizes = zoo.smollm2(**way), SMALL
+    make = zoo.embedded if kind == "embedded" else zoo.smollm2
+    model, sizes = make(processed=way["processed"]), Sizes() if kind == "embedded" else SMALL
+    if model_class == "hooked":
+        hf = hugging_face() if kind == "embedded" else smollm2_hugging_face()[0]
+        model = hooked_of(hf, way["processed"], model.tokenizer, name=tlg.view(model).name)
     return _warm(World(kind, model, _text_inputs(model, sizes), loading))
 
 

@@ -22,7 +22,7 @@ def gaussian(seed: int, *shape: int) -> Tensor:
 
 
 def basis_of(h: Tensor, **options: Any) -> PositionContext:
-    return decompose_activations(h, moments_dtype=torch.float64, **options)
+    return decompose_activations(h, **{"keep": 32, **options})
 
 
 # ---- formulas

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 
-import mpmath
 import numpy as np
 import pytest
 import scipy.fft
@@ -301,7 +300,7 @@ def test_low_frequency_curve_is_recovered_and_noise_is_not() -> None:
     assert float(positional.off_diagonal_share(diagonal)) < 1e-9
 
 
-# --- Differences, Theorem 1
+# --- Differences
 # -----------------------------------------------------------------------------------------
 
 
@@ -330,120 +329,7 @@ def test_factored_differences_equal_the_stencil(
     assert float(diff.smoothness(P, m)) * float((P @ P.T).abs().max()) == pytest.approx(
         largest, rel=1e-8
     )
-    assert diff.theorem1(P, 1, m).delta_max == pytest.approx(largest, rel=1e-8)
-
-
-def test_stencil_loses_all_digits_where_the_factored_form_keeps_them() -> None:
-    P = diff.dct_vectors(64, 2)[:, 1:]
-    gain = 128 * math.sin(math.pi / 128)  # 1 / g_1: what one difference does to frequency 1
-    largest = float(P.abs().max()) ** 2
-    assert diff.theorem1(P, 1, 6).delta_max == pytest.approx(gain**12 * largest, rel=2e-3)
-    expected = gain**12
-    assert abs(np.abs(stencil((P @ P.T).numpy(), 6)).max() / expected - 1) > 0.5
-
-
-@cases
-@given(seeds, st.integers(2, 24), st.integers(1, 5), st.integers(1, 6), st.data())
-def test_theorem_one_as_corrected(
-    seed: int, positions: int, d_model: int, m: int, data: st.DataObject
-) -> None:
-    k = data.draw(st.integers(1, positions))
-    P = centred(seed, positions, d_model)
-    r = diff.theorem1(P, k, m)
-    assert r.lhs <= r.bound_operator * (1 + 1e-9) + 1e-12
-    assert r.bound_operator <= r.bound_tight * (1 + 1e-9)
-    assert r.bound_tight <= r.bound_safe * (1 + 1e-9)
-    W = torch.diag(torch.tensor([1.0] + [2.0] * (k - 1), dtype=torch.float64))
-    G = P @ P.T
-    assert torch.allclose(
-        r.B @ r.B.T, W @ r.F.T @ G @ r.F @ W / positions**2, atol=1e-12 * float(G.abs().max())
-    )
-    Q = torch.linalg.qr(r.F).Q
-    projected = Q @ Q.T @ G @ Q @ Q.T
-    assert torch.allclose(r.F @ r.B @ r.B.T @ r.F.T, projected, atol=1e-11 * float(G.abs().max()))
-    assert r.lhs == pytest.approx(
-        float(torch.linalg.matrix_norm(G - projected, 2)) / positions,
-        abs=1e-12 * float(G.abs().max()),
-    )
-
-
-def test_the_bounds_of_theorem_one_by_dense_matrices() -> None:
-    """Both printed and corrected ones, with the largest entry and the norm of the stencil."""
-    T, k, m = 9, 3, 2
-    P = centred(7, T, 4)
-    r, G = diff.theorem1(P, k, m), (P @ P.T).numpy()
-    delta = stencil(G, m)
-    largest, operator = np.abs(delta).max(), np.linalg.norm(delta, 2)
-    g = {j: 1 / (2 * T * math.sin(math.pi * j / (2 * T))) for j in (1, k)}
-    bracket = (g[k] * g[1]) ** m + g[k] ** (2 * m)
-    assert r.bound_tight == pytest.approx(bracket * largest)
-    assert r.bound_operator == pytest.approx(bracket * operator / (2 * T))
-    assert r.bound_safe == pytest.approx(6 / (4 * k) ** m * largest)
-    assert r.bound_paper == pytest.approx(6 / (8 * k) ** m * largest)
-    t, j = np.arange(1, T + 1)[:, None], np.arange(1, k + 1)
-    Q = np.linalg.qr(np.cos((j - 0.5) * (t - 1) * math.pi / T))[0]
-    rest = np.eye(T) - Q @ Q.T
-    assert r.lhs_paper == pytest.approx(np.linalg.norm(rest @ G @ rest, 2) / T)
     assert float(diff.smoothness(P, 0)) == 1
-    assert float(diff.smoothness(P)) == float(diff.smoothness(P, 1))
-
-
-def test_theorem_one_vanishes_with_all_frequencies_and_is_half_for_a_frequency_left_out() -> None:
-    assert diff.theorem1(centred(0, 12, 4), 12, 2).lhs < 1e-12
-    for j in (2, 5, 12):
-        c = diff.dct_vectors(12, j)[:, j - 1 :]
-        found = [diff.theorem1(c, k, 1).lhs for k in range(1, 13)]
-        assert np.allclose(found, [0.5 if k < j else 0.0 for k in range(1, 13)], atol=1e-12)
-
-
-def test_theorem_one_as_printed_is_false() -> None:
-    """First counterexample: with the printed vectors no B meets even the printed bound; with the
-    right ones the remainder is zero."""
-    c = diff.dct_vectors(64, 2)[:, 1:]
-    r = diff.theorem1(c, k=8, m=4)
-    assert r.lhs_paper > 1.8e-2 > 3.5e-3 > r.bound_paper
-    assert r.lhs < 1e-12
-    printed = diff.dct_vectors(64, 8, printed=True)
-    # an independent look: the best positive semidefinite fit and random ones leave more than that
-    for seed in range(5):
-        B = gaussian(seed, 8, 8) * (0 if seed == 0 else 0.3)
-        fit = torch.linalg.lstsq(printed, c).solution
-        A = torch.cat([fit, B], dim=1)
-        left = torch.linalg.matrix_norm(c @ c.T - printed @ A @ A.T @ printed.T, 2) / 64
-        assert float(left) >= r.lhs_paper - 1e-12
-
-
-def test_theorem_one_constant_8k_is_false_even_with_the_right_vectors() -> None:
-    """Second counterexample, T = 32, k = 31, m = 40, in 200 digits: cosine 1 plus a speck of cosine
-    k on the same axis."""
-    T, k, m = 32, 31, 40
-    with mpmath.workdps(200):
-        g = {j: 1 / (2 * T * mpmath.sin(mpmath.pi * j / (2 * T))) for j in (1, k)}
-        speck = (g[k] / g[1]) ** m
-        # in the orthonormal cosines 1 and k: G - Pi G Pi = (T/2) [[0, e], [e, e^2]] with e the
-        # speck
-        lhs = (speck**2 + mpmath.sqrt(speck**4 + 4 * speck**2)) / 4
-        rows = [
-            mpmath.cos(mpmath.pi * (t + mpmath.mpf(1) / 2) / T)
-            + speck * mpmath.cos(mpmath.pi * k * (t + mpmath.mpf(1) / 2) / T)
-            for t in range(T)
-        ]
-        rows = rows + rows[::-1]
-        for _ in range(m):
-            rows = [T * (rows[i] - rows[i - 1]) for i in range(2 * T)]
-        delta = max(abs(x) for x in rows) ** 2
-        assert lhs > 6 / mpmath.mpf(8 * k) ** m * delta
-        assert lhs <= ((g[k] * g[1]) ** m + g[k] ** (2 * m)) * delta
-        assert lhs <= 6 / mpmath.mpf(4 * k) ** m * delta
-
-
-def test_theorem_one_refuses_what_it_does_not_cover() -> None:
-    with pytest.raises(GeometryError, match=r"rows that sum to zero.*pos - pos\.mean"):
-        diff.theorem1(torch.ones(5, 2), 2, 1)
-    with pytest.raises(GeometryError, match="1 to 5 frequencies, got 6"):
-        diff.theorem1(centred(0, 5, 2), 6, 1)
-    with pytest.raises(GeometryError, match="1 or more differences"):
-        diff.theorem1(centred(0, 5, 2), 2, 0)
 
 
 # --- Shape of the curve

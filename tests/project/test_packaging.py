@@ -162,7 +162,7 @@ def test_what_the_host_reads_can_be_read_and_only_a_published_release_uploads() 
 
 def test_the_version_and_its_date_are_the_same_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    newest = re.search(r"^## (\d.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     cited = dict(
         line.split(": ", 1)
         for line in (ROOT / "CITATION.cff").read_text().splitlines()
@@ -197,12 +197,15 @@ def test_the_examples_for_your_model_run(
     blocks = re.findall(
         r"^```python\n(.*?)^```$", YOUR_MODEL.read_text(), flags=re.DOTALL | re.MULTILINE
     )
+    make = "zoo.embedded()"
+    if model_class == "hooked":
+        make = "tests.lib.worlds.world('embedded', 'hooked').model"
     code = next(b for b in blocks if ("HookedTransformer" in b) is (model_class == "hooked"))
     (tmp_path / "book.txt").write_text("def f(x):\n    return x\n\n" * 400)
     monkeypatch.chdir(tmp_path)
     swaps = {
-        r"^from transformer_lens.*$": "from tl_geometry import zoo",
-        r"^model = .*$": f"model = zoo.embedded(model_class={model_class!r})",
+        r"^from transformer_lens.*$": "import tests.lib.worlds\nfrom tl_geometry import zoo",
+        r"^model = .*$": f"model = {make}",
     }
     swaps |= {
         r"\b256\b": "32",

@@ -63,7 +63,7 @@ def built() -> None:
 @pytest.mark.usefixtures("built")
 def test_a_page_of_the_api_begins_with_its_main_functions_and_names_examples() -> None:
     page = (SITE / "api" / "scores.html").read_text("utf-8")
-    names = ("split_scores", "sweep_heads", "offset_share", "ScoreSplit")
+    names = ("split_scores", "sweep_heads", "offset_profile", "ScoreSplit")
     entries = [page.index(f'id="tl_geometry.scores.{name}"') for name in names]
     rows = [page.index(f'href="#tl_geometry.scores.{name}"', page.index("<h1>")) for name in names]
     assert rows == sorted(rows)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     assert_type(tlg.zoo.card(), dict[str, Any])
     assert_type(tlg.zoo.directory(), Path)
-    assert_type(tlg.interventions.remove_term.__name__, str)
+    assert_type(tlg.interventions.term.__name__, str)
     assert_type(tlg.render.split.__doc__, str | None)
     _ = tlg.decompse  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.render.splitt  # pyright: ignore[reportAttributeAccessIssue]
-    _ = tlg.interventions.remove_turm  # pyright: ignore[reportAttributeAccessIssue]
+    _ = tlg.interventions.turm  # pyright: ignore[reportAttributeAccessIssue]
     _ = tlg.zoo.embeded  # pyright: ignore[reportAttributeAccessIssue]
 
 pytestmark = pytest.mark.once
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.once
 
 def test_the_same_names_exist() -> None:
     assert tlg.zoo.NAME
-    assert callable(tlg.interventions.remove_term)
+    assert callable(tlg.interventions.term)
     assert callable(tlg.render.split)
     for holder, name in (
         (tlg, "decompse"),
         (tlg.render, "splitt"),
-        (tlg.interventions, "remove_turm"),
+        (tlg.interventions, "turm"),
         (tlg.zoo, "embeded"),
     ):
         assert not hasattr(holder, name)

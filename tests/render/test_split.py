@@ -81,10 +81,12 @@ def test_the_four_groups_sum_to_the_total_and_terms_of_ones_own_parts_stand_alon
         synthetic(2, 9, parts=("bias", "pos", "ctx", "resid")), bias=torch.randn(2, 9, 9)
     )
     groups = panels_of(split, None)
-    assert list(groups) == ["position", "position-content", "content-position", "content"]
+    assert list(groups) == ["position", "content", "token", "mixed"]
     assert sorted(t for members in groups.values() for t in members) == sorted(split.terms)
     assert ("alibi", "alibi") in groups["position"]
-    assert groups["position-content"] == [(a, b) for a in ("bias", "pos") for b in ("ctx", "resid")]
+    context = ("ctx", "resid")
+    sides = [("bias", b) for b in context] + [(a, "bias") for a in context]
+    assert sorted(groups["token"]) == sorted(sides)
     rows, columns, places = split_view._layout(split, panels_of(split, "terms"))
     assert (rows, columns) == (4, 5)
     assert places == [*(divmod(i, 4) for i in range(16)), (2, 4), (0, 4), (1, 4)]  # ALiBi below

@@ -21,7 +21,7 @@ FIGURES = (
     *("position", "fourier", "learning", "variance", "massive", "incoherence"),
     "what-curve-do-positions-lie-on-in-each-state",
     "which-positions-and-contexts-of-state-2-point-the-same-way",
-    *("shares", "gain", "types", "heads", "example", "dominance"),
+    *("shares", "gain", "types", "heads", "example"),
     *("lift", "blocks", "coverage", "sphere", "surrogates"),
     *("bundle", "maps", "residuals", "noise", "truncation", "skips"),
 )

@@ -49,10 +49,9 @@ def test_the_whole_report_of_every_shape(
     found = cards(summary, "weights") | cards(summary, "flow") | cards(summary, "heads")
     if shape == "bert":  # no next token to lose
         assert found["surrogates of W_QK in the live model"] == "left out"
-        assert found["the model with dominant terms only"] == "left out"
         assert found["truncated states and skipped layers"] == "left out"
     else:
-        assert {"dominant_only.csv", "skipped_layers.csv", "truncation.csv"} <= {
+        assert {"surrogates.csv", "skipped_layers.csv", "truncation.csv"} <= {
             p.name for p in tmp_path.iterdir()
         }
     page = (tmp_path / "report.html").read_text()
@@ -73,7 +72,7 @@ def test_a_crash_is_a_card_and_the_rest_stays(
     monkeypatch.setattr(heads, "sweep_heads", crash)
     monkeypatch.setattr(measures, "contextual_report", refuse)
     monkeypatch.setattr(flow, "section", crash)
-    summary = report(directories["llama"], tmp_path)
+    summary = report(directories["llama"], tmp_path, contexts=64)
     assert set(summary["failed"]) == {"heads", "flow"}
     assert summary["finished"]
     assert cards(summary, "measures")["measures of context"] == "refused"
@@ -109,7 +108,7 @@ def test_too_few_windows_for_a_label_are_a_card(
     page = (tmp_path / "report.html").read_text()
     assert (
         "the sweep over all heads: left out, because a label needs an interval, and 9 windows are "
-        "fewer than the 32 of one." in page
+        "fewer than the 64 of one." in page
     )
 
 

@@ -72,17 +72,20 @@ def laws(report: Any) -> Numbers:
 
 def by_group(planes: Any) -> Numbers:
     """Shares of planes summed over the terms of a group, and logarithms of wavelengths."""
-    content = torch.tensor([term == "cvec-cvec" for term in planes.terms])
-    mixed = torch.tensor([("cvec" in term) and term != "cvec-cvec" for term in planes.terms])
-    for group in (content, mixed, ~(content | mixed)):
+    sides = [term.split("-") for term in planes.terms]
+    content = torch.tensor([pair.count("cvec") for pair in sides])
+    beside_pos = torch.tensor(["pos" in pair for pair in sides])
+    one = content == 1
+    for group in (content == 2, one & beside_pos, one & ~beside_pos, content == 0):
         yield planes.cs[..., group].sum(-1)
     yield from (planes.wavelength.log10(), np.log10([16, planes.length]))
 
 
 def groups_of(split: Any) -> Numbers:
-    """Sums of the terms by whether query and key part are content."""
-    for sides in ((False, False), (False, True), (True, False), (True, True)):
-        found = [split.terms[a, b] for a, b in split.terms if ("cvec" in a, "cvec" in b) == sides]
+    """Sums of the terms without content, of content alone, beside a constant, beside position."""
+    of_pair = lambda pair: (pair.count("cvec"), pair.count("cvec") == 1 and "pos" in pair)
+    for group in ((0, False), (2, False), (1, False), (1, True)):
+        found = [split.terms[pair] for pair in split.terms if of_pair(pair) == group]
         yield from (torch.stack(found).sum(0), torch.stack(found).sum(0).abs())
     yield from (split.total(), split.total().abs(), split.pattern())
 
@@ -110,7 +113,7 @@ def flow(w: World) -> Any:
 
 
 def planes(w: World) -> Any:
-    return tlg.sweep_heads(w.model, w.fresh, w.basis, detail="planes", **QUIET).planes()
+    return tlg.sweep_heads(w.model, w.fresh, w.basis, planes=True, **QUIET).planes()
 
 
 def faithful(w: World) -> Any:
@@ -169,16 +172,10 @@ VIEWS = {
         why="a cell is a colour of its own",
     ),
     "effect_bars": Shown(
-        result=lambda w: interventions.necessity_sufficiency(
-            w.model, w.prompts, w.basis, w.head, "content", draws=1, **QUIET
+        result=lambda w: interventions.effects(
+            w.model, w.prompts, interventions.each(w.model, w.heads, by="zero")
         ),
         draw=render.effect_bars,
-    ),
-    "surrogate_bars": Shown(
-        result=lambda w: interventions.surrogate_effect(
-            w.model, w.prompts, w.basis, layers=[1], rank=4
-        ),
-        draw=render.surrogate_bars,
     ),
     "composition_figure": Shown(
         result=lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),

@@ -60,11 +60,11 @@ def scored(model: Any, ids: Tensor, others: Tensor) -> Any:
 
 
 def without_term(model: Any, basis: Any) -> Any:
-    return interventions.remove_term(model, basis, "content", f"L{LAYER}H{HEAD}")
+    return interventions.term(model, basis, "content", f"L{LAYER}H{HEAD}")
 
 
 def without_head(model: Any) -> Any:
-    return interventions.remove_heads(model, f"L{LAYER}H{HEAD}", "zero")
+    return interventions.heads(model, f"L{LAYER}H{HEAD}", by="zero")
 
 
 # ---- Hugging Face's side
@@ -313,7 +313,9 @@ def test_a_head_without_a_term_is_hugging_faces_with_other_scores(architecture: 
     clean = log_probabilities(hf.out.logits)
     for each in loaded(architecture):
         at = each.split.heads.index((LAYER, HEAD))
-        total, term = (x[:, at].double() for x in (each.split.total(), each.split["cvec-cvec"]))
+        total, term = (
+            x[:, at].double() for x in (each.split.total(), each.split.terms["cvec-cvec"])
+        )
         left = hf.softmax(hf.capped(torch.where(total.isfinite(), total - term, -torch.inf)))
         with torch.no_grad():
             v = each.model.run_with_cache(PROMPTS)[1]["v", LAYER]

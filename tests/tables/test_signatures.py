@@ -34,13 +34,12 @@ PACKAGES = (
 ONLY = {
     "transformer_lens": {"models"},
     "circuitsvis": {"render"},
-    "matplotlib": {"render", "papers"},
+    "matplotlib": {"render"},
 }
 """Libraries that only these packages may import."""
 HEAVY = (*ONLY, "pandas", "transformers", "sklearn", "plotly")
 """Libraries that nothing imports before it needs them."""
 BY_NAME = {
-    "scores.splitter imports tl_geometry.papers.split_presets",
     "scores.sweep imports tl_geometry.circuits.writer_sweep",
 }
 """Imports against the direction that are known, by a name in quotes."""
@@ -267,7 +266,6 @@ OTHERS = {
     "corpus.gibberish prepend_bos": "as published",
     "corpus.pseudo_sentences prepend_bos": "as published",
     "corpus.repeated_random_tokens seed": "as published",
-    "papers.Settings seed": "as published",
     "papers.sarfati prepend_bos": "as published",
     "zoo.default_windows prepend_bos": "the embedded model was trained with BOS",
 }

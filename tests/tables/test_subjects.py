@@ -112,8 +112,9 @@ def test_what_is_disturbed_is_seen(what: str) -> None:
     weight, undo = next(here.model.parameters()), lambda: None
     with Guard(here) as guard:
         if what == "weight":
+            before = weight.data[0].clone()  # one more and one less would round
             weight.data[0] += 1
-            undo = lambda: weight.data[0].sub_(1)
+            undo = lambda: weight.data[0].copy_(before)
         elif what == "hook":
             undo = here.model.hook_dict["blocks.1.hook_out"].register_forward_hook(print).remove
         elif what == "input":
@@ -267,7 +268,7 @@ BROKEN: dict[str, Subject] = {
     "batches": _row(lambda w, batch_size=2: w.stream()[1] * batch_size, batches=(1,)),
     "later": _row(lambda w: w.stream()[1] - w.stream()[1].mean(1, True), later={"states": 1}),
     "loaded": _row(_stream),
-    "classes": _row(lambda w: w.stream()[1] + len(type(w.model).__name__)),
+    "classes": _row(lambda w: w.stream()[1] + (type(w.model).__name__[0] == "T")),
     "half": _row(lambda w: w.stream()[1] * w.stream().dtype.itemsize, half=("states",)),
     "lists": _row(_listed),
     "adds": _row(_stream, adds={"states": ("part *",)}, answers=_two_parts),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
 from tl_geometry.weights.low_rank_diagonal import fit_low_rank_diagonal

@@ -33,7 +33,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
 
 
 def basis_of(model: Any) -> tlg.PositionContext:
-    return tlg.decompose(model, tokens(24, 16), progress=False)
+    return tlg.decompose(model, tokens(24, 16), keep=32, progress=False)
 
 
 def loadings(architecture: str) -> list[Any]:

@@ -1,6 +1,6 @@
 """One forward pass in which every reader has an input of its own: the queries of a head, the keys
 and values of a group of heads, the MLP, the output. Edge scores take gradients at these inputs,
-pruned runs and :func:`tl_geometry.interventions.head_paths` change them.
+pruned runs and :func:`tl_geometry.interventions.path` change them.
 
 The pass is made of the model's own specifications (norms, projections, QK-norm, rotation, caps,
 sinks, MLPs), everything live. A block adds to the stream
@@ -16,7 +16,7 @@ adds. A mixture of experts writes N_b of what the model's own module gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,15 +26,14 @@ from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, fail
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.models.attention_spec import AttentionSpec, scores_of
-from tl_geometry.models.forward import keep
+from tl_geometry.models.attention import Attention, scores_of
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.models.live_edits import OutputEdit
 from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.reconstruction import pattern_roundoff, reconstruction_bound
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.runner import keep
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.scores.values import trained_head
 
@@ -131,6 +130,8 @@ class PathStream:
         self.total = self.total + writes.sum(0)
 
 
+OutputEdit = Callable[[Float[Tensor, "batch position head d_head"]], Tensor]
+"""Receives the mixed values of the heads of a block and returns those to use."""
 Stream = SharedStream | PrunedStream | PathStream
 """Gives each reader its input, and adds what is written."""
 
@@ -140,7 +141,7 @@ class LiveBlock:
     """One block with everything live. ``layer`` gives mask, bias and rotation for the length of the
     prompts; ``after`` is the norm behind attention, if there is one."""
 
-    spec: AttentionSpec
+    spec: Attention
     layer: LayerView
     after: NormWeights | None
     mlp: MLPSpec | MLPModule | None
@@ -175,7 +176,6 @@ class LiveBlock:
     def written(self, z: Float[Tensor, "batch position head d_head"]) -> Writes:
         """What each head writes, from its mixed values."""
         weights = self.spec.weights
-        assert weights is not None  # they are absent only between forward passes
         writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d")
         writes = writes + weights.b_O / len(writes)
         if self.after is None or self.after.norm_type is None:
@@ -194,9 +194,7 @@ class LiveBlock:
         x = (x + spec.constant(which)[..., ::size, :]).repeat_interleave(size, 2)
         if which != "v" and spec.qk_norm is not None:
             x = x / spec.qk_norm.scale(x).unsqueeze(-1)
-        turn = self.layer.turn
-        tables = None if turn is None else (turn.cos, turn.sin)
-        return spec.head_map(x, which, tables)
+        return spec.turned(x, which, self.layer.turn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,26 +210,17 @@ class EdgePass:
     @classmethod
     def of(cls, view: ModelView, layout: EdgeLayout, tokens: Tensor) -> EdgePass:
         """Read the model once, over the first of the prompts ``tokens [batch position]``; its
-        attention is verified there. A half-precision model is read, here and in :meth:`verified`,
-        as it runs with its weights in float32: this pass computes in float32, and the rounding of
-        bfloat16 would hide faults of some percent."""
+        attention is verified there."""
+        layers: list[LayerView] = []
 
-        def read() -> tuple[list[LayerView], list[float]]:
-            layers: list[LayerView] = []
-            roundoffs: list[float] = []
+        def on_layer(layer: LayerView) -> None:
+            layers.append(replace(layer, pattern=None, scores=None, z=None))
 
-            def on_layer(layer: LayerView) -> None:
-                roundoffs.append(pattern_roundoff(layer.pattern, layer.roundoff))
-                layers.append(replace(layer, pattern=None, scores=None, z=None))
-
-            view.run_layers(tokens[:1], range(view.n_layers), on_layer)
-            return layers, roundoffs
-
-        (layers, roundoffs), _ = view.in_single(read)
+        view.run_layers(tokens[:1], range(view.n_layers), on_layer)
         writing = writing_of(view).blocks
         blocks = (
             LiveBlock(
-                spec=view._layers.spec_with_weights(l, layer.h),
+                spec=layer.attention,
                 layer=layer,
                 after=writing[l].after_attention,
                 mlp=live_mlp(view, l),
@@ -239,7 +228,7 @@ class EdgePass:
             for l, layer in enumerate(layers)
         )
         head = trained_head(view, instead="a language model whose logits are such a readout")
-        return cls(view, layout, tuple(blocks), head, max(roundoffs))
+        return cls(view, layout, tuple(blocks), head, view._layers.roundoff)
 
     def run(
         self,
@@ -275,7 +264,7 @@ class EdgePass:
         states: dict[str, Tensor] = {}
         hook = self.view.state_hooks[0]
         hooks = {hook: keep(states, hook)}
-        logits, _ = self.view.in_single(lambda: self.view.logits(tokens, hooks))
+        logits = self.view.logits(tokens, hooks)
         return states[hook].to(self.blocks[0].layer.h), logits[:, positions]
 
     def require_model_logits(

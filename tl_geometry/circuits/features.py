@@ -30,13 +30,13 @@ from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
 from tl_geometry.corpus.sources import TokenSource, token_rows
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.models.attention_spec import scores_of
+from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.families import BIAS
+from tl_geometry.scores.terms import BIAS
 
 ERROR, OFFSET = "error", "b_dec"
 """Parts beside the features: what the dictionary does not explain, and its own bias."""

@@ -30,12 +30,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.linalg import transposed
-from tl_geometry.models.attention_spec import AttentionSpec
+from tl_geometry.base.rows import query_slices
+from tl_geometry.models.attention import Attention
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.mlp import MLPSpec, mlp_spec
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reconstruction import pattern_roundoff
-from tl_geometry.models.row_pass import query_slices
 from tl_geometry.models.write_spec import require_decoder, writing_of
 from tl_geometry.models.writers import HeadWrites, Written, run_written
 
@@ -111,7 +110,7 @@ class FrozenBlock:
     """
 
     layer: LayerView
-    spec: AttentionSpec
+    spec: Attention
     key_heads: int
     heads: HeadWrites
     attention_constant: Float[Tensor, "batch position d_model"]
@@ -129,7 +128,7 @@ class FrozenBlock:
         if layer.softcap is not None:
             slope = 1 - torch.tanh(scores / layer.softcap).square()
         # without the bias, which is of all queries, and in the scores by now
-        rows = replace(layer, mask=layer.seen_by(queries), bias=None)
+        rows = replace(layer, allowed=layer.seen_by(queries), bias=None)
         return rows.pattern_of(scores), slope
 
     def turned(
@@ -138,9 +137,9 @@ class FrozenBlock:
         """Projections at some positions as they enter scores and mixing: the linear part of
         QK-norm, rotation, frozen scale."""
         layer, turn = self.layer, self.layer.turn
-        tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
+        tables = None if turn is None else turn.at(positions)
         scale = {"q": layer.q_scale, "k": layer.k_scale, "v": layer.v_scale}[which]
-        return self.spec.head_map(x, which, tables) * scale[0, positions].unsqueeze(-1)
+        return self.spec.turned(x, which, tables) * scale[0, positions].unsqueeze(-1)
 
     def keys(
         self, parts: Float[Tensor, "row d_model"], positions: Int[Tensor, " row"]
@@ -150,9 +149,9 @@ class FrozenBlock:
         layer = self.layer
         group_size = layer.q.shape[2] // self.key_heads
         spec = self.spec.every(group_size)
-        turn = layer.turn
-        tables = None if turn is None else (turn.cos[positions], turn.sin[positions])
-        return spec.linear(parts, "k", tables) * layer.k_scale[0, positions, ::group_size, None]
+        tables = None if layer.turn is None else layer.turn.at(positions)
+        keys = spec.turned(spec.projected(parts, "k"), "k", tables)
+        return keys * layer.k_scale[0, positions, ::group_size, None]
 
     def to_stream(
         self,
@@ -208,12 +207,6 @@ class FrozenPass:
         layers: list[LayerView] = []
         constants: list[Tensor] = []
         ends: list[tuple[Tensor, Written]] = []
-        roundoffs: dict[int, float] = {}
-
-        def on_rows(layer: int, start: int, pattern: Tensor) -> None:
-            unit = pattern_roundoff(pattern, view._layers.roundoff(layer))
-            # the finest of its blocks of rows: a few rows may fit a coarser dtype by chance
-            roundoffs[layer] = min(unit, roundoffs.get(layer, unit))
 
         def on_layer(layer: LayerView, written: Written) -> None:
             layers.append(replace(layer, pattern=None, scores=None, z=None))
@@ -224,7 +217,7 @@ class FrozenPass:
             ends.append((h, written))
 
         require_decoder(view, f"logits of {view.name}")
-        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end, on_rows=on_rows)
+        run_written(view, tokens, range(view.n_layers), on_layer, on_end=on_end)
         last, written = ends[0]
         states = [layer.h for layer in layers] + [last]
         frozen = [
@@ -238,7 +231,7 @@ class FrozenPass:
             leaves=embeds,
             embedding_constant=constants[0],
             last=last,
-            roundoff=max(roundoffs.values()),
+            roundoff=view._layers.roundoff,
         )
 
     def adjoints(
@@ -329,7 +322,7 @@ def _block(
         constant = constant - b_out  # it is in the MLP's own constant
     return FrozenBlock(
         layer=layer,
-        spec=view._layers.spec_with_weights(layer.layer, layer.h),
+        spec=layer.attention,
         key_heads=view.key_heads(layer.layer),
         heads=written.heads[layer.layer],
         attention_constant=constant,

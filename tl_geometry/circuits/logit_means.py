@@ -62,7 +62,7 @@ def explain_logits(
     """A logit of each prompt as a sum over writers, averaged over prompts.
 
     Args:
-        prompts: of one length; with :func:`tl_geometry.corpus.aligned_prompts` source positions
+        prompts: of one length; with :func:`tl_geometry.corpus.prompts` source positions
             mean the same in each.
         targets: one token for each prompt, or a pair for the difference of their logits (first
             minus second), as ids or texts of one token.

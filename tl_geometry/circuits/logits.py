@@ -21,7 +21,6 @@ import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tl_geometry.base.checks import head_name, index
 from tl_geometry.base.errors import (
@@ -41,13 +40,12 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.row_pass import no_rows
 from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import CONSTANTS, Written, run_written
-from tl_geometry.scores.families import Family, UserParts, Writers, family_of
-from tl_geometry.scores.split_request import check_basis, provenance_of
-from tl_geometry.scores.splitter import Splitter
-from tl_geometry.scores.terms import BIAS_BIAS, bias_label
+from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.split import split_layer
+from tl_geometry.scores.splitter import check_basis, part_names, project, provenance_of, reading
+from tl_geometry.scores.terms import BIAS_BIAS, common_label
 from tl_geometry.scores.values import target_ids, trained_head
 
 TOLERANCE, HALF_TOLERANCE = 1e-6, 1e-2
@@ -135,7 +133,7 @@ def explain_logit(
     target: int | str | Sequence[int | str],
     basis: PositionContext | None = None,
     *,
-    parts: Sequence[str] | UserParts | Family | None = None,
+    parts: Sequence[str] | UserParts | None = None,
     top: int = 16,
     prepend_bos: bool | None = None,
     memory_budget: int = 2**31,
@@ -146,7 +144,7 @@ def explain_logit(
     Args:
         tokens: one prompt.
         position: where the logit is read: a number (-1 is the last), or a name of
-            :func:`tl_geometry.corpus.aligned_prompts`.
+            :func:`tl_geometry.corpus.prompts`.
         target: a token (id or text), or two for their difference (first minus second).
         basis: of :func:`tl_geometry.decompose`, for ``parts`` of position and content.
         parts: parts of the sources' values and of the scores; by default ``("pos", "cvec")`` with
@@ -175,7 +173,6 @@ def explain_logit(
     require(top >= 1, "top", expected="at least 1", got=top)
     parts = parts if parts is not None else "writers" if basis is None else ("pos", "cvec")
     family = family_of(view, parts, basis, range(view.n_layers))
-    splitter = Splitter(view, family, range(view.n_layers))
     # what every head takes from every source, in float64, and what every MLP wrote
     size = 8 * view.n_layers * length * (view.n_heads * view.d_head + view.d_model)
     check_basis(view, rows, basis)
@@ -184,10 +181,10 @@ def explain_logit(
     direct = Direct(view, head, torch.tensor([ids]), position, length)
     direct.run(rows.tokens)
     pairs = direct.largest(top)
-    details = _Pairs(splitter, direct, pairs)
+    details = _Pairs(family, direct, pairs)
     layers = sorted({l for l, _, _ in pairs})
-    run_written(view, rows.tokens, layers, details.on_layer, on_rows=no_rows)
-    provenance = provenance_of(view, rows, basis, "exact", splitter.flags, family.normalized)
+    run_written(view, rows.tokens, layers, details.on_layer)
+    provenance = provenance_of(view, rows, basis, details.flags, normalized=family.normalized)
     explanation = LogitExplanation(
         provenance=provenance,
         position=position,
@@ -198,14 +195,14 @@ def explain_logit(
         heads=direct.contributions()[0].cpu(),
         other_names=tuple(direct.others),
         others=torch.cat(list(direct.others.values())).cpu(),
-        parts=splitter.names,
+        parts=part_names(family),
         pairs=pairs,
         pair_values=details.values.cpu(),
         pair_terms=details.terms.cpu(),
         pair_alibi=details.alibi.cpu(),
         pair_scores=details.terms.sum((1, 2)).cpu() + details.alibi.cpu(),
         pair_patterns=details.patterns.cpu(),
-        bias_label=bias_label(rotary=details.rotary, relative=details.relative),
+        bias_label=common_label(details.labels),
     )
     require_sum(view, explanation.error)
     return explanation
@@ -249,23 +246,17 @@ class Direct:
         self.readouts = torch.zeros(ids.shape, dtype=torch.float64)
 
     def run(self, tokens: Int[Tensor, "batch position"]) -> None:
-        """The forward pass, in blocks of rows where the prompts are long."""
-        layers, rows = range(self.view.n_layers), self.on_rows
-        run_written(self.view, tokens, layers, self.on_layer, on_end=self.on_end, on_rows=rows)
-
-    def on_rows(self, layer: int, start: int, pattern: Tensor) -> None:
-        """Keep the attention that the position pays to each source."""
-        if start <= self.position < start + pattern.shape[-2]:
-            paid = upcast(pattern[:, :, self.position - start]).double()
-            # a block of rows holds no keys that come after it: none of them is seen
-            self.paid.append(pad(paid, (0, self.length - paid.shape[-1])))
+        """The forward pass."""
+        layers = range(self.view.n_layers)
+        run_written(self.view, tokens, layers, self.on_layer, on_end=self.on_end)
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Keep what each head takes from each source: its value, times the attention paid."""
-        if layer.v is None:
+        if layer.v is None or layer.pattern is None:
             what, got = f"layer {layer.layer} of {self.view.name}", "no values"
             fail(what, expected="hooks of values", got=got, error=UnsupportedModelError)
-        paid = self.paid[layer.layer]
+        paid = upcast(layer.pattern[:, :, self.position]).double()
+        self.paid.append(paid)
         value = (layer.v - layer.v_constant).double()
         self.paid_values.append(einsum(paid, value, "b h j, b j h e -> b h j e"))
 
@@ -291,7 +282,7 @@ class Direct:
         What the cap takes off is computed from the readout, and added to the logit that the model
         gives. To invert the cap would blow up the rounding of a logit near it.
         """
-        logits = self.view.logits_at(tokens, self.position).gather(1, self.ids).double()
+        logits = self.view.logits(tokens, position=self.position)[:, 0].gather(1, self.ids).double()
         readouts = self.readouts.to(logits)
         return (logits + readouts - soft_cap(readouts, self.head.softcap)) @ self.sign
 
@@ -312,24 +303,26 @@ class _Pairs:
     """Values and scores of chosen (layer, head, source) by parts."""
 
     def __init__(
-        self, splitter: Splitter, direct: Direct, pairs: Sequence[tuple[int, int, int]]
+        self, family: Family, direct: Direct, pairs: Sequence[tuple[int, int, int]]
     ) -> None:
-        self.splitter, self.direct, self.pairs = splitter, direct, pairs
-        parts, options = len(splitter.names), {"dtype": torch.float64, "device": direct.view.device}
+        self.family, self.direct, self.pairs = family, direct, pairs
+        options = {"dtype": torch.float64, "device": direct.view.device}
+        parts = len(part_names(family))
         self.values = torch.zeros(len(pairs), parts, **options)
         self.terms = torch.zeros(len(pairs), parts, parts, **options)
         self.alibi, self.patterns = (torch.zeros(len(pairs), **options) for _ in range(2))
-        self.rotary = self.relative = True
+        self.labels: list[str] = []
+        self.flags: list[str] = []
 
     def on_layer(self, layer: LayerView, written: Written) -> None:
         """Split the pairs of one layer."""
-        if isinstance(self.splitter.family, Writers):
-            self.splitter.family.take(written)
         pairs_here = [p for p, (of_layer, _, _) in enumerate(self.pairs) if of_layer == layer.layer]
         heads = sorted({self.pairs[p][1] for p in pairs_here})
-        terms = self.splitter.terms_of(layer, heads, layer.h.device)
-        self.rotary, self.relative = self.rotary and terms.rotary, self.relative and terms.relative
-        values = self.splitter.values(layer).double()
+        terms = split_layer(self.family, layer, heads, written, device=layer.h.device)
+        self.labels.append(terms.bias_label)
+        self.flags += terms.provenance.flags
+        layer = reading(self.family, layer)
+        values = project(self.family, layer, "v", written).double()
         # what is written whatever the source is stands among the constants of the logit
         values[0] -= layer.v_constant.double()
         position = self.direct.position

@@ -27,7 +27,7 @@ from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import ReconstructionError, require, within_budget
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import QUERY, LogitGraph, token_texts
-from tl_geometry.scores.split import ScoreSplit
+from tl_geometry.scores.score_split import ScoreSplit
 
 TOLERANCE = 1e-3
 """How far the pairs may be from the graph's sum, as a share of their absolute sum: the graph keeps
@@ -128,8 +128,9 @@ def attention_pairs(
         instead="split_scores(model, prompt, heads=...) of the graph's own model and prompt",
         error=ReconstructionError,
     )
-    kept = split.mask[:, query : query + 1][column, 0].cpu() & (torch.arange(length) >= drop)
-    scores = split.model_scores(slice(query, query + 1))[0, column, 0].double().cpu()
+    row = slice(query, query + 1)
+    kept = split.allowed_rows(row)[column, 0].cpu() & (torch.arange(length) >= drop)
+    scores = split.model_scores(row)[0, column, 0].double().cpu()
     p = torch.where(kept, scores, -torch.inf).softmax(-1)
     above_uniform = torch.where(kept, p - 1 / kept.sum(), 0.0)
     return AttentionPairs(

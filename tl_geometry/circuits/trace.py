@@ -47,8 +47,8 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.scores.families import PositionAndContext
-from tl_geometry.scores.split_request import check_basis, provenance_of
+from tl_geometry.scores.families import stream_parts
+from tl_geometry.scores.splitter import check_basis, provenance_of
 from tl_geometry.scores.values import target_ids, trained_head
 
 
@@ -150,7 +150,7 @@ def trace_logit(
     leaves, first_constant = frozen.leaves, frozen.embedding_constant
     if basis is not None:
         basis.require_raw("trace_logit")
-        leaves = PositionAndContext(basis, ("pos", "cvec"), [0]).parts(frozen.blocks[0].layer)
+        leaves = stream_parts(basis, ("pos", "cvec"), frozen.blocks[0].layer)
         # they sum to all of state 0; embeddings leave what a norm behind them added
         first_constant = torch.zeros_like(frozen.last)
     directions = torch.zeros_like(frozen.last)
@@ -168,7 +168,7 @@ def trace_logit(
     finder = EdgeFinder(frozen, nodes, first_constant, adjoints, responsive, keep)
     edges = finder.edges(readout.direction, readout.constant, T)
     return LogitGraph(
-        provenance=provenance_of(view, rows, basis, "exact", (), False),
+        provenance=provenance_of(view, rows, basis),
         str_tokens=rows.str_tokens,
         token_ids=tuple(rows.tokens[0].tolist()),
         position=at,

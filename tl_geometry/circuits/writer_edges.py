@@ -41,7 +41,7 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import GRAINS, Written, writer_names
-from tl_geometry.scores.families import BIAS
+from tl_geometry.scores.terms import BIAS
 
 WRITERS = ("all", "heads")
 """Which writers edges start from."""
@@ -179,7 +179,7 @@ def composition(
         drop: positions left out, as queries on all sides and as keys of scores (values of all
             positions count); by default a BOS token.
         queries: positions to count as queries, in place of all: numbers (-1 is the last) or names
-            of :func:`tl_geometry.corpus.aligned_prompts`.
+            of :func:`tl_geometry.corpus.prompts`.
 
     Intervals are over prompts: a jackknife leaves eight groups of neighbouring prompts out in turn
     (blocks of at least 8 prompts where there are four, as neighbours in a text resemble each

@@ -37,10 +37,9 @@ from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Writer, Written, run_written, writer_names
-from tl_geometry.scores.blockwise import block_scores
 from tl_geometry.scores.corpus_pass import CorpusPass, rows_per_batch
-from tl_geometry.scores.families import BIAS
-from tl_geometry.scores.terms import ALIBI
+from tl_geometry.scores.sums import block_scores
+from tl_geometry.scores.terms import ALIBI, BIAS
 
 SCORE_SIDES = ("query", "key")
 """Sides of a score that a writer can be read on."""
@@ -80,19 +79,17 @@ def score_cotangents(
         rearrange(x[:, at][:, :, pick], "b i h e -> b h i e")
         for x, at in ((layer.q, at_queries), (layer.k, slice(drop, None)))
     )
-    mask = layer.allowed[at_queries, drop:].unsqueeze(0)
+    mask = layer.allowed[at_queries, drop:]
     # rows of W sum to zero: without what all keys share sums are the same, and round less
     query, shift = q * layer.scale, k.mean(2, keepdim=True)
     key = (k - shift).contiguous()
-    bias = None if layer.bias is None else layer.bias[pick][None, :, at_queries, drop:].to(q)
+    bias = None if layer.bias is None else layer.bias[pick][:, at_queries, drop:].to(q)
     out_q, out_k = (x.new_zeros(len(SHARES), *x.shape) for x in (q, k))
     shape, in_double = (len(SHARES), *q.shape[:2]), {"dtype": torch.float64, "device": q.device}
     alibi, total = torch.zeros(shape[0], shape[2], **in_double), torch.zeros(shape, **in_double)
     options = {"key_shift": shift, "bias": bias, "softcap": layer.softcap}
-    options["form"] = layer.mask_form if queries is None else None
     for block, centred, block_bias, above_uniform in block_scores(query, key, mask, **options):
-        at, seen = slice(block.start, block.stop), slice(block.end)
-        assert above_uniform is not None
+        at, seen = block.rows, slice(block.end)
         for n, weight in enumerate((centred, above_uniform)):
             out_q[n][:, :, at] = weight @ key[:, :, seen] * layer.scale
             out_k[n][:, :, seen] += weight.mT @ query[:, :, at]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,22 +18,20 @@ import typer
 
 from tl_geometry import __version__
 from tl_geometry.base import run_files
-from tl_geometry.base.errors import check_seed, choice, fail, require
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.printable import printable_lines
 from tl_geometry.cli import arguments, ending, trace_folder
 from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes
-from tl_geometry.corpus.text_files import read_texts
-from tl_geometry.papers.contents import EXPERIMENT_FILES, EXPERIMENTS, SCALES, WORKS
 from tl_geometry.report.contents import Request, report_files
-from tl_geometry.zoo.inputs import Inputs, at_least
+from tl_geometry.report.inputs import Inputs, at_least
 
 if TYPE_CHECKING:
     from tl_geometry.base.results import Result
 
 # help without boxes: to load rich takes 0.15 of the 0.4 s of `--help`
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-MODEL = ("model", "model_class", "processed")
-"""Fields of :class:`~tl_geometry.zoo.inputs.Inputs` that say how a model is loaded."""
+MODEL = ("model", "processed")
+"""Fields of :class:`~tl_geometry.report.inputs.Inputs` that say how a model is loaded."""
 
 
 def _version(wanted: bool | None) -> None:
@@ -109,49 +105,33 @@ def fit(
         "basis.safetensors"
     ),
     batch_size: Annotated[int | None, typer.Option(help="Windows in one forward pass.")] = None,
-    resume: Resume = False,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="Keep groups, context vectors and second moments in the file too."
+        ),
+    ] = False,
     force: Force = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """The basis of a model on a corpus (texts, or one .npy file of token ids), to a file.
 
-    On many processes, on any number of machines: torchrun --nproc-per-node=8 -m tl_geometry fit
-    MODEL --corpus FILE --device cuda
+    Bases of the shards of a corpus are joined in Python: PositionContext.merge.
     """
     inputs.check_corpus(ids=True)
     at_least(batch_size, 1, "--batch-size")
     arguments.file(out, suffix=".safetensors")
     run_files.check_file(out, "PositionContext", force=force)
-    checkpoint = out.with_name(f"{out.stem}.checkpoint.safetensors")
-    run_files.check_checkpoint(checkpoint, resume=resume, force=force)
-    ending.goes_on_from(checkpoint)
     from tl_geometry.decomposition.from_model import decompose
-    from tl_geometry.decomposition.processes import launched
 
-    # the lock is taken before processes are joined, so the rank is read from the environment
-    writes = os.environ.get("RANK", "0") == "0"  # torchrun numbers processes; the first one writes
-    writing = run_files.lock(out.with_name(f".{out.name}.lock")) if writes else nullcontext()
-    with writing, launched(inputs.device) as (group, device, first):
-        model = inputs.load(device=device)
-        tokens = inputs.tokens(model)
-        # check_checkpoint let a checkpoint pass without --resume only because of --force
-        if first and not resume:
-            checkpoint.unlink(missing_ok=True)
-        basis = decompose(
-            model,
-            tokens,
-            batch_size=batch_size,
-            checkpoint=checkpoint,
-            progress=not quiet,
-            seed=inputs.seed,
-            group=group,
-        )
-        if first:
-            basis.save(out)
-            checkpoint.unlink(missing_ok=True)
-            summary = {"file": str(out), **dataclasses.asdict(basis.provenance)}
-            say(summary, as_json, f"{out}: {basis!r}")
+    with run_files.lock(out.with_name(f".{out.name}.lock")):
+        model = inputs.load()
+        options: Any = {"batch_size": batch_size, "seed": inputs.seed, "progress": not quiet}
+        basis = decompose(model, inputs.tokens(model), **options)
+        basis.save(out, full=full)
+        summary = {"file": str(out), **dataclasses.asdict(basis.provenance)}
+        say(summary, as_json, f"{out}: {basis!r}")
 
 
 @add("check")
@@ -188,7 +168,7 @@ def readout(
 
 
 @add("trace")
-@takes(Inputs, "bos", "model_class", "processed", "dtype", "device")
+@takes(Inputs, "bos", "processed", "dtype", "device")
 def trace(
     inputs: Inputs,
     words: Annotated[
@@ -253,114 +233,6 @@ def trace(
     page = out / trace_folder.PAGE
     found = f"T = {graph.value:.4f}, {record['nodes']} nodes, {record['edges']} edges"
     say({"folder": str(out), **record}, as_json, f"{page}: {found}")
-
-
-@add("reproduce")
-@takes(Inputs, "corpus", "encoding")
-def reproduce(
-    inputs: Inputs,
-    work: Annotated[str, typer.Argument(help="song-zhong, lines-of-thought or traveling-words.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="A name, a directory, smollm2 or minilm; default: the embedded model."),
-    ] = None,
-    topics: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Document for the similarities of song-zhong's Table 1 (four were used); "
-            "may be repeated."
-        ),
-    ] = None,
-    row: Annotated[
-        str | None, typer.Option(help='Published row to compare with, such as "GPT-2 OWT".')
-    ] = None,
-    contexts: Annotated[
-        int | None,
-        typer.Option(help="Windows or chunks (default: as published, where the text has as many)."),
-    ] = None,
-    out: Table = None,
-    force: Force = False,
-    quiet: Quiet = False,
-) -> None:
-    """Published settings and numbers, with the measured ones beside them."""
-    # `model` is an option of this command, because the work is its argument
-    choice(work, WORKS, "work")
-    inputs = dataclasses.replace(inputs, model=model)
-    # texts are read here only to refuse unreadable ones before torch is imported
-    inputs.check_corpus()
-    read_texts(topics or [], inputs.encoding, "--topics")
-    if topics and work != "song-zhong":
-        fail("--topics", expected=f"none with {work}", got=", ".join(map(str, topics)))
-    at_least(contexts, 2, "--contexts")
-    check_table(out, force)
-    from tl_geometry.papers import reproduction
-
-    table = reproduction.reproduce(
-        work,
-        model=model,
-        corpus=inputs.corpus or None,
-        topics=topics,
-        encoding=inputs.encoding,
-        row=row,
-        contexts=contexts,
-        progress=not quiet,
-    )
-    save_table(table, out)
-    typer.echo(table.text())
-
-
-@add("experiment")
-@takes(Inputs, "encoding", "device")
-def experiment(
-    inputs: Inputs,
-    name: Annotated[str, typer.Argument(help="randomisation, addition or nanogpt.")],
-    scale: Annotated[
-        str, typer.Option(help="smoke (seconds), cpu (minutes) or paper (the published settings).")
-    ] = "cpu",
-    out: Out = Path("tl-geometry-experiment"),
-    seeds: Annotated[
-        list[int] | None, typer.Option(help="Seed of a run; may be repeated. Default: 0.")
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text file to train on; may be repeated. Default: standard library."),
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A changed setting of the scale, such as context=512; may be repeated."
-        ),
-    ] = None,
-    force: Force = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train small models on other formats and measure their geometry during training; a stopped run
-    resumes in its folder."""
-    choice(name, EXPERIMENTS, "experiment")
-    choice(scale, SCALES, "--scale")
-    for seed in seeds or ():
-        check_seed(seed, "--seeds")
-    # read here only to refuse unreadable files before torch is imported
-    read_texts(text or [], inputs.encoding, "--text")
-    arguments.folder(out)
-    run_files.check_folder(out, name, EXPERIMENT_FILES, force=force)
-    ending.goes_on_from(out, "the same command")
-    from tl_geometry.papers.experiments import experiment as run
-
-    outcome = run(
-        name,
-        scale=scale,
-        out=out,
-        seeds=seeds or [0],
-        texts=text,
-        encoding=inputs.encoding,
-        changes=change,
-        device=inputs.device,
-        progress=not quiet,
-        force=force,
-        command=command_line(),
-    )
-    typer.echo(f"{outcome.text()}\n{out / 'report.html'}")
 
 
 def command_line() -> list[str]:

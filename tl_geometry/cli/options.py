@@ -1,5 +1,5 @@
 """Where do the options of a command come from? Some are shared by several commands and are declared
-here. Others are made from the fields of a record (:class:`~tl_geometry.zoo.inputs.Inputs`,
+here. Others are made from the fields of a record (:class:`~tl_geometry.report.inputs.Inputs`,
 :class:`~tl_geometry.report.contents.Request`) by :func:`takes`.
 
 A record declares its options once. The name, type and default of a field are those of the option,
@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from tl_geometry.zoo.inputs import Inputs
+from tl_geometry.report.inputs import Inputs
 
 Out = Annotated[Path, typer.Option(help="Folder to write to.")]
 Table = Annotated[Path | None, typer.Option(help="CSV file to write.")]
@@ -35,15 +35,13 @@ EXAMPLES = {
     "heads": "tl-geometry heads smollm2 --corpus book.txt --planes --out heads",
     "weights": "tl-geometry weights gpt2 --corpus book.txt --out weights",
     "trajectories": "tl-geometry trajectories gpt2 --corpus walden.txt --out paths",
-    "fit": "tl-geometry fit gpt2 --corpus tokens.npy --out basis.safetensors --resume",
-    "check": "tl-geometry check gpt2 --class hooked",
+    "fit": "tl-geometry fit gpt2 --corpus tokens.npy --out basis.safetensors",
+    "check": "tl-geometry check gpt2",
     "readout": "tl-geometry readout gpt2 --layer 5 --head 1 --weights OV --k 10",
     "trace": "tl-geometry trace smollm2 'Paris is in' --target ' France' --against ' Italy'",
-    "reproduce": "tl-geometry reproduce lines-of-thought --model gpt2 --corpus walden.txt",
-    "experiment": "tl-geometry experiment addition --scale smoke --out addition",
 }
 """An example for each command, shown below its help."""
-SPELLED = {"model_class": "--class", "bos": "--bos/--no-bos"}
+SPELLED = {"bos": "--bos/--no-bos"}
 """Fields whose option has another name."""
 LISTS = {"corpus": list[Path] | None, "sections": str | None}
 """Fields that are tuples -> the type of their option: a list from a repeated option, or text with

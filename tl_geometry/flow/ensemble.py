@@ -263,7 +263,7 @@ def trajectories(
         sources=SOURCE,
         flags=tuple(flags),
     )
-    normed = view.after_final_norm(X[:, -1]) if post_norm else None
+    normed = _normed(view, X[:, -1]) if post_norm else None
     provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
     return Trajectories(
         X=X,
@@ -274,6 +274,16 @@ def trajectories(
         post_norm=normed,
         provenance=provenance,
     )
+
+
+def _normed(view: ModelView, states: Tensor) -> Float[Tensor, "trajectory d_model"]:
+    """Last states after the final norm (without gain and bias where those were folded into the
+    unembedding)."""
+    norm = view.final_norm() if view.causal else None
+    if norm is None:
+        expected, got = "a decoder with a final norm", f"{view.class_name} {view.name}"
+        fail("post_norm", expected=expected, got=got, instead="post_norm=False")
+    return norm.apply(states.to(norm.gain)).to(states)
 
 
 def _position(view: ModelView, position: str | int | None, length: int) -> int:

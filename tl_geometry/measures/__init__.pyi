@@ -2,9 +2,7 @@ from .comparison import BasisComparison as BasisComparison
 from .comparison import compare_bases as compare_bases
 from .context_report import ContextualReport as ContextualReport
 from .context_report import contextual_report as contextual_report
-from .differences import dct_vectors as dct_vectors
 from .differences import smoothness as smoothness
-from .differences import theorem1 as theorem1
 from .position_report import PositionalReport as PositionalReport
 from .position_report import positional_report as positional_report
 from .rank import screenot as screenot

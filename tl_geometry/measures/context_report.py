@@ -157,9 +157,8 @@ def _labels(
     basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
     """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
-    ids, names = (
-        (basis.labels, basis.names) if labels is None else label_ids(labels, basis.contexts)
-    )
+    known = (basis.labels, basis.contexts, basis.label_names)
+    ids, names = label_ids(*known) if labels is None else label_ids(labels, basis.contexts)
     has_documents = ids is not None and len(ids.unique()) >= 2
     return (ids.long(), names) if has_documents and ids is not None else (None, ())
 
@@ -240,9 +239,9 @@ def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
 def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Generator) -> Tensor:
     """Context vectors [sample context d_model] of windows in which each position comes from another
     of the sampled contexts: states vary as before, but share no context."""
-    assert basis.samples is not None
+    assert basis.sample_states is not None
     window = slice(*basis.window)
-    h = basis.samples[:, row, window].double() - basis.pos[row] - basis.mean[row]
+    h = basis.sample_states[:, row, window].double() - basis.pos[row] - basis.mean[row]
     keys = torch.rand(draws, *h.shape[:2], generator=generator)
     orders = keys.argsort(1)  # a random order of the contexts at each position
     return torch.stack([h[order, torch.arange(h.shape[1])].mean(1) for order in orders])
@@ -270,7 +269,7 @@ def _compactness(
         return _no_compactness(orders)
     assert basis.context_means is not None
     # relative rounding of the stored second moments: smaller eigenvalues count as zero
-    accuracy = 1e-6 if basis.moments.product_dtype == torch.float32 else 1e-12
+    accuracy = 1e-12 if basis.provenance.dtype == "float64" else 1e-6
     second, compactness_pairs = basis.second_moment(basis.states[row]), []
     for labelling in orders:
         counts = torch.bincount(labelling)
@@ -321,7 +320,7 @@ def _contextual_nulls(
     null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
     for n in ("max", "avg", "rms"):
         null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
-    if basis.samples is not None and len(basis.samples) >= FEWEST:
+    if basis.sampled is not None and len(basis.sampled) >= FEWEST:
         exchanged = _exchanged(basis, row, draws, generator)
         noise_incoherence = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
         for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared

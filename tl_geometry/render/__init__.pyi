@@ -25,7 +25,6 @@ from .token_view import token_attribution as token_attribution
 from .weights import coverage_curves as coverage_curves
 from .weights import effect_bars as effect_bars
 from .weights import sphere_paths as sphere_paths
-from .weights import surrogate_bars as surrogate_bars
 from .weights import weight_blocks as weight_blocks
 from .writers import composition_figure as composition_figure
 from .writers import faithfulness_curve as faithfulness_curve

@@ -36,7 +36,7 @@ from tl_geometry.render.figure import (
 )
 from tl_geometry.render.logit_view import checked_explanations, followers, logit_page
 from tl_geometry.render.page import PageView, rounded
-from tl_geometry.scores.split import ScoreSplit
+from tl_geometry.scores.score_split import ScoreSplit
 
 TITLE = "Attention heads"
 CELLS = 50_000

@@ -19,6 +19,7 @@ from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.render.figure import View, draw_matrix, drawable, one_axes, whole_ticks
 from tl_geometry.render.page import PageView, caption_height, rounded
+from tl_geometry.scores.terms import key_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,4 +241,4 @@ def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:
 
 def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:
     first = next((n for n in FIRST if n in columns), next(iter(columns)))
-    return first if value is None else checks.choice(value, list(columns), "value")
+    return first if value is None else checks.choice(key_of(value), list(columns), "value")

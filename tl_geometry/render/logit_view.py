@@ -8,8 +8,6 @@ and which terms of the score made it look there. Notebooks and the gallery show 
    of ``render.split``, or by the writer of the key where the parts are writers, and also listed one
    by one.
 3. The last card holds the rest, so that the page adds up to the model's logit.
-4. With knockouts, each card says what removing the head costs, and has a mark where this disagrees
-   with what the head writes.
 """
 
 from __future__ import annotations
@@ -23,14 +21,11 @@ from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import fail, require
 from tl_geometry.circuits.logits import LogitExplanation
-from tl_geometry.interventions.knockouts import HeadKnockouts
 from tl_geometry.render.page import PageView, rounded, text_data, text_lines
 from tl_geometry.render.split_view import groups_of
 from tl_geometry.render.writers import (
     EXACT,
-    KnockoutMarks,
     finding,
-    knockout_marks,
     logit_figure,
     texts_of,
 )
@@ -59,7 +54,6 @@ def logit_page(
     explanations: LogitExplanation | Sequence[LogitExplanation],
     *,
     query: int | None = None,
-    knockouts: HeadKnockouts | None = None,
 ) -> PageView:
     """What wrote a logit, shown on the text. Arcs run from the chosen token to the sources that
     heads read there. An arc is as wide as what was written from its source towards the target, red
@@ -76,13 +70,9 @@ def logit_page(
         explanations: from :func:`tl_geometry.explain_logit`, for one or several positions of one
             prompt.
         query: the position shown first, by default that of the first explanation.
-        knockouts: from :func:`tl_geometry.interventions.head_knockouts` with ``attributions=True``.
-            Each card then says what its head writes in those prompts and what removing it costs.
-            Heads where the two disagree are marked, and those without a card are listed.
 
     Raises ``GeometryError`` for explanations of several prompts or parts, or two of one position,
-    for a ``query`` that is not explained, for knockouts of another model or without attributions,
-    and for pages of more than 2 MB.
+    for a ``query`` that is not explained, and for pages of more than 2 MB.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -97,8 +87,7 @@ def logit_page(
     if query is not None and query not in positions:
         fail("query", expected=f"one of the explained positions {positions}", got=query)
     first = 0 if query is None else positions.index(query)
-    marks = knockout_marks(each[0], knockouts)
-    queries = [_query(e, marks) for e in each]
+    queries = [_query(e) for e in each]
     text = text_data(texts_of(each[0]))
     sizes = [v for q in queries for shown in (q, *q["heads"]) for v in shown["marks"]]
     data = {
@@ -108,8 +97,6 @@ def logit_page(
         "details": _details(each[0]),
         "queries": queries,
         "first": first,
-        "legend": marks.legend,
-        "most": MANY,
     }
     view = PageView(
         "logit",
@@ -118,7 +105,7 @@ def logit_page(
         caption=_caption(each[first]),
         width=WIDTH,
         height=_height(text, queries[first]),
-        image=functools.partial(logit_figure, each[first], marks),
+        image=functools.partial(logit_figure, each[first]),
         source=each[first].provenance.line(),
         null=EXACT,
     )
@@ -156,7 +143,7 @@ def followers(found: LogitExplanation) -> list[int]:
     return [j for j in range(1, at + 1) if texts[j - 1] == texts[at]]
 
 
-def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
+def _query(found: LogitExplanation) -> dict[str, Any]:
     """The data of one explanation: cards for the heads of the largest pairs, and the rest."""
     at, texts = found.position, texts_of(found)
     heads = list(dict.fromkeys(pair[:2] for pair in found.pairs))[:HEADS]
@@ -166,10 +153,7 @@ def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
     for h in heads:
         pairs = [_pair(found, p) for p in shown if found.pairs[p][:2] == h]
         total, marks = rounded(float(written[h].sum())), [rounded(v) for v in written[h].tolist()]
-        removed = {"removed": knockouts.sentences.get(h, ""), "differs": h in knockouts.disagreeing}
-        card = {"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs}
-        cards.append(card | removed)
-    unseen = [h for h in knockouts.disagreeing if h not in heads]
+        cards.append({"name": head_name(h), "sum": total, "marks": marks, "pairs": pairs})
     # what the cards list; whatever else heads wrote is one entry of the rest
     inside = sum(float(found.heads[found.pairs[p]]) for p in shown)
     rest = _listed(zip(found.other_names, found.others.tolist(), strict=True), MANY, "writers")
@@ -185,7 +169,6 @@ def _query(found: LogitExplanation, knockouts: KnockoutMarks) -> dict[str, Any]:
         "token": html.token_text(texts[at]),
         "heads": cards,
         "rest": rest,
-        "unseen": [[head_name(h), knockouts.sentences[h]] for h in unseen],
     }
 
 
@@ -266,8 +249,6 @@ def _height(text: dict[str, Any], query: dict[str, Any]) -> int:
     # head, 53 for a line of text (the text scrolls above 420); the other numbers are frames, titles
     lines = text_lines(text, WIDTH - 40, padding=7, font=14)  # logit.css
     tall = [100 + 17 * len(query["rest"])]
-    if query["unseen"]:
-        tall.append(60 + 36 * min(MANY, len(query["unseen"])))
     for head in query["heads"]:
         first = head["pairs"][0]
         bars = len(first["score"][0]) + len(first["value"][0])

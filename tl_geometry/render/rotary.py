@@ -26,8 +26,7 @@ from tl_geometry.render.figure import (
 )
 from tl_geometry.render.head_view import name_heads
 from tl_geometry.render.page import PageView, rounded
-from tl_geometry.scores.plane_tables import BandTable, PlaneTable
-from tl_geometry.scores.planes import NEAR, PASS, default_bands
+from tl_geometry.scores.planes import NEAR, PASS, BandTable, PlaneTable, default_bands
 from tl_geometry.scores.relative import OffsetProfile
 from tl_geometry.scores.terms import group_of
 
@@ -39,6 +38,7 @@ BANDS = {"near": "#96304e", "middle": "#b3b536", "far": "#8573d6", PASS: "#6e6e6
 GROUPS = {
     "position": PARTS["pos"],
     "content": PARTS["cvec"],
+    "token": "#009e73",
     "mixed": "#56b4e9",
     "all terms": PARTS["resid"],
 }
@@ -53,14 +53,14 @@ def band_atlas(planes: PlaneTable, *, ax: Axes | None = None) -> View:
     covariance of its scores. The larger the share, the stronger the colour.
 
     Args:
-        planes: from ``sweep_heads(..., detail="planes").planes()``.
+        planes: from ``sweep_heads(..., planes=True).planes()``.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, planes=True, progress=False)
     >>> band_atlas(sweep.planes()).title  # a model without rotation has one plane
     'The band of wavelengths that carries each head: pass in 16 of 16'
     """
@@ -99,7 +99,7 @@ def _carried(planes: PlaneTable) -> tuple[BandTable, Tensor, Tensor, str]:
     """The shares of bands, the largest share of each head, the number of the band that has it, and
     a title that says how many heads each band carries."""
     bands = planes.by_band()
-    top, which = torch.nan_to_num(bands.total_cs).max(-1)
+    top, which = torch.nan_to_num(bands.cs).max(-1)
     each = [(band, int((which == i).sum())) for i, band in enumerate(bands.bands)]
     said = ", ".join(f"{band} in {count}" for band, count in each if count)
     title = f"The band of wavelengths that carries each head: {said} of {len(planes.heads)}"
@@ -116,7 +116,7 @@ def bands_page(
     number under the mouse from ``planes`` or ``profile``; a click keeps it.
 
     Args:
-        planes: from ``sweep_heads(..., detail="planes").planes()``.
+        planes: from ``sweep_heads(..., planes=True).planes()``.
         profile: from ``offset_profile(split)`` of some of these heads.
 
     The page opens at the first head of ``profile``, or else at the head with the largest share of
@@ -126,7 +126,7 @@ def bands_page(
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> sweep = tlg.sweep_heads(model, windows, basis, detail="planes", progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, planes=True, progress=False)
     >>> bands_page(sweep.planes()).title
     'The band of wavelengths that carries each head: pass in 16 of 16'
     """
@@ -136,7 +136,7 @@ def bands_page(
     first = profiled[0] if profiled else _strongest(planes)
     layers = sorted({layer for layer, _ in planes.heads})
     bands, groups, words = planes.by_band(), _groups(planes), _in_words(planes.length)
-    totals = {"cs": bands.total_cs, "gs": bands.total_gs}
+    totals = {"cs": bands.cs, "gs": bands.gs}
     data = {
         "heads": [[layers.index(layer), number] for layer, number in planes.heads],
         "layers": layers,
@@ -174,7 +174,7 @@ def bands_page(
 def _strongest(planes: PlaneTable) -> tuple[int, int]:
     """The head with the largest share of one rotated band; of any band where nothing is rotated."""
     bands = planes.by_band()
-    total = torch.nan_to_num(bands.total_cs)
+    total = torch.nan_to_num(bands.cs)
     turns = torch.tensor([name != PASS for name in bands.bands])
     total = total[:, turns] if bool(total[:, turns].any()) else total
     return planes.heads[int(total.amax(-1).argmax())]
@@ -274,11 +274,11 @@ def head_planes(
 def _in_words(length: int) -> dict[str, str]:
     """Band -> its wavelengths in words, for windows of this length."""
     bands = default_bands(length)
-    middle, far = bands["middle"], bands["far"]
+    (low, high), longest = bands["middle"], bands["far"][0]
     return {
         "near": f"up to {NEAR} tokens",
-        "middle": f"{middle.over:g} to {middle.up_to:g} tokens",
-        "far": f"over {far.over:g} tokens",
+        "middle": f"{low:g} to {high:g} tokens",
+        "far": f"over {longest:g} tokens",
         PASS: "not rotated",
     }
 

@@ -2,7 +2,7 @@
 pattern, as linked panels on one symmetric scale. README, the guide, notebooks and the report show
 it.
 
-1. The input is some heads of one context of a :class:`~tl_geometry.scores.split.ScoreSplit`. Terms
+1. The input is some heads of one context of a :class:`~tl_geometry.scores.ScoreSplit`. Terms
    are taken one by one, or summed to four groups.
 2. For more than :data:`CELLS` tokens a panel shows block maxima. Values are quantised
    (:mod:`tl_geometry.render.cells`), more coarsely where the page would be too large.
@@ -26,8 +26,7 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.rows import row_center
-from tl_geometry.models.row_pass import ROW_CELLS
+from tl_geometry.base.rows import ROW_CELLS, row_center
 from tl_geometry.render import cells
 from tl_geometry.render.figure import (
     DIVERGING,
@@ -39,17 +38,14 @@ from tl_geometry.render.figure import (
     one_axes,
 )
 from tl_geometry.render.page import PageView, caption_height, text_data, text_lines
-from tl_geometry.scores.split import ScoreSplit
-from tl_geometry.scores.terms import CONTEXT_PARTS, group_of
+from tl_geometry.scores.score_split import ScoreSplit
+from tl_geometry.scores.terms import GROUPS, group_of, key_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Term = tuple[str, str]
 NULL = "Terms are exact: they have no null."
-GROUPS = ("position", "position-content", "content-position", "content")
-"""Four sums of terms, in this order: no context part on either side (ALiBi among them), on the key
-side only, on the query side only, on both sides."""
 CELLS = 256
 """Most cells across a panel. For more tokens a cell is a block of tokens."""
 SIZES = (2_000_000, 4_000_000)
@@ -86,8 +82,8 @@ def split(
         heads: some of its heads, ``(layer, head)`` or ``"L5H1"``; all by default.
         context: which prompt.
         tokens: texts of its tokens; a split brings those of its first prompt.
-        panels: ``"groups"``: ``position``, ``position-content`` (query part first),
-            ``content-position`` and ``content``, which sum to the total; ``"terms"``: all nine or
+        panels: ``"groups"``: ``position``, ``content``, ``token`` (content and a constant) and
+            ``mixed`` (content and position), which sum to the total; ``"terms"``: all nine or
             sixteen; or names of groups and terms. Groups by default, terms if the parts are your
             own.
         centered: subtract from each row of each panel its mean over the allowed keys, which does
@@ -163,7 +159,7 @@ def panels_of(split: ScoreSplit, panels: str | Sequence[str] | None) -> dict[str
     if panels in ("groups", "terms"):
         return groups if panels == "groups" else terms
     members = {**groups, **terms}
-    wanted = [panels] if isinstance(panels, str) else list(panels)
+    wanted = [key_of(p) for p in ([panels] if isinstance(panels, str) else panels)]
     unknown = [p for p in wanted if p not in members]
     expected = f"'groups', 'terms' or some of {', '.join(members)}"
     require(wanted and not unknown, "panels", expected=expected, got=unknown or "none")
@@ -174,16 +170,17 @@ def groups_of(terms: Sequence[Term]) -> dict[str, list[Term]]:
     """The terms of each of the four groups that has any; no groups if the parts are the user's own.
 
     >>> groups_of([("pos", "pos"), ("pos", "cvec"), ("alibi", "alibi")])
-    {'position': [('pos', 'pos'), ('alibi', 'alibi')], 'position-content': [('pos', 'cvec')]}
+    {'position': [('pos', 'pos'), ('alibi', 'alibi')], 'mixed': [('pos', 'cvec')]}
     >>> groups_of([("mlp0", "embed")])
     {}
     """
-    if not all(group_of(f"{a}-{b}") for a, b in terms):
+    names = [group_of(f"{a}-{b}") for a, b in terms]
+    if not all(names):
         return {}
-    groups: dict[str, list[Term]] = {name: [] for name in GROUPS}
-    for a, b in terms:
-        query, key = ("content" if part in CONTEXT_PARTS else "position" for part in (a, b))
-        groups[query if query == key else f"{query}-{key}"].append((a, b))
+    groups = {
+        group: [term for term, name in zip(terms, names, strict=True) if name == group]
+        for group in GROUPS
+    }
     return {name: members for name, members in groups.items() if members}
 
 
@@ -220,18 +217,20 @@ def draw_panels(
     """The panels of the first context, then the total and the pattern, as block maxima, for all
     heads of the split. They are computed a few rows at a time, so that memory grows with the length
     of the prompt and not with its square."""
-    length, terms = split.q.shape[2], split.terms
+    length = split.q.shape[2]
     zero = torch.zeros(())
     # rows of a step: whole blocks, at most ROW_CELLS cells where that is possible
     step = block * max(1, ROW_CELLS // (len(split.heads) * length * block))
 
     def reduced(queries: slice) -> tuple[Tensor, Tensor]:
-        allowed = split.mask[:, queries].to(split.q.device).expand(len(split.heads), -1, -1)
-        shown = [sum((terms.rows(t, queries)[0] for t in some), zero) for some in panels.values()]
-        shown.append(split.total_rows(queries)[0])
+        allowed = split.allowed_rows(queries)
+        shown = [
+            sum((split.term(a, b, queries)[0] for a, b in some), zero) for some in panels.values()
+        ]
+        shown.append(split.total(queries)[0])
         if centered:
             shown = [row_center(x, allowed) for x in shown]
-        shown.append(split.pattern_rows(queries)[0])
+        shown.append(split.pattern(queries)[0])
         maxima = torch.stack([cells.block_maxima(x, allowed, block) for x in shown], 1)
         return maxima.double().cpu(), cells.any_allowed(allowed, block).cpu()
 
@@ -249,11 +248,10 @@ def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
         q=split.q[:, at, :, rows],
         k=split.k[:, at, :, rows],
         bias=None if split.bias is None else split.bias[rows],
-        mask=split.mask[rows],
+        key_range=split.key_range[rows],
         softcap=split.softcap[rows],
         sinks=split.sinks[rows],
-        scores=None if split.scores is None else split.scores[at, rows],
-        planes=split.planes.select(torch.tensor(rows)),
+        head_planes=split.head_planes.select(torch.tensor(rows)),
     )
 
 

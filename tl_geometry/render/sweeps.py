@@ -8,11 +8,11 @@ import torch
 from tl_geometry.base.errors import choice
 from tl_geometry.render.figure import WIDTH, View, canvas
 from tl_geometry.render.head_view import draw_map, map_bar, scale
-from tl_geometry.scores.sweep import SweepTable
+from tl_geometry.scores.sweep_table import SweepTable
 
 
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
-    """Shares of position, content and mixed terms for every head; each triple adds up to one.
+    """Shares of position, content, token and mixed terms for every head, which add up to one.
 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`.
@@ -34,12 +34,12 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     else:
         title = "Where attention goes, is it by position or by content?"
         values, said = sweep.group_gs, "its gain"
-    figure, axes = canvas(len(sweep.groups), size=(WIDTH / 3, _height(sweep)), sharey=True)
+    figure, axes = canvas(len(sweep.groups), size=(WIDTH / 4, _height(sweep)), sharey=True)
     for axis, group, column in zip(axes, sweep.groups, values.T, strict=True):
         draw_map(axis, sweep.heads, column, group, *scale(f"{share}_", values))
     axes[0].set_ylabel("layer")
     map_bar(axes, "share")
-    destroyed = sweep.details.get(f"{share}_position_null")
+    destroyed = sweep.nulls.get(f"{share}_position_null")
     null = "Shares have no null here."
     if destroyed is not None and bool(destroyed.isfinite().any()):
         largest = float(destroyed.nan_to_num(-1.0).max())
@@ -47,8 +47,9 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> View:
     return View(
         figure,
         title=title,
-        caption=f"Each cell is a head: the part of {said} that terms without content, with only "
-        "content, and with both hold. Red is positive, blue negative; the panels add up to one.",
+        caption=f"Each cell is a head: the part of {said} that terms without content, with content "
+        "alone, with content beside a constant, and with content beside position hold. Red is "
+        "positive, blue negative; the panels add up to one.",
         null=null,
         source=sweep.provenance.line(),
     )

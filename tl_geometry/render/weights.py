@@ -18,8 +18,8 @@ from torch import Tensor
 from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.errors import require
-from tl_geometry.interventions.causal import Dominance, NecessitySufficiency
-from tl_geometry.interventions.surrogates import SurrogateEffect
+from tl_geometry.base.intervals import paired_interval
+from tl_geometry.interventions.effect_tables import Effects
 from tl_geometry.render.figure import (
     BLUE,
     GREY,
@@ -27,7 +27,6 @@ from tl_geometry.render.figure import (
     View,
     draw_paths_3d,
     drawable,
-    head_names,
     no_ticks,
     one_axes,
     panels,
@@ -41,12 +40,6 @@ if TYPE_CHECKING:
 
 SIZE = 60
 """Most entries of the diagonal, and most directions of the basis, that a panel shows."""
-SURROGATE_CONTROLS = {
-    "random": "a random subspace of the same rank",
-    "none": "no W_QK at all",
-    "whole": "W_QK itself, which changes nothing",
-}
-"""Replacement of W_QK that is a control -> what it is, in words."""
 
 
 def weight_blocks(
@@ -238,87 +231,46 @@ def _name_ends(axis: Any, ends: Float[Tensor, "token 3"], names: Sequence[str]) 
     return len(taken)
 
 
-def surrogate_bars(effect: SurrogateEffect, *, ax: Axes | None = None) -> View:
-    """Change in next-token loss when W_QK is replaced by each of its parts. Controls are grey.
+def effect_bars(effects: Effects, *, ax: Axes | None = None) -> View:
+    """Change of a metric under each edit of the live model, with its 95% interval, the largest
+    first. Controls are grey.
 
     Args:
-        effect: from :func:`tl_geometry.interventions.surrogate_effect`.
+        effects: from :func:`tl_geometry.interventions.effects`.
         ax: axes to draw into.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> effect = tlg.interventions.surrogate_effect(model, windows, basis)
-    >>> surrogate_bars(effect).title
-    'Which part of W_QK carries the loss?'
-    """
-    figure, axis = one_axes(ax)
-    change = effect.loss - effect.clean_loss
-    controls = [SURROGATE_CONTROLS[part] for part in effect.parts if part in SURROGATE_CONTROLS]
-    colours = [GREY if part in SURROGATE_CONTROLS else BLUE for part in effect.parts]
-    axis.bar([part.replace("_", " ") for part in effect.parts], change.tolist(), color=colours)
-    axis.axhline(0, color="k", lw=0.6)
-    axis.set(xlabel="what is kept of W_QK", ylabel="change in loss (nats per token)")
-    caption = (
-        f"Each bar shows how far the loss of {effect.clean_loss:.3f} nats rises when W_QK of "
-        f"{head_names(effect.heads)} is replaced by one part of it."
-    )
-    return View(
-        figure,
-        title="Which part of W_QK carries the loss?",
-        caption=caption,
-        null=f"Grey bars are controls: {', '.join(controls)}."
-        if controls
-        else "No control is drawn.",
-        source=effect.provenance.line(),
-    )
-
-
-def effect_bars(
-    effects: NecessitySufficiency | Dominance, measure: str = "loss", *, ax: Axes | None = None
-) -> View:
-    """Change of a measure under each condition of an edit of the live model, with its 95% interval.
-    Controls are grey.
-
-    Args:
-        effects: from :func:`tl_geometry.interventions.necessity_sufficiency` or
-            :func:`tl_geometry.interventions.dominant_only`.
-        measure: ``"loss"``, ``"induction_loss"`` or ``"kl"``.
-        ax: axes to draw into.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
-    >>> basis = tlg.decompose(model, windows, progress=False)
-    >>> effects = tlg.interventions.dominant_only(model, windows, basis, progress=False)
+    >>> windows = tlg.zoo.default_windows(model, 16, n=12)
+    >>> edits = tlg.interventions.each(model, ["L0H0", "L1H2"])
+    >>> effects = tlg.interventions.effects(model, windows, edits)
     >>> effect_bars(effects).title
-    'What is left of the model when heads keep only a part of their scores?'
+    'What does L0H0 do to the loss?'
     """
-    figure, axis = one_axes(ax, (WIDTH, 0.32 * len(effects.conditions) + 0.9))
-    edits = effects.conditions[1:]  # the first condition is the clean run
-    changes = [effects.change(name, measure) for name in edits]
-    values = [float(change.value) for change in changes]
+    bars: list[tuple[str, Tensor, str]] = []
+    for name in dict.fromkeys(str(row[0]) for row in effects.rows()):
+        bars.append((name, effects.changes[effects.edits.index(name)], BLUE))
+        for control in effects.controls_of(name):
+            change = (effects.controls[name, control] - effects.clean).mean(0)
+            beside = control if len(effects.edits) == 1 else f"{name}: {control}"
+            bars.append((beside, change, GREY))
+    names, values, colours = zip(*bars, strict=True)
+    figure, axis = one_axes(ax, (WIDTH, 0.32 * len(bars) + 0.9))
+    changes = [paired_interval(value) for value in values]
     # no bar where there are too few prompts for an interval
     errors = [float((change.high - change.value).nan_to_num()) for change in changes]
-    colours = [GREY if name in effects.controls else BLUE for name in edits]
-    axis.barh(edits, values, xerr=errors, color=colours, capsize=2, height=0.7)
+    shown = [drawable(name) for name in names]
+    means = [float(change.value) for change in changes]
+    axis.barh(shown, means, xerr=errors, color=colours, capsize=2, height=0.7)
     axis.invert_yaxis()
     axis.axvline(0, color="k", lw=0.6)
-    axis.set(xlabel=f"change in {measure.replace('_', ' ')} (nats per token)")
-    if isinstance(effects, NecessitySufficiency):
-        axis.set(ylabel="what is done to the scores")
-        title = f"Does {head_names(effects.heads)} need {', '.join(effects.term)}?"
-        controls = "only constants, the term of another prompt, smaller scores, other terms removed"
-    else:
-        axis.set(ylabel="what heads keep")
-        title = "What is left of the model when heads keep only a part of their scores?"
-        controls = "a random term, only constants, uniform attention"
+    unit = " (nats per token)" if effects.metric == "loss" else ""
+    axis.set(xlabel=f"change in {effects.metric}{unit}", ylabel="edit of the live model")
     return View(
         figure,
-        title=title,
+        title=f"What does {names[0]} do to the {effects.metric}?",
         caption=f"Each bar is an edit of the live model, with its 95% interval over "
-        f"{effects.losses.shape[1]} prompts (none below 10).",
-        null=f"Grey bars are controls: {controls}.",
+        f"{len(effects.clean)} prompts (none below 10).",
+        null="Grey bars are controls." if effects.controls else "No control is drawn.",
         source=effects.provenance.line(),
     )

@@ -5,23 +5,17 @@ behind it, the image of :func:`tl_geometry.render.logit_page`."""
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base import html
-from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.intervals import FEWEST
+from tl_geometry.base.errors import choice, require
 from tl_geometry.circuits.logits import LogitExplanation
 from tl_geometry.circuits.pruned_runs import Faithfulness
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
-from tl_geometry.interventions.attribution_tables import require_same_model
-from tl_geometry.interventions.knockouts import HeadKnockouts
 from tl_geometry.render.figure import (
     BLUE,
     GREEN,
@@ -53,12 +47,6 @@ CURVES = (BLUE, VERMILION, GREEN, PINK)
 """Colours of the curves of faithfulness, which also limit how many one figure compares."""
 TERMS = 2
 """How many terms of a score stand beside its bar."""
-TOLD = 4
-"""For how many heads the image of a logit says what their knockouts do."""
-MARK = "≠"
-"""Marks heads whose direct contribution and knockout disagree."""
-REPLACED = {"mean": "its mean over prompts", "zero": "zero", "prompt": "that of another prompt"}
-"""``by`` of a knockout -> what replaces the output of the head, in words."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 EXACT = "What was written adds up to the logit exactly: it has no null."
 
@@ -187,10 +175,10 @@ def faithfulness_curve(
     )
 
 
-def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None) -> View:
+def logit_figure(found: LogitExplanation) -> View:
     """One logit: what was written from each token of the text; the largest (head, source) pairs,
-    with the terms of the score that made the head look there; and marks where the knockout of a
-    head is not what it writes. It is the image of :func:`tl_geometry.render.logit_page`."""
+    with the terms of the score that made the head look there. It is the image of
+    :func:`tl_geometry.render.logit_page`."""
     texts = [drawable(html.token_text(t), TOKEN) for t in texts_of(found)]
     pairs = found.pairs[:PAIRS]
     # inches: 0.19 for a bar, the rest for the strip of tokens and the labels
@@ -210,20 +198,12 @@ def logit_figure(found: LogitExplanation, knockouts: KnockoutMarks | None = None
     place = {"transform": bars.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for row, value in enumerate(written.tolist()):
         bars.text(1.02, row, drawable(f"{_signed(value)}   {_why(found, row)}"), **place)
-    knockouts = knockouts or KnockoutMarks({}, (), "")
-    marked = knockouts.disagreeing
-    mark = dict.fromkeys(marked, f"{MARK} ")
-    labels = [
-        f"{mark.get((layer, head), '')}L{layer}H{head} from {source} {texts[source]}"
-        for layer, head, source in pairs
-    ]
+    labels = [f"L{layer}H{head} from {source} {texts[source]}" for layer, head, source in pairs]
     bars.set_yticks(range(len(labels)), labels, fontsize=7)
     bars.axvline(0, color="0.6", linewidth=0.5)
     bars.invert_yaxis()
     axis_label = "written towards the target (logits); the score with its largest terms"
-    legend = textwrap.wrap(knockouts.legend)
-    legend += [f"{MARK} {head_name(h)} {knockouts.sentences[h]}" for h in marked[:TOLD]]
-    bars.set_xlabel("\n".join([axis_label, *legend]), fontsize=8)
+    bars.set_xlabel(axis_label, fontsize=8)
     for axis in (strip, bars):
         axis.tick_params(length=0, labelsize=7)
     total, logit = html.signed(found.total), html.signed(found.logit)
@@ -273,55 +253,3 @@ def finding(found: LogitExplanation) -> str:
     value = _signed(float(found.heads[layer, head, source]))
     text = html.token_text(texts_of(found)[source])
     return f"L{layer}H{head} wrote {value} of {logit}, from “{text}” at {source}"
-
-
-class KnockoutMarks(NamedTuple):
-    """A sentence for each head that was knocked out, the heads whose knockout disagrees with what
-    they write (largest effect first), and how to read the marks."""
-
-    sentences: dict[tuple[int, int], str]
-    disagreeing: tuple[tuple[int, int], ...]
-    legend: str
-
-
-def knockout_marks(explained: LogitExplanation, knockouts: HeadKnockouts | None) -> KnockoutMarks:
-    """The marks that knockouts put on an explanation of a logit; none without knockouts."""
-    if knockouts is None:
-        return KnockoutMarks({}, (), "")
-    instead = "head_knockouts(model, prompts, targets=targets, attributions=True)"
-    made = isinstance(knockouts, HeadKnockouts)
-    got = "knockouts made without attributions=True" if made else type(knockouts).__name__
-    disagrees = knockouts.disagrees if made else None
-    if disagrees is None or knockouts.direct is None:
-        expected = "knockouts with direct contributions"
-        fail("knockouts", expected=expected, got=got, instead=instead)
-    require_same_model(explained, knockouts)
-    value, _, high, _ = knockouts.effect
-    direct = knockouts.direct.mean(1)
-    sentences = {
-        head: knockout_sentence(float(direct[i]), float(value[i]), float(high[i] - value[i]))
-        for head, i in knockouts.by_head.items()
-    }
-    order = sorted(knockouts.by_head.items(), key=lambda pair: -abs(float(value[pair[1]])))
-    prompts = knockouts.effects.shape[1]
-    legend = (
-        f"{MARK} marks heads whose knockout is not what they write (difference of logits, "
-        f"mean of {prompts} prompts, ± 95% interval; a head removed is replaced by "
-        f"{REPLACED[knockouts.by]})."
-    )
-    few = f" Below {FEWEST} prompts there is no interval, and no mark."
-    legend += few if prompts < FEWEST else ""
-    disagreeing = tuple(head for head, i in order if bool(disagrees[i]))
-    return KnockoutMarks(sentences, disagreeing, legend)
-
-
-def knockout_sentence(direct: float, effect: float, reach: float) -> str:
-    """What a head writes, and what removing it does.
-
-    >>> knockout_sentence(0.89, -0.07, 0.1), knockout_sentence(-0.95, 1.01, float("nan"))
-    ('writes 0.89, removing it costs 0.07 ± 0.10', 'writes −0.95, removing it adds 1.01')
-    """
-    change = "adds" if effect > 0 else "costs"
-    around = f" ± {reach:.2f}" if math.isfinite(reach) else ""
-    written = html.signed(round(direct, 2) + 0.0)  # + 0.0: no minus zero
-    return f"writes {written}, removing it {change} {abs(effect):.2f}{around}"

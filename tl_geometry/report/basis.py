@@ -11,9 +11,9 @@ from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.render import basis as views
 from tl_geometry.report import findings, massive
 from tl_geometry.report.analysis import Analysis
+from tl_geometry.report.inputs import Inputs
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
-from tl_geometry.zoo.inputs import Inputs
 
 NULL_CONTEXTS = 256
 """Most windows for the null and for the untrained control, which have bases of their own."""
@@ -32,7 +32,6 @@ def untrained(analysis: Analysis, count: int) -> PositionContext:
     """The basis of the embedded model's untrained control on some of the windows."""
     view = analysis.view
     inputs = Inputs(
-        model_class="hooked" if view.class_name == "HookedTransformer" else "bridge",
         processed=view.processed,
         dtype=str(view.dtype).removeprefix("torch."),
     )
@@ -91,8 +90,7 @@ def _variance(
         draft.say(
             "Windows spliced from random places of the same corpus have a context share of "
             f"{cell(row, 'ctx_null', percent=True)} at this state. What real windows have beyond "
-            "that is context that lasts longer than one spliced piece. The two ends of a window "
-            f"have contexts with a correlation of {cell(row, 'ctx_agreement')}."
+            "that is context that lasts longer than one spliced piece."
         )
     short_cell, last_row = Cells("anova", table, rounded=True), len(table.states) - 1
     changes = [

@@ -5,6 +5,7 @@ decompose, write the sections. The command line calls :func:`build` with the opt
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.run_files import CHECKPOINT, LOCK, check_folder, lock
+from tl_geometry.base.run_files import LOCK, check_folder, lock
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
@@ -24,7 +25,7 @@ from tl_geometry.report.analysis import Analysis, versions, write
 from tl_geometry.report.budget import Budget, threads_for
 from tl_geometry.report.contents import BASIS, Request, report_files
 from tl_geometry.report.folder import Folder
-from tl_geometry.zoo.inputs import LENGTH, Texts
+from tl_geometry.report.inputs import LENGTH, Texts
 
 CONTEXTS = 1024
 """Most windows where the user does not say. Intervals shrink only with the square root of their
@@ -56,8 +57,20 @@ def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
         "version": __version__,
         "model": view.name,
         "fingerprint": view.fingerprint,
-        "text": texts.documents.digest(),
+        "text": _digest(texts),
     }
+
+
+def _digest(texts: Texts) -> str:
+    """A hash of the text of all documents."""
+    digest = hashlib.sha256()
+    for document in texts.documents:
+        if isinstance(document, str):
+            digest.update(document.encode(errors="surrogatepass"))
+        else:
+            digest.update(document.read_bytes())
+        digest.update(b"\0")
+    return digest.hexdigest()
 
 
 def choose_sizes(
@@ -110,7 +123,6 @@ def basis_of(
     basis = decompose(
         view,
         tokens,
-        checkpoint=folder.out / CHECKPOINT,
         progress=False,
         seed=seed,
         groups=GROUPS,

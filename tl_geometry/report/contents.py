@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.run_files import PAGE
-from tl_geometry.zoo.inputs import Inputs
+from tl_geometry.report.inputs import Inputs
 
 SECTIONS = ("overview", "basis", "heads", "measures", "weights", "flow")
 """Sections of a report in reading order. Each is a module of :mod:`tl_geometry.report` that has a
@@ -19,7 +19,7 @@ function ``section``."""
 TABLES = {
     "overview": ("overview",),
     "basis": ("anova", "anova_untrained", "massive_tokens"),
-    "heads": ("heads", "head_bands", "bands", "planes", "dominant_only"),
+    "heads": ("heads", "head_bands", "bands", "planes"),
     "measures": ("positional", "contextual"),
     "weights": ("weights_qk", "weights_ov", "readout_ov", "paths", "surrogates"),
     "flow": ("flow", "flow_nulls", "truncation", "skipped_layers"),

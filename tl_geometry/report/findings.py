@@ -26,7 +26,6 @@ from tl_geometry.base.intervals import t_quantile
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova
 from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
-from tl_geometry.interventions.causal import Dominance
 from tl_geometry.measures.context_report import ContextualReport
 from tl_geometry.measures.position_report import PositionalReport
 from tl_geometry.measures.state_measures import StateMeasures
@@ -174,7 +173,7 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
     The null of position is its share with position destroyed. The null of content is the largest
     share of another group. ``groups`` is the number of jackknife groups.
     """
-    shares = table.group_intervals
+    shares = table.interval()
     names = [g for g in ("position", "content") if g in table.groups]
     if shares is None or not names:
         return None
@@ -199,9 +198,9 @@ def driver(table: SweepTable, *, groups: int, rotary: bool = False) -> Finding |
         others = shares.value[row].index_fill(0, torch.tensor([column]), -torch.inf)
         rival = table.groups[int(others.argmax())]
         null, null_column, null_words = float(others.max()), f"cs_{rival}_corrected", f"for {rival}"
-    elif "cs_position_null" in table.details:
+    elif "cs_position_null" in table.nulls:
         null_column, null_words = "cs_position_null", "with position destroyed"
-        null = float(table.details[null_column][row])
+        null = float(table.nulls[null_column][row])
     else:
         return None
     clear = excludes(value, low, high, null, samples=groups, among=estimates.numel())
@@ -244,30 +243,6 @@ def head_type(table: SweepTable, name: str) -> Finding:
         f"tokens; {cell(row, f'{name}_uniform', percent=True)} with uniform attention; the largest "
         f"of {among} heads",
         figure="figure-types",
-        clear=clear,
-    )
-
-
-def dominance(effect: Dominance) -> Finding | None:
-    """Whether heads that keep only their dominant term lose less than with a random term."""
-    if not bool(effect.change("dominant term").low.isfinite()):
-        return None
-    clear = bool(effect.saved().low > 0)
-    cell = Cells("dominant_only", effect, rounded=True)
-    row, random_row = (effect.conditions.index(n) for n in ("dominant term", "random term"))
-    shown, draws = cell(row, "loss_change"), len(effect.drawn)
-    over_draws = "1 draw, which gives no interval" if draws == 1 else f"{draws} draws"
-    return Finding(
-        value=shown,
-        said=f"Keeping only each head's dominant term costs {shown} nats per token."
-        if clear
-        else "No evidence that dominant terms carry the model better than random ones: keeping "
-        f"only each head's dominant term costs {shown} nats per token.",
-        beside=f"{cell.interval(row, 'loss')}; a random term costs "
-        f"{cell(random_row, 'loss_change')}, {cell(row, 'saved')} more "
-        f"({cell.interval(row, 'saved')} over windows and {over_draws}); edits in the live model, "
-        f"{effect.losses.shape[1]} windows",
-        figure="figure-dominance",
         clear=clear,
     )
 

@@ -19,18 +19,19 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tl_geometry.base.results import SOURCES, Provenance, Result
 from tl_geometry.base.run_files import (
-    CHECKPOINT,
     PAGE,
     WRITER,
     OwnFiles,
     check_folder,
     write_record,
 )
+from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.report import page
 from tl_geometry.report.contents import BASIS, PARTS, SECTIONS, report_files
 from tl_geometry.report.section import Card, Section
@@ -86,7 +87,6 @@ class Folder:
         self.kept = [name for name in self.files.changed() if not force]
         if not resume:
             self.files.clear()
-            (out / CHECKPOINT).unlink(missing_ok=True)
         self.settings = ""
         self.manifest: dict[str, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {
@@ -153,10 +153,9 @@ class Folder:
         }
         self.write()
 
-    def save_basis(self, basis: Result) -> None:
-        """Write the basis, and delete the checkpoint that led to it."""
-        self._write(BASIS, basis.save)
-        (self.out / CHECKPOINT).unlink(missing_ok=True)
+    def save_basis(self, basis: PositionContext) -> None:
+        """Write the basis, with all that a later run with ``resume`` needs."""
+        self._write(BASIS, partial(basis.save, full=True))
 
     def finished(self) -> list[str]:
         """Names of the finished sections, in reading order."""

@@ -1,41 +1,41 @@
 """Section: what drives each head? Shares of position, content and both; head types; the frequencies
-that carry the scores of a rotary model; and whether the dominant terms carry the model. Called by
-:mod:`tl_geometry.report.analysis`."""
+that carry the scores of a rotary model. Called by :mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
-from tl_geometry.decomposition.groups import BLOCK
+from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.render import sweeps as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.render.rotary import bands_page, head_planes
 from tl_geometry.render.split_view import split
-from tl_geometry.render.weights import effect_bars
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.scores.labels import UNCLEAR
-from tl_geometry.scores.plane_tables import BandTable, HeadBands
-from tl_geometry.scores.planes import NEAR
+from tl_geometry.scores.planes import NEAR, BandTable
 from tl_geometry.scores.relative import offset_profile
-from tl_geometry.scores.split import ScoreSplit, split_scores
-from tl_geometry.scores.sweep import SweepTable, sweep_heads
+from tl_geometry.scores.resampling import FEWEST_WINDOWS
+from tl_geometry.scores.score_split import ScoreSplit
+from tl_geometry.scores.split import split_scores
+from tl_geometry.scores.sweep import sweep_heads
+from tl_geometry.scores.sweep_table import SweepTable
 
 COLUMNS = (
     *("layer", "head", "dominant_group", "group_by_cs", "group_share", "group_by_gs"),
     *("group_gain", "dropped_mass"),
     *("previous", "induction", "duplicate", "cs_position_corrected", "cs_content_corrected"),
-    *("cs_mixed_corrected", "cs_position_null", "p_position", "p_position_bh"),
+    *("cs_token_corrected", "cs_mixed_corrected"),
+    *("cs_position_null", "p_position", "p_position_bh"),
 )
 """Columns of the sweep that are shown on the page; its file holds all columns."""
-PROMPTS, PERIOD, KEPT, DRAWS, FEWEST_DRAWS = 64, 20, 16, 9, 3
-"""Most windows of the sweep (PROMPTS); most tokens that the example repeats (PERIOD). Where heads
-keep only their dominant term: most windows (KEPT), draws of a random term (DRAWS), and fewest draws
-(fewer do not say what another draw would cost)."""
+PROMPTS, PERIOD = 64, 20
+"""Most windows of the sweep (PROMPTS); most tokens that the example repeats (PERIOD)."""
 WORDS = {"previous": "previous-token", "induction": "induction"}
 """Type of a head -> its name in sentences."""
 PROFILED = 16
@@ -43,18 +43,20 @@ PROFILED = 16
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
-    """The sweep over all heads, and whether the dominant terms carry the model."""
+    """The sweep over all heads."""
     draft.say(
         "Attention scores before the softmax are split exactly, with the norm scale of the actual "
         "forward pass frozen: score = sum over pairs of parts {bias, pos, cvec} of query and key. "
         "Shares are covariances with the whole score over allowed keys; they add up to one and can "
         "be negative. 'position' gathers the terms without a context part, 'content' is cvec-cvec, "
-        "'mixed' the rest. Gain shares weight a cell by the attention paid to it; they say "
+        "'token' is context beside a constant (what a token attracts or seeks, whatever the rest), "
+        "'mixed' context beside position. Gain shares weight a cell by the attention paid to it; "
+        "they say "
         "how much each term adds to where attention goes. A head is labelled by a group that comes "
         "first twice: by covariance, with more than half of the score, and by gain. Each time it "
-        "has a margin of 0.1 over the second, whose 95% interval (groups of contexts left out of "
-        "sweep and basis) excludes zero. Other heads are 'unclear'; the table still names the "
-        "first by each."
+        "has a margin of 0.1 over the second, whose 95% interval (groups of windows left out of "
+        "the sweep, and of its basis, which is made from other windows) excludes zero. Other heads "
+        "are 'unclear'; the table still names the first by each."
     )
     rotary, table = analysis.view.position == "rotary", None
     with draft.part("the sweep over all heads"):
@@ -64,7 +66,7 @@ def section(draft: Draft, analysis: Analysis) -> None:
     with draft.part("maps of shares and head types"):
         _maps(draft, table)
     # jackknife groups of the sweep
-    blocks = len(table.resampled.sizes[0]) if table.resampled else 0
+    blocks = min(map(len, table.sizes), default=0)
     draft.find(findings.driver(table, groups=blocks, rotary=rotary))
     for name in findings.TYPES:
         draft.find(findings.head_type(table, name))
@@ -75,29 +77,39 @@ def section(draft: Draft, analysis: Analysis) -> None:
         draft.leave_out("rotary planes", "the model has no rotary embedding")
     with draft.part("the example on repeated text"):
         _example(draft, analysis, table)
-    with draft.part("the model with dominant terms only"):
-        _dominant(draft, analysis, table)
 
 
 def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
     what, length = "the sweep over all heads", analysis.windows.tokens.shape[1]
-    contexts, needed = analysis.basis.contexts, FEWEST_GROUPS * BLOCK
-    if contexts < needed:
-        why = (
-            f"a label needs an interval, and {contexts} windows are fewer than the {needed} of one"
-        )
+    windows, needed = len(analysis.windows), 2 * FEWEST_WINDOWS
+    if windows < needed:
+        why = f"a label needs an interval, and {windows} windows are fewer than the {needed} of one"
         draft.leave_out(what, why)
         return None
-    max_windows = min(PROMPTS, len(analysis.windows))
+    max_windows = min(PROMPTS, windows // 3)
     # labels need an interval, so this many windows are taken whatever the budget
-    count = max(needed, analysis.budget.windows(what, length, max_windows))
-    # a shortformer has no position in its residual stream, and so no null of position
-    nulls = () if analysis.view.position == "shortformer" else ("nulls",)
+    count = max(FEWEST_WINDOWS, analysis.budget.windows(what, length, max_windows))
+    # intervals are of windows that the basis has not seen: the last ones are swept
+    blocks, fitted = range(analysis.view.n_layers), analysis.windows[:-count]
+    if len(fitted) < 2 * FEWEST_WINDOWS:
+        # documents make groups of any size: of so few windows they would be too small
+        fitted = dataclasses.replace(fitted, labels=None, label_names=())
+    basis = decompose(
+        analysis.view,
+        fitted,
+        states=blocks,
+        second_moments=False,
+        keep_ctx=False,
+        keep=0,
+        seed=analysis.seed,
+        progress=False,
+    )
     table = sweep_heads(
         analysis.model,
-        analysis.pick(count),
-        analysis.basis,
-        detail=("intervals", *nulls, *(("planes",) if analysis.view.position == "rotary" else ())),
+        analysis.windows[-count:],
+        basis,
+        intervals=True,
+        planes=analysis.view.position == "rotary",
         progress=False,
         seed=analysis.seed,
     )
@@ -108,7 +120,7 @@ def _sweep(draft: Draft, analysis: Analysis) -> SweepTable | None:
 
 def _maps(draft: Draft, table: SweepTable) -> None:
     """Add maps of the shares, the strongest heads of each type, and every number of every head."""
-    cell, null, null_sentence = Cells("heads", table), table.details.get("cs_position_null"), ""
+    cell, null, null_sentence = Cells("heads", table), table.nulls.get("cs_position_null"), ""
     if null is not None and bool(null.isfinite().any()):
         row = int(null.nan_to_num(-1.0).argmax())
         largest_share = Cells("heads", table, rounded=True)(row, "cs_position_null")
@@ -138,7 +150,7 @@ def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
     on."""
     cell, lines = Cells("heads", table), []
     # intervals belong to the corrected shares, so these are quoted where there are intervals
-    suffix = "" if table.group_intervals is None else "_corrected"
+    suffix = "_corrected" if table.samples else ""
     for i, pair in enumerate(top.heads):
         row, flag = table.heads.index(pair), top.by_group.flags[i]
         group = top.groups[int(torch.nan_to_num(top.group_cs[i], nan=-1.0).argmax())]
@@ -148,20 +160,19 @@ def _named(table: SweepTable, top: SweepTable, name: str) -> list[str]:
             f"{cell(row, f'gs_{group}{suffix}')} of the gain"
         ]
         remarks += [f"flagged: {flag}"] if flag else []
-        if top.dropped_mass is not None:
-            mass = cell(row, "dropped_mass", percent=True)
-            remarks.append(f"{mass} of its attention on what is left out")
+        mass = cell(row, "dropped_mass", percent=True)
+        remarks.append(f"{mass} of its attention on what is left out")
         lines.append(f"{head_name(pair)} {cell(row, name)} ({', '.join(remarks)})")
     return lines
 
 
 def _evidence(table: SweepTable, row: int, group: str) -> str:
     """The interval of the share of a group, if there is one, and the null of position."""
-    shares, cell = table.group_intervals, Cells("heads", table, rounded=True)
+    shares, cell = table.interval(), Cells("heads", table, rounded=True)
     evidence = []
     if shares is not None and bool(shares.low[row].isfinite().all()):
         evidence.append(cell.interval(row, f"cs_{group}_corrected"))
-    if group == "position" and "cs_position_null" in table.details:
+    if group == "position" and "cs_position_null" in table.nulls:
         evidence.append(f"{cell(row, 'cs_position_null')} with position destroyed")
     return f" ({', '.join(evidence)})" if evidence else ""
 
@@ -171,7 +182,6 @@ def _planes(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     table has the shares of every plane too."""
     planes = table.planes()
     bands = planes.by_band()
-    by_head = bands.by_head()
     draft.say(
         "A rotary embedding turns pairs of coordinates, planes, by an angle that grows with the "
         "position, each at its own frequency: a plane of wavelength L sees the offset of two "
@@ -181,7 +191,7 @@ def _planes(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
     )
     for name, words in WORDS.items():
         head = table.top(name, 1).heads[0]
-        shares = _shares(by_head, table.heads.index(head))
+        shares = _shares(bands, table.heads.index(head))
         draft.say(f"The strongest {words} head, {head_name(head)}: {shares}.")
     chosen, profile = _strongest(table), None
     length, max_windows = analysis.windows.tokens.shape[1], min(PROFILED, len(analysis.windows))
@@ -192,8 +202,7 @@ def _planes(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
         profile = offset_profile(scores)
     draft.draw(head_planes(planes, profile, heads=chosen), "planes")
     draft.draw(bands_page(planes, profile), "bands")
-    draft.table("head_bands", by_head, "Shares of bands of wavelengths in every head")
-    draft.table("bands", bands, "The same by term")
+    draft.table("head_bands", bands, "Shares of bands of wavelengths in every head")
     if analysis.planes:
         draft.table("planes", planes, "Shares of every rotary plane in every head")
 
@@ -206,7 +215,7 @@ def _counts_in_words(bands: BandTable) -> str:
     return ", ".join(f"{words[band]} in {count}" for band, count in counts.items() if count)
 
 
-def _shares(bands: HeadBands, head: int) -> str:
+def _shares(bands: BandTable, head: int) -> str:
     """The shares of the bands in one head."""
     cell, values = Cells("head_bands", bands, rounded=True), bands.cs[head].nan_to_num().tolist()
     # "pass" is shown only for partial rotation, which leaves some coordinates unrotated
@@ -253,46 +262,3 @@ def repeated(analysis: Analysis, table: SweepTable) -> ScoreSplit | None:
 def _strongest(table: SweepTable) -> list[tuple[int, int]]:
     """The strongest head of each type in :data:`WORDS`; one if it is the same."""
     return list(dict.fromkeys(table.top(name, 1).heads[0] for name in WORDS))
-
-
-def _dominant(draft: Draft, analysis: Analysis, table: SweepTable) -> None:
-    what, length = "the model with dominant terms only", analysis.windows.tokens.shape[1]
-    if not (analysis.view.head_trained and analysis.view.causal):
-        draft.leave_out(what, "it takes a decoder with a trained output head")
-        return
-    from tl_geometry.interventions.causal import dominant_only
-
-    max_windows = min(KEPT, len(analysis.windows))
-    # the change of loss needs an interval, so FEWEST windows are taken whatever the budget
-    count = max(FEWEST, analysis.budget.windows(what, length, max_windows))
-    draws = DRAWS if count >= max_windows else FEWEST_DRAWS
-    effect = dominant_only(
-        analysis.model,
-        analysis.pick(count),
-        analysis.basis,
-        table=table,
-        draws=draws,
-        progress=False,
-        seed=analysis.seed,
-    )
-    cell = Cells("dominant_only", effect)
-    loss = {str(row[0]): cell(i, "loss") for i, row in enumerate(effect.rows())}
-    smaller = ""
-    if (count, draws) != (max_windows, DRAWS):
-        smaller = f" ({count} windows and {draws} draws, to keep the budget)"
-    draft.say(
-        "If every head kept only its dominant term, how much of the model would survive? On "
-        f"{count} windows of this corpus its loss goes from {loss['clean']} to "
-        f"{loss['dominant term']} nats per token; with a random term in place of the dominant one "
-        f"it is {loss['random term']}, with uniform attention {loss['uniform attention']}{smaller}."
-        " Edits act in the live model."
-    )
-    finding = findings.dominance(effect)
-    if finding is None or not finding.clear:
-        draft.say(
-            "The dominant terms are not shown to be better than a random term of each head: "
-            "dominance describes single heads and is no summary of this model."
-        )
-    draft.draw(effect_bars(effect), "dominance")
-    draft.table("dominant_only", effect, "Loss with only some of the terms")
-    draft.find(finding)

@@ -28,8 +28,8 @@ def add(draft: Draft, analysis: Analysis, anova: Cells | None) -> None:
     if anova is not None:
         share = anova(row, "top_share", percent=True)
     draft.say(sentence(basis, table, row, share))
-    if basis.samples is not None and len(basis.samples):
-        norms = torch.linalg.vector_norm(basis.samples[:, row, slice(*basis.window)], dim=-1)
+    if basis.sample_states is not None:
+        norms = torch.linalg.vector_norm(basis.sample_states[:, row, slice(*basis.window)], dim=-1)
         figure = views.token_norms(
             norms,
             basis.window,
@@ -73,15 +73,15 @@ def sentence(basis: PositionContext, table: LargestTokens, row: int, share: str)
     first_row = [cells[0] for cells in table.rows()].index(table.states[row])
     places: dict[tuple[int, str], str] = {}
     for i, (position, norm, text) in enumerate(largest(table, row)):
-        # three medians: the table lists the largest tokens of every state, massive or not
-        if norm > 3 * float(table.median[row]):
+        # three times the usual norm: every state has largest tokens, massive or not
+        if norm > 3 * float(table.rms[row]):
             short_text = text if len(text) <= 16 else f"{text[:15]}…"
             token_place = f"{short_text!r} at position {cell(first_row + i, 'position')}"
             # one token at one position is named once, however many windows hold it
             places.setdefault((position, short_text), token_place)
     return (
         f"{title(basis, table, row, share)} ({', '.join(list(places.values())[:3])}; norm "
-        f"{cell(first_row, 'norm')} where the median token has {cell(first_row, 'median')}, "
+        f"{cell(first_row, 'norm')} where the root mean square is {cell(first_row, 'rms')}, "
         f"coordinate {cell(first_row, 'coordinate')}). Shares, spectra and measures of "
         f"{len(states)} of "
         f"{len(table.states)} states ({spans(states)}) describe these tokens more than the others; "

@@ -20,7 +20,7 @@ LIMITS = (
 def section(draft: Draft, analysis: Analysis) -> None:
     """Add the cautions, and a table of model, corpus and window."""
     view, basis, p = analysis.view, analysis.basis, analysis.basis.provenance
-    (start, end), names = basis.window, analysis.windows.names
+    (start, end), names = basis.window, analysis.windows.label_names
     used_positions = "all positions in the statistics"
     if start:
         positions = f"positions 0 to {start - 1}"

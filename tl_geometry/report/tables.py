@@ -43,7 +43,6 @@ NAMES = {
     "ctx_corrected": "context, corrected for noise",
     "resid_corrected": "residual, corrected for noise",
     "pos_reliability": "reliability of position",
-    "ctx_agreement": "agreement of a window's ends",
     "ctx_null": "context of spliced windows",
     "ctx_null_corrected": "context of spliced windows, corrected",
     "saved": "saved over a random term",

@@ -25,8 +25,8 @@ def asset(name: str) -> str:
 def anchor(text: str) -> str:
     """A name in a form that can be part of an element's id.
 
-    >>> anchor("dominant_only")
-    'dominant-only'
+    >>> anchor("weights_qk")
+    'weights-qk'
     """
     return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 

@@ -4,13 +4,14 @@ the live model. Called by :mod:`tl_geometry.report.analysis`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tl_geometry.base import intervals
 from tl_geometry.render import weights as views
 from tl_geometry.render.head_view import heads
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.measures import FEWEST
-from tl_geometry.report.origin import Cells
 from tl_geometry.report.section import Draft
 from tl_geometry.sphere.paths import token_paths
 from tl_geometry.weights.heads import token_readout, weight_geometry
@@ -25,8 +26,6 @@ COLUMNS = (
 """Columns of the tables of weights that are shown on the page."""
 DEEP = 12
 """Above this many layers only every third path is drawn, because more would hide each other."""
-SHORTEST = 16
-"""Windows are halved down to this many tokens for the surrogates of a rotary model."""
 
 
 def section(draft: Draft, analysis: Analysis) -> None:
@@ -89,34 +88,40 @@ def _surrogates(draft: Draft, analysis: Analysis) -> None:
     if not (analysis.view.head_trained and analysis.view.causal):
         draft.leave_out(what, "it takes a decoder with a trained output head")
         return
-    from tl_geometry.interventions.surrogates import surrogate_effect
+    from tl_geometry.interventions.effect_tables import effects
 
-    rotary, budget = analysis.view.position == "rotary", analysis.budget
-    part = "surrogates of W_QK at every offset" if rotary else what
     full_length = length = analysis.windows.tokens.shape[1]
     max_windows = min(SURROGATES, len(analysis.windows))
     min_windows = min(max_windows, intervals.FEWEST)
-    # a rotary model has a W_QK at each offset: shorter windows have fewer, and cost less
-    while (
-        rotary and length > SHORTEST and not budget.windows(part, length, max_windows, min_windows)
-    ):
-        length = max(SHORTEST, length // 2)
-    count = draft.fit(budget, part, length, max_windows, min_windows)
+    count = draft.fit(analysis.budget, what, length, max_windows, min_windows)
     if not count:
         return
     # windows at even distances, as for the other edits of the model
-    windows = analysis.pick(count).tokens[:, :length]
-    effect = surrogate_effect(analysis.model, windows, analysis.basis, seed=analysis.seed)
+    windows, edits = analysis.pick(count), surrogate_edits(analysis)
+    effect = effects(analysis.model, windows, edits, seed=analysis.seed)
     smaller = ", to keep the budget" if (count, length) != (max_windows, full_length) else ""
     draft.say(
         "Does that structure carry the computation? W_QK of all heads is replaced by a part of it "
-        "in the live model; grey bars are controls of the same rank. Losses are those of "
+        "in the live model, beside random directions of the same number. Losses are those of "
         f"{count} windows of {length} tokens of this corpus{smaller}."
     )
-    loss = Cells("surrogates", effect)(0, "loss")
     how = (
-        f"Each bar shows how far the loss of {loss} nats rises when W_QK of "
-        f"{len(effect.heads)} heads is replaced by one part of it."
+        f"Each bar shows how far the loss of {float(effect.clean.mean()):.3g} nats rises when W_QK "
+        "of all heads is replaced by one part of it."
     )
-    draft.draw(views.surrogate_bars(effect), "surrogates", how=how)
+    draft.draw(views.effect_bars(effect), "surrogates", how=how)
     draft.table("surrogates", effect, "Loss with W_QK replaced by its parts")
+
+
+def surrogate_edits(analysis: Analysis) -> dict[str, Any]:
+    """Replacements of W_QK of all heads by the parts that the model's W_QK has, and by random
+    directions."""
+    from tl_geometry.interventions.surrogates import OF_ROTARY, PARTS, surrogate
+
+    rotary, model, basis = analysis.view.position == "rotary", analysis.model, analysis.basis
+    parts = OF_ROTARY if rotary else PARTS
+    edits = {part: surrogate(model, basis, part=part) for part in parts}
+    edits["random directions"] = surrogate(
+        model, basis, part=parts[0], random=True, seed=analysis.seed
+    )
+    return edits

@@ -256,10 +256,10 @@ def _projection(
     if basis is None:
         rows, name = embeddings(view), "token embeddings"
     else:
-        if basis.samples is None:
+        if basis.sample_states is None:
             instead = "decompose(..., keep=32)"
             fail("basis", expected="sampled states", got="a basis without", instead=instead)
-        rows, name = basis.samples.flatten(0, 2), "sampled states"
+        rows, name = basis.sample_states.flatten(0, 2), "sampled states"
 
     def on_sphere(states: Tensor) -> Tensor:
         # unit length: the axes describe directions, whatever the norm of a state

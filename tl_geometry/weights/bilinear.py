@@ -29,8 +29,8 @@ from torch import Tensor
 
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
-from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.parameters import HeadWeights
 
 PRODUCT = "... d_model d_head, ... d_head -> ... d_model"
 """Pattern of a product: the factor of each head times a vector of that head."""

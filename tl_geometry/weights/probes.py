@@ -22,10 +22,10 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.results import Result
-from tl_geometry.models.layer_view import HeadWeights
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
+from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.weights import readout
@@ -196,8 +196,8 @@ def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> N
     for layer in layers:
         spec = view.layer_facts(layer)
         qk_norm = f"QK-norm ({view.describe_layer(layer)['QK-norm']})"
-        obstacle = "a norm after attention" if spec.qk_norm is None else qk_norm
-        plain = spec.qk_norm is None and blocks[layer].after_attention is None
+        obstacle = "a norm after attention" if spec.qk is None else qk_norm
+        plain = spec.qk is None and blocks[layer].after_attention is None
         expected = "heads without QK-norm and without a norm after attention"
         instead, error = "weight_geometry or token_readout", UnsupportedModelError
         got = f"{obstacle} in layer {layer} of {view.name}"

@@ -11,5 +11,5 @@ import tl_geometry as tlg
 model = tlg.zoo.smollm2()
 windows = tlg.zoo.default_windows(model, 128, n=32)
 basis = tlg.decompose(model, windows, progress=False)
-sweep = tlg.sweep_heads(model, windows[:4], basis, detail="planes", progress=False)
+sweep = tlg.sweep_heads(model, windows[:4], basis, planes=True, progress=False)
 view = tlg.render.band_atlas(sweep.planes())

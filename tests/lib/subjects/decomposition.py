@@ -54,7 +54,7 @@ def variance(table: Any) -> Answers:
 
 def largest(tokens: Any) -> Answers:
     """The eight tokens of largest norm of each state."""
-    found: Answers = {"median norm": tokens.median, "tokens": tokens.tokens}
+    found: Answers = {"rms norm": tokens.rms, "tokens": tokens.tokens}
     for name in ("norm", "context", "position", "token", "coordinate", "share"):
         found[f"largest.{name}"] = getattr(tokens, name)[:, :8]
     return found
@@ -149,9 +149,7 @@ SUBJECTS = (
         answers=lambda b: basis(b) | variance(b.anova()),
         order={"ctx": 1},
         gauge={"*": STATES},
-        without={
-            f"order:{name}": BLOCKS for name in ("interval *", "*debiased", "reliab*", "*chance")
-        },
+        without={f"order:{name}": BLOCKS for name in ("interval *", "*debiased", "reliab*")},
     ),
     Subject(
         name="largest tokens",

@@ -213,7 +213,7 @@ SUBJECTS = (
     ),
     Subject(
         name="maps between states",
-        covers=("flow_map", "fit_map"),
+        covers=("flow_map",),
         call=_fit,
         reference=reference.maps,
         answers=moved,

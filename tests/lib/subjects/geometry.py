@@ -11,7 +11,7 @@ from tests.lib.subjects import reference_scores as reference
 from tests.lib.subjects.decomposition import BLOCKS, NO_ORDER, STATES
 from tests.lib.subjects.row import Answers, Subject, given, labels, prefixed, rotary, torch_seeded
 from tests.lib.worlds import QUIET, World
-from tl_geometry import measures, sphere, weights
+from tl_geometry import measures, papers, sphere, weights
 
 GAUGE = "the directions that processing removes are part of the matrix as it is"
 
@@ -284,7 +284,7 @@ MEASURES = (
     ),
     Subject(
         name="screenot",
-        covers=("screenot", "usable_k"),
+        covers=("screenot",),
         call=_screenot,
         answers=lambda r: {"rank": r.rank, "threshold": r.threshold, "bound": r.k},
         variants={"plain": {"k": 5}, "another strategy": {"k": 8, "strategy": "w"}},
@@ -292,7 +292,7 @@ MEASURES = (
     ),
     Subject(
         name="usable_k",
-        covers=("usable_k",),
+        covers=("screenot",),
         call=lambda w: [measures.usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
         answers=lambda found: {"bounds": found},
         only={"*": lambda w: w.kind == "gpt2"},
@@ -300,7 +300,7 @@ MEASURES = (
     Subject(
         name="theorem1",
         covers=("papers.theorem1",),
-        call=lambda w, **o: measures.theorem1(_curves(w)[1] - _curves(w)[1].mean(0), **o),
+        call=lambda w, **o: papers.theorem1(_curves(w)[1] - _curves(w)[1].mean(0), **o),
         answers=bound,
         variants={"k 3, m 1": {"k": 3, "m": 1}, "k 4, m 2": {"k": 4, "m": 2}},
         gauge={"*": STATES},
@@ -316,7 +316,7 @@ MEASURES = (
     Subject(
         name="dct_vectors",
         covers=("papers.theorem1",),
-        call=lambda w: measures.dct_vectors(9, 4),
+        call=lambda w: papers.theorem1(torch.eye(9).double() - 1 / 9, 4, 1).F,
         answers=lambda vectors: {"first cosines": vectors},
         only={"*": lambda w: w.kind == "gpt2"},
     ),

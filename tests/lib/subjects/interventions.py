@@ -3,6 +3,7 @@ under edits beside controls."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib.subjects import reference_runs as reference
-from tests.lib.subjects.row import Answers, Subject, given, interval, labels, rotary
-from tests.lib.worlds import QUIET, World
+from tests.lib.subjects.row import Answers, Subject, interval, labels, rotary
+from tests.lib.worlds import World
 from tl_geometry import interventions as live
 
 POSITION_CONTENT = [("pos", "cvec"), ("cvec", "pos")]
@@ -30,35 +31,32 @@ def inside(w: World, edit: Any, how: str = "with") -> Tensor:
     with torch.no_grad():
         if how == "list":
             run = w.model.run_with_hooks
-            return run(w.ids, fwd_hooks=edit.hooks(), return_type="logits").clone()
+            return run(w.ids, fwd_hooks=edit, return_type="logits").clone()
         with edit:
             return w.model(w.ids, return_type="logits").clone()
 
 
 def _term(w: World, *, mode: str, term: Any, heads: Any = None, how: str = "with") -> Tensor:
-    make = {"remove": live.remove_term, "keep": live.keep_term, "mean": live.mean_term}[mode]
-    return inside(w, make(w.model, w.basis, term, heads or w.head), how)
+    return inside(w, live.term(w.model, w.basis, term, heads or w.head, how=mode), how)
 
 
 def _planes(w: World, *, mode: str, planes: Any, how: str = "with", **options: Any) -> Tensor:
-    modes = {"remove": live.remove_planes, "keep": live.keep_planes, "swap": live.swap_planes}
-    return inside(w, modes[mode](w.model, planes, w.heads, **options), how)
+    return inside(w, live.planes(w.model, planes, w.heads, how=mode, **options), how)
 
 
 def _edge(w: World, *, mode: str, how: str = "with", **options: Any) -> Tensor:
-    make = live.remove_edge if mode == "remove" else live.swap_edge
     writer, head = options.pop("writer", "L0H0"), options.pop("head", w.heads[1])
-    return inside(w, make(w.model, w.ids, writer, head, **options), how)
+    return inside(w, live.edge(w.model, w.ids, writer, head, how=mode, **options), how)
 
 
 def _heads(w: World, *, how: str = "with", reference: bool = False, **options: Any) -> Tensor:
     heads = options.pop("heads", w.heads[0])
     options |= {"reference": w.other} if reference else {}
-    return inside(w, live.remove_heads(w.model, heads, **options), how)
+    return inside(w, live.heads(w.model, heads, **options), how)
 
 
 def _surrogate(w: World, *, part: str, how: str = "with", **options: Any) -> Tensor:
-    return inside(w, live.surrogate(w.model, w.basis, w.head, part, **options), how)
+    return inside(w, live.surrogate(w.model, w.basis, w.head, part=part, **options), how)
 
 
 def _terms_of_edits() -> dict[str, dict[str, Any]]:
@@ -110,7 +108,7 @@ EDITS = (
             "keep": {"mode": "keep", "planes": [0, 1]},
             "swap": {"mode": "swap", "planes": [1]},
             "remove a band": {"mode": "remove", "planes": "near"},
-            "remove random ones": {"mode": "remove", "planes": [0], "control": 3},
+            "remove random ones": {"mode": "remove", "planes": [0], "draw": 3},
         },
         only={"*": rotary},
         drawn=("remove random ones/*", "swap/*"),
@@ -129,7 +127,7 @@ EDITS = (
                 for side in ("query", "key", "value")
             },
             **{
-                f"swap {side}": {"mode": "swap", "side": side, "other": lambda w: w.other}
+                f"swap {side}": {"mode": "swap", "side": side, "counterfactual": lambda w: w.other}
                 for side in ("query", "key", "value")
             },
             "remove MLP": {"mode": "remove", "writer": "mlp0", "side": "query"},
@@ -166,11 +164,12 @@ EDITS = (
             "low rank and diagonal": {"part": "structured", "rank": 4},
             "low rank": {"part": "low_rank", "rank": 4},
             "diagonal": {"part": "diagonal"},
-            "random directions": {"part": "random", "rank": 4},
+            "random directions": {"part": "structured", "rank": 4, "random": True},
         },
         only={
             "low rank and diagonal": lambda w: not w.rotary,
             "diagonal": lambda w: not w.rotary,
+            "random directions": lambda w: not w.rotary,
         },
         drawn=("random directions/*",),
         **EDIT,
@@ -182,113 +181,147 @@ EDITS = (
 
 
 def conditions(e: Any) -> Answers:
-    """Loss, induction loss and divergence of each condition, and paired changes."""
+    """Metric and paired change of each condition, the clean run first."""
     found: Answers = {
-        "conditions": list(e.conditions),
-        "loss": e.losses,
-        "induction loss": e.induction_losses,
-        "KL from the clean run": e.kls,
+        "conditions": ["clean", *e.edits],
+        "loss": torch.cat([e.clean[None], e.edited]),
     }
-    for condition in e.conditions[1:4]:
-        found |= interval(f"change of loss, {condition}", e.change(condition))
-    found["p of changes"] = torch.tensor([e.p_value(c) for c in e.conditions[1:4]])
+    for name in e.edits[:3]:
+        found |= interval(f"change of loss, {name}", e.change(name))
     return found
 
 
 def necessity(e: Any) -> Answers:
-    """A term removed and kept alone, beside controls."""
-    found = conditions(e) | {"heads": labels(e.heads), "terms": list(e.term)}
-    found |= {f"necessity, {k}": v for k, v in e.necessity.items()}
-    found |= {f"sufficiency, {k}": v for k, v in e.sufficiency.items()}
-    found["cosine of a term and that of another prompt"] = e.swap_cosine
-    found["share that shrinking takes"] = e.shrunk
-    return found
+    """A term removed and kept alone, swapped, shrunk, and every other term removed."""
+    found = conditions(e)
+    found["p of changes"] = torch.tensor([e.p(name) for name in e.edits[:3]])
+    return found | {"necessity, loss": e.change("remove").value}
 
 
-def edge_necessity(e: Any) -> Answers:
-    """An edge removed, swapped and kept alone, beside other writers."""
-    found: Answers = {"conditions": list(e.conditions), "loss": e.losses, "cs of writers": e.share}
-    for condition in e.conditions[1:4]:
-        found |= interval(f"change of loss, {condition}", e.change(condition))
-    return found
+def _necessity(w: World, *, term: Any = "content", **options: Any) -> Any:
+    edit = partial(live.term, w.model, w.basis, heads=w.head)
+    edits = {
+        "bias terms only": edit([], how="keep"),
+        "keep": edit(term, how="keep"),
+        "remove": edit(term),
+        "shrink": edit(term, how="shrink"),
+    }
+    others = {f"remove {name}": edit(name) for name in OTHER_TERMS[term]}
+    alibi = {"remove alibi-alibi": edit("alibi-alibi")} if w.kind == "bloom" else {}
+    more = {} if term == "position" else alibi
+    return live.effects(w.model, w.prompts, {**edits, **others, **more}, **options)
+
+
+SIDES = ("bias", "pos", "cvec")
+CONTENT_TERMS = ("bias-cvec", "pos-cvec", "cvec-bias", "cvec-pos", "cvec-cvec")
+OTHER_TERMS = {
+    "content": [f"{a}-{b}" for a in SIDES for b in SIDES if (a, b) != ("cvec", "cvec")],
+    "position": list(CONTENT_TERMS),
+}
+
+
+def _edge_effects(w: World, *, side: str = "key", **options: Any) -> Any:
+    edit = partial(live.edge, w.model, w.prompts, "L0H0", w.heads[1], side=side)
+    edits = {how: edit(how=how) for how in ("remove", "swap", "keep")}
+    return live.effects(w.model, w.prompts, edits, **options)
 
 
 def beside_controls(e: Any) -> Answers:
     """Effects on a metric, one for each prompt, beside random sets of as many heads."""
-    found: Answers = {
-        "sets of heads": ["+".join(labels(heads)) for heads in e.sets],
-        "metric, clean": e.clean,
-        "effect by prompt": e.effects,
-    }
-    found |= interval("effect", e.effect)
-    if e.control is not None:
-        found |= {"effect of random sets": e.control_draws}
-        found |= interval("effect beyond random sets", e.excess)
+    effects, shape, names = e.changes, (), list(e.edits)
+    found: Answers = {"metric, clean": e.clean}
+    if not names[0].startswith("L") and "+" not in names[0]:
+        effects, shape = effects[None], (1,)  # [sender receiver prompt]
+    found["effect by prompt"] = effects
+    each = [e.change(name) for name in names]
+    found |= interval("effect", _stacked(each, shape))
+    if e.controls:
+        draws = [(e.controls[n, "random heads"] - e.clean).mean(1) for n in names]
+        found["effect of random sets"] = torch.stack(draws).reshape(*shape, len(names), -1)
+        beyond = [e.excess(n, "random heads") for n in names]
+        found |= interval("effect beyond random sets", _stacked(beyond, shape))
     return found
+
+
+def _stacked(each: list[Any], shape: tuple[int, ...]) -> Any:
+    columns = [torch.stack(values).reshape(*shape, -1) for values in zip(*each)]
+    return type(each[0])(*columns)
 
 
 def knockouts(e: Any) -> Answers:
-    """Knockouts of heads, beside what three attributions say."""
-    found = beside_controls(e)
-    for name in ("direct", "value_paths", "all_paths"):
-        if getattr(e, name) is not None:
-            found[f"attribution, {name.replace('_', ' ')}"] = getattr(e, name)
-    return found
+    """Knockouts of heads, or of sets of them."""
+    return beside_controls(e) | {"sets of heads": list(e.edits)}
+
+
+def paths(e: Any) -> Answers:
+    return beside_controls(e) | {"sets of heads": ["L0H1"]}
 
 
 def surrogates(e: Any) -> Answers:
-    """Loss, and how far patterns move, with each part of W_QK in its place."""
+    """Loss with each part of W_QK in its place."""
     return {
-        "heads": labels(e.heads),
-        "parts": list(e.parts),
-        "loss, clean": e.clean_loss,
-        "loss": e.loss,
-        "total variation of patterns": e.moved,
+        "parts": list(e.edits),
+        "loss, clean": e.clean.mean(),
+        "loss": e.edited.mean(1),
     }
 
 
-def _knockouts(w: World, **options: Any) -> Any:
-    options = {"targets": w.answers, "heads": w.heads, "controls": 2, **QUIET} | options
-    return live.head_knockouts(w.model, w.prompts, options.pop("metric", "difference"), **options)
+def _surrogates(w: World) -> Any:
+    edit = partial(live.surrogate, w.model, w.basis, [(1, head) for head in range(4)], rank=4)
+    parts = ("low_rank", "none") if w.rotary else ("structured", "low_rank", "diagonal", "none")
+    edits = {part: edit(part=part) for part in parts}
+    if not w.rotary:
+        edits["random"] = edit(part="structured", random=True)
+    return live.effects(w.model, w.prompts, edits)
 
 
-def _paths(w: World, **options: Any) -> Any:
-    options = {"targets": w.answers, "controls": 0, **QUIET} | options
-    readers = options.pop("receivers", ["mlp1", "output"])
-    return live.head_paths(w.model, w.prompts, options.pop("senders", "L0H1"), readers, **options)
+def _measured(w: World, edits: Any, metric: str = "difference", **options: Any) -> Any:
+    right, wrong = zip(*w.answers)
+    if metric == "difference":
+        options |= {"answer": right, "other": wrong}
+    return live.effects(w.model, w.prompts, edits, metric=metric, **options)
+
+
+def _knockouts(w: World, *, controls: int = 2, together: bool = False, **options: Any) -> Any:
+    more = {k: options.pop(k) for k in ("by", "reference") if k in options}
+    edits = live.each(w.model, w.heads, **more)
+    if together:
+        edits = {"+".join(labels(w.heads)): live.heads(w.model, w.heads, **more)}
+    return _measured(w, edits, control="heads", draws=controls, **options)
+
+
+def _paths(w: World, *, controls: int = 0, receivers: Any = None, **options: Any) -> Any:
+    more = {k: options.pop(k) for k in ("by", "between", "counterfactual") if k in options}
+    if "counterfactual" in more:
+        more |= {"reference": w.prompts}
+    readers = receivers or ["mlp1", "output"]
+    edits = {"to " + name: live.path(w.model, "L0H1", name, **more) for name in readers}
+    beside = {"control": "heads", "draws": controls} if controls else {}
+    return _measured(w, edits, **beside, **options)
 
 
 RUNS = {"*": (1e-4, "a difference of two runs of the model, smaller than either")}
 NEAR_ZERO = "a difference of mean losses that is near zero"
-SMALL = {"necessity, *": (2e-3, NEAR_ZERO), "sufficiency, *": (2e-3, NEAR_ZERO), **RUNS}
-BY_PROMPT = {"loss": 1, "KL from the clean run": 1, "effect by prompt": -1, "metric, clean": 0}
+SMALL = {"necessity, *": (2e-3, NEAR_ZERO), **RUNS}
+BY_PROMPT = {"loss": 1, "effect by prompt": -1, "metric, clean": 0}
 
 EFFECTS = (
     Subject(
         name="effects of a term",
         covers=("effects",),
-        call=lambda w, **o: live.necessity_sufficiency(
-            w.model, w.prompts, w.basis, w.head, **given(o, term="content", draws=2, **QUIET)
-        ),
+        call=_necessity,
         answers=necessity,
         variants={"content": {}, "position": {"term": "position"}},
-        order=BY_PROMPT,
-        seeds=("*",),
-        drawn=("induction loss", "*swap*", "loss", "KL*", "cosine*"),
-        gauge={"necessity, *": NEAR_ZERO, "sufficiency, *": NEAR_ZERO},
+        order={"loss": 1},
+        without={"order:*p of changes": "prompts get their sign flips in their order"},
+        gauge={"necessity, *": NEAR_ZERO},
         tolerance=SMALL,
-        without={
-            "order:*": "of the swap, " + ORDERED,
-            "empty:sufficiency, *": "a random model loses nothing by bias terms alone",
-        },
     ),
     Subject(
         name="effects of an edge",
         covers=("effects",),
-        call=lambda w, **o: live.edge_necessity(
-            w.model, w.prompts, "L0H0", w.heads[1], **given(o, controls=2)
-        ),
-        answers=edge_necessity,
+        call=_edge_effects,
+        answers=conditions,
         variants={"key": {}, "value": {"side": "value"}, "query": {"side": "query"}},
         drawn=("loss", "change of loss, swap*"),
         tolerance=RUNS,
@@ -298,18 +331,18 @@ EFFECTS = (
     ),
     Subject(
         name="effects of knockouts",
-        covers=("effects",),
+        covers=("effects", "interventions.each"),
         call=_knockouts,
         reference=reference.knockouts,
         answers=knockouts,
         variants={
-            "difference": {"attributions": True},
-            "loss": {"metric": "loss", "targets": None},
+            "difference": {},
+            "loss": {"metric": "loss"},
             "zero": {"by": "zero"},
             "reference": {"reference": lambda w: w.prompts_other},
-            "one set": {"heads": lambda w: {"both": w.heads}},
+            "one set": {"together": True},
         },
-        order={"effect by prompt": 1, "metric, clean": 0, "attribution, *": 1},
+        order={"effect by prompt": 1, "metric, clean": 0},
         tolerance=RUNS,
         seeds=("effect of random sets", "effect beyond random sets*"),
         drawn=("effect of random sets", "effect beyond random sets*"),
@@ -321,12 +354,15 @@ EFFECTS = (
         covers=("effects", "interventions.path"),
         call=_paths,
         reference=reference.paths,
-        answers=beside_controls,
+        answers=paths,
         variants={
             "frozen between": {},
-            "live between": {"between": "live", "receivers": "output"},
+            "live between": {"between": "live", "receivers": ["output"]},
             "query and value": {"receivers": lambda w: _inputs(w)},
-            "counterfactual": {"by": "prompt", "reference": lambda w: w.prompts_other},
+            "counterfactual": {
+                "by": "counterfactual",
+                "counterfactual": lambda w: w.prompts_other,
+            },
             "beside random senders": {"controls": 2},
         },
         order={"effect by prompt": -1, "metric, clean": 0},
@@ -337,9 +373,9 @@ EFFECTS = (
     Subject(
         name="effects of surrogates",
         covers=("effects",),
-        call=lambda w: live.surrogate_effect(w.model, w.prompts, w.basis, layers=[1], rank=4),
+        call=_surrogates,
         answers=surrogates,
-        drawn=("loss", "total variation of patterns"),
+        drawn=("loss",),
     ),
 )
 SUBJECTS = (*EDITS, *EFFECTS)

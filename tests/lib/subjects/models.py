@@ -82,7 +82,7 @@ def _planes(w: World) -> Any:
     view, layer = tlg.view(w.model), 1 if w.kind != "smollm2" else 4
     with torch.no_grad():
         cache = w.model.run_with_cache(w.ids)[1]
-    return models.rotary_planes(view.layer(layer, cache))
+    return view.layer(layer, cache).planes()
 
 
 def _untrained(w: World, **options: Any) -> Answers:
@@ -249,8 +249,14 @@ def _of_file(w: World) -> Any:
 def _templates(w: World) -> Any:
     template = "w5 {a} w6 {b} w7 {a}" if w.tiny else "def {a}({b}): return {a}"
     words = ("w9", "w10", "w11", "w12") if w.tiny else ("get", "x", "set", "y")
-    rows = [{"a": words[0], "b": words[1]}, {"a": words[2], "b": words[3]}]
-    return corpus.aligned_prompts(w.model, template, rows, prepend_bos=True)
+    texts = [template.format(a=words[0], b=words[1]), template.format(a=words[2], b=words[3])]
+    places = {"a": "w5 {a}", "b": "w6 {b}"} if w.tiny else {"a": "def {a}", "b": "({b}"}
+    positions: Any = {
+        name: [piece.format(a=words[i], b=words[i + 1]) for i in (0, 2)]
+        for name, piece in places.items()
+    }
+    positions |= {"a2": -1, "end": -1}
+    return corpus.prompts(w.model, texts, positions=positions, prepend_bos=True).as_windows()
 
 
 def _known(w: World) -> Any:

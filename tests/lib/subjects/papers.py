@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import tl_geometry as tlg
+import torch
+
 from tests.lib.subjects.decomposition import STATES
 from tests.lib.subjects.row import Answers, Subject
 from tests.lib.worlds import QUIET, World
@@ -27,19 +27,13 @@ def ours(t: Any) -> Answers:
     return {name(row): float(row["ours"]) for row in rows}
 
 
-def _settings(w: World) -> Any:
-    return papers.settings_for(tlg.view(w.model))
-
-
 def _song_zhong(w: World, **options: Any) -> Any:
     small = {"length": 16, "contexts": 24, "fresh": 8, "states": 3, "k": 5}
     small |= {"topic_windows": 6, "topic_length": 16}
-    settings = replace(_settings(w), **small)
-    settings = settings.exact() if options.pop("exact", False) else settings
     ids, topics = w.corpus.flatten(), None
     if options.pop("topics", False):
         topics = list(w.fresh.flatten().split(200))[:3]
-    return papers.song_zhong(w.model, ids, settings=settings, topics=topics, **QUIET)
+    return papers.song_zhong(w.model, ids, topics=topics, **small, **options, **QUIET)
 
 
 def _sarfati(w: World, **options: Any) -> Any:
@@ -53,7 +47,7 @@ SUBJECTS = (
         covers=("papers.song_zhong",),
         call=_song_zhong,
         answers=ours,
-        variants={"published": {}, "exact": {"exact": True}, "topics": {"topics": True}},
+        variants={"published": {}, "exact": {"quirks": ()}, "topics": {"topics": True}},
         only={"*": lambda w: w.kind in ("gpt2", "bloom", "embedded")},
         drawn=("*",),
         gauge={"*": STATES},
@@ -80,7 +74,34 @@ SUBJECTS = (
         only={"*": lambda w: w.kind in ("gpt2", "llama", "embedded")},
         gauge={"*": STATES},
     ),
+    Subject(
+        name="published_split",
+        covers=("papers.published_split",),
+        call=lambda w, **o: papers.published_split(w.model, w.ids, w.basis, 1, **o),
+        answers=lambda terms: {f"{a}-{b}": scores for (a, b), scores in terms.items()},
+        variants={"paper": {}, "reference": {"form": "reference"}},
+        only={"*": lambda w: w.kind in ("gpt2", "embedded")},
+        order={"*": 0},
+        gauge={"*": STATES},
+    ),
+    Subject(
+        name="factorisation_gap",
+        covers=("papers.factorisation_gap",),
+        call=lambda w: _gap(w),
+        answers=lambda gap: {"log kernel": gap.log_lhs, "gap": gap.r, "bound": gap.bound},
+        only={"*": lambda w: w.kind in ("gpt2", "embedded")},
+        without={"order:*": "it takes the first contexts of the basis"},
+        gauge={"*": STATES},
+    ),
 )
+
+
+def _gap(w: World) -> Any:
+    rows = (w.basis.ctx[1][:6], w.basis.pos[1][:6])
+    content, position = (torch.nn.functional.normalize(x, dim=-1) for x in rows)
+    kinds, drawn = ("content", "position"), torch.linspace(-1, 1, 36).view(6, 6).roll(7, 0)
+    A = {(a, b): drawn.roll(i + 2 * j, 1) for i, a in enumerate(kinds) for j, b in enumerate(kinds)}
+    return papers.factorisation_gap(content, position, A)
 
 
 def _nouns(w: World) -> list[str]:

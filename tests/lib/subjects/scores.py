@@ -59,14 +59,14 @@ def split(s: Any) -> Answers:
 
 def shares(table: Any) -> Answers:
     """Covariance and gain shares by term and by group, and the label of each head."""
-    found: Answers = {"heads": labels(table.heads), "sum of squared scores": table.sums.total}
+    found: Answers = {"heads": labels(table.heads), "sum of squared scores": table.total}
     found |= {"terms": [f"{a}, {b}" for a, b in table.pairs]}
     found |= {"cs by term": table.cs, "gs by term": table.gs}
-    found["attention to positions left out"] = table._mass()
+    found["attention to positions left out"] = table.dropped_mass
     sides = table.marginals()
     found |= {"cs by part and side": sides.cs, "gs by part and side": sides.gs}
     found |= {"first term by cs": list(table.by_term.by_cs)}
-    found |= {"first term by gs": list(table.by_term.by_gs), "lead": table.margin}
+    found |= {"first term by gs": list(table.by_term.by_gs), "lead": table.by_term.margin}
     for name, values in (("cs", table.group_cs), ("gs", table.group_gs)):
         for group in table.groups:
             found[f"{name} of {group}"] = values[:, table.groups.index(group)]
@@ -78,15 +78,14 @@ def shares(table: Any) -> Answers:
 def intervals(table: Any) -> Answers:
     """The same with intervals of shares and the null of position."""
     found = shares(table)
-    for name, of in (("cs", table.intervals), ("gs", table.gain_intervals)):
-        found |= interval(f"{name} by term, corrected", of)
-    for name, of in (("cs", table.group_intervals), ("gs", table.group_gain_intervals)):
-        found |= interval(f"{name} by group, corrected", of)
+    for by in ("term", "group"):
+        for name in ("cs", "gs"):
+            found |= interval(f"{name} by {by}, corrected", table.interval(name, by))
     found |= {
-        "cs of position by chance": table.details["cs_position_null"],
-        "cs of position by chance, 95%": table.details["cs_position_null_95"],
-        "p of position": table.details["p_position"],
-        "p of position, adjusted for heads": table.details["p_position_bh"],
+        "cs of position by chance": table.nulls["cs_position_null"],
+        "cs of position by chance, 95%": table.nulls["cs_position_null_95"],
+        "p of position": table.nulls["p_position"],
+        "p of position, adjusted for heads": table.nulls["p_position_bh"],
     }
     return found
 
@@ -104,8 +103,8 @@ def planes(table: Any) -> Answers:
     found |= {"cs by plane and term": table.cs, "gs by plane and term": table.gs}
     found |= {"cs by plane": table.total_cs, "gs by plane": table.total_gs}
     bands = table.by_band()
-    found |= columns("cs of band", bands.bands, bands.total_cs)
-    return found | columns("gs of band", bands.bands, bands.total_gs)
+    found |= columns("cs of band", bands.bands, bands.cs)
+    return found | columns("gs of band", bands.bands, bands.gs)
 
 
 def writers(table: Any) -> Answers:
@@ -231,8 +230,8 @@ SUBJECTS = (
         reference=reference.split,
         answers=split,
         variants={"blocks": {"parts": "blocks"}, "writers": {"parts": "writers"}},
-        order={**dict.fromkeys(CELLS, 0), "size of *": 1},
-        later=dict.fromkeys(CELLS, 2),
+        order={**dict.fromkeys(CELLS[1:], 0), "size of *": 1},
+        later=dict.fromkeys(CELLS[1:], 2),
         faults=("q", "k"),
         half=("pattern",),
         real=("blocks",),
@@ -259,7 +258,7 @@ SUBJECTS = (
     Subject(
         name="planes of a split",
         covers=("ScoreSplit",),
-        call=lambda w, **o: _split(w, **o).shares().planes(),
+        call=lambda w, **o: _split(w, **o).planes(),
         answers=planes,
         variants={"plain": {}, "normalized basis": {"basis": lambda w: w.normalized_basis}},
         only={"*": rotary},
@@ -317,7 +316,7 @@ SUBJECTS = (
     Subject(
         name="sweep_heads with intervals",
         covers=("sweep_heads", "SweepTable"),
-        call=lambda w, **o: _sweep(w, detail=("intervals", "nulls"), **o),
+        call=lambda w, **o: _sweep(w, intervals=True, **o),
         answers=intervals,
         batches=(3,),
         seeds=("cs of position by chance*", "p of position*"),
@@ -333,7 +332,7 @@ SUBJECTS = (
     Subject(
         name="sweep_heads by planes",
         covers=("sweep_heads", "SweepTable"),
-        call=lambda w, **o: _sweep(w, detail="planes", **o).planes(),
+        call=lambda w, **o: _sweep(w, planes=True, **o).planes(),
         answers=planes,
         variants={"plain": {}, "normalized basis": {"basis": lambda w: w.normalized_basis}},
         only={"*": rotary},

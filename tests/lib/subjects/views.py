@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import plotly.graph_objects  # noqa: F401 (its first import adds a filter of warnings)
+
 import tl_geometry as tlg
 from tests.lib.subjects.circuits import composition, faithfulness
 from tests.lib.subjects.row import Answers, Subject, rotary
@@ -41,17 +43,12 @@ def _skips(w: World) -> Any:
 
 
 def _planes(w: World) -> Any:
-    return tlg.sweep_heads(w.model, w.fresh, w.basis, detail="planes", **QUIET).planes()
+    return tlg.sweep_heads(w.model, w.fresh, w.basis, planes=True, **QUIET).planes()
 
 
-def _necessity(w: World) -> Any:
-    return interventions.necessity_sufficiency(
-        w.model, w.prompts, w.basis, w.head, "content", draws=1, **QUIET
-    )
-
-
-def _surrogates(w: World) -> Any:
-    return interventions.surrogate_effect(w.model, w.prompts, w.basis, layers=[1], rank=4)
+def _effects(w: World) -> Any:
+    edit = {"without content": interventions.term(w.model, w.basis, "content", w.head)}
+    return interventions.effects(w.model, w.prompts, edit, control=["shrink", "terms"])
 
 
 VIEWS: dict[str, Callable[[World], Any]] = {
@@ -75,8 +72,7 @@ VIEWS: dict[str, Callable[[World], Any]] = {
     "coverage_curves": lambda w: render.coverage_curves(tlg.token_readout(w.model, matrix="OV")),
     "sphere_paths": lambda w: render.sphere_paths(sphere.token_paths(w.model, w.ids, w.basis)),
     "weight_blocks": lambda w: render.weight_blocks(_geometry(w)),
-    "effect_bars": lambda w: render.effect_bars(_necessity(w)),
-    "surrogate_bars": lambda w: render.surrogate_bars(_surrogates(w)),
+    "effect_bars": lambda w: render.effect_bars(_effects(w)),
     "composition_figure": lambda w: render.composition_figure(composition(w)),
     "faithfulness_curve": lambda w: render.faithfulness_curve(faithfulness(w)),
     "token_attribution": lambda w: render.token_attribution(w.graph.tokens()),

@@ -56,7 +56,6 @@ COMMANDS = (
     ),
     _with("a device of no name", fit("--device", "toaster"), "device"),
     _with("a dtype of no name", fit("--dtype", "float7"), "dtype"),
-    _with("a class of no name", fit("--class", "hook"), "class"),
     _with("a basis into a folder", fit("--out", "."), "out"),
     _with("a basis below a file", fit("--out", "a.txt/b.safetensors"), "out|a.txt"),
     Command(

@@ -42,8 +42,8 @@ def masked(s: Scene, mask: int) -> dict[str, torch.Tensor]:
     return {"input_ids": s.w.corpus, "attention_mask": full}
 
 
-def template(s: Scene, rows: Any, text: str = "def {f}({x})") -> Any:
-    return corpus.aligned_prompts(s.model, text, rows, prepend_bos=True)
+def prompts(s: Scene, texts: Any = ("a b", "c"), **options: Any) -> Any:
+    return corpus.prompts(s.model, list(texts), **{"prepend_bos": True, **options})
 
 
 GROUPS = (
@@ -67,7 +67,6 @@ GROUPS = (
             "floats": ({"tokens": lambda s: s.w.corpus.float()}, "tokens"),
             "truth values": ({"tokens": lambda s: s.w.corpus > 3}, "tokens"),
             "complex numbers": ({"tokens": lambda s: s.w.corpus.to(torch.complex64)}, "tokens"),
-            "one row": ({"tokens": lambda s: s.w.corpus[0]}, "tokens"),
             "three axes": ({"tokens": lambda s: s.w.corpus[None]}, "tokens"),
             "no contexts": ({"tokens": lambda s: s.w.corpus[:0]}, "tokens"),
             "no positions": ({"tokens": lambda s: s.w.corpus[:, :0]}, "tokens"),
@@ -90,12 +89,12 @@ GROUPS = (
             "a cache": ({"tokens": lambda s: s.model.run_with_cache(s.ids)[1]}, "tokens"),
             "a basis": ({"tokens": lambda s: s.w.basis}, "tokens"),
             "padding by a mask": ({"tokens": lambda s: masked(s, 0)}, "mask"),
-            "a data set without ids": ({"tokens": lambda s: columns([{"label": 1}])}, "dataset"),
+            "a data set without ids": ({"tokens": lambda s: columns([{"label": 1}])}, "tokens"),
             "a path": ({"tokens": lambda s: s.path("a.txt", CODE)}, "tokens"),
             "a path to nothing": ({"tokens": lambda s: s.folder / "no.npy"}, "tokens"),
             "texts of unequal length": (
                 {"tokens": lambda s: ["a b c d", "a"]},
-                "texts|prepend_bos",
+                "tokens",
             ),
         },
     ),
@@ -122,7 +121,7 @@ GROUPS = (
             "a file with a byte order mark": {
                 "texts": lambda s: s.path("a.txt", b"\xef\xbb\xbf" + CODE.encode())
             },
-            "a data set": {"texts": lambda s: columns([{"text": CODE}])},
+            "a column": {"texts": lambda s: columns([{"text": CODE}])["text"]},
             "labels": {"texts": [CODE, CODE], "labels": [0, 1]},
         },
         wrong={
@@ -186,17 +185,26 @@ GROUPS = (
         },
     ),
     Group(
-        name="prompts of a template",
-        call=template,
+        name="prompts",
+        call=prompts,
         holds=lambda s, found: len(found) == 2,
-        right={"two rows": {"rows": [{"f": "a", "x": "b"}, {"f": "c", "x": "d"}]}},
+        right={
+            "two texts": {},
+            "counterfactuals": {"counterfactuals": ["c d", "a"]},
+            "an answer": {"answers": 5},
+            "positions": {"positions": {"first": 1, "last": -1}},
+        },
         wrong={
-            "a slot that nobody fills": ({"rows": [{"f": "get"}]}, "rows"),
-            "no rows": ({"rows": []}, "rows|texts"),
-            "unequal lengths": (
-                {"rows": [{"f": "a", "x": "y"}, {"f": "a", "x": "y, z = 3"}]},
-                "texts",
+            "none": ({"texts": []}, "tokens|prepend_bos"),
+            "a counterfactual too few": ({"counterfactuals": ["c d"]}, "counterfactuals"),
+            "a longer counterfactual": (
+                {"counterfactuals": ["a b", "c = 1 + 2 + 3"]},
+                "counterfactuals",
             ),
+            "an answer of no id": ({"answers": -1}, "answers"),
+            "answers of other prompts": ({"answers": [5, 6, 7]}, "answers"),
+            "a position beyond": ({"positions": {"x": 99}}, "position"),
+            "a position that is not there": ({"positions": {"x": "zz"}}, "position"),
         },
     ),
     Group(

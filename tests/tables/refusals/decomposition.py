@@ -125,7 +125,7 @@ GROUPS = (
             "a path as a null": ({"ask": lambda s: lambda b: b.anova(null=NOT_A_BASIS)}, "null"),
             "a null of other states": (
                 {"ask": lambda s: lambda b: b.anova(null=fitted(s, states=[0]))},
-                "null",
+                "state",
             ),
         },
     ),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from tests.lib.models import HAS_HOOKED, hf_model
+from tests.lib.models import HAS_HOOKED, hf_model, hooked_of
 from tests.lib.worlds import world
 from tests.tables.refusals.changed_models import altered, made, with_bos, with_text
 from tests.tables.refusals.row import Row, Scene
@@ -53,6 +53,10 @@ USES: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
 }
 
 
+UNFLAGGED = ("trajectories", "edge_scores")
+"""Where a single padding token at the end of some rows is not said yet."""
+
+
 def _padding() -> Iterator[Row]:
     for name, use in USES.items():
         sides = {"the right": {"right": 3}, "the left": {"left": 3}, "one at the end": {"right": 1}}
@@ -63,7 +67,7 @@ def _padding() -> Iterator[Row]:
                 what="tokens|prompts|padding",
                 holds=mentions("pad"),
                 either=True,
-                today=WRONG,
+                today=WRONG if side == "one at the end" and name in UNFLAGGED else "",
             )
         yield Row(
             name=f"1 no padding: {name}",
@@ -114,8 +118,8 @@ PASSES: dict[str, Callable[[Scene], Any]] = {
     "decompose": lambda s: tlg.decompose(s.model, s.ids, **QUIET),
     "split_scores": lambda s: tlg.split_scores(s.model, s.ids, s.w.basis, heads="L1H0"),
     "trajectories": lambda s: tlg.trajectories(s.model, s.w.pilots, **QUIET),
-    "knockouts": lambda s: interventions.head_knockouts(
-        s.model, s.ids, "loss", heads="L1H0", controls=0, **QUIET
+    "knockouts": lambda s: interventions.effects(
+        s.model, s.ids, interventions.each(s.model, "L1H0", by="zero")
     ),
     "trace_logit": lambda s: tlg.trace_logit(s.model, s.ids[:1, :6], 5),
 }
@@ -153,7 +157,7 @@ def seen_before(s: Scene) -> bool:
 
 
 def generated(s: Scene, cached: bool) -> Any:
-    edit = interventions.remove_heads(s.model, "L1H0", "mean", reference=s.w.corpus)
+    edit = interventions.heads(s.model, "L1H0", reference=s.w.corpus)
     with edit, torch.no_grad():
         return s.model.generate(
             s.ids[:1, :6],
@@ -165,9 +169,10 @@ def generated(s: Scene, cached: bool) -> Any:
 
 
 def templated(s: Scene, begin: str) -> Any:
-    rows = [{"x": "value"}, {"x": "name"}]
-    prompts = corpus.aligned_prompts(s.model, begin + "def f({x}):", rows, prepend_bos=False)
-    return prompts, int(prompts.tokens[0, prompts.positions["x"]])
+    texts = [f"{begin}def f({x}):" for x in ("value", "name")]
+    places = {"x": ["value", "name"]}
+    prompts = corpus.prompts(s.model, texts, positions=places, prepend_bos=False)
+    return prompts, int(prompts.ids[0][prompts.at("x")[0]])
 
 
 def begins_with_bos(s: Scene, found: Any) -> bool:
@@ -200,7 +205,7 @@ def in_hooked(s: Scene, architecture: str, **changes: Any) -> bool:
         hf, ids = hf_model(architecture, **changes), torch.arange(3, 43)[None]
         with torch.no_grad():
             wanted = hf(ids).logits.log_softmax(-1)
-            model = tlg.models.from_hf(hf, model_class="hooked")
+            model = hooked_of(hf)
             found = model(ids, return_type="logits").log_softmax(-1)
     return bool((found - wanted).abs().max() < 1e-3)
 
@@ -252,7 +257,6 @@ ROWS: tuple[Row, ...] = (
             name=f"2 {architecture} in training mode, without a dropout module",
             call=lambda s, a=architecture: trained(a, True),
             what=".",
-            today=WRONG,
         )
         for architecture in DROPOUTS
     ),
@@ -268,14 +272,16 @@ ROWS: tuple[Row, ...] = (
             name=f"3 products of medium precision: {name}",
             call=lowered(call),
             what=".",
-            today=WRONG,
         )
         for name, call in PASSES.items()
     ),
     *(Row(name=f"3 products of full precision: {n}", call=call) for n, call in PASSES.items()),
     *(
         Row(
-            name=f"4, 23 after the basis, other {how}", call=changed(how), what="basis", today=WRONG
+            name=f"4, 23 after the basis, other {how}",
+            call=changed(how),
+            what="basis",
+            today="" if how == "rotary frequencies" else WRONG,
         )
         for how in (
             *("rotary frequencies", "activation", "routing"),
@@ -287,20 +293,17 @@ ROWS: tuple[Row, ...] = (
         name="4 a view made before the BOS token",
         call=seen_before,
         holds=lambda s, found: found,
-        today=WRONG,
     ),
     Row(
         name="5 a mean of heads after cached keys",
         call=lambda s: generated(s, True),
         what=".",
-        today=WRONG,
     ),
     Row(name="5 a mean of heads in whole passes", call=lambda s: generated(s, False)),
     Row(
         name="6 a template that begins with BOS",
         call=lambda s: templated(s, s.model.tokenizer.bos_token),
         holds=begins_with_bos,
-        today=WRONG,
     ),
     *(
         Row(
@@ -336,7 +339,6 @@ ROWS: tuple[Row, ...] = (
         name="10 a loader that puts positions first",
         call=lambda s: tlg.decompose(s.model, collated(s, False), **QUIET),
         what="tokens",
-        today=WRONG,
     ),
     Row(
         name="10 a loader that puts rows first",
@@ -366,7 +368,6 @@ ROWS: tuple[Row, ...] = (
         what="tokens",
         holds=mentions("bos"),
         either=True,
-        today=WRONG,
     ),
     Row(
         name="13 a tokenizer that adds BOS by default",
@@ -389,12 +390,10 @@ ROWS: tuple[Row, ...] = (
         ),
         what="texts",
         either=True,
-        today="hangs",
     ),
     Row(
         name="22 many short texts",
         call=many_texts,
         holds=lambda s, seconds: seconds < 1.5,
-        today="formats the text of an error though nothing is wrong",
     ),
 )

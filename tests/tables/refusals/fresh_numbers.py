@@ -112,8 +112,8 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "weight_geometry": lambda s: tlg.weight_geometry(s.model, s.w.basis, layers=0, draws=1),
     "token_readout": lambda s: tlg.token_readout(s.model, heads="L1H0"),
     "token_paths": lambda s: tlg.token_paths(s.model, s.ids),
-    "knockouts": lambda s: interventions.head_knockouts(
-        s.model, s.ids, "loss", heads="L1H0", controls=0, **QUIET
+    "knockouts": lambda s: interventions.effects(
+        s.model, s.ids, interventions.each(s.model, "L1H0", by="zero")
     ),
 }
 STATES = {"float64": {"dtype": torch.float64}, "meta": {"device": "meta"}}

@@ -13,38 +13,38 @@ from tl_geometry import interventions
 
 def term(s: Scene, ids: Any = None, **options: Any) -> Any:
     """Logits without a term."""
-    given = {"basis": s.w.basis, "term": "pos-pos", "heads": "L1H0", **options}
-    return s.logits(interventions.remove_term(s.model, **given), ids)
+    given = {"basis": s.w.basis, "names": "pos-pos", "heads": "L1H0", **options}
+    return s.logits(interventions.term(s.model, **given), ids)
 
 
 def planes(s: Scene, planes: Any, w: Any = None, **options: Any) -> Any:
     w = w or s.rotary
-    edit = interventions.remove_planes(w.model, planes, **{"heads": "L1H0", **options})
+    edit = interventions.planes(w.model, planes, **{"heads": "L1H0", **options})
     return s.logits(edit, w.ids, w.model)
 
 
 def edge(s: Scene, writer: Any = "L0H0", tokens: Any = None, **options: Any) -> Any:
     given = {"heads": "L1H0", **options}
     tokens = s.ids if tokens is None else tokens
-    return s.logits(interventions.remove_edge(s.model, tokens, writer, **given))
+    return s.logits(interventions.edge(s.model, tokens, writer, **given))
 
 
 def removed(
     s: Scene, heads: Any = "L0H0", by: str = "zero", ids: Any = None, **options: Any
 ) -> Any:
-    return s.logits(interventions.remove_heads(s.model, heads, by, **options), ids)
+    return s.logits(interventions.heads(s.model, heads, by=by, **options), ids)
 
 
-def knocked(s: Scene, prompts: Any = None, **options: Any) -> Any:
-    given: dict[str, Any] = {"heads": "L1H0", "controls": 0, "progress": False}
-    targets = {} if "metric" in options else {"targets": [(5, 9), (7, 3)]}
+def measured(s: Scene, prompts: Any = None, heads: Any = "L1H0", **options: Any) -> Any:
+    given: dict[str, Any] = {"metric": "difference", "answer": [5, 7], "other": 9, **options}
     prompts = s.ids[:2] if prompts is None else prompts
-    return interventions.head_knockouts(s.model, prompts, **{**given, **targets, **options})
+    edits = {"removed": interventions.heads(s.model, heads)}
+    return interventions.effects(s.model, prompts, edits, **given)
 
 
 def patched(s: Scene, senders: Any = "L0H0", receivers: Any = "output", **options: Any) -> Any:
-    given: dict[str, Any] = {"controls": 0, "progress": False, "metric": "loss", **options}
-    return interventions.head_paths(s.model, s.w.prompts, senders, receivers, **given)
+    given: dict[str, Any] = {"by": "zero", **options}
+    return s.logits(interventions.path(s.model, senders, receivers, **given))
 
 
 def surrogate(s: Scene, **options: Any) -> Any:
@@ -54,15 +54,15 @@ def surrogate(s: Scene, **options: Any) -> Any:
 
 def opened(s: Scene, act: Any) -> Any:
     """An edit that is open while the user acts on the model."""
-    edit = interventions.remove_term(s.model, s.w.basis, "pos-pos", "L1H0")
+    edit = interventions.term(s.model, s.w.basis, "pos-pos", "L1H0")
     with edit, torch.no_grad():
         return act(s.model)
 
 
 def listed(s: Scene, times: int = 1, ids: Any = None) -> Any:
     """The hooks of an edit, given to TransformerLens."""
-    edit = interventions.remove_term(s.model, s.w.basis, "pos-pos", "L1H0")
-    hooks = [hook for _ in range(times) for hook in edit.hooks()]
+    edit = interventions.term(s.model, s.w.basis, "pos-pos", "L1H0")
+    hooks = [hook for _ in range(times) for hook in edit]
     with torch.no_grad():
         return s.model.run_with_hooks(s.ids if ids is None else ids, fwd_hooks=hooks)
 
@@ -81,8 +81,8 @@ def generated(s: Scene, cached: bool) -> Any:
 
 
 TERMS = {
-    "a term of no name": ({"term": "pos-nothing"}, "term"),
-    "a term of three parts": ({"term": ("pos", "pos", "pos")}, "term"),
+    "a term of no name": ({"names": "pos-nothing"}, "term"),
+    "a term of three parts": ({"names": ("pos", "pos", "pos")}, "term"),
 }
 
 GROUPS = (
@@ -91,9 +91,9 @@ GROUPS = (
         call=term,
         right={
             "named": {},
-            "a pair": {"term": ("pos", "cvec")},
-            "a group": {"term": "content"},
-            "several": {"term": ["pos-pos", "pos-cvec"], "heads": ["L0H0", "L1H1"]},
+            "a pair": {"names": ("pos", "cvec")},
+            "a group": {"names": "content"},
+            "several": {"names": ["pos-pos", "pos-cvec"], "heads": ["L0H0", "L1H1"]},
         },
         wrong={
             **BASES,
@@ -106,10 +106,10 @@ GROUPS = (
     Group(
         name="the mean of a term",
         call=lambda s, ids: s.logits(
-            interventions.mean_term(s.model, s.w.basis, "cvec-cvec", "L1H0"), ids
+            interventions.term(s.model, s.w.basis, "cvec-cvec", "L1H0", how="mean"), ids
         ),
         right={"over three prompts": {"ids": lambda s: s.ids}},
-        wrong={"over one": ({"ids": lambda s: s.ids[:1]}, "mean_term|prompts|tokens")},
+        wrong={"over one": ({"ids": lambda s: s.ids[:1]}, "prompts|tokens")},
     ),
     Group(
         name="an edit that is open",
@@ -121,14 +121,14 @@ GROUPS = (
         name="an edit while text is generated",
         call=generated,
         right={"without a cache": {"cached": False}},
-        wrong={"with a cache": ({"cached": True}, "edit|pass")},
+        wrong={"with a cache": ({"cached": True}, "edit|pass|tokens")},
     ),
     Group(
         name="a list of hooks",
         call=listed,
         right={"once": {}},
         wrong={
-            "twice": ({"times": 2}, "heads"),
+            "twice": ({"times": 2}, "inside an edit"),
             "prompts without BOS": ({"ids": lambda s: s.ids[:, 1:]}, "tokens"),
         },
     ),
@@ -168,31 +168,35 @@ GROUPS = (
         wrong={
             **HEADS,
             "by no name": ({"by": "median"}, "^by"),
-            "a mean of no prompts": ({"by": "mean"}, "remove_heads|reference"),
+            "a mean of no prompts": ({"by": "mean"}, "reference"),
             "a mean of shorter prompts": (
                 {"by": "mean", "reference": lambda s: s.ids[:, :3]},
-                "remove_heads|reference|tokens",
+                "reference|tokens",
             ),
             "another prompt of one": (
                 {"by": "prompt", "ids": lambda s: s.ids[:1]},
-                "remove_heads|prompts|tokens",
+                "prompts|tokens",
             ),
         },
     ),
     Group(
-        name="knockouts",
-        call=knocked,
-        right={"of a difference": {}, "of the loss": {"metric": "loss"}},
+        name="effects",
+        call=measured,
+        right={
+            "of a difference": {},
+            "of the loss": {"metric": "loss"},
+            "one prompt": {"prompts": lambda s: s.ids[:1], "answer": 5},
+        },
         wrong={
             **HEADS,
-            "targets in words": ({"targets": "ab"}, "targets"),
-            "targets beyond the vocabulary": ({"targets": (5, 10**6)}, "token|targets"),
-            "targets of three prompts": ({"targets": [(5, 6)] * 3}, "targets"),
-            "no targets": ({"targets": None}, "targets"),
-            "one prompt": ({"prompts": lambda s: s.ids[:1]}, "prompts|targets"),
+            "tokens beyond the vocabulary": ({"answer": 10**6}, "token|answer"),
+            "tokens of three prompts": ({"answer": [5, 6, 7]}, "answer"),
+            "no tokens": ({"answer": None}, "answer"),
             "a number as a metric": ({"metric": 5}, "metric"),
             "a metric of no name": ({"metric": "accuracy"}, "metric"),
-            "fewer controls than none": ({"controls": -1}, "controls"),
+            "a control of no name": ({"control": "neurons"}, "control"),
+            "a control that no edit has": ({"control": "planes"}, "control"),
+            "one draw": ({"control": "heads", "draws": 1}, "draws"),
             "a position beyond": ({"position": 99}, "position"),
         },
     ),
@@ -201,17 +205,21 @@ GROUPS = (
         call=patched,
         right={"to the output": {}, "to queries": {"receivers": ["L1H0<q>", "L1H1<q>"]}},
         wrong={
-            "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "path|receivers"),
+            "to a block before": ({"senders": "L1H0", "receivers": ["L0H1<v>"]}, "senders"),
             "to a head as a whole": ({"receivers": "L1H0"}, "receivers"),
-            "to a number": ({"receivers": 7}, "receivers"),
-            "to nothing": ({"receivers": {}}, "receivers"),
+            "to a number": ({"receivers": [7]}, "receivers"),
+            "to nothing": ({"receivers": []}, "receivers"),
             "from nothing": ({"senders": []}, "head|senders"),
             "of no kind": ({"between": "all"}, "between"),
             "counterfactuals of other length": (
-                {"by": "prompt", "reference": lambda s: s.w.prompts_other[:, :6]},
-                "reference",
+                {
+                    "by": "counterfactual",
+                    "reference": lambda s: s.ids,
+                    "counterfactual": lambda s: s.ids[:, :6],
+                },
+                "counterfactuals",
             ),
-            "a receiver beyond the prompt": ({"receiver_position": 99}, "position"),
+            "a receiver beyond the prompt": ({"positions": 99}, "position"),
         },
     ),
     Group(
@@ -224,16 +232,5 @@ GROUPS = (
             "a part of no name": ({"part": "nothing"}, "part"),
             "no rank": ({"rank": 0}, "rank"),
         },
-    ),
-    Group(
-        name="necessity and sufficiency",
-        call=lambda s, **o: interventions.necessity_sufficiency(
-            s.model,
-            s.ids,
-            **{"basis": s.w.basis, "heads": "L1H0", "term": "content", "progress": False, **o},
-            draws=1,
-        ),
-        right={"content": {}},
-        wrong={**BASES, **HEADS, **TERMS},
     ),
 )

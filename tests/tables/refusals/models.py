@@ -218,7 +218,6 @@ GROUPS = (
             "a model that is not there": ({"name": "gpt-99"}, "model|gpt-99"),
             "a folder that is not there": ({"name": "./nothing"}, "model"),
             "a folder without a model": ({"name": lambda s: s.folder}, "model"),
-            "a class of no name": ({"name": "gpt2", "model_class": "hook"}, "model_class"),
             "a dtype of integers": ({"name": "gpt2", "dtype": torch.int64}, "dtype"),
             "a device of no name": ({"name": "gpt2", "device": "toaster"}, "device"),
             "a config that is no JSON": (

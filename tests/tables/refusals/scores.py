@@ -23,7 +23,7 @@ def values(s: Scene, **options: Any) -> Any:
 
 def sweep(s: Scene, **options: Any) -> Any:
     given: dict[str, Any] = {"basis": s.w.basis, "layers": 0, "progress": False, **options}
-    return tlg.sweep_heads(s.model, s.ids, **given)
+    return tlg.sweep_heads(s.model, given.pop("tokens", s.ids), **given)
 
 
 def own_parts(s: Scene, **changed: Any) -> dict[str, torch.Tensor]:
@@ -145,15 +145,19 @@ GROUPS = (
             "parts of a basis": {},
             "writers": {"parts": "writers", "basis": None},
             "in batches": {"batch_size": 2},
+            "intervals of others": {"tokens": lambda s: s.w.fresh, "intervals": True},
         },
         wrong={
             **BASES,
             "no basis": ({"basis": None}, "basis"),
             "parts of no name": ({"parts": "heads"}, "parts"),
-            "a detail of no name": ({"detail": "interval"}, "detail"),
-            "details of writers": (
-                {"parts": "writers", "basis": None, "detail": "intervals"},
-                "detail",
+            "intervals of windows that the basis has seen": (
+                {"tokens": lambda s: s.w.corpus, "intervals": True},
+                "intervals",
+            ),
+            "intervals of writers": (
+                {"parts": "writers", "basis": None, "intervals": True},
+                "parts",
             ),
             "a layer beyond": ({"layers": 99}, "layers"),
             "a layer below zero": ({"layers": -1}, "layers"),
@@ -214,7 +218,9 @@ GROUPS = (
         name="relative_kernel without rotation",
         call=lambda s, w: scores.relative_kernel(w.model, w.normalized_basis),
         right={"a rotary model": {"w": lambda s: s.rotary}},
-        wrong={"learned positions": ({"w": lambda s: s.w}, "layer|model")},
+        wrong={
+            "learned positions": ({"w": lambda s: s.w}, "layer|model", tlg.UnsupportedModelError)
+        },
     ),
     Group(
         name="head_type_scores",

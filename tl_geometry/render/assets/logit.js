@@ -9,7 +9,6 @@ const title = make('h1', '', {'aria-live': 'polite'});
 make('p', 'Arcs run from the chosen token to what heads read there; the wider, the more was written from it towards the target, red for it and blue against it. '
   + (DATA.queries.length > 1 ? 'Click an underlined token to see its own logit, ' : 'Click ') + 'a head to see it alone, a source to see why it was read.'
   + (DATA.queries.some(q => q.copies.length) ? ' Dashed tokens followed an earlier copy of the chosen one.' : ''), {class: 'how'});
-if (DATA.legend) make('p', DATA.legend, {class: 'how'});
 const text = make('div', null, {class: 'text', role: 'group', 'aria-label': 'text'});
 const arcs = add(text, 'svg', {'aria-hidden': 'true'});
 const known = new Map(DATA.queries.map((q, i) => [q.position, i]));
@@ -103,33 +102,16 @@ function cards() {
     const top = make('div', null, {class: 'top'}, card);
     const name = make('button', head.name, {type: 'button', 'aria-pressed': state.head === h}, top);
     name.onclick = () => only(h);
-    if (head.differs) make('span', '≠', {class: 'differs', role: 'img', title: head.removed, 'aria-label': `what it does is not what it writes: ${head.removed}`}, top);
     make('span', 'wrote ', null, top).appendChild(make('b', say(head.sum), {'data-value': head.sum}, top));
     make('span', ` of the logit ${plain(q.logit)}`, null, top);
-    if (head.removed) make('p', `in general it ${head.removed}`, {class: 'removed'}, card);
     head.pairs.forEach((pair, p) => why(card, pair, h, p, p === 0));
   });
-  if (q.unseen.length) unseen(q.unseen);
   const rest = make('section', null, {class: 'card rest', 'aria-label': 'everything else'}, sheet);
   make('div', 'Everything else', {class: 'top'}, rest);
   bars(q.rest, Math.max(...q.rest.map(r => Math.abs(r[1]))) || 1, 'everything else', rest);
   const sum = make('p', 'All that the page shows sums to ', {class: 'sum'}, rest);
   make('b', plain(q.total), {'data-value': q.total}, sum); sum.append('; the model’s logit of ');
   make('code', q.target, null, sum); sum.append(' is '); make('b', plain(q.logit), {'data-value': q.logit}, sum);
-}
-/* Heads without a card of which the knockout is not what they write. */
-function unseen(heads) {
-  const card = make('section', null, {class: 'card rest', 'aria-label': 'other heads that disagree'}, sheet);
-  make('div', 'Other heads: what they do is not what they write', {class: 'top'}, card);
-  const entry = ([name, said], parent) => {
-    const row = make('p', null, {class: 'removed', 'data-head': name}, parent);
-    make('span', '≠', {class: 'differs', 'aria-hidden': 'true'}, row); make('b', name, null, row); row.append(` ${said}`);
-  };
-  heads.slice(0, DATA.most).forEach(head => entry(head, card));
-  if (heads.length <= DATA.most) return;
-  const more = make('details', null, null, card);
-  make('summary', `${heads.length - DATA.most} more, of smaller effects`, null, more);
-  heads.slice(DATA.most).forEach(head => entry(head, more));
 }
 /* One source of one head: what was written, and why it was read. */
 function why(card, pair, h, p, open) {
