@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import plotly.graph_objects  # noqa: F401 (its first import adds a filter of warnings)
+import plotly.offline  # noqa: F401 (its first import adds filters of warnings)
 
 import tl_geometry as tlg
 from tests.lib.subjects.circuits import composition, faithfulness
