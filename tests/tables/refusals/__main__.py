@@ -111,7 +111,9 @@ def main() -> None:
     """All calls, in the order of the tables."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        traces = Traces(Scene(Path(folder)))
+        scene = Scene(Path(folder))
+        traces = Traces(scene)
+        ROWS[0].call(scene)  # what is imported at the first call takes no time of a row
     for row in ROWS:
         with tempfile.TemporaryDirectory() as folder:
             found[row.name] = outcome(row, Path(folder), traces)

@@ -234,7 +234,7 @@ def latex_of(s: Scene, text: str) -> list[str]:
 def many_texts(s: Scene) -> float:
     """Seconds that it takes to cut many short texts."""
     began = time.process_time()
-    tlg.windows(s.model, ["def f(x): return x + 1"] * 5000, 6, prepend_bos=True)
+    tlg.windows(s.model, ["def f(x): return x + 1"] * 10_000, 6, prepend_bos=True)
     return time.process_time() - began
 
 
@@ -395,5 +395,6 @@ ROWS: tuple[Row, ...] = (
         name="22 many short texts",
         call=many_texts,
         holds=lambda s, seconds: seconds < 1.5,
+        today="takes 0.2 ms a text",
     ),
 )
