@@ -4,13 +4,11 @@ numbers through these functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-K = TypeVar("K")
 LARGE = 2**20
 """Bytes above which a tensor is copied alone: packing would need its memory a second time, and its
 copy takes longer than the wait that packing saves."""
@@ -35,12 +33,3 @@ def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
             # a clone, so that no result shares memory with another
             out[i] = part.view(out[i].dtype).view(out[i].shape).clone()
     return [x.cpu() for x in out]
-
-
-def floats(numbers: Mapping[K, Tensor]) -> dict[K, float]:
-    """Numbers (tensors without axes) as floats, in one copy; truth values become 0 and 1.
-
-    >>> floats({"error": torch.tensor(0.5), "hidden": torch.tensor(False)})
-    {'error': 0.5, 'hidden': 0.0}
-    """
-    return dict(zip(numbers, map(float, on_cpu(list(numbers.values()))), strict=True))

@@ -58,8 +58,6 @@ HeadsLike = Any
 """One head, several, or all (``None``), as ``(layer, head)`` or ``"L5H1"``."""
 HOW = ("remove", "keep", "mean", "swap", "shrink")
 PLANES_HOW = ("remove", "keep", "swap")
-Changed = Callable[[RunningHeads, Tensor], Tensor]
-"""New scores from those of the running heads and the part X."""
 
 
 def pairs_of(names: Terms | Any) -> tuple[Pair, ...]:

@@ -24,11 +24,6 @@ def batch_of(batch_size: int | None, positions: int, device: torch.device) -> in
     return size
 
 
-SAMPLED = 32
-"""Queries of a context that are compared with the model's scores where all would cost too much: of
-every batch after the first."""
-
-
 def another_row(last: int, rows: int, draws: torch.Generator) -> int:
     """The row of the next batch of ``rows`` contexts that is verified: a random one other than
     ``last``, the row verified before, because a hook may leave some rows alone. Callers begin with

@@ -47,8 +47,7 @@ class CorpusPass:
     ``begins_with_bos`` says whether all contexts so far, with the batch at hand, began with BOS.
 
     One context of each batch is verified, at another ``row`` each time, because a user's hook may
-    change some rows only. All queries of the first context are compared, later
-    :data:`~tl_geometry.models.batches.SAMPLED` queries per context.
+    change some rows only.
     """
 
     view: ModelView
