@@ -12,7 +12,8 @@ import pytest
 
 from tests.browser import Browser
 from tl_geometry.base.results import Provenance
-from tl_geometry.report.tables import Table, TableBlock
+from tl_geometry.base.tables import Table
+from tl_geometry.report.tables import TableBlock
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]
 

@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
+from tl_geometry.base.tables import Table
 from tl_geometry.report.section import Draft
-from tl_geometry.report.tables import Table, TableBlock
+from tl_geometry.report.tables import TableBlock
 
 pytestmark = pytest.mark.once
 
@@ -107,8 +108,9 @@ def test_a_column_of_a_table_where_others_have_given_values() -> None:
     assert held.column("c", a=1) == [5, 7]
     assert held.column("c", a=1, b="y") == [7]
     assert held.column("c", a=1, b="y", c=7) == [7]
-    with pytest.raises(GeometryError, match="column: expected one of a, b, c, got 'd'"):
+    with pytest.raises(GeometryError) as refused:
         held.column("d")
+    assert refused.value.what == "column"
 
 
 def test_a_section_is_named_in_any_bar() -> None:

@@ -18,6 +18,7 @@ import tl_geometry as tlg
 from tl_geometry import cli
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Provenance
+from tl_geometry.base.tables import Table
 from tl_geometry.render import page as render_page
 from tl_geometry.render.basis import token_norms
 from tl_geometry.render.figure import View
@@ -25,7 +26,7 @@ from tl_geometry.report import build, page
 from tl_geometry.report import folder as report_folder
 from tl_geometry.report.findings import Finding
 from tl_geometry.report.section import Card, Section
-from tl_geometry.report.tables import Table, TableBlock
+from tl_geometry.report.tables import TableBlock
 
 HOSTILE = "<img src=x onerror=alert(1)>.txt"
 NASTY = "<script>$x^{$ \x00\x1b[31m\u202e\u2066 \ud800 \u2028&\"'.txt"

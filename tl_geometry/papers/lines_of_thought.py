@@ -19,10 +19,10 @@ import torch
 import tl_geometry as tlg
 from tl_geometry import flow
 from tl_geometry.base.errors import require
+from tl_geometry.base.tables import Table
 from tl_geometry.corpus import gibberish, pseudo_sentences
 from tl_geometry.flow.truncation import GRID
 from tl_geometry.papers.published import numbers
-from tl_geometry.report.tables import Table
 
 LLAMA_OUTLIERS = (66, 223, 277, 330, 435, 538, 669)
 """Chunks of Walden, counted from 1, that the paper removes for Llama-2-7b."""

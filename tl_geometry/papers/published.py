@@ -24,10 +24,10 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tl_geometry.base.errors import require
+from tl_geometry.base.tables import Table
 from tl_geometry.measures.contextual import cluster_similarity, incoherence
 from tl_geometry.measures.positional import relative_norm
 from tl_geometry.models.as_published import attending_left, with_final_norm
-from tl_geometry.report.tables import Table
 
 QUIRKS = {
     "uint16": "token ids modulo 65,536",

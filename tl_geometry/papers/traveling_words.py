@@ -16,7 +16,7 @@ from typing import Any
 import tl_geometry as tlg
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
-from tl_geometry.report.tables import Table
+from tl_geometry.base.tables import Table
 from tl_geometry.weights import bias_readout, noun_probe, token_readout
 
 GPT2, LAYERS, HEADS = "gpt2", (0, 5, 11), 12

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from tl_geometry.base.tables import Table
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.section import Draft
-from tl_geometry.report.tables import Table
 
 LIMITS = (
     "What these numbers do not say: a share of variance is not a share of computation; large means "

@@ -7,9 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.render.head_view import in_words
 from tl_geometry.report.origin import by_error, number
@@ -57,27 +55,6 @@ NAMES = {
 """Column -> its heading, where its name is not clear by itself."""
 UNITS_OF = {("TruncationCurve", "top5"): "of 5", ("SkipMap", "top5"): "share"}
 """Type of table and column -> unit, for columns whose unit depends on the table."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Table(Result):
-    """A plain table: column names and rows of numbers and text."""
-
-    names: tuple[str, ...]
-    cells: tuple[tuple[Any, ...], ...]
-
-    def columns(self) -> Sequence[str]:
-        return self.names
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.cells
-
-    def column(self, name: str, **where: object) -> list[Any]:
-        """The values of one column, in the rows whose other columns have the given values."""
-        expected = f"one of {', '.join(self.names)}"
-        require(name in self.names, "column", expected=expected, got=repr(name))
-        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
-        return [row[name] for row in rows if where.items() <= row.items()]
 
 
 def joined(table: Result) -> tuple[list[str], list[list[object]]]:

@@ -57,7 +57,7 @@ def smollm2(
     those of the original to about 4%. BOS is ``<|im_start|>``. Raises ``GeometryError`` with the
     command that installs the package if it is absent.
 
-    >>> smollm2().cfg.n_layers  # doctest: +SKIP
+    >>> smollm2().cfg.n_layers
     30
     """
     from tl_geometry.models import from_hf
@@ -119,7 +119,7 @@ def minilm(
     Its output head is newly initialised, because the wheel has none. Only its states, scores and
     patterns mean anything.
 
-    >>> minilm().cfg.n_layers  # doctest: +SKIP
+    >>> minilm().cfg.n_layers
     6
     """
     from tl_geometry.models import load
