@@ -41,6 +41,12 @@ class Later:
     """Defined below the function that names it."""
 
 
+def test_a_process_runs_the_whole_of_a_file(request: pytest.FixtureRequest) -> None:
+    """What a file makes once is made in one process: xdist goes by the group behind the name."""
+    if "PYTEST_XDIST_WORKER" in os.environ and request.config.getoption("loadgroup"):
+        assert request.node.nodeid.endswith("@tests/project/test_machinery.py")
+
+
 def test_every_kind_of_argument_is_checked() -> None:
     found = every_kind(RIGHT, RIGHT, RIGHT, RIGHT, named=RIGHT, later=Later(), other=1)
     assert found[1] == 2
