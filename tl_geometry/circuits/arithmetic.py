@@ -78,14 +78,6 @@ class NormMap:
         """The maps at some positions of the first context, a row for each."""
         return self._each(lambda x: x[0, positions])
 
-    def over_readers(self) -> NormMap:
-        """The same map with an axis of readers before the last."""
-        return self._each(lambda x: x.unsqueeze(2))
-
-    def clean(self) -> NormMap:
-        """The map of the first half of the batch; both halves have the same between two runs."""
-        return self._each(lambda x: x[: len(x) // 2])
-
     def _each(self, pick: Callable[[Tensor], Tensor]) -> NormMap:
         one = lambda x: None if x is None else pick(x)
         return replace(
@@ -206,7 +198,9 @@ class Frozen(Live):
         return linear + norm.bias if isinstance(norm, NormWeights) else linear
 
     def shares(self, norm: NormWeights, parts: Tensor) -> Tensor:
-        return self.map(norm, parts.sum(0)).linear(parts) + norm.bias / len(parts)
+        return self._keep(lambda: self.map(norm, parts.sum(0))).linear(parts) + norm.bias / len(
+            parts
+        )
 
     def hidden(
         self, act: Callable[[Tensor], Tensor], gate: Tensor, linear: Tensor | None
@@ -384,5 +378,3 @@ class _LineOfModule(torch.autograd.Function):
             error=UnsupportedModelError,
         )
         return torch.cat([back, -back]), None
-
-

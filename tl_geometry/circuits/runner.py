@@ -59,6 +59,11 @@ class Reading(Protocol):
         """Add what writers wrote."""
         ...
 
+    @property
+    def total(self) -> Stream:
+        """The stream so far."""
+        ...
+
 
 class Shared:
     """The ordinary stream: every reader reads all that was written."""
@@ -75,6 +80,16 @@ class Shared:
         self.total = self.total + writes.sum(0)
 
 
+class Apart(Shared):
+    """The ordinary stream, whose queries, keys and values are read from copies: gradients at these
+    tell the paths through each of them apart."""
+
+    def read(self, which: str) -> Reads:
+        """The stream; of an MLP with its past."""
+        read = super().read(which)
+        return read if which == "mlp" else read.detach().requires_grad_(torch.is_grad_enabled())
+
+
 class Projected(NamedTuple):
     """Queries, keys or values on their way: behind the projection (``raw``, groups of heads), and
     as they enter scores and mixing (``entering``, all heads)."""
@@ -83,35 +98,59 @@ class Projected(NamedTuple):
     entering: Heads
 
 
-@dataclass(eq=False)
-class BlockRun:
-    """One block as it was run: what it read and made, and after a walk back the gradients of some
-    of these by name (``grads``): ``"q"``, ``"k"``, ``"v"`` (of the raw projections), ``"scores"``
-    (before a soft cap), ``"z"``, ``"heads"``, ``"mlp read"``, ``"mlp"``."""
+class Attended(NamedTuple):
+    """Attention of a block: its inputs and projections by kind, scores before a soft cap, patterns,
+    and mixed values."""
 
-    block: Block
-    arithmetic: Live
+    reads: dict[str, Reads]
     sides: dict[str, Projected]
     scores: Float[Tensor, "batch head query key"]
     pattern: Float[Tensor, "batch head query key"]
     z: Heads
+
+
+@dataclass(eq=False)
+class BlockRun:
+    """One block as it was run: what it read and made. ``reads`` holds the inputs by kind, ``after``
+    the stream behind it. After :meth:`pull`, ``grads`` holds gradients by name: ``"q"``, ``"k"``,
+    ``"v"`` (of the raw projections), ``"scores"`` (before a soft cap), ``"z"``, ``"heads"``,
+    ``"mlp"`` and ``"mlp read"`` (through the MLP alone)."""
+
+    block: Block
+    arithmetic: Live
+    attention: Attended
     heads: Float[Tensor, "head batch position d_model"]
     mlp_read: Stream | None
     mlp: Stream | None
-    after: Stream | None = None
+    after: Stream
     grads: dict[str, Tensor] = field(default_factory=dict)
 
-    def norm_map(self, x: Stream) -> NormMap:
-        """The norm in front of attention as a linear map, at the stream that entered the block."""
-        return self.arithmetic.map(self.block.spec.norm, x)
+    def pull(self, entered: Stream, adjoint: Stream, *, patterns: bool = True) -> Stream:
+        """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
+        ``patterns`` through values alone."""
+        reads = [self.attention.reads[which] for which in ("qkv" if patterns else "v")]
+        tracked = {which: self.attention.sides[which].raw for which in "qkv"}
+        tracked |= {"scores": self.attention.scores, "z": self.attention.z, "heads": self.heads}
+        tracked |= {} if self.mlp is None else {"mlp": self.mlp}
+        tracked |= {} if self.mlp_read is None else {"mlp read": self.mlp_read}
+        wanted = [entered, *reads, *tracked.values()]
+        options = {"allow_unused": True, "retain_graph": True}
+        found = torch.autograd.grad(self.after, wanted, adjoint, **options)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+        self.grads = dict(zip(tracked, grads[1 + len(reads) :], strict=True))
+        return grads[0] + sum(g[:, :, 0] for g in grads[1 : 1 + len(reads)])
 
-    def to_readers(self, x: Stream) -> dict[str, Reads]:
-        """dT/d(input of each reader), for the stream ``x`` that entered the block."""
-        norm, found = self.norm_map(x).over_readers(), {}
-        for which in "qkv":
-            W = self.block.matrix(which)
-            found[which] = norm.adjoint(einsum(self.grads[which], W, "b i r e, r d e -> b i r d"))
-        if self.mlp is not None:
+    def to_readers(self) -> dict[str, Reads]:
+        """dT/d(input of each reader), after :meth:`pull`."""
+        spec, found = self.block.spec, {}
+        with torch.no_grad():
+            for which in "qkv":
+                norm = self.arithmetic.map(spec.norm, self.attention.reads[which])
+                back = einsum(
+                    self.grads[which], self.block.matrix(which), "b i r e, r d e -> b i r d"
+                )
+                found[which] = norm.adjoint(back)
+        if "mlp read" in self.grads:
             found["mlp"] = self.grads["mlp read"].unsqueeze(2)
         return found
 
@@ -148,17 +187,9 @@ class Block:
 
     def run(self, stream: Reading, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
         """Read and write as the block does; what the MLP wrote has no past with ``leaf``."""
-        reads = {which: stream.read(which) for which in "qkv"}
         before = stream.read("mlp") if self.parallel else None
-        sides = {which: self.projected(reads[which], which, arithmetic) for which in "qkv"}
-        q, k, v = (sides[which].entering for which in "qkv")
-        scores = arithmetic.times(lambda a, b: scores_of(a, b, self.spec.scale), q, k)
-        if self.layer.bias is not None:
-            scores = scores + self.layer.bias
-        capped = arithmetic.cap(scores, self.layer.softcap)
-        pattern = arithmetic.softmax(self._rows(capped))[..., : k.shape[1]]
-        z = arithmetic.times(mix, pattern, v)
-        heads = self.written(z, arithmetic)
+        attention = self.attend(stream, arithmetic)
+        heads = self.written(attention.z, arithmetic)
         stream.add(heads)
         read = write = None
         if self.mlp is not None:
@@ -168,7 +199,19 @@ class Block:
             if leaf:
                 write = write.detach().requires_grad_(torch.is_grad_enabled())
             stream.add(write.unsqueeze(0))
-        return BlockRun(self, arithmetic, sides, scores, pattern, z, heads, read, write)
+        return BlockRun(self, arithmetic, attention, heads, read, write, stream.total)
+
+    def attend(self, stream: Reading, arithmetic: Live) -> Attended:
+        """Attention up to the mixed values of its heads."""
+        reads = {which: stream.read(which) for which in "qkv"}
+        sides = {which: self.projected(reads[which], which, arithmetic) for which in "qkv"}
+        q, k, v = (sides[which].entering for which in "qkv")
+        scores = arithmetic.times(lambda a, b: scores_of(a, b, self.spec.scale), q, k)
+        if self.layer.bias is not None:
+            scores = scores + self.layer.bias
+        capped = arithmetic.cap(scores, self.layer.softcap)
+        pattern = arithmetic.softmax(self._rows(capped))[..., : k.shape[1]]
+        return Attended(reads, sides, scores, pattern, arithmetic.times(mix, pattern, v))
 
     def projected(self, reads: Reads, which: str, arithmetic: Live) -> Projected:
         """Queries, keys or values, from one input for all readers or one for each."""
@@ -204,16 +247,14 @@ class Block:
             x = head_norm.at(at).linear(x)
         return x if self.layer.turn is None else rotate(x, *self.layer.turn.at(at))
 
-    def head_map(self, run: BlockRun, which: str) -> NormMap | None:
-        """The QK-norm of a run as a linear map."""
+    def head_map(self, raw: Heads, which: str, arithmetic: Live) -> NormMap | None:
+        """The QK-norm as a linear map at raw queries or keys."""
         if which == "v" or self.spec.qk_norm is None:
             return None
-        raw = run.sides[which].raw.repeat_interleave(self.size(which), 2)
-        return run.arithmetic.map(HeadNorm(self.spec.qk_norm, which), raw)
+        raw = raw.repeat_interleave(self.size(which), 2)
+        return arithmetic.map(HeadNorm(self.spec.qk_norm, which), raw)
 
-    def written(
-        self, z: Heads, arithmetic: Live
-    ) -> Float[Tensor, "head batch position d_model"]:
+    def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
         """What each head writes, from its mixed values."""
         weights = self.spec.weights
         writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d")
@@ -340,33 +381,15 @@ class Runner:
         return arithmetic.cap(raw, self.head.softcap)
 
     def back(
-        self,
-        streams: Sequence[Stream],
-        adjoint: Stream,
-        arithmetic: Callable[[], Live],
-        *,
-        leaf: bool = False,
-    ) -> Iterator[tuple[Stream, BlockRun, Stream]]:
-        """Walk back from dT/d(last state): of every block, the last first, the stream that entered
-        it, its run with gradients, and dT/d(that stream)."""
+        self, streams: Sequence[Stream], arithmetic: Callable[[], Live], *, leaf: bool = False
+    ) -> Iterator[tuple[Stream, BlockRun]]:
+        """For a walk back: of every block, the last first, the stream that entered it and its run,
+        from which :meth:`BlockRun.pull` takes gradients."""
         for block in reversed(self.blocks):
-            entered = streams[block.number]
             with torch.enable_grad():
-                x = entered.detach().requires_grad_()
-                stream = Shared(x)
-                run = block.run(stream, arithmetic(), leaf=leaf)
-            run.after = adjoint
-            tracked = {which: run.sides[which].raw for which in "qkv"}
-            tracked |= {"scores": run.scores, "z": run.z, "heads": run.heads}
-            if run.mlp is not None and run.mlp_read is not None:
-                tracked |= {"mlp": run.mlp} | ({} if leaf else {"mlp read": run.mlp_read})
-            grads = torch.autograd.grad(
-                stream.total, [x, *tracked.values()], adjoint, allow_unused=True
-            )
-            zero = [torch.zeros_like(t) if g is None else g for t, g in zip((x, *tracked.values()), grads)]
-            run.grads = dict(zip(tracked, zero[1:], strict=True))
-            adjoint = zero[0]
-            yield entered, run, adjoint
+                entered = streams[block.number].detach().requires_grad_()
+                run = block.run(Apart(entered), arithmetic(), leaf=leaf)
+            yield entered, run
 
     def require_model_logits(
         self,
@@ -392,5 +415,3 @@ class Runner:
                 instead="the model without hooks that change it; check_model(model) says more",
                 error=ReconstructionError,
             )
-
-
