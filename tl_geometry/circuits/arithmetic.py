@@ -76,13 +76,11 @@ class NormMap:
 
     def at(self, positions: Int[Tensor, " row"]) -> NormMap:
         """The maps at some positions of the first context, a row for each."""
-        return self._each(lambda x: x[0, positions])
-
-    def _each(self, pick: Callable[[Tensor], Tensor]) -> NormMap:
-        one = lambda x: None if x is None else pick(x)
-        return replace(
-            self, inverse=pick(self.inverse), middle=one(self.middle), slope=one(self.slope)
-        )
+        some = {
+            name: None if (value := getattr(self, name)) is None else value[0, positions]
+            for name in ("inverse", "middle", "slope")
+        }
+        return replace(self, **some)
 
 
 @dataclass(frozen=True, eq=False)
