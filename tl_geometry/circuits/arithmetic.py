@@ -76,11 +76,16 @@ class NormMap:
 
     def at(self, positions: Int[Tensor, " row"]) -> NormMap:
         """The maps at some positions of the first context, a row for each."""
-        some = {
-            name: None if (value := getattr(self, name)) is None else value[0, positions]
-            for name in ("inverse", "middle", "slope")
-        }
-        return replace(self, **some)
+        return self._pick((0, positions))
+
+    def first(self, contexts: int) -> NormMap:
+        """The maps of the first contexts."""
+        return self._pick(slice(contexts))
+
+    def _pick(self, chosen: Any) -> NormMap:
+        names = ("inverse", "middle", "slope")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: None if x is None else x[chosen] for n, x in given.items()})
 
 
 @dataclass(frozen=True, eq=False)

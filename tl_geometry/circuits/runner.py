@@ -140,19 +140,19 @@ class BlockRun:
         self.grads = dict(zip(tracked, grads[1 + len(reads) :], strict=True))
         return grads[0] + sum(g[:, :, 0] for g in grads[1 : 1 + len(reads)])
 
-    def to_readers(self) -> dict[str, Reads]:
-        """dT/d(input of each reader), after :meth:`pull`."""
-        spec, found = self.block.spec, {}
+    def to_readers(self, contexts: int) -> Float[Tensor, "batch reader position d_model"]:
+        """dT/d(input of each reader) after :meth:`pull`, of the first contexts: queries by head,
+        keys and values by group, the MLP."""
+        found = []
         with torch.no_grad():
             for which in "qkv":
-                norm = self.arithmetic.map(spec.norm, self.attention.reads[which])
-                back = einsum(
-                    self.grads[which], self.block.matrix(which), "b i r e, r d e -> b i r d"
-                )
-                found[which] = norm.adjoint(back)
+                norm = self.arithmetic.map(self.block.spec.norm, self.attention.reads[which])
+                W, grads = self.block.matrix(which), self.grads[which][:contexts]
+                back = norm.first(contexts).adjoint(einsum(grads, W, "b i r e, r d e -> b i r d"))
+                found.append(back.transpose(1, 2))
         if "mlp read" in self.grads:
-            found["mlp"] = self.grads["mlp read"].unsqueeze(2)
-        return found
+            found.append(self.grads["mlp read"][:contexts].unsqueeze(1))
+        return torch.cat(found, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -403,7 +403,7 @@ class _Walk:
         finder = EdgeFinder(self, leaves, first_constant, values, chosen, keep)
         tables = finder.tables()
         ends = torch.tensor([self.value, float(values.constant)], dtype=torch.float64)
-        ends_moved = torch.tensor([0.0, float(moved.constant)], dtype=torch.float64)
+        ends_moved = torch.stack([moved.constant * 0, moved.constant])  # NaN stays
         texts = lambda ids: tuple(view.decode(ids[0].tolist()))
         return LogitGraph(
             provenance=provenance_of(view, asked.as_windows(), basis),
