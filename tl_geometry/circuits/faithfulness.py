@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -27,17 +28,22 @@ from tl_geometry.base import checks
 from tl_geometry.base.errors import check_seed, fail, require
 from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.edge_attribution import EdgeScores, largest
-from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.edge_pass import EdgePass, PrunedStream
-from tl_geometry.circuits.prompt_pairs import (
-    Metric,
-    PairBatch,
-    PromptPairs,
+from tl_geometry.circuits.arithmetic import Live
+from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
+from tl_geometry.circuits.edge_scores import (
+    EdgeScores,
     UserMetric,
-    pairs_per_batch,
+    Writes,
+    batches,
+    largest,
+    measured,
+    pairs_of,
+    places,
+    provenance_of_pairs,
 )
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.circuits.runner import Reads, Runner, Stream
+from tl_geometry.corpus.prompt_inputs import as_prompts
+from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 
@@ -173,17 +179,17 @@ def _over_draws(name: str, f: Float[Tensor, "sample level"]) -> dict[str, Float[
 
 def faithfulness(
     model: ModelLike,
+    prompts: Any,
     circuit: EdgeScores | Any,
-    prompts: TokensLike,
-    counterfactuals: TokensLike,
-    metric: UserMetric | None = None,
     *,
+    counterfactual: Any = None,
+    answer: Any = None,
+    other: Any = None,
+    metric: UserMetric | None = None,
     fractions: Sequence[float] = FRACTIONS,
     nodes: bool = False,
     draws: int = 3,
-    targets: Any = None,
     batch_size: int | None = None,
-    memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
     seed: int = 0,
 ) -> Faithfulness:
@@ -193,12 +199,12 @@ def faithfulness(
     what is not kept has its value in the counterfactual.
 
     Args:
+        prompts, counterfactual, answer, other, metric, batch_size: as in
+            :func:`tl_geometry.edge_scores`.
         circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of them
             (with ``nodes=True`` writers as a whole); or a chosen set: heads (``"L5H1"``, ``(5,
             1)``), the embedding and all MLPs then being kept too, or edges (``"L0H3->L5H1<q>"``).
             Of a chosen set completeness is measured as well: f of everything else.
-        prompts, counterfactuals, metric, targets, batch_size, memory_budget: as in
-            :func:`tl_geometry.edge_scores`.
         draws: random circuits of each size.
 
     Raises ``GeometryError`` for scores of another model's edges, for unknown heads or edges, and
@@ -209,8 +215,8 @@ def faithfulness(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 12, n=4).tokens
-    >>> pairs = {"prompts": windows[:2], "counterfactuals": windows[2:], "targets": (11, 12)}
-    >>> result = tlg.faithfulness(model, ["L0H0", "L1H1"], **pairs, draws=2)
+    >>> pairs = {"counterfactual": windows[2:], "answer": (11, 12)}
+    >>> result = tlg.faithfulness(model, windows[:2], ["L0H0", "L1H1"], **pairs, draws=2)
     >>> result.unit, result.kept.tolist(), result.random_f.shape
     ('heads', [2], torch.Size([2, 1]))
     """
@@ -233,16 +239,14 @@ def faithfulness(
     circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
     if not ranked:
         circuits = torch.cat([circuits, ~circuits])
-    pairs = PromptPairs.of(view, prompts, counterfactuals, prepend_bos)
-    measure = Metric.of(view, pairs, metric, targets)
+    options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
-    sizes = pairs_per_batch(view, layout, batch_size, memory_budget, gradients=False)
-    for batches in pairs.batches(sizes):
-        runs = EdgePass.of(view, layout, batches[0].clean)
-        for batch in batches:
-            values[:, batch.rows] = _of_batch(runs, batch, measure, circuits.flatten(0, 1), unit)
-    clean, other = values[:2]
-    differ = float((clean - other).mean().abs()) > 0
+    for runner, batch in batches(view, layout, pairs, batch_size):
+        of_batch = _of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
+        values[:, batch.rows] = of_batch
+    clean, without = values[:2]
+    differ = float((clean - without).mean().abs()) > 0
     expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
     require(differ, "metric", expected=expected, got=f"a mean of {got} for both")
     of_circuits = values[2:].unflatten(0, circuits.shape[:2])
@@ -252,13 +256,13 @@ def faithfulness(
         total=sets.shape[1],
         kept=sets.sum(1),
         clean=clean,
-        counterfactual=other,
+        counterfactual=without,
         metrics=kept[0],
         random=kept[1:],
         complements=None if rest is None else rest[0],
         random_complements=None if rest is None else rest[1:],
         seed=seed,
-        provenance=pairs.provenance(view, sources=("mueller2025",), seed=seed),
+        provenance=provenance_of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
     )
 
 
@@ -306,18 +310,72 @@ def _random_sets(
     return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
 
 
+class Pruned:
+    """Each reader gets the counterfactual's stream, plus (running - counterfactual) of the writers
+    that are kept for it. ``readers`` are those of the block that runs."""
+
+    def __init__(
+        self,
+        first: Stream,
+        counterfactual: Float[Tensor, "batch writer position d_model"],
+        kept: Bool[Tensor, "row writer"],
+    ) -> None:
+        self.counterfactual, self.kept = counterfactual, kept.to(first)
+        self.total = torch.zeros_like(first)
+        self.differences = torch.empty_like(counterfactual)
+        self.written = 0
+        self.readers = LayerReaders(*[slice(0)] * 4)
+        self.add(first.unsqueeze(0))
+
+    def read(self, which: str) -> Reads:
+        """What each reader of a kind gets."""
+        names = {"q": "query", "k": "key", "v": "value", "mlp": "mlp"}
+        return self.of(getattr(self.readers, names[which]))
+
+    def of(self, readers: slice) -> Reads:
+        """What some readers get."""
+        kept, differences = self.kept[readers, : self.written], self.differences[:, : self.written]
+        return self.total.unsqueeze(2) + einsum(kept, differences, "r w, b w i d -> b i r d")
+
+    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
+        """Add the counterfactual writes of these writers; keep how the running ones differ."""
+        writers = slice(self.written, self.written + len(writes))
+        self.differences[:, writers] = writes.transpose(0, 1) - self.counterfactual[:, writers]
+        self.total = self.total + self.counterfactual[:, writers].sum(1)
+        self.written = writers.stop
+
+
+def pruned_logits(
+    runner: Runner, layout: EdgeLayout, stream: Pruned, positions: slice
+) -> Float[Tensor, "batch position d_vocab"]:
+    """Logits of a pruned run at some positions."""
+    for block, stream.readers in zip(runner.blocks, layout.layer_readers(), strict=True):
+        block.run(stream, Live())
+    end = len(layout.readers)
+    return runner.logits(stream.of(slice(end - 1, end))[:, positions, 0], Live())
+
+
 @torch.no_grad()
 def _of_batch(
-    runs: EdgePass, batch: PairBatch, metric: Metric, sets: Bool[Tensor, "row edge"], unit: str
+    runner: Runner,
+    layout: EdgeLayout,
+    batch: Prompts,
+    metric: UserMetric | None,
+    sets: Bool[Tensor, "row edge"],
+    unit: str,
 ) -> Float[Tensor, "condition batch"]:
     """The metric of the clean run, of the counterfactual's, and of each pruned run."""
-    clean, logits = runs.verified(batch.clean, metric.positions)
-    other, other_logits = runs.verified(batch.counterfactual, metric.positions)
-    values = [metric(logits, batch.rows), metric(other_logits, batch.rows)]
-    first, counterfactual = clean.writes[0][0], other.all_writes()
+    assert batch.counterfactuals is not None
+    positions = places(metric)
+    clean = runner.verified(batch.tokens, positions=positions)
+    writes = Writes(layout, clean.streams[0])
+    writes.at = 1
+    other = runner.verified(batch.counterfactuals, positions=positions, on_block=writes.of_block(1))
+    writes.tensor[:, 0] = other.streams[0]
+    values = [measured(batch, metric, run.logits) for run in (clean, other)]
     for chosen in sets:
-        stream = PrunedStream(first, counterfactual, _mask(runs.layout, chosen, unit))
-        values.append(metric(runs.run(stream, metric.positions), batch.rows))
+        stream = Pruned(clean.streams[0], writes.tensor, _mask(layout, chosen, unit))
+        values.append(measured(batch, metric, pruned_logits(runner, layout, stream, positions)))
     return torch.stack(values).double().cpu()
 
 
