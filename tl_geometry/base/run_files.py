@@ -57,7 +57,8 @@ def schema(path: Path) -> str:
             # the first bytes of another kind of file may read as an enormous length
             if size > path.stat().st_size:
                 return ""
-            return str(json.loads(json.loads(handle.read(size))["__metadata__"]["schema"]))
+            header = json.loads(handle.read(size))["__metadata__"]["header"]
+            return str(json.loads(header)["schema"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""
 
