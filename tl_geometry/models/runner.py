@@ -23,6 +23,7 @@ from collections.abc import (
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
 K = TypeVar("K", bound=Hashable)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 OWN = (
     *(f"transformer_lens.{part}." for part in ("model_bridge", "hook_points", "components")),
     *("transformer_lens.Hooked", "torch.", "transformers.", "accelerate."),
@@ -93,7 +95,12 @@ class Runner:
         return name in self.points
 
     def __call__(
-        self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
         ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
@@ -102,7 +109,7 @@ class Runner:
         handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
             with torch.no_grad():
-                out = self._forward(ids, logits)
+                out = self._forward(ids, logits, forward)
         except Stop:
             out = None
         finally:
@@ -159,14 +166,14 @@ class Runner:
         )
         return tokens.to(self.device, torch.int64)
 
-    def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
+    def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
-        kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
+        given, tokenizer = {**self.kwargs, **forward}, getattr(self.model, "tokenizer", None)
         hooked = self.class_name == "HookedTransformer"
         if hooked and getattr(tokenizer, "padding_side", None) == "left":
             # else it masks ids equal to the pad token, and windows have no padding
-            kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
-        out = self.model(ids, return_type="logits" if logits else None, **kwargs)
+            given["attention_mask"] = torch.ones_like(ids)
+        out = self.model(ids, return_type="logits" if logits else None, **given)
         return out if logits else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> Any:
