@@ -19,6 +19,8 @@ from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.runner import Runner, keep, without_hooks
 from tl_geometry.models.softmax import soft_cap
 
+LogProbabilities = Float[Tensor, "*batch d_vocab"]
+
 
 class OutputHead(NamedTuple):
     """Logits of a last state h: ``norm(h) W_U + b_U``, through ``c tanh(logit / c)`` where there is
@@ -29,7 +31,7 @@ class OutputHead(NamedTuple):
     b_U: Float[Tensor, " d_vocab"]
     softcap: float | None = None
 
-    def logits(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    def logits(self, h: Float[Tensor, "*batch d_model"]) -> LogProbabilities:
         """Logits of last states, in their dtype."""
         readout = einsum(self.norm.apply(h), self.W_U.to(h), "... d_model, d_model v -> ... v")
         return soft_cap(readout + self.b_U.to(h), self.softcap)
@@ -93,7 +95,7 @@ def read_head(parameters: Parameters, reading: HeadReading, like: Tensor) -> Out
 
 
 def token_losses(
-    log_p: Float[Tensor, "*batch d_vocab"], targets: Int[Tensor, "*batch"]
+    log_p: LogProbabilities, targets: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """``-log p(target)`` in nats, on the device of the log-probabilities.
 
@@ -130,9 +132,7 @@ class Distances(NamedTuple):
     """Tokens among the five most likely of both (0 to 5)."""
 
 
-def distances(
-    changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*batch d_vocab"]
-) -> Distances:
+def distances(changed: LogProbabilities, own: LogProbabilities) -> Distances:
     """Compare log-probabilities.
 
     >>> p = Tensor([[0.5, 0.25, 0.25]]).log()
