@@ -17,7 +17,7 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logits import Direct, require_sum
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -78,7 +78,7 @@ def explain_logits(
     True
     """
     view = as_view(model)
-    rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+    rows = as_tokens(view, prompts, prepend_bos=prepend_bos)
     at, head = rows.position(position), trained_head(view)
     ids = [target_ids(view, target) for target in targets]
     sizes = {len(of_prompt) for of_prompt in ids}

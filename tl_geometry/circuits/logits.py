@@ -31,7 +31,7 @@ from tl_geometry.base.errors import (
     within_budget,
 )
 from tl_geometry.base.results import Result
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
@@ -163,7 +163,7 @@ def explain_logit(
     (True, 16)
     """
     view = as_view(model)
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     got, instead = f"{len(rows)} prompts", "tokens[:1], or explain_logits(model, tokens, targets)"
     require(len(rows) == 1, "tokens", expected="one prompt", got=got, instead=instead)
     length, position = rows.tokens.shape[1], rows.position(position)

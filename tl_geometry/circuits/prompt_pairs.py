@@ -19,7 +19,7 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_view import ModelView
@@ -178,9 +178,9 @@ def _rows(view: ModelView, tokens: Any, prepend_bos: bool | None) -> list[Tensor
         rows = [isinstance(x, str | list | tuple) or getattr(x, "ndim", 0) > 0 for x in tokens]
         if all(rows):  # else they are the ids of one prompt
             return [
-                row for x in tokens for row in token_rows(view, x, prepend_bos=prepend_bos).tokens
+                row for x in tokens for row in as_tokens(view, x, prepend_bos=prepend_bos).tokens
             ]
-    return list(token_rows(view, tokens, prepend_bos=prepend_bos).tokens)
+    return list(as_tokens(view, tokens, prepend_bos=prepend_bos).tokens)
 
 
 def _given_targets(view: ModelView, targets: Any, pairs: int) -> Int[Tensor, "context 2"]:

@@ -40,7 +40,7 @@ from tl_geometry.circuits.graph_edges import (
     fewest_carrying,
 )
 from tl_geometry.circuits.logit_graph import CONSTANTS, LOGIT, NOWHERE, LogitGraph
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
@@ -138,7 +138,7 @@ def trace_logit(
     True
     """
     view = as_view(model)
-    rows = token_rows(view, prompt, prepend_bos=prepend_bos)
+    rows = as_tokens(view, prompt, prepend_bos=prepend_bos)
     got, instead = f"{len(rows)} prompts", "a call for each prompt"
     require(len(rows) == 1, "prompt", expected="one prompt", got=got, instead=instead)
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)

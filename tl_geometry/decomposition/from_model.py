@@ -16,7 +16,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.results import Provenance, row_hashes
-from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids, state_indices
+from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.accumulate import Accumulation
 from tl_geometry.decomposition.position_context import PositionContext
@@ -31,7 +31,7 @@ def decompose(
     model: ModelLike,
     tokens: TokensLike | None = None,
     *,
-    states: Sequence[int | str] | int | None = None,
+    states: Sequence[int] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     normalize: bool = False,
@@ -58,8 +58,8 @@ def decompose(
         model: a TransformerLens model, or a view of one.
         tokens: windows, ids ``[context position]``, an iterable of rows or batches, or texts of
             equal token length. A context that occurs more than once counts once (a flag says so).
-        states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks
-            that hold them (``"blocks.1.hook_resid_pre"``); ``None`` for all.
+        states: which states, 0 (embedding output) to n_layers (before the final norm); ``None`` for
+            all.
         window: half-open positions of the statistics; by default ``(1, T)``, because position 0 is
             an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
@@ -97,7 +97,7 @@ def decompose(
         fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
     rows, hashes = _each_once(view, as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos))
-    chosen = state_indices(states, view.n_layers + 1, view.state_hooks)
+    chosen = checks.indices(states, view.n_layers + 1, "states")
     norms, flags = state_norms(view, chosen) if normalize else ({}, ())
     options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
@@ -105,7 +105,7 @@ def decompose(
     # MPS has no float64, so the sums live on the CPU
     there = "cpu" if view.device.type == "mps" else view.device
     options |= {"device": there if device is None else device}
-    sizes = (rows.contexts, rows.length, view.d_model)
+    sizes = (len(rows), rows.length, view.d_model)
     work = Accumulation(chosen, positions, sizes, labels=rows.labels, group=group, **options)
     settings = (chosen, positions, normalize, groups, keep, seed, second_moments, batch_size)
     work.require_same(view.fingerprint, rows.token_hash, *settings)
@@ -139,7 +139,7 @@ def _each_once(view: ModelView, rows: TokenWindows) -> tuple[TokenWindows, Tenso
     # the smallest index of each value
     first = torch.full_like(values, len(hashes))
     first = first.scatter_reduce(0, number, torch.arange(len(hashes)), "amin").sort().values
-    remark = f"{copies} of {len(hashes)} contexts are copies of others: each counts once"
+    remark = f"{copies} of {len(hashes)} contexts are copies of others: {len(values)} are counted"
     kept = as_tokens(view, rows[first])
     return dataclasses.replace(kept, remarks=(*kept.remarks, remark)), hashes[first]
 
@@ -184,7 +184,7 @@ def state_norms(
 def decompose_activations(
     source: Any,
     *,
-    states: Sequence[int | str] | int | None = None,
+    states: Sequence[int] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     second_moments: bool | str = "auto",
@@ -202,7 +202,7 @@ def decompose_activations(
         source: a tensor ``[context position d_model]`` (one state) or
             ``[state context position d_model]``, or a TransformerLens ``ActivationCache`` with
             every residual stream state (or the plain dictionary of ``return_cache_object=False``).
-        states: which of them, as numbers or hook names; ``None`` for all.
+        states: which of them; ``None`` for all.
         window: half-open positions of the statistics; by default all.
         batch_size: contexts that are summed at a time.
         device: where the sums live, by default that of the activations.
@@ -217,7 +217,7 @@ def decompose_activations(
     (torch.Size([1, 5, 4]), torch.Size([1, 6, 4]), (0, 5))
     """
     h, provenance = _activations(source)
-    chosen = state_indices(states, len(h))
+    chosen = checks.indices(states, len(h), "states")
     numbers, names = label_ids(labels, h.shape[1])
     options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}

@@ -46,7 +46,6 @@ GROUPS = (
         right={
             "plain": {},
             "states by number": {"states": [0, 2]},
-            "states by hook": {"states": ["blocks.1.hook_resid_pre"]},
             "a window": {"window": (2, 8)},
             "labels": {"labels": lambda s: [i % 3 for i in range(len(s.w.corpus))]},
         },

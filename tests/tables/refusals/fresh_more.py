@@ -260,7 +260,6 @@ ROWS: tuple[Row, ...] = (
         name="21 contexts that repeat",
         call=lambda s: repeated(s, 8),
         holds=counted_once,
-        today=WRONG,
     ),
     Row(
         name="21 contexts that differ",
