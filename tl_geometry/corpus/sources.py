@@ -180,7 +180,8 @@ def _unpacked(item: Mapping[str, Any]) -> Any:
 def is_cache(source: Any) -> bool:
     """Whether something is an activation cache: the object, or the plain dictionary that
     TransformerLens can return instead."""
-    names = map(str, source if isinstance(source, Mapping) else ())
+    values = source.items() if isinstance(source, Mapping) else ()
+    names = [str(name) for name, value in values if isinstance(value, Tensor)]
     return hasattr(source, "cache_dict") or any(re.search(r"(^|\.)hook_", n) for n in names)
 
 

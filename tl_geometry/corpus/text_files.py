@@ -17,20 +17,25 @@ NO_TEXT = (".npy", ".jsonl", ".ndjson")
 INSTEAD = "numpy.load, a column of datasets.load_dataset, or path.read_text(encoding=...)"
 
 
-def require_files(paths: Sequence[Path]) -> None:
+def require_files(paths: Sequence[Path], what: str = "texts") -> None:
     """Refuse paths that are not files of text."""
     wrong = [str(p) for p in paths if p.suffix.lower() in NO_TEXT or not p.is_file()]
     expected, got = "existing text files that may be read", printable(", ".join(wrong))
-    require(not wrong, "texts", expected=expected, got=got, instead=INSTEAD)
+    require(not wrong, what, expected=expected, got=got, instead=INSTEAD)
 
 
 def read_text(
-    path: Path, start: int = 0, stop: int | None = None, *, encoding: str = "utf-8"
+    path: Path,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    encoding: str = "utf-8",
+    what: str = "texts",
 ) -> str:
     """The text in bytes ``start`` to ``stop`` of a file (by default all of it), without UTF-8
     characters that are cut at the two ends; line ends are read as a newline, and a byte order mark
     is left out. A file that is not text in ``encoding`` is refused by name."""
-    require_files([path])
+    require_files([path], what)
     with path.open("rb") as file:
         file.seek(start)
         data = file.read(-1 if stop is None else stop - start)
@@ -43,19 +48,23 @@ def read_text(
     except (UnicodeError, LookupError):
         text = "\0"
     expected, got = f"text in the encoding {encoding}", f"{printable(path.name)}, which is none"
-    require("\0" not in text, "texts", expected=expected, got=got, instead=INSTEAD)
+    require("\0" not in text, what, expected=expected, got=got, instead=INSTEAD)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_texts(paths: Sequence[Path], encoding: str = "utf-8") -> tuple[list[str], list[str]]:
     """The whole texts of files, and a name for each; an empty one is refused by name."""
-    texts, names = [read_text(path, encoding=encoding) for path in paths], file_names(paths)
+    options, names = {"encoding": encoding, "what": "--corpus"}, file_names(paths)
+    texts = [read_text(path, **options) for path in paths]
     empty = ", ".join(name for name, text in zip(names, texts) if not text.strip())
     require(not empty, "--corpus", expected="files with text in them", got=f"{empty} empty")
     return texts, names
 
 
 def file_names(paths: Sequence[Path]) -> list[str]:
-    """The name of each file, with its folders where two files have one name."""
+    """The name of each file, with its folders where two files have one name; a file that is given
+    twice is refused."""
+    unique = len({path.resolve() for path in paths}) == len(paths)
+    require(unique, "--corpus", expected="each file once", got=", ".join(map(str, paths)))
     unique = len({path.name for path in paths}) == len(paths)
     return [printable(path.name if unique else str(path)) for path in paths]

@@ -71,7 +71,6 @@ GROUPS = (
             "too few labels": ({"labels": [0]}, "labels"),
             "labels of floats": ({"labels": lambda s: noise(len(s.w.corpus))}, "labels"),
             "labels below zero": ({"labels": lambda s: [-1] * len(s.w.corpus)}, "labels"),
-            "a device that is none": ({"device": "toaster"}, "device"),
         },
     ),
     Group(

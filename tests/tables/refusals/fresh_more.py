@@ -177,7 +177,6 @@ ROWS: tuple[Row, ...] = (
         ),
         what="cache|activations",
         either=True,
-        today=STOPS,
     ),
     Row(name="17 DataParallel", call=parallel, what="model", error=tlg.UnsupportedModelError),
     Row(name="17 a deep copy beside its model", call=lambda s: copied(s, True)),
