@@ -112,6 +112,7 @@ def prompts(
     *,
     counterfactuals: Any = None,
     answers: Any = None,
+    others: Any = None,
     positions: Mapping[str, Any] | None = None,
     prepend_bos: bool | None = None,
 ) -> Prompts:
@@ -122,6 +123,7 @@ def prompts(
         counterfactuals: for each prompt another of as many tokens (activation patching).
         answers: a token (an id, or a text that is one token), a pair ``(answer, other)``, or a list
             with one of these for each prompt.
+        others: the other answer, where ``answers`` are no pairs.
         positions: names of positions: a number (-1 is the last), a piece of text that occurs once
             (the token in which it ends), or a list with one of these for each prompt.
         prepend_bos: whether texts begin with BOS; ``None`` takes the model's own default. A text
@@ -152,6 +154,8 @@ def prompts(
         fits = not wrong and len(ids) == len(other_ids)
         require(fits, "counterfactuals", expected=expected, got=got)
     pairs = [] if answers is None else _each(answers, len(ids), "answers")
+    if others is not None:
+        pairs = list(zip(pairs, _each(others, len(ids), "others"), strict=True))
     sides = [pair if isinstance(pair, tuple) else (pair,) for pair in pairs]
     tokens = [torch.tensor([_token(view, token) for token in side]) for side in zip(*sides)]
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
@@ -167,6 +171,16 @@ def prompts(
         positions=names,
         flags=flags,
     )
+
+
+def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
+    """Prompts as they are, or those that :func:`prompts` makes of texts or ids."""
+    if not isinstance(given, Prompts):
+        return prompts(model, given, **options)
+    said = ", ".join(name for name, value in options.items() if value is not None)
+    expected, instead = "Prompts that hold all that belongs to them", "corpus.prompts(...)"
+    require(not said, "prompts", expected=expected, got=f"{said} beside them", instead=instead)
+    return given
 
 
 def _read(
@@ -188,6 +202,7 @@ def _read(
 
 def _each(given: Any, count: int, what: str) -> list[Any]:
     """One value for each of ``count`` prompts, from a list or one for all."""
+    given = given.tolist() if isinstance(given, Tensor) else given
     values = given if isinstance(given, list) else [given] * count
     expected = f"one for each of {count} prompts, or one for all"
     require(len(values) == count, what, expected=expected, got=len(values))

@@ -24,41 +24,24 @@ def require_files(paths: Sequence[Path], what: str = "texts") -> None:
     require(not wrong, what, expected=expected, got=got, instead=INSTEAD)
 
 
-def read_text(
-    path: Path,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    encoding: str = "utf-8",
-    what: str = "texts",
-) -> str:
+def read_text(path: Path, start: int = 0, stop: int | None = None, *, what: str = "texts") -> str:
     """The text in bytes ``start`` to ``stop`` of a file (by default all of it), without UTF-8
     characters that are cut at the two ends; line ends are read as a newline, and a byte order mark
-    is left out. A file that is not text in ``encoding`` is refused by name."""
+    is left out. A file that is not text in UTF-8 is refused by name."""
     require_files([path], what)
     with path.open("rb") as file:
         file.seek(start)
         data = file.read(-1 if stop is None else stop - start)
     # bytes 0x80 to 0xBF continue a character that begins before the piece
     data = re.sub(rb"\A[\x80-\xbf]{1,3}", b"", data) if start else data
-    codec = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
     whole = stop is None or stop >= path.stat().st_size
     try:
-        text = codecs.getincrementaldecoder(codec)().decode(data, final=whole)
-    except (UnicodeError, LookupError):
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
+    except UnicodeError:
         text = "\0"
-    expected, got = f"text in the encoding {encoding}", f"{printable(path.name)}, which is none"
+    expected, got = "text in UTF-8", f"{printable(path.name)}, which is none"
     require("\0" not in text, what, expected=expected, got=got, instead=INSTEAD)
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_texts(paths: Sequence[Path], encoding: str = "utf-8") -> tuple[list[str], list[str]]:
-    """The whole texts of files, and a name for each; an empty one is refused by name."""
-    options, names = {"encoding": encoding, "what": "--corpus"}, file_names(paths)
-    texts = [read_text(path, **options) for path in paths]
-    empty = ", ".join(name for name, text in zip(names, texts) if not text.strip())
-    require(not empty, "--corpus", expected="files with text in them", got=f"{empty} empty")
-    return texts, names
 
 
 def file_names(paths: Sequence[Path]) -> list[str]:

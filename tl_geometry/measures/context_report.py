@@ -183,7 +183,8 @@ def _over_subsets(
 ) -> Values:
     """Measures of one state [sample], for every subset of the contexts (the first is all)."""
     assert basis.context_means is not None
-    group_of, means = basis.group_of, basis.context_means[row]
+    group_of = torch.repeat_interleave(basis.group_counts)
+    means = basis.context_means[row]
     per_set: list[Values] = []
     bases = window_means(basis, row, sets.member.double())
     for rows, member in zip(bases, sets.member, strict=True):
