@@ -24,6 +24,9 @@ from torch.nn.functional import pad
 from tl_geometry.models.norms import NormReading, NormWeights, read_norm
 from tl_geometry.models.parameters import HeadWeights, inner, part, upcast
 
+Stream = Float[Tensor, "*batch d_model"]
+Heads = Float[Tensor, "*batch head d_head"]
+
 ROTATIONS = ("half", "adjacent")
 """Pairs of coordinates that rotate together: (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
 MASKED = {torch.float16: -3e4, torch.bfloat16: -1e38, torch.float32: -1e38, torch.float64: -1e38}
@@ -132,16 +135,12 @@ class Attention:
         bias = getattr(self.weights, f"b_{which.upper()}")
         return einsum(self.norm.bias, self.matrix(which), "d, h d e -> h e") + bias
 
-    def projected(
-        self, parts: Float[Tensor, "*part position d_model"], which: str
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def projected(self, parts: Stream, which: str) -> Heads:
         """Centring, gain and weight matrix of additive parts: linear, without any scale."""
         x = self.norm.centre(parts) * self.norm.gain
         return einsum(x, self.matrix(which), "... d, h d e -> ... h e")
 
-    def turned(
-        self, x: Float[Tensor, "... position head d_head"], which: str, turn: Rotation | None
-    ) -> Float[Tensor, "... position head d_head"]:
+    def turned(self, x: Heads, which: str, turn: Rotation | None) -> Heads:
         """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys;
         values as they are."""
         if which == "v":
@@ -150,24 +149,18 @@ class Attention:
             x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
         return x if turn is None else rotate(x, *turn)
 
-    def raw(
-        self, h: Float[Tensor, "*batch d_model"], which: str
-    ) -> Float[Tensor, "*batch head d_head"]:
+    def raw(self, h: Stream, which: str) -> Heads:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
         hold it."""
         return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
 
-    def entering(
-        self, raw: Float[Tensor, "*batch position head d_head"], which: str, turn: Rotation | None
-    ) -> Float[Tensor, "*batch position head d_head"]:
+    def entering(self, raw: Heads, which: str, turn: Rotation | None) -> Heads:
         """Query or key as it enters the score, of what :meth:`raw` gives."""
         if which != "v" and self.qk_norm is not None:
             raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
         return self.turned(raw, which, turn)
 
-    def sizes(
-        self, h: Float[Tensor, "*batch d_model"], which: str, *, entering: bool = False
-    ) -> Float[Tensor, "*batch head d_head"]:
+    def sizes(self, h: Stream, which: str, *, entering: bool = False) -> Heads:
         """:meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``: rounding
         grows with these. With ``entering`` after any QK-norm."""
         x = (self.norm.normalize(h) * self.norm.gain).abs()
@@ -211,9 +204,7 @@ def qk_norm_module(attn: Any, which: str) -> Any:
     return part(attn, names[0]) or part(inner(attn), *names)
 
 
-def rotate(
-    x: Float[Tensor, "... position head d_head"], cos: Tensor, sin: Tensor, pairing: str
-) -> Float[Tensor, "... position head d_head"]:
+def rotate(x: Heads, cos: Tensor, sin: Tensor, pairing: str) -> Heads:
     """Rotary embedding of the first coordinates, linear in ``x``: each pair (a, b) becomes
     ``(a cos - b sin, b cos + a sin)``. ``cos`` and ``sin`` are ``[position rotary_dim]``."""
     size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]

@@ -36,6 +36,9 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import put_on, require_points, take_away
 from tl_geometry.models.write_spec import by_head
 
+Heads = Float[Tensor, "batch position head d_head"]
+Scores = Float[Tensor, "batch head query key"]
+
 HookFunction = Callable[[Tensor, Any], Tensor | None]
 """A hook as TransformerLens calls it, with an activation and its hook point."""
 NamedHook = tuple[str, HookFunction]
@@ -115,13 +118,11 @@ class RunningHeads:
     heads: tuple[int, ...]
 
     @cached_property
-    def total(self) -> Float[Tensor, "batch head query key"]:
+    def total(self) -> Scores:
         """Their own scores, before any soft cap."""
         return self.scores(self.own("q"), self.own("k"))
 
-    def scores(
-        self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key head d_head"]
-    ) -> Float[Tensor, "batch head query key"]:
+    def scores(self, q: Heads, k: Heads) -> Scores:
         """Scores of other queries and keys of these heads, ALiBi included."""
         products = scores_of(q, k, self.layer.scale)
         return products if self.bias is None else products + self.bias
@@ -131,15 +132,15 @@ class RunningHeads:
         """What is added to the scores by position (ALiBi)."""
         return None if self.layer.bias is None else self.layer.bias[list(self.heads)]
 
-    def own(self, which: str) -> Float[Tensor, "batch position head d_head"]:
+    def own(self, which: str) -> Heads:
         """Their queries (``"q"``), keys or values."""
         return getattr(self.layer, which)[:, :, list(self.heads)]
 
     def mixed(
         self,
-        scores: Float[Tensor, "batch head query key"],
-        v: Float[Tensor, "batch key head d_head"],
-    ) -> Float[Tensor, "batch query head d_head"]:
+        scores: Scores,
+        v: Heads,
+    ) -> Heads:
         """``softmax(scores) @ v``."""
         return einsum(self.layer.pattern_of(scores, self.heads), v, "b h i j, b j h e -> b i h e")
 

@@ -23,6 +23,10 @@ from tl_geometry.models.reconstruction import (
 from tl_geometry.models.rotary import RotaryPlanes, planes_of_tables
 from tl_geometry.models.softmax import masked_softmax, soft_cap
 
+Stream = Float[Tensor, "*batch d_model"]
+Heads = Float[Tensor, "*batch head d_head"]
+Scores = Float[Tensor, "batch head query key"]
+
 SUMMANDS = 256
 """Up to this many keys the sum of a row of the pattern rounds no more than one number does; beyond,
 its bound grows with the root of the number of keys (:meth:`LayerView.report`)."""
@@ -114,39 +118,31 @@ class LayerView:
 
     # ---- parts of the stream as queries, keys and values
 
-    def projected(
-        self, parts: Float[Tensor, "*part position d_model"], which: str
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def projected(self, parts: Stream, which: str) -> Heads:
         """Centring, gain and weight matrix of additive parts, for ``"q"``, ``"k"`` or ``"v"``."""
         return self.attention.projected(parts, which)
 
-    def turned(
-        self, x: Float[Tensor, "... position head d_head"], which: str
-    ) -> Float[Tensor, "... position head d_head"]:
+    def turned(self, x: Heads, which: str) -> Heads:
         """The linear part of QK-norm, then the rotation, of what :meth:`projected` gives."""
         return self.attention.turned(x, which, self.turn)
 
-    def q_map(
-        self, parts: Float[Tensor, "*part position d_model"]
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def q_map(self, parts: Stream) -> Heads:
         """Queries of parts, without scale and constant."""
         return self.turned(self.projected(parts, "q"), "q")
 
-    def k_map(
-        self, parts: Float[Tensor, "*part position d_model"]
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def k_map(self, parts: Stream) -> Heads:
         """Keys of parts, without scale and constant."""
         return self.turned(self.projected(parts, "k"), "k")
 
-    def project_q(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
+    def v_map(self, parts: Stream) -> Heads:
+        """Values of parts, without scale and constant."""
+        return self.projected(parts, "v")
+
+    def project_q(self, parts: Stream) -> Heads:
         """Queries of additive parts (without the constant)."""
         return self.q_map(parts) * self.q_scale.unsqueeze(-1)
 
-    def project_k(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_k(self, parts: Stream) -> Heads:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
 
@@ -180,9 +176,7 @@ class LayerView:
 
     # ---- scores and pattern
 
-    def logits(
-        self, scores: Float[Tensor, "batch head query key"], heads: Any = slice(None)
-    ) -> tuple[Tensor, Tensor]:
+    def logits(self, scores: Scores, heads: Any = slice(None)) -> tuple[Tensor, Tensor]:
         """What the model takes the softmax of, and where: scores of some heads after any soft cap,
         a sink as one more key that is always allowed."""
         scores, allowed = soft_cap(scores, self.softcap), self.allowed.to(scores.device)
@@ -191,9 +185,7 @@ class LayerView:
         sink = self.sinks[heads, None, None].expand(*scores.shape[:-1], 1).to(scores)
         return torch.cat([scores, sink], -1), pad(allowed, (0, 1), value=True)
 
-    def pattern_of(
-        self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
-    ) -> Float[Tensor, "batch head query key"]:
+    def pattern_of(self, scores: Scores, heads: Sequence[int] | None = None) -> Scores:
         """The pattern that the layer makes of scores of some heads (all for ``None``): soft cap,
         mask, sinks, softmax."""
         capped, allowed = self.logits(scores, slice(None) if heads is None else list(heads))

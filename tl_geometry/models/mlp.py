@@ -33,6 +33,9 @@ from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.write_spec import attention_of, writing_of
 
+Stream = Float[Tensor, "*batch d_model"]
+Hidden = Float[Tensor, "*batch d_mlp"]
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -89,9 +92,7 @@ class MLPSpec:
         """The activation."""
         return ACTIVATIONS[self.activation](x)
 
-    def hidden(
-        self, x: Float[Tensor, "*batch d_model"]
-    ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"] | None]:
+    def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
         gate = x @ self.W_gate + self.b_gate
         W_in = self.W_in  # once: each access converts the matrix
@@ -99,14 +100,12 @@ class MLPSpec:
             return gate, None
         return gate, x @ W_in + self.b_in
 
-    def out(
-        self, gate: Float[Tensor, "*batch d_mlp"], linear: Float[Tensor, "*batch d_mlp"] | None
-    ) -> Float[Tensor, "*batch d_model"]:
+    def out(self, gate: Hidden, linear: Hidden | None) -> Stream:
         """The output, before the last norm, of what :meth:`hidden` gives."""
         hidden = self.act(gate) if linear is None else self.act(gate) * linear
         return hidden @ self.W_out + self.b_out
 
-    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def apply(self, h: Stream) -> Stream:
         """The MLP's output for the stream ``h`` that it reads."""
         return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
 
@@ -121,13 +120,13 @@ class MLPModule:
     parallel: bool
     module: nn.Module
 
-    def run(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def run(self, x: Stream) -> Stream:
         """The module's output for a normed input, computed in the module's own dtype."""
         output = self.module(x.to(next(self.module.parameters()).dtype))
         # some modules return the choice of their router too
         return (output[0] if isinstance(output, tuple) else output).to(x)
 
-    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def apply(self, h: Stream) -> Stream:
         """The MLP's output for the stream ``h`` that it reads."""
         return self.after.apply(self.run(self.before.apply(h)))
 

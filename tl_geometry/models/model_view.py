@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead, infer_head, read_head
 from tl_geometry.models.parameters import HeadWeights, part, upcast
-from tl_geometry.models.runner import Hook, brief, collect, hooked_points
+from tl_geometry.models.runner import NOTHING, Hook, brief, collect, hooked_points
 
-NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
 BEFORE_UNEMBEDDING = ("unembed.hook_in", "ln_final.hook_normalized")
 
 
@@ -112,19 +110,29 @@ class ModelView(Layers):
     # ---- forward passes
 
     def run(
-        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, *, logits: bool = False
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook] = NOTHING,
+        *,
+        logits: bool = False,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
         """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
 
         ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
         With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
-        fire is an error.
+        fire is an error. ``forward`` are further arguments of the model's forward().
         """
-        return self._run(tokens, hooks, logits=logits)
+        return self._run(tokens, hooks, logits=logits, forward=forward)
 
     def logits(
-        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, position: int | None = None
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook] = NOTHING,
+        position: int | None = None,
+        *,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of one forward pass ``[batch position d_vocab]``, at one ``position`` if it is
         given: no other is unembedded, where the model has a hook in front of its unembedding."""
@@ -132,7 +140,7 @@ class ModelView(Layers):
         early = position is not None and self.causal and points != []
         if early:
             hooks = {**hooks, points[0]: lambda h: h[:, [position]]}
-        logits = self.run(tokens, hooks, logits=True)
+        logits = self.run(tokens, hooks, logits=True, forward=forward)
         assert logits is not None
         return logits if position is None or early else logits[:, [position]]
 

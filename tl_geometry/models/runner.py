@@ -11,19 +11,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +26,13 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
-K = TypeVar("K", bound=Hashable)
-OWN = (
-    *(f"transformer_lens.{part}." for part in ("model_bridge", "hook_points", "components")),
-    *("transformer_lens.Hooked", "torch.", "transformers.", "accelerate."),
-    "tl_geometry.models.runner.",
-)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+OWN = ("transformer_lens.", "tl_geometry.models.runner")
 """Beginnings of the names of Python modules whose hooks are not a user's: they belong to a model,
-or to the pass that asks. A dot is added to a module's name before it is compared."""
+or to the pass that asks."""
 
 
-def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
+def keep(into: MutableMapping[Any, Tensor], key: Any) -> Hook:
     """A hook that keeps an activation, detached (the first one, where the hook fires several
     times)."""
 
@@ -93,7 +81,12 @@ class Runner:
         return name in self.points
 
     def __call__(
-        self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
         ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
@@ -102,7 +95,7 @@ class Runner:
         handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
             with torch.no_grad():
-                out = self._forward(ids, logits)
+                out = self._forward(ids, logits, forward)
         except Stop:
             out = None
         finally:
@@ -149,24 +142,20 @@ class Runner:
         fits = ids and tokens.numel() > 0
         require(fits, "tokens", expected=expected, got=describe(tokens), instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
-        expected = (
-            f"at most {self.n_ctx} ids from 0 to {self.d_vocab - 1} in a row (of {self.name})"
-        )
-        got = f"{tokens.shape[1]} from {low} to {high}"
         fits = tokens.shape[1] <= self.n_ctx and low >= 0 and high < self.d_vocab
-        require(
-            fits, "tokens", expected=expected, got=got, instead="shorter windows of its tokenizer"
-        )
+        expected, got = f"at most {self.n_ctx} ids below {self.d_vocab}", describe(tokens)
+        got, instead = f"{got}, from {low} to {high}", f"shorter windows, of {self.name}"
+        require(fits, "tokens", expected=expected, got=got, instead=instead)
         return tokens.to(self.device, torch.int64)
 
-    def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
+    def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
-        kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
+        given, tokenizer = {**self.kwargs, **forward}, getattr(self.model, "tokenizer", None)
         hooked = self.class_name == "HookedTransformer"
         if hooked and getattr(tokenizer, "padding_side", None) == "left":
             # else it masks ids equal to the pad token, and windows have no padding
-            kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
-        out = self.model(ids, return_type="logits" if logits else None, **kwargs)
+            given["attention_mask"] = torch.ones_like(ids)
+        out = self.model(ids, return_type="logits" if logits else None, **given)
         return out if logits else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> Any:
@@ -245,20 +234,16 @@ def training_module(model: Any) -> str:
 def require_full_precision(device: torch.device, name: str) -> None:
     """Raise under ``torch.autocast``, and where float32 matrices are multiplied in TF32 or
     bfloat16: numbers would be rounded to 11 or 8 bits, and labelled with the model's dtype."""
-    types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
-    got, instead = f"autocast on {types}", "the model without it, or loaded with dtype=bfloat16"
-    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
-    matmul, got = torch.backends.cuda.matmul, ""
-    if device.type != "cuda":
-        # "medium" lets a CPU multiply in bfloat16
-        got = "bfloat16" if torch.get_float32_matmul_precision() == "medium" else ""
-    # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
-    elif getattr(matmul, "fp32_precision", None) == "tf32" or (
-        not hasattr(matmul, "fp32_precision") and matmul.allow_tf32
-    ):
-        got = "TF32, of 11 bits"
-    instead = 'torch.set_float32_matmul_precision("highest")'
-    require(not got, name, expected="float32 products in float32", got=got, instead=instead)
+    got = "autocast" if any(map(torch.is_autocast_enabled, {device.type, "cpu"})) else ""
+    matmul = torch.backends.cuda.matmul
+    if device.type != "cuda" and torch.get_float32_matmul_precision() == "medium":
+        got = "bfloat16"  # lets a CPU multiply so
+    elif device.type == "cuda":
+        # the older switch, the only one before torch 2.9, cannot be read once the newer was used
+        tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else None
+        got = "TF32" if (matmul.allow_tf32 if tf32 is None else tf32) else got
+    instead = 'torch.set_float32_matmul_precision("highest"), without autocast'
+    require(not got, name, expected="products in the dtype of the model", got=got, instead=instead)
 
 
 # ---- hooks of the user
@@ -269,10 +254,7 @@ def _user_handles(point: Any) -> list[Any]:
 
     def home(hook: Any) -> str:
         # the function inside: a partial object belongs to functools
-        while isinstance(hook, partial):
-            hook = hook.func
-        hook = getattr(hook, "__func__", hook)
-        return f"{getattr(hook, '__module__', None) or type(hook).__module__}."
+        return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
     handles = getattr(point, "fwd_hooks", ())
     return [handle for handle in handles if not home(handle.user_hook).startswith(OWN)]

@@ -60,12 +60,9 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
     was removed.
     """
-    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
-    model = getattr(cache, "model", None)
-    inputs = [h for h in entries if h.startswith("blocks.") and h.endswith(f".{BEFORE}")]
-    cached = [int(h.split(".")[1]) for h in inputs]
-    n_layers = len(model.blocks) if model is not None else 1 + max(cached, default=0)
-    names = state_hooks(n_layers)
+    entries, model = getattr(cache, "cache_dict", cache), getattr(cache, "model", None)
+    cached = [int(h.split(".")[1]) for h in entries if h.endswith(f".{BEFORE}")]
+    names = state_hooks(len(model.blocks) if model is not None else 1 + max(cached, default=0))
     missing = [h for h in names if h not in entries]
     got = f"no {brief(missing)}"
     instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"

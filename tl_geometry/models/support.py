@@ -50,9 +50,6 @@ def check_model(model: ModelLike) -> ModelReport:
     The first row is the largest reconstruction error of all layers beside what is allowed:
     recomputed queries, keys, scores and patterns against the model's own. Scores of the last layer
     are computed once more in float64 on the CPU, so that a device that multiplies wrongly is seen.
-    The additive identity ``resid_pre + attn_out + mlp_out = resid_post`` is reported (BERT and
-    others break it) and never a reason to refuse.
-
     Raises ``UnsupportedModelError`` for models that are refused altogether.
 
     >>> import tl_geometry as tlg
@@ -80,7 +77,7 @@ def check_model(model: ModelLike) -> ModelReport:
     tokens = torch.randint(0, view.d_vocab, shape, generator=generator)
     try:
         first, *scores = _scores(view, tokens)
-        rows = [first, *rows, *_facts(view), *scores, _additive(view, tokens)]
+        rows = [first, *rows, *_facts(view), *scores]
     except GeometryError as error:
         rows.append(("scores", "not split", f"refused: {error}"))
     rows += [("note", note, "reported") for note in view.notes]
@@ -98,6 +95,7 @@ def _head(view: ModelView) -> Row:
     return "output head", value, "verified against the model's logits"
 
 
+@torch.no_grad()
 def _scores(view: ModelView, tokens: Tensor) -> list[Row]:
     """The largest reconstruction error, beside that of the last layer computed in float64 on the
     CPU; then each layer."""
@@ -145,25 +143,3 @@ def _facts(view: ModelView) -> list[Row]:
             (name, "; ".join(shown) if len(shown) > 1 else next(iter(layers_of)), "supported")
         )
     return rows
-
-
-def _additive(view: ModelView, tokens: Tensor) -> Row:
-    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has
-    those hooks, beside the stream's size."""
-    of_layers = (view.state_hooks, view.attention_hooks, view.mlp_hooks)
-    posts = [f"blocks.{layer}.hook_resid_post" for layer in range(view.n_layers)]
-    try:
-        seen = view.activations(tokens, [name for of in (*of_layers, posts) for name in of])
-    except GeometryError:
-        return "additive identity", "hooks missing", "reported"
-    error, size = 0.0, 0.0
-    for *parts, end in zip(*of_layers, posts):
-        post = seen[end].double()
-        error = max(error, float((sum(seen[n].double() for n in parts) - post).abs().max()))
-        size = max(size, float(post.abs().max()))
-    verdict = "holds" if error <= reconstruction_bound(view.roundoff, size) else "does not hold"
-    return (
-        "additive identity",
-        f"{verdict}, {error:.2g} in a stream of up to {size:.3g}",
-        "reported",
-    )

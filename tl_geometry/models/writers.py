@@ -35,6 +35,8 @@ from tl_geometry.models.reconstruction import reconstruction_bound, require_reco
 from tl_geometry.models.runner import brief
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
+Parts = Float[Tensor, "part batch position d_model"]
+
 CONSTANTS = "constants"
 """The writer that holds b_O, b_out, the biases of norms behind writes, and the constant writes of
 heads."""
@@ -194,9 +196,9 @@ class Written:
         names = [writer.name for writer in self.names(grain)]
         return dict(zip(names, self.stacked(grain), strict=True))
 
-    def stacked(self, grain: str = "writers") -> Float[Tensor, "part batch position d_model"]:
-        """:meth:`parts` as one tensor."""
-        return torch.cat([self._first(), *self._by_blocks(grain)])
+    def stacked(self, grain: str = "writers", out: Tensor | None = None) -> Parts:
+        """:meth:`parts` as one tensor, written into ``out`` where that is given."""
+        return torch.cat([self._first(), *self._by_blocks(grain)], out=out)
 
     def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
         """:meth:`stacked` with the tokens of all contexts one after another, kept while the stream
@@ -216,13 +218,11 @@ class Written:
         self._kept[grain] = self.layer, stack
         return stack[:end].flatten(1, 2)
 
-    def _first(self) -> Float[Tensor, "part batch position d_model"]:
+    def _first(self) -> Parts:
         """What was written before the first block, and the constants."""
         return torch.stack([*(self.dense[n] for n, _ in self.writing.embeddings), self.constants])
 
-    def _by_blocks(
-        self, grain: str, since: int = 0
-    ) -> Iterator[Float[Tensor, "part batch position d_model"]]:
+    def _by_blocks(self, grain: str, since: int = 0) -> Iterator[Parts]:
         """What the blocks from ``since`` on wrote, in the order of :meth:`names`."""
         for heads in self.heads[since:]:
             yield heads.each() if grain == "writers" else heads.whole().unsqueeze(0)
