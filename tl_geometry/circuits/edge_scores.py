@@ -36,8 +36,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.runner import BlockRun, Runner, Stream
-from tl_geometry.corpus.prompt_inputs import as_prompts
-from tl_geometry.corpus.prompt_sets import Prompts
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView

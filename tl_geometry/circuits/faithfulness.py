@@ -42,8 +42,7 @@ from tl_geometry.circuits.edge_scores import (
     provenance_of_pairs,
 )
 from tl_geometry.circuits.runner import Reads, Runner, Stream
-from tl_geometry.corpus.prompt_inputs import as_prompts
-from tl_geometry.corpus.prompt_sets import Prompts
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 

@@ -30,8 +30,7 @@ from tl_geometry.base.errors import ReconstructionError, choice, fail, require
 from tl_geometry.circuits.arithmetic import Between, Frozen, Live
 from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, TARGET, LogitGraph
 from tl_geometry.circuits.runner import BlockRun, Runner, States, Stream
-from tl_geometry.corpus.prompt_inputs import as_prompts
-from tl_geometry.corpus.prompt_sets import Prompts
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.mlp import MLPModule, mlp_spec

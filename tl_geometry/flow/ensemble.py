@@ -15,11 +15,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import finite, index
+from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import TokenSource, state_indices
-from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
+from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
 from tl_geometry.flow import ensemble_shape, residuals
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.langevin import LangevinModel
@@ -238,10 +238,10 @@ def trajectories(
     torch.Size([8, 4, 128])
     """
     view = as_view(model)
-    source = TokenSource.of(view, tokens, labels, prepend_bos)
+    source = as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos)
     followed = _position(view, position, source.length)
     requested = range(1, view.n_layers + 1) if states is None else states
-    chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
+    chosen = indices(requested, view.n_layers + 1, "states")
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     expected = f"states that include the last one, {view.n_layers}"
     require(not post_norm or view.n_layers in chosen, "post_norm", expected=expected, got=chosen)
@@ -299,7 +299,7 @@ def _position(view: ModelView, position: str | int | None, length: int) -> int:
 
 def _follow(
     view: ModelView,
-    source: TokenSource,
+    source: TokenWindows,
     position: int,
     states: tuple[int, ...],
     batch: int | None,
@@ -307,8 +307,8 @@ def _follow(
 ) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
     """States of the followed position, one row per chunk, and the tokens of the chunks."""
     ids, parts = [], []
-    with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
-        for rows in source.batches(batch_of(batch, source.length, view.device)):
+    with tqdm(total=len(source), unit="chunk", disable=not progress, desc=view.name) as bar:
+        for rows in source.tokens.split(batch_of(batch, source.length, view.device)):
             parts.append(states_at(view, rows, position, states))
             ids.append(rows)
             bar.update(len(rows))

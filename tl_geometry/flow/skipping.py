@@ -15,8 +15,8 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
 from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, states_at, too_few
 from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts
@@ -206,26 +206,26 @@ def _chunks(
     share: float,
     seed: int,
 ) -> tuple[
-    TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
+    TokenWindows, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
 ]:
     """Chunks to fit on and others to measure on; flags say which were left out."""
     for chunks in (tokens, test):
         wrong = isinstance(chunks, Result)
         expected, instead = "chunks of tokens", "the chunks it was made from"
         require(not wrong, "tokens", expected=expected, got=type(chunks).__name__, instead=instead)
-    source = TokenSource.of(view, tokens, None, prepend_bos)
+    source = as_tokens(view, tokens, prepend_bos=prepend_bos)
     expected = "at least 3 tokens (the last is a target)"
     require(source.length >= 3, "tokens", expected=expected, got=source.length)
-    rows = torch.cat(list(source.batches(1024)))
+    rows = source.tokens
     if test is None:
         # chunks are equal if the tokens that are read are: the last one is only a target
         train_rows, test_rows = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
         return source, rows[train_rows], rows[test_rows], []
-    test_source = TokenSource.of(view, test, None, prepend_bos)
+    test_source = as_tokens(view, test, prepend_bos=prepend_bos)
     expected = f"chunks of {source.length} tokens, as those that maps are fitted on"
     got = f"chunks of {test_source.length}"
     require(test_source.length == source.length, "test", expected=expected, got=got)
-    held_out = torch.cat(list(test_source.batches(1024)))
+    held_out = test_source.tokens
     shared = shared_rows(held_out[:, :-1], rows[:, :-1])
     n_shared = int(shared.sum())
     expected = "chunks that maps are not fitted on"

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow.alignment import AlignedBases
 from tl_geometry.flow.ensemble import (
@@ -147,8 +147,8 @@ def truncation_kl(
     require(
         grid[0] >= 1 and grid[-1] <= aligned.rank, "K", expected=expected, got=grid, instead=instead
     )
-    source = TokenSource.of(view, tokens, None, prepend_bos)
-    ids = torch.cat(list(source.batches(1024)))
+    source = as_tokens(view, tokens, prepend_bos=prepend_bos)
+    ids = source.tokens
     require(len(ids) >= 2, "tokens", expected="at least two chunks", got=len(ids))
     _check_bos(view, ensemble, ids)
     states = [view.n_layers] if where == "final" else range(1, view.n_layers + 1)
