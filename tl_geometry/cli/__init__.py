@@ -160,7 +160,7 @@ def readout(
     at_least(head, 0, "--head")
     at_least(k, 1, "--k")
     check_table(out, force)
-    from tl_geometry.weights.heads import token_readout
+    from tl_geometry.weights import token_readout
 
     table = token_readout(inputs.load(), matrix=matrix, heads=[(layer, head)], k=k)
     save_table(table, out)

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tl_geometry.base.errors import require
-from tl_geometry.measures.context_report import ContextualReport
-from tl_geometry.measures.position_report import PositionalReport
-from tl_geometry.measures.state_measures import StateMeasures
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.tables import Table
+from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.measures import positional
 from tl_geometry.render.figure import (
     GREEN,
     GREY,
@@ -73,31 +73,33 @@ CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec"
 """Measures of a contextual report that are drawn by default."""
 
 
-def fourier(report: PositionalReport) -> View:
+def fourier(basis: PositionContext, frequencies: int = 10) -> View:
     """Leading block of the 2-D cosine transform of the cosines between positions, a panel for each
     of at most five evenly spaced states (Song & Zhong 2023, Fig. 3 right).
 
     Mass in the top left corner means that positions lie on a smooth curve.
 
     Args:
-        report: from :func:`tl_geometry.positional_report`.
+        basis: a decomposition.
+        frequencies: rows and columns of the block.
 
     >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> report = tlg.positional_report(basis)
-    >>> fourier(report).title
+    >>> fourier(basis).title
     'Are neighbouring positions alike?'
     """
-    rows = some(range(len(report.states)), 5)
-    count, block = report.fourier.shape[-1], report.fourier[rows]
+    rows = some(range(len(basis.states)), 5)
+    pos = basis.pos[rows]
+    spectrum = positional.fourier(positional.normalized_gram(pos))
+    block = spectrum[:, :frequencies, :frequencies]
+    shares, count = positional.low_frequency_share(pos, frequencies).tolist(), block.shape[-1]
     # one scale for all panels; 1 where all coefficients are zero
     limit = float(block.nan_to_num().abs().amax()) or 1.0
     figure, axes = canvas(len(rows), size=(WIDTH / len(rows), 1.9))
-    for axis, row, coefficients in zip(axes, rows, block, strict=True):
+    for axis, row, share, coefficients in zip(axes, rows, shares, block, strict=True):
         draw_matrix(axis, coefficients, -limit, limit)
-        share = float(report["low_frequency"][row])
-        axis.set_title(f"state {report.states[row]}: {share:.0%}", fontsize=8)
+        axis.set_title(f"state {basis.states[row]}: {share:.0%}", fontsize=8)
         axis.set(xlabel="frequency", xticks=whole_ticks(range(count), 6))
     figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="coefficient")
     axes[0].set_ylabel("frequency")
@@ -106,34 +108,33 @@ def fourier(report: PositionalReport) -> View:
         "mass in the top left corner means that neighbours are alike. The percentage is the share "
         f"of the energy in the first {count} frequencies."
     )
-    order = report.nulls.get(("low_frequency", "shuffled"))
-    null = "" if order is None else f"In random order they hold {float(order[rows].max()):.0%}."
     return View(
         figure,
         title="Are neighbouring positions alike?",
         caption=caption,
-        null=null,
-        source=report.provenance.line(),
+        null=f"In random order they hold about {count / pos.shape[1]:.0%}.",
+        source=basis.provenance.line(),
     )
 
 
-def _draw_measure(axis: Axes, report: StateMeasures, name: str) -> None:
+def _draw_measure(axis: Axes, report: Table, name: str) -> None:
     """Draw one measure over the states, with its errors and nulls."""
-    error = report.errors.get(name)
-    bars = None if error is None else error.nan_to_num()
+    frame, states = report.df, report.column("state")
+    bars = frame[f"{name}_se"].fillna(0) if f"{name}_se" in frame else None
     look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
-    axis.errorbar(report.states, report[name], yerr=bars, **look)
-    for (measure, null), values in report.nulls.items():
-        if measure == name:
-            axis.plot(report.states, values, "--", lw=1, color=NULLS[null], label=f"null: {null}")
+    axis.errorbar(states, frame[name], yerr=bars, **look)
+    for null, color in NULLS.items():
+        if f"{name}_{null}" in frame:
+            values = frame[f"{name}_{null}"]
+            axis.plot(states, values, "--", lw=1, color=color, label=f"null: {null}")
     axis.set_title(NAMES.get(name, name.replace("_", " ")), fontsize=9)
     axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
-    states = whole_ticks(report.states, 8)
-    axis.set(xlabel="state", xticks=states, ylabel=UNITS.get(name, "share"))
+    ticks = whole_ticks(states, 8)
+    axis.set(xlabel="state", xticks=ticks, ylabel=UNITS.get(name, "share"))
 
 
 def measure_curves(
-    report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None
+    report: Table, names: Sequence[str] | None = None, *, ax: Axes | None = None
 ) -> View:
     """Measures over the states, with jackknife errors (bars) and nulls (dashed). A measure that
     lies on a null is no finding.
@@ -151,9 +152,12 @@ def measure_curves(
     >>> measure_curves(report, ("stable_rank",)).title
     'Do measures of position stand above their nulls?'
     """
-    usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
-    chosen = [n for n in usual if n in report.values] if names is None else list(names)
-    require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
+    of_position = "relative_norm" in report.names
+    usual = POSITIONAL if of_position else CONTEXTUAL
+    chosen = [n for n in usual if n in report.names] if names is None else list(names)
+    require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.names)}", got="none")
+    for name in chosen:
+        choice(name, report.names, "names")
     # four panels fill two rows of two
     columns = 2 if len(chosen) == 4 else min(3, len(chosen))
     size = (WIDTH / columns, 2.0)
@@ -161,7 +165,7 @@ def measure_curves(
     for axis, name in zip(axes, chosen, strict=True):
         _draw_measure(axis, report, name)
     legend_outside(figure, axes, ax=ax)
-    what = "position" if isinstance(report, PositionalReport) else "context"
+    what = "position" if of_position else "context"
     return View(
         figure,
         title=f"Do measures of {what} stand above their nulls?",
@@ -172,7 +176,7 @@ def measure_curves(
     )
 
 
-def incoherence(report: ContextualReport) -> View:
+def incoherence(report: Table) -> View:
     """Mean and largest |cos| between positional and context vectors, beside three nulls: random
     directions, coordinates with flipped signs, and windows without a context.
 
@@ -202,31 +206,30 @@ def incoherence(report: ContextualReport) -> View:
     )
 
 
-def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
+def learning_curve(curve: Table, name: str, *, ax: Axes | None = None) -> View:
     """A measure over the number of contexts, one line per state. A measure that still changes at
     the right end depends on the size of the corpus.
 
     Args:
-        report: from :func:`tl_geometry.positional_report` or
-            :func:`tl_geometry.contextual_report`, with ``jackknife=True``.
+        curve: from :func:`tl_geometry.measures.learning_curve`.
         name: the measure.
         ax: axes to draw into.
 
     >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> report = tlg.positional_report(basis)
-    >>> learning_curve(report, "rank").title
+    >>> learning_curve(tlg.measures.learning_curve(basis), "rank").title
     'Does the rank still grow with the corpus?'
     """
-    expected = f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}"
-    require(name in report.curve, "learning_curve", expected=expected, got=repr(name))
+    choice(name, curve.names[2:], "learning_curve")
     figure, axis = one_axes(ax, (WIDTH, 2.6))
-    shade = shades(figure, axis, report.states, "state")
-    for i, state in enumerate(report.states):
-        values = report.curve[name][:, i]
-        axis.semilogx(report.curve_contexts, values, "o-", ms=3, lw=1, color=shade(state))
-    axis.set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
+    frame = curve.df
+    states, contexts = frame["state"].unique().tolist(), frame["contexts"].unique().tolist()
+    shade = shades(figure, axis, states, "state")
+    for state in states:
+        values = frame[frame["state"] == state][name]
+        axis.semilogx(contexts, values, "o-", ms=3, lw=1, color=shade(state))
+    axis.set_xticks(contexts, [str(c) for c in contexts])
     axis.minorticks_off()
     words = name.replace("_", " ")
     axis.set(xlabel="contexts", ylabel=f"{words} ({UNITS.get(name, 'share')})")
@@ -236,5 +239,5 @@ def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) 
         caption="Each line is a state; a point is the mean over disjoint blocks that "
         "have the number of contexts on the x axis.",
         null="A line that is flat at its right end would not change with more text.",
-        source=report.provenance.line(),
+        source=curve.provenance.line(),
     )

@@ -32,8 +32,8 @@ from tl_geometry.render.figure import (
     panels,
     shades,
 )
-from tl_geometry.sphere.paths import TokenPaths
-from tl_geometry.weights.heads import TokenReadout, WeightGeometry
+from tl_geometry.sphere import TokenPaths
+from tl_geometry.weights import TokenReadout, WeightGeometry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def weight_blocks(
     'Which directions does W_QK of each head read?'
     """
     n_layers, n_heads = (1 + max(numbers) for numbers in zip(*geometry.heads, strict=True))
-    layer = geometry.layers[0] if heads is None else None
+    layer = geometry.heads[0][0] if heads is None else None
     chosen = checks.heads(heads, n_layers, n_heads, layer)
     rows = [geometry.head(pair) for pair in chosen]
     columns = min(4, len(rows))
@@ -78,16 +78,15 @@ def weight_blocks(
     panel = (WIDTH / max(columns, 3), 2.0)
     figure, axes = panels(ax, len(rows), "head", columns=columns, size=panel)
     size = min(SIZE, *geometry.block.shape[-2:])
-    depth = dict(zip(geometry.layers, geometry.k, strict=True))
+    depth, lifts = geometry["k"].tolist(), geometry["lift"].tolist()
     across, down = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
     pictures = _pictures(geometry, rows, size)
     for axis, row, (layer, head), picture in zip(axes, rows, chosen, pictures, strict=True):
         axis.imshow(picture.numpy(), interpolation="nearest")
-        edge = depth[layer] - 0.5
+        edge = depth[row] - 0.5
         axis.plot([-0.5, edge, edge], [edge, edge, -0.5], "k--", lw=0.5)
         axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5))
-        lift = float(geometry.lift[row])
-        axis.set_title(f"{head_name((layer, head))}: {lift:.3g} x chance", fontsize=8)
+        axis.set_title(f"{head_name((layer, head))}: {lifts[row]:.3g} x chance", fontsize=8)
         axis.set_xlabel(f"{across} direction", fontsize=8)
         axis.set_ylabel(f"{down} direction", fontsize=8)
         no_ticks(axis)
@@ -112,7 +111,7 @@ def _pictures(
     """Colour images: the block in blue and the diagonal in red on white. Colours follow the square
     root, which makes small entries visible too."""
     block = geometry.block[rows, :size, :size].abs()
-    block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
+    block = torch.where(block > geometry["threshold"][rows, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
 
     def scaled(x: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def sphere_paths(
     axis.set_box_aspect(None, zoom=1.1)
     points = paths.coordinates[context]
     states = range(points.shape[1])
-    axes = [f"{paths.method} {n}" for n in (1, 2, 3)]
+    axes = [f"axis {n}" for n in (1, 2, 3)]
     draw_paths_3d(axis, points[list(chosen)], states, axes, size=12.0)
     names = [drawable(html.token_text(paths.str_tokens[context][t])) for t in chosen]
     named = _name_ends(axis, points[list(chosen), -1], names)
@@ -196,7 +195,7 @@ def sphere_paths(
         figure,
         title="Where do tokens travel on the sphere of the norm?",
         caption="Each line is the path of one token over the unit sphere, from the embedding to "
-        f"its last state, where its text stands; axes ({paths.method}) fitted on {paths.fitted_on}"
+        f"its last state, where its text stands; principal axes fitted on {paths.fitted_on}"
         f"{held}. {named} of {len(names)} tokens have room for their name.",
         null="No null is drawn: the paths are the model's own, exactly.",
         source=paths.provenance.line(),

@@ -23,16 +23,14 @@ from torch import Tensor
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.intervals import t_quantile
+from tl_geometry.base.tables import Table
 from tl_geometry.decomposition.variance import LOW_RELIABILITY, Anova
 from tl_geometry.flow.skipping import SkipMap
 from tl_geometry.flow.truncation import TruncationCurve
-from tl_geometry.measures.context_report import ContextualReport
-from tl_geometry.measures.position_report import PositionalReport
-from tl_geometry.measures.state_measures import StateMeasures
 from tl_geometry.report.origin import Cells, around
 from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.sweep_table import SweepTable
-from tl_geometry.weights.heads import WeightGeometry
+from tl_geometry.weights import WeightGeometry
 
 TYPES = {"induction": "the token that followed last time", "previous": "the token before"}
 """Type of a head -> where it looks on repeated random tokens."""
@@ -247,15 +245,15 @@ def head_type(table: SweepTable, name: str) -> Finding:
     )
 
 
-def smooth(report: PositionalReport) -> Finding | None:
+def smooth(report: Table) -> Finding | None:
     """Whether positions lie on a smooth curve."""
     name = "low_frequency"
     furthest = _furthest(report, name, lambda values, nulls: values - nulls.amax(0))
     if furthest is None:
         return None
     row, beyond, nulls = furthest
-    clear = beyond and float(report[name][row]) > max(nulls.values())
-    cell, state = Cells("positional", report, rounded=True), report.states[row]
+    clear = beyond and float(report.df[name][row]) > max(nulls.values())
+    cell, state = Cells("positional", report, rounded=True), report.column("state")[row]
     shown = cell(row, name, percent=True)
     held = f"the lowest frequencies hold {shown} of the energy of its unit positional vectors"
     return Finding(
@@ -269,19 +267,19 @@ def smooth(report: PositionalReport) -> Finding | None:
     )
 
 
-def incoherence(report: ContextualReport) -> Finding | None:
+def incoherence(report: Table) -> Finding | None:
     """Whether position and context are more or less aligned than by chance."""
     name = "incoherence_avg"
     furthest = _furthest(report, name, lambda values, nulls: (values - nulls).abs().amin(0))
     if furthest is None:
         return None
     row, beyond, nulls = furthest
-    value = float(report[name][row])
+    value = float(report.df[name][row])
     above = value > max(nulls.values())
     clear = beyond and (above or value < min(nulls.values()))
     cell = Cells("contextual", report, rounded=True)
     shown = cell(row, name)
-    mean = f"their mean |cos| in state {report.states[row]} is {shown}"
+    mean = f"their mean |cos| in state {report.column('state')[row]} is {shown}"
     return Finding(
         value=shown,
         said=f"Positional and context vectors are {'more' if above else 'less'} aligned than "
@@ -296,41 +294,42 @@ def incoherence(report: ContextualReport) -> Finding | None:
 
 
 def _furthest(
-    report: StateMeasures, name: str, gap: Callable[[Tensor, Tensor], Tensor]
+    report: Table, name: str, gap: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[int, bool, dict[str, float]] | None:
     """The state where a measure is furthest from its nulls, by ``gap(values, nulls)``; whether it
     excludes all of them there, with position reliable; and the means of the nulls there. ``None``
     if the table has no error or no null."""
-    means = {null: values for (measure, null), values in report.nulls.items() if measure == name}
-    if name not in report.errors or not means:
+    columns = {n: torch.tensor(report.column(n)).double() for n in report.names}
+    means = {null: columns[f"{name}_{null}"] for null in NULLS if f"{name}_{null}" in columns}
+    if f"{name}_se" not in columns or not means:
         return None
-    distance = gap(report[name], torch.stack(list(means.values())))
-    row = _largest(_where_reliable(distance, report["split_half"]))
-    value, error = float(report[name][row]), float(report.errors[name][row])
+    distance = gap(columns[name], torch.stack(list(means.values())))
+    row = _largest(_where_reliable(distance, columns["split_half"]))
+    value, error = float(columns[name][row]), float(columns[f"{name}_se"][row])
     if not math.isfinite(error):
         return None
     nulls = {null: float(values[row]) for null, values in means.items()}
-    spreads = {
-        null: float(v[row]) for (measure, null), v in report.spreads.items() if measure == name
-    }
+    sds = {null: columns.get(f"{name}_{null}_sd") for null in means}
+    spreads = {null: float(sd[row]) for null, sd in sds.items() if sd is not None}
+    blocks, draws = (int(columns[n][0]) for n in ("blocks", "draws"))
     # the mean of random directions is exact and has no spread, but one draw would differ from it,
     # by the largest spread of the others; that of "noise" is in the error already
     spreads.setdefault("random", max(spreads.values(), default=0.0))
     beyond = all(
         excludes(
-            *(value, *around(value, error, report.blocks), mean),
-            samples=report.blocks,
-            among=len(report.states),
+            *(value, *around(value, error, blocks), mean),
+            samples=blocks,
+            among=len(distance),
             spread=spreads.get(null, 0.0),
-            draws=report.draws,
+            draws=draws,
         )
         for null, mean in nulls.items()
     )
-    return row, beyond and float(report["split_half"][row]) >= LOW_RELIABILITY, nulls
+    return row, beyond and float(columns["split_half"][row]) >= LOW_RELIABILITY, nulls
 
 
 def _beside_nulls(
-    report: StateMeasures,
+    report: Table,
     cell: Cells,
     name: str,
     row: int,
@@ -340,19 +339,19 @@ def _beside_nulls(
 ) -> str:
     """The interval of a measure in one state, its nulls, and the reliability of position, in
     words."""
-    interval = cell.interval(row, name, percent=percent, samples=report.blocks)
+    interval = cell.interval(row, name, percent=percent, samples=report.column("blocks")[row])
     chance = [f"{cell(row, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
-    trust = _reliability_in_words(cell(row, "split_half"), float(report["split_half"][row]))
+    trust = _reliability_in_words(cell(row, "split_half"), float(report.df["split_half"][row]))
     return f"{interval}; {', '.join(chance)}; {trust}"
 
 
 def lift(geometry: WeightGeometry) -> Finding | None:
     """Whether a head's W_QK reads the positional directions."""
-    if not bool(geometry.p.isfinite().any()):
+    if not bool(geometry["p"].isfinite().any()):
         return None
-    row = _largest(_where_reliable(geometry.excess, geometry.reliability))
-    trust = float(geometry.reliability[row])
-    clear = trust >= LOW_RELIABILITY and float(geometry.p[row]) <= 0.05
+    row = _largest(_where_reliable(geometry["excess"], geometry["reliability"]))
+    trust = float(geometry["reliability"][row])
+    clear = trust >= LOW_RELIABILITY and float(geometry["p"][row]) <= 0.05
     cell, head = Cells("weights_qk", geometry, rounded=True), head_name(geometry.heads[row])
     shown = cell(row, "excess")
     held = (

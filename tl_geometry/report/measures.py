@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tl_geometry.measures import contextual_report, positional_report
+from tl_geometry.measures import contextual_report, learning_curve, positional_report
 from tl_geometry.render import measures as views
 from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis
@@ -57,12 +57,12 @@ def _position(draft: Draft, analysis: Analysis) -> None:
         short = Cells("positional", report, rounded=True)
         shuffled = short(middle, "low_frequency_shuffled", percent=True)
         null = f"In random order they hold {shuffled} in state {state}."
-        draft.draw(views.fourier(report), "fourier", null=null)
+        draft.draw(views.fourier(basis), "fourier", null=null)
     draft.say(
         "The rank grows with the number of contexts, because sampling noise falls: where the "
         "learning curve still rises, a larger corpus would give a larger rank."
     )
-    draft.draw(views.learning_curve(report, "rank"), "learning")
+    draft.draw(views.learning_curve(learning_curve(basis), "rank"), "learning")
     draft.table("positional", report, "Measures of position in each state", MEASURED)
     draft.find(findings.smooth(report))
 
@@ -76,7 +76,7 @@ def _context(draft: Draft, analysis: Analysis) -> None:
     middle = len(basis.states) // 2
     report = contextual_report(basis, seed=analysis.seed)
     cell, exchanged = Cells("contextual", report), ""
-    if ("incoherence_avg", "exchanged") in report.nulls:
+    if "incoherence_avg_exchanged" in report.names:
         value = cell(middle, "incoherence_avg_exchanged")
         exchanged = f" and windows whose positions were exchanged {value}"
     draft.say(

@@ -13,8 +13,8 @@ from tl_geometry.report import findings
 from tl_geometry.report.analysis import Analysis
 from tl_geometry.report.measures import FEWEST
 from tl_geometry.report.section import Draft
-from tl_geometry.sphere.paths import token_paths
-from tl_geometry.weights.heads import token_readout, weight_geometry
+from tl_geometry.sphere import token_paths
+from tl_geometry.weights import token_readout, weight_geometry
 
 SURROGATES, TOKENS = 16, 24
 """Most windows for the surrogates of W_QK; most tokens whose paths are drawn."""
@@ -66,7 +66,7 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
     model, view, basis = analysis.model, analysis.view, analysis.basis
     qk = weight_geometry(model, basis, "QK", seed=analysis.seed)
     ov = weight_geometry(model, basis, "OV", seed=analysis.seed)
-    layer, _ = qk.heads[int(qk.excess.nan_to_num(nan=-1.0).argmax())]
+    layer, _ = qk.heads[int(qk["excess"].nan_to_num(nan=-1.0).argmax())]
     draft.say(
         "How much of each head's W_QK (canonical: norm gain folded in, centred for LayerNorm) lies "
         "in the leading positional directions? Lift compares that share with its exact "
@@ -75,7 +75,7 @@ def _geometry(draft: Draft, analysis: Analysis) -> None:
         "and what is left are directions in which averages of states vary most anyway."
     )
     title = "W_QK of each head against the positional directions"
-    value = "excess" if bool(qk.excess.isfinite().any()) else "lift"
+    value = "excess" if bool(qk["excess"].isfinite().any()) else "lift"
     draft.draw(heads(qk, value, title=title), "lift")
     draft.draw(views.weight_blocks(qk, [(layer, h) for h in range(min(view.n_heads, 8))]), "blocks")
     draft.table("weights_qk", qk, "W_QK of each head in the positional directions", COLUMNS)
