@@ -11,7 +11,7 @@ import pandas as pd
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.pruned_runs import Faithfulness
+from tl_geometry.circuits.faithfulness import Faithfulness
 from tl_geometry.render import figure as draw
 
 COLOURS = {"query": draw.POSITION, "key": draw.CONTENT, "value": draw.MIXED}
@@ -88,9 +88,10 @@ def faithfulness_curve(
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 12, n=4).tokens
-    >>> pairs = {"prompts": windows[:2], "counterfactuals": windows[2:], "targets": (11, 12)}
-    >>> scores = tlg.edge_scores(model, **pairs)
-    >>> result = tlg.faithfulness(model, scores, **pairs, fractions=(0.05, 0.5, 1.0), draws=2)
+    >>> pairs = {"counterfactual": windows[2:], "answer": (11, 12)}
+    >>> scores = tlg.edge_scores(model, windows[:2], **pairs)
+    >>> options = {"fractions": (0.05, 0.5, 1.0), "draws": 2}
+    >>> result = tlg.faithfulness(model, windows[:2], scores, **pairs, **options)
     >>> faithfulness_curve(result).title
     'How much of the behaviour do the highest-ranked edges carry?'
     """

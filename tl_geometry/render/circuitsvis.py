@@ -112,7 +112,8 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     >>> induction(tlg.trace_logit(model, ids, " height")).title[:10]
     'L1H3 wrote'
     """
-    direct = graph.direct()
+    direct = graph.direct().df
+    direct = direct[direct["head"] >= 0]
     heads = direct.groupby(["layer", "head"])["value"].sum()
     pair = heads.idxmax() if head is None else checks.heads(head, 10**6, 10**6)[0]
     known = [tuple(map(int, each)) for each in heads.index]

@@ -23,6 +23,8 @@ from tl_geometry.render.page import Page
 START, MOST = 40, 400
 """How many nodes the page shows first, and how many it holds at most: some hundred kilobytes for
 any prompt and model."""
+LEAST = 1e-6
+"""Share of the largest sum below which what is left out is rounding."""
 SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
 BETWEEN = "Value, query and key edges add up to the difference exactly: they have no null."
 
@@ -54,7 +56,7 @@ def graph_page(graph: LogitGraph) -> Page:
     exact = graph.counterfactual is not None
     nodes = _nodes(graph.nodes)
     edges = _edges(graph.edges, nodes, exact=exact)
-    blocks = int(graph.nodes["layer"].max()) + 1
+    blocks = _blocks(graph.nodes)
     names = {0: "embedding", 2 * blocks + 1: "difference" if exact else "logit"}
     names |= {2 * l + 1: f"block {l}" for l in range(blocks)}
     names |= {2 * l + 2: f"MLP {l}" for l in range(blocks)}
@@ -83,15 +85,20 @@ def graph_page(graph: LogitGraph) -> Page:
     )
 
 
+def _blocks(nodes: pd.DataFrame) -> int:
+    """How many blocks the nodes span."""
+    return int(nodes["layer"][nodes["kind"].isin(["head", "mlp"])].max()) + 1
+
+
 def _nodes(table: pd.DataFrame) -> pd.DataFrame:
     """The largest nodes, the target first, with the row that each stands on: the embeddings on row
     0, heads of block l on row 2 l + 1, its MLP above them, the target on top."""
-    top = 2 * (int(table["layer"].max()) + 1) + 1
+    top = 2 * _blocks(table) + 1
     nodes = table[table["kind"] != "rest"].reset_index(drop=True)
     target, leaf = nodes["kind"] == "target", nodes["layer"] < 0
     row = (2 * nodes["layer"] + 1 + (nodes["kind"] == "mlp")).mask(leaf, 0).mask(target, top)
     moved = nodes["moved"] if "moved" in nodes else pd.Series(float("nan"), nodes.index)
-    nodes = nodes.assign(row=row, moved=moved, name=nodes["component"])
+    nodes = nodes.assign(row=row, moved=moved, name=nodes["component"].mask(target, "logit"))
     order = (-nodes["value"].abs()).mask(target, -float("inf")).argsort(kind="stable")
     return nodes.iloc[order].head(MOST).reset_index(drop=True)
 
@@ -111,7 +118,8 @@ def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataF
     held = held.iloc[(-held["value"].abs()).argsort(kind="stable")]
     held = held[held.groupby(group).cumcount() < parts.LISTED]
     rest = whole.sub(held.groupby(group)["value"].sum(), fill_value=0.0)
-    if not exact:
+    rest = rest[rest.abs() > LEAST * whole.abs().max()]
+    if not exact:  # the others sum to what moved, which no list claims
         rest = rest[rest.index.get_level_values("type") == "value"]
     held = held.assign(source=held["at"].astype(int))[["source", "target", "type", "value"]]
     return pd.concat([held, rest.reset_index().assign(source=-1)], ignore_index=True)

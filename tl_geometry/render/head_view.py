@@ -78,7 +78,8 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
         parts=[
             parts.maps(
                 grids[None],
-                names,
+                names=names,
+                rows=[""],
                 axes=("layer", "head"),
                 labels=(list(map(str, layers)), list(map(str, range(grids.shape[-1])))),
                 limits=[limit_of(n, g) for n, g in zip(numeric, grids, strict=True)],

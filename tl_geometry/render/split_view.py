@@ -93,7 +93,7 @@ def split(
     limit = float(min(sizes[-1], 2 * sizes[int(0.99 * (len(sizes) - 1))] or sizes[-1])) or 1.0
     grid = parts.maps(
         values,
-        names,
+        names=names,
         rows=[head_name(h) for h in shown.heads],
         axes=("query", "key"),
         labels=[[f"{i} “{token_text(t)}”" for i, t in enumerate(texts)]] * 2,

@@ -161,12 +161,12 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
     bars: list[tuple[str, float, float, str]] = []
     for edit, rows in table.groupby("edit", sort=False):
         change, high = rows[["change", "change_high"]].iloc[0]
-        # no error bar where there are too few prompts for an interval
+        # NaN, and no bar, where there are too few prompts for an interval
         error, colour = high - change, draw.POSITIVE if change > 0 else draw.NEGATIVE
-        bars.append((str(edit), change, 0.0 if math.isnan(error) else error, colour))
+        bars.append((str(edit), change, error, colour))
         beside = rows[rows["control"] != ""] if "control" in rows else rows.head(0)
         bars += [
-            (f"   {row['control']}", row["control_change"], 0.0, draw.RESIDUAL)
+            (f"   {row['control']}", row["control_change"], math.nan, draw.RESIDUAL)
             for row in beside.to_dict("records")
         ]
     names, changes, errors, colours = zip(*bars, strict=True)

@@ -34,7 +34,7 @@ PARTS.arcs = (part, parent) => {
     const svg = pen(sheet, 'svg', {width, height, role: 'group', 'aria-label': 'graph'});
     rows.forEach((row, n) => pen(svg, 'text', {x: LEFT - 8, y: 24 + STEP * n, 'text-anchor': 'end'}, part.rows[row]));
     columns.forEach((x, n) => {
-      const text = x < 0 ? 'none' : token(x), middle = {x: middles[n], 'text-anchor': 'middle'};
+      const text = x < 0 ? 'no' : token(x), middle = {x: middles[n], 'text-anchor': 'middle'};
       pen(svg, 'text', {...middle, y: height - 22}, text.length > 8 ? `${text.slice(0, 7)}…` : text);
       pen(svg, 'text', {...middle, y: height - 8}, x < 0 ? 'position' : x);
     });
