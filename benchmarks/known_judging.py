@@ -12,10 +12,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from benchmarks.known_models import TokenPairs
+from tl_geometry import faithfulness
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.edge_pass import EdgePass
-from tl_geometry.circuits.prompt_pairs import Metric, PromptPairs
-from tl_geometry.circuits.pruned_runs import _of_batch
 from tl_geometry.models.reader import as_view
 
 DRAWS = 200
@@ -137,13 +135,14 @@ def exact_effects(model: Any, pairs: TokenPairs) -> tuple[tuple[str, ...], Float
     is lost where this edge alone carries the counterfactual's write, in a live run."""
     view = as_view(model)
     layout = EdgeLayout.of(view)
-    given = PromptPairs.of(view, pairs.prompts, pairs.counterfactuals, None)
-    metric = Metric.of(view, given, None, pairs.targets)
-    batch = next(given.batches(lambda length: len(pairs.prompts)))[0]
     names = layout.edge_names()
-    all_but_one = ~torch.eye(len(names), dtype=torch.bool)
-    runs = EdgePass.of(view, layout, batch.clean)
-    clean, other, *without = _of_batch(runs, batch, metric, all_but_one, "edges").mean(1)
+    given: Any = {"counterfactual": pairs.counterfactuals, "answer": pairs.targets, "draws": 1}
+    without = []
+    for name in names:
+        found = faithfulness(view, pairs.prompts, [name], **given)
+        assert found.complements is not None
+        without.append(found.complements[0].mean())
+    clean, other = found.clean.mean(), found.counterfactual.mean()
     return names, (clean - torch.stack(without)) / (clean - other)
 
 

@@ -118,7 +118,13 @@ def planes(w: World) -> Any:
 
 def faithful(w: World) -> Any:
     return tlg.faithfulness(
-        w.model, w.edges, w.ids, w.other, targets=w.targets, fractions=(0.1, 0.5), draws=2
+        w.model,
+        w.ids,
+        w.edges,
+        counterfactual=w.other,
+        answer=w.targets,
+        fractions=(0.1, 0.5),
+        draws=2,
     )
 
 
