@@ -80,10 +80,8 @@ class Layers:
 
     def _attention(self, layer: int, like: Tensor) -> Attention:
         """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
-        weights, ln1 = self._parameters.weights(layer).to(like), self._parameters.block(layer)
-        return attention_of(
-            self._parameters.attention(layer), part(ln1, "ln1"), weights, self.layer_facts(layer)
-        )
+        block, weights = self._parameters.block(layer), self._parameters.weights(layer).to(like)
+        return attention_of(block.attn, part(block, "ln1"), weights, self.layer_facts(layer))
 
     @torch.no_grad()
     def attention_norm(self, layer: int) -> NormWeights:
@@ -101,11 +99,8 @@ class Layers:
 
     def describe_layer(self, layer: int) -> dict[str, str]:
         """:meth:`layer_facts` in words, for a reader."""
-        reading, heads = (
-            self.layer_facts(layer),
-            self._probe[f"blocks.{layer}.attn.hook_q"].shape[-2],
-        )
-        qk = reading.qk
+        reading, hooked = self.layer_facts(layer), self._probe[f"blocks.{layer}.attn.hook_q"]
+        qk, heads = reading.qk, hooked.shape[-2]
         over = "" if qk is None else f" over {'all heads' if qk.flat else 'each head'}"
         pairs = {None: "none", "half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}
         return {
@@ -167,22 +162,17 @@ class Layers:
             with torch.no_grad():
                 return self._build(layer, activations, verify=True)
         prefix, reading = f"blocks.{layer}.attn.", self.layer_facts(layer)
-        h, module = (
-            upcast(activations[f"blocks.{layer}.hook_resid_pre"]),
-            self._parameters.attention(layer),
-        )
+        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
+        module = self._model.blocks[layer].attn
         attention, length = self._attention(layer, h), h.shape[1]
-        heads = len(attention.weights.W_Q)
-        q, k, v, z, pattern, scores = (
-            cached(activations, f"blocks.{layer}.{n}", heads) for n in CORE
-        )
+        names, heads = (f"blocks.{layer}.{n}" for n in CORE), len(attention.weights.W_Q)
+        q, k, v, z, pattern, scores = (cached(activations, name, heads) for name in names)
         # queries and keys are the model's own where they are not verified
         raw = {w: attention.raw(h, w) if verify or x is None else x for w, x in zip("qk", (q, k))}
-        tables = rotary_tables(module, activations, prefix, length)
-        turn = rotation_of(tables, reading, h)
+        turn = rotation_of(rotary_tables(module, activations, prefix, length), reading, h)
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
         allowed = allowed_cells(module, reading, length, self.causal, masked, h)
-        scores = None if scores is None or masked is None else scores.detach()
+        scores = None if masked is None else _detached(scores)
         frozen, bias = frozen_fields(attention, h, raw, turn), None
         if reading.slopes is not None:
             own = scores_of(frozen["q"][:1].detach(), frozen["k"][:1].detach(), reading.scale)
@@ -193,8 +183,8 @@ class Layers:
             h=h,
             **frozen,
             v=v,
-            z=None if z is None else z.detach(),
-            pattern=None if pattern is None else pattern.detach(),
+            z=_detached(z),
+            pattern=_detached(pattern),
             scores=scores,
             bias=bias,
             allowed=allowed,
@@ -265,3 +255,7 @@ class Layers:
             hooks[end] = partial(finish, layer, hooks.get(end))
         self._runner(tokens, hooks)
         return held[last] if last else None
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

@@ -35,7 +35,7 @@ class ModelView(Layers):
     ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
     TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
-    text (BERT's CLS), and ``notes`` are remarks for a reader. ``pad_id`` is the tokenizer's padding
+    text (BERT's CLS). ``pad_id`` is the tokenizer's padding
     token, often that which ends a text too.
     """
 
@@ -57,7 +57,6 @@ class ModelView(Layers):
     head_trained: bool
     bos_id: int | None
     state_hooks: tuple[str, ...]
-    notes: tuple[str, ...] = ()
     pad_id: int | None = None
     _run: Callable[..., Tensor | None]
 

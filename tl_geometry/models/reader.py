@@ -13,7 +13,7 @@ import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +29,12 @@ from tl_geometry.models.runner import (
     Runner,
     brief,
     collect,
-    hooked_points,
     require_full_precision,
     without_hooks,
 )
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
+SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
 CLASS_NAMES = ("HookedTransformer", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
 """Size of the probe: two sequences of random tokens."""
@@ -86,7 +86,7 @@ def view(model: Any) -> ModelView:
         if (now.fingerprint, now.device) != (model.fingerprint, model.device):
             return now
         # what the model object itself does not say stays as it is in the view
-        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id, notes=now.notes)
+        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id)
     class_name = class_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
@@ -96,7 +96,7 @@ def view(model: Any) -> ModelView:
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, name, run, made_of)
-    normalization = cfg.normalization_type
+    normalization, sizes = cfg.normalization_type, {name: int(getattr(cfg, name)) for name in SIZES}
     pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return ModelView(
         name=name,
@@ -105,11 +105,7 @@ def view(model: Any) -> ModelView:
         processed=_processed(model, class_name),
         fingerprint=digits,
         n_layers=len(model.blocks),
-        n_heads=int(cfg.n_heads),
-        d_model=int(cfg.d_model),
-        d_head=int(cfg.d_head),
-        d_vocab=int(cfg.d_vocab),
-        n_ctx=int(cfg.n_ctx),
+        **sizes,
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
         norm=None if normalization is None else str(normalization).removesuffix("Pre"),
@@ -118,7 +114,6 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, class_name),
         pad_id=None if pad is None else int(pad),
         _run=run,
         _parameters=Parameters(model, class_name, name),
@@ -128,10 +123,8 @@ def view(model: Any) -> ModelView:
     )
 
 
-@cache
-def _library_version() -> str:
-    """TransformerLens's version, which is read from a file of its installation."""
-    return importlib.metadata.version("transformer-lens")
+_library_version = cache(partial(importlib.metadata.version, "transformer-lens"))
+"""TransformerLens's version, which is read from a file of its installation."""
 
 
 def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
@@ -192,17 +185,6 @@ def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
     ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in ids if i is not None), None)
-
-
-def _notes(model: Any, class_name: str) -> tuple[str, ...]:
-    """Remarks about the model for a reader."""
-    heads, scheme = model.cfg.n_heads, getattr(model.cfg, "positional_embedding_type", "")
-    notes = []
-    if class_name == "HookedTransformer" and scheme == "alibi" and heads & (heads - 1):
-        notes.append("its ALiBi slopes differ from Hugging Face's: n_heads is no power of two")
-    if hooked := hooked_points(model):
-        notes.append(f"hooks of the user act in every number: {brief(hooked)}")
-    return tuple(notes)
 
 
 as_view = view

@@ -17,6 +17,7 @@ from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.runner import brief
 
 Row = tuple[str, str, str]
 
@@ -80,7 +81,8 @@ def check_model(model: ModelLike) -> ModelReport:
         rows = [first, *rows, *_facts(view), *scores]
     except GeometryError as error:
         rows.append(("scores", "not split", f"refused: {error}"))
-    rows += [("note", note, "reported") for note in view.notes]
+    if hooked := view.hooked():
+        rows.append(("hooks of the user", brief(hooked), "reported, they act in every number"))
     return ModelReport(provenance=view.provenance(), findings=tuple(rows))
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import choice
@@ -83,17 +83,6 @@ class HeadWrites:
         """Every head's write as a vector of the stream."""
         scaled = self.z * self.scale[..., None, None]
         return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
-
-    def some(
-        self, heads: Int[Tensor, " row"], positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row d_model"]:
-        """In the first context: what head ``heads[r]`` wrote at position ``positions[r]``, a row
-        for each r."""
-        # zeros at the other heads: W[heads] would copy [row d_head d_model]
-        at_head = self.z.new_zeros(len(heads), *self.z.shape[2:])
-        at_head[torch.arange(len(heads)), heads] = self.z[0, positions, heads]
-        scale = self.scale[0, positions].unsqueeze(-1)
-        return scale * einsum(at_head, self.W, "r h e, h e d -> r d")
 
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """The sum over heads."""
