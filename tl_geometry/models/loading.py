@@ -132,8 +132,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
+        (hf_logging.enable_progress_bar if bars else hf_logging.disable_progress_bar)()
 
 
 def _on_disk(tokenizer: Any, directory: str) -> Any:
