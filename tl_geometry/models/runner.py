@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.models.parameters import Parameters
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -47,20 +48,14 @@ class Stop(Exception):
 
 
 @dataclass(eq=False)
-class Runner:
+class Runner(Parameters):
     """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
 
     ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
     further arguments of the model's forward().
     """
 
-    model: Any
-    class_name: str
-    name: str
     state_hooks: tuple[str, ...]
-    n_ctx: int
-    d_vocab: int
-    device: torch.device
     points: dict[str, Any] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -125,7 +120,9 @@ class Runner:
         if self.class_name == "HookedTransformer":
             from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-            return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, batch)
+            return TransformerLensKeyValueCache.init_cache(
+                self.model.cfg, self.model.cfg.device, batch
+            )
         from transformers import DynamicCache
 
         return DynamicCache(config=self.model.original_model.config)
@@ -133,7 +130,8 @@ class Runner:
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
-        require_full_precision(self.device, self.name)
+        cfg, device = self.model.cfg, next(iter(self.model.parameters())).device
+        require_full_precision(device, self.name)
         training = training_module(self.model)
         got, instead = f"training mode ({training})", "model.eval()"
         require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
@@ -142,11 +140,11 @@ class Runner:
         fits = ids and tokens.numel() > 0
         require(fits, "tokens", expected=expected, got=describe(tokens), instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
-        fits = tokens.shape[1] <= self.n_ctx and low >= 0 and high < self.d_vocab
-        expected, got = f"at most {self.n_ctx} ids below {self.d_vocab}", describe(tokens)
+        fits = tokens.shape[1] <= cfg.n_ctx and low >= 0 and high < cfg.d_vocab
+        expected, got = f"at most {cfg.n_ctx} ids below {cfg.d_vocab}", describe(tokens)
         got, instead = f"{got}, from {low} to {high}", f"shorter windows, of {self.name}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
-        return tokens.to(self.device, torch.int64)
+        return tokens.to(device, torch.int64)
 
     def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
