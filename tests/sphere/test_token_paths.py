@@ -45,9 +45,9 @@ def test_coordinates_are_principal_components_of_directions(
     p = paths.token_paths(model, ids, basis if of_states else None)
     rows = vocabulary.embeddings(view).double().numpy()
     if of_states:
-        assert basis.samples is not None
-        assert basis.samples.shape == (5, 3, 6, 32)
-        rows = basis.samples.double().flatten(0, 2).numpy()
+        assert basis.sample_states is not None
+        assert basis.sample_states.shape == (5, 3, 6, 32)
+        rows = basis.sample_states.double().flatten(0, 2).numpy()
     unit = on_sphere(view, rows)
     _, s, axes = np.linalg.svd(unit - unit.mean(0), full_matrices=False)
     signs = np.sign(axes[:3][range(3), np.abs(axes[:3]).argmax(1)])

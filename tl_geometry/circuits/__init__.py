@@ -1,17 +1,13 @@
-"""Circuits: who wrote what, which edges matter, and what a head reads.
+"""Circuits: who wrote a logit, which edges matter, and what a head reads.
 
-- who wrote a logit: ``logits``, ``logit_means`` (over prompts);
-- the whole graph behind a logit: ``frozen`` (the linear model), ``graph_edges``, ``trace``,
-  ``logit_graph``; why a head of it attended, pair by pair: ``query_key_pairs``; several graphs:
-  ``graph_places``, ``graph_means``, ``graph_comparison``; files: ``graph_files``;
-- which edges of the live model matter: ``edge_layout``, ``edge_pass``, ``prompt_pairs``,
-  ``edge_attribution``, ``pruned_runs``, ``edge_files``;
-- what a head reads: ``writer_sweep`` and ``writer_edges`` (writers; sums of both:
-  ``head_readers``, ``composition_sums``; files: ``composition_files``), ``dictionaries`` and
+- one runner: ``runner`` (blocks, walks back), ``arithmetic`` (live, frozen, between two runs);
+- the graph behind a logit, or behind its difference between two prompts: ``trace``,
+  ``graph_edges``, ``logit_graph``; its file: ``graph_files``;
+- which edges of the live model matter: ``edge_layout``, ``edge_scores``, ``faithfulness``;
+- what a head reads: ``writer_sweep``, ``writer_edges`` (composition), ``dictionaries`` and
   ``features`` (a sparse autoencoder).
 
-An edge of ``logit_graph`` is a part of a frozen pass: exact for values, first order for queries and
-keys. An edge of ``edge_layout`` is a wire of the live model.
+An edge of ``logit_graph`` is a part of one logit. An edge of ``edge_layout`` is a wire of the model.
 """
 
 from __future__ import annotations

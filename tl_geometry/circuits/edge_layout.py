@@ -1,5 +1,5 @@
 """Which edges does a model have? Its writers, its readers, and who is read by whom; edge scores,
-pruned runs and edge files ask here.
+pruned runs ask here.
 
 Writers are the embedding (the first state), every head and every MLP. Readers are the query of
 every head, the key and the value of every group of heads that share them, the input of every MLP,

@@ -1,295 +1,251 @@
 """What does each node of a logit's graph read of what each other node wrote? These are its edges.
 
 Called by :func:`tl_geometry.trace_logit`. The weight of an edge is the source's write m times how T
-(the logit, or a difference of two) changes with it through the target alone; A is centring, s_j the
-frozen scale of the norm at j:
+changes with it through the target alone. With L_j the linear map of the norm at j, p the pattern, q
+and k queries and keys, and c = dT/d(score):
 
-- value edges into a head at query i: ``p_ij (m_j A gain / s_j W_V) . (dT/d mixed value of the
-  head at i)``; into an MLP: its adjoint at i; into the logit: the readout;
-- query edges: ``(query of m_i) . g_i``, with ``g_i = scale sum_j c_ij k_j`` and attention's
-  response ``c_ij`` (:func:`~tl_geometry.circuits.frozen.attention_response`);
+- value edges into a head at query i: ``p_ij (m_j L_j W_V) . dT/d(mixed value of the head at i)``;
+  into an MLP: m times dT/d(its input at i); into the logit: times the readout;
+- query edges: ``scale (query of m_i) . sum_j c_ij k_j``;
 - key edges: ``scale c_ij (key of m_j) . q_i``.
 
-Query edges and key edges each sum to ``sum_j c_ij S_ij``, S without ALiBi, which no writer makes.
+For one prompt L_j keeps its scale, p, q and k are those of the run, and query and key edges each
+sum to ``sum_j c_ij S_ij``, S without ALiBi, which no writer makes. Between two prompts m is the
+difference of writes, L_j the map between both, p, q and k are means of both runs, and c follows
+from the line integral of the softmax: the edges of all types together sum to the node's value.
+
 Of each type of edges into a node the fewest are kept that carry a given share of the absolute sum.
 What the others carry is one number, the node's rest of that type.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from tl_geometry.base.transfer import on_cpu
-from tl_geometry.circuits.frozen import Adjoints, FrozenBlock, FrozenPass, attention_response
-from tl_geometry.circuits.logit_graph import KEY, QUERY, VALUE
+from tl_geometry.circuits.runner import Apart, Attended, Block, Shared, Stream
 
-AFTER_ATTENTION, AFTER_MLP = 1, 2
-"""When a write enters the stream, in steps of three for each block: block l reads at 3 l, its
-attention has written at 3 l + 1, its MLP at 3 l + 2."""
-LOGIT_NODE, CONSTANTS_NODE = 0, 1
+if TYPE_CHECKING:
+    from tl_geometry.circuits.trace import Layer, Values, _Walk
+
+VALUE, QUERY, KEY = range(3)
+"""Places in :data:`~tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
+TARGET_NODE, CONSTANTS_NODE = 0, 1
 """Rows of the two nodes that every graph has."""
-EDGE_CELLS = 2**24
-"""Edges that are held at a time before pruning (64 MB in float32)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Nodes:
-    """The nodes of a graph: what they are, what they wrote (``writes``), when their write enters
-    the stream (``enters``), and when they read it (``reads``; -1: never)."""
+class _Sources(NamedTuple):
+    """Nodes that have written so far: their numbers, positions and writes."""
 
-    names: tuple[str, ...]
-    layers: Int[Tensor, " node"]
-    heads: Int[Tensor, " node"]
-    positions: Int[Tensor, " node"]
-    enters: Int[Tensor, " node"]
-    reads: Int[Tensor, " node"]
-    writes: Float[Tensor, "node d_model"]
-
-    def of_heads(self, layer: int) -> Int[Tensor, " row"]:
-        """Nodes that are heads of a block."""
-        return ((self.layers == layer) & (self.heads >= 0)).nonzero()[:, 0]
-
-    def of_mlp(self, layer: int) -> Int[Tensor, " row"]:
-        """Nodes that are the MLP of a block."""
-        return ((self.layers == layer) & (self.heads < 0)).nonzero()[:, 0]
-
-
-class Edges(NamedTuple):
-    """The kept edges, and for each node and edge type what all edges sum to (``totals``) and what
-    those left out carry (``rest``). ``attention`` and ``response`` are pattern and dT/d(score) of
-    each node that is a head, 0 for the others."""
-
-    sources: Int[Tensor, " edge"]
-    targets: Int[Tensor, " edge"]
-    edge_types: Int[Tensor, " edge"]
-    weights: Float[Tensor, " edge"]
-    totals: Float[Tensor, "node side"]
-    rest: Float[Tensor, "node side"]
-    attention: Float[Tensor, "node position"]
-    response: Float[Tensor, "node position"]
-
-
-def fewest_carrying(
-    sizes: Float[Tensor, "*row column"], keep: float
-) -> Bool[Tensor, "*row column"]:
-    """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
-
-    >>> fewest_carrying(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
-    [True, False, True, False]
-    """
-    size = sizes.abs()
-    ordered, order = size.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    # 1e-6: a share reached but for rounding counts as reached; zeros are never kept
-    short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
-    return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
+    nodes: Int[Tensor, " source"]
+    positions: Int[Tensor, " source"]
+    writes: Float[Tensor, "source d_model"]
 
 
 class EdgeFinder:
-    """Forms the edges between the nodes of one frozen pass, block by block, and prunes them."""
+    """Forms the edges between the chosen nodes of one walk, block by block from the first, and
+    prunes them."""
 
     def __init__(
         self,
-        frozen: FrozenPass,
-        nodes: Nodes,
-        first_constant: Float[Tensor, "batch position d_model"],
-        adjoints: Adjoints,
-        responsive: Adjoints,
+        walk: _Walk,
+        leaves: dict[str, Stream],
+        first_constant: Stream,
+        values: Values,
+        chosen: Tensor,
         keep: float,
     ) -> None:
-        self.frozen, self.nodes, self.keep = frozen, nodes, keep
-        self.adjoints, self.responsive = adjoints, responsive
-        count, length = len(nodes.names), frozen.last.shape[1]
-        # in the order in which they enter the stream, what a target has read is a slice
-        self.order = nodes.enters.argsort(stable=True)
-        self.enters, self.positions = nodes.enters[self.order], nodes.positions[self.order]
-        self.writes = nodes.writes[self.order]
-        self.by_position = _by_position(self.positions, length)
+        self.walk, self.keep = walk, keep
+        self.nodes = walk.nodes(leaves, values, chosen)
+        count, length = len(self.nodes["layers"]), len(first_constant)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention, self.response = torch.zeros(2, count, length)
-        # what constants have written so far: edges() adds to it, block by block
-        self.constant_stream = first_constant[0]
-        self.kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.constant = first_constant
+        self.found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        device = first_constant.device
+        self.positions = self.nodes["positions"].to(device)
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        self.sources = _Sources(empty, empty, first_constant[:0])
+        for name, part in leaves.items():
+            rows = [i for i, other in enumerate(self.nodes["components"]) if other == name]
+            self._write(torch.tensor(rows, dtype=torch.int64, device=device), part)
 
-    def edges(self, direction: Float[Tensor, " d_model"], constant: float, value: float) -> Edges:
-        """All edges; ``direction`` and ``constant`` are the readout, ``value`` is T."""
-        for layer, block in enumerate(self.frozen.blocks):
-            heads = self.nodes.of_heads(layer)
-            step = max(1, EDGE_CELLS // len(self.nodes.names))
-            for rows in heads.split(step) if len(heads) else ():
-                self._into_heads(block, layer, rows)
-            parallel = block.mlp is not None and block.mlp.spec.parallel
-            if parallel:
-                self._into_mlp(layer)
-            self.constant_stream = self.constant_stream + block.attention_constant[0]
-            if block.mlp is not None:
-                if not parallel:
-                    self._into_mlp(layer)
-                self.constant_stream = self.constant_stream + block.mlp.constant[0]
-        # the logit reads by its readout, like an MLP by its adjoint
-        logit, vectors = torch.tensor([LOGIT_NODE]), direction.unsqueeze(0)
-        self.totals[logit, VALUE] = value
-        constants = torch.tensor([constant], dtype=torch.float64)
-        self._from_own_position(VALUE, logit, vectors, constants.to(vectors.device))
-        columns = zip(*self.kept, strict=True)
-        sources, targets, types, weights = (torch.cat(column) for column in columns)
-        tables = self.totals, self.rest, self.attention, self.response
-        return Edges(sources, targets, types, weights, *tables)
+    def tables(self) -> dict[str, Any]:
+        """The nodes and edges of the graph, as fields of its result."""
+        walk = self.walk
+        for block, layer in zip(walk.runner.blocks, walk.layers, strict=True):
+            number = torch.tensor(block.number)
+            here = self.nodes["layers"] == number
+            heads = (here & (self.nodes["heads_of"] >= 0)).nonzero()[:, 0].to(self.positions.device)
+            mlps = (here & (self.nodes["heads_of"] < 0)).nonzero()[:, 0].to(self.positions.device)
+            if block.parallel:
+                self._into_mlp(mlps, layer)
+            if len(heads):
+                self._heads(block, layer, heads)
+            self.constant = self.constant + layer.attention_constant
+            if not block.parallel:
+                self._into_mlp(mlps, layer)
+            self._write(mlps, layer.mlp)
+            self.constant = self.constant + layer.mlp_constant
+        target = torch.tensor([TARGET_NODE], device=self.positions.device)
+        self.totals[TARGET_NODE, VALUE] = walk.value
+        self._here(VALUE, target, walk.direction.unsqueeze(0), walk.readout_constant)
+        names = ("sources", "targets", "edge_types", "weights")
+        edges = dict(zip(names, (torch.cat(x) for x in zip(*self.found, strict=True)), strict=True))
+        tables = {"totals": self.totals, "rest": self.rest}
+        return (
+            self.nodes | edges | tables | {"attention": self.attention, "response": self.response}
+        )
+
+    def _write(self, nodes: Int[Tensor, " row"], write: Stream) -> None:
+        """Nodes of one component have written."""
+        at = self.positions[nodes]
+        new = (nodes, at, write[at])
+        self.sources = _Sources(*(torch.cat(x) for x in zip(self.sources, new, strict=True)))
 
     def _add(
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
-        weights: Float[Tensor, "row column"],
-        places: Int[Tensor, "row column"],
+        weights: Float[Tensor, "row source"],
         constants: Float[Tensor, " row"],
     ) -> None:
-        """Prune the edges of one type into some targets; an edge from the constants is kept
-        whatever its size. ``places`` says which source each column is, in ``order``."""
+        """Prune the edges of one type into some targets; one from the constants is kept whatever
+        its size."""
+        from tl_geometry.circuits.trace import fewest_carrying
+
         carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
         rows, columns = carrying.nonzero().T
-        # indexed, as a mask would wait for the device once more
-        kept = weights[rows, columns].double()
-        carried, constants, rows, columns, kept = on_cpu([carried, constants, rows, columns, kept])
-        self.rest[targets, edge_type] = self.totals[targets, edge_type] - carried
-        with_constants = (constants != 0).nonzero()[:, 0]
-        sources = self.order[places[rows, columns]]
-        targets = torch.cat([targets[rows], targets[with_constants]])
-        self.kept.append(
-            (
-                torch.cat([sources, torch.full_like(with_constants, CONSTANTS_NODE)]),
-                targets,
-                torch.full_like(targets, edge_type),
-                torch.cat([kept, constants[with_constants]]),
-            )
+        targets, constants = targets.cpu(), constants.double().cpu()
+        rest = self.totals[targets, edge_type] - carried.cpu()
+        # with every edge kept the rest is rounding
+        self.rest[targets, edge_type] = rest if self.keep < 1 else torch.zeros_like(rest)
+        own = constants.nonzero()[:, 0]
+        ends = torch.cat([targets[rows.cpu()], targets[own]])
+        sources = torch.cat(
+            [self.sources.nodes[columns].cpu(), torch.full_like(own, CONSTANTS_NODE)]
         )
+        values = torch.cat([weights[rows, columns].double().cpu(), constants[own]])
+        self.found.append((sources, ends, torch.full_like(ends, edge_type), values))
 
-    def _read_by(self, targets: Int[Tensor, " row"]) -> int:
-        """How many writes, in ``order``, were in the stream when targets of one layer read it."""
-        return int((self.enters <= self.nodes.reads[targets[0]]).sum())
-
-    def _from_own_position(
+    def _here(
         self,
         edge_type: int,
         targets: Int[Tensor, " row"],
         vectors: Float[Tensor, "row d_model"],
-        constants: Float[Tensor, " row"] | None = None,
+        constant: float = 0.0,
     ) -> None:
-        """Edges ``vector . write`` from what was written at the target's own position, as for
-        queries, MLPs and the logit. The edge from the constants is that of the constants in the
-        stream, plus ``constants``."""
-        at, count = self.nodes.positions[targets], self._read_by(targets)
-        from_constants = dot(vectors, self.constant_stream[at])
-        if constants is not None:
-            from_constants = from_constants + constants
-        places = self.by_position[at]
-        read = (places >= 0) & (places < count)
-        # writes at a position stand in the order in which they enter: those read come first
-        places, read = (x[:, : int(read.sum(1).max())] for x in (places, read))
-        products = vectors @ self.writes[:count].mT
-        rows = torch.arange(len(targets)).unsqueeze(1)
-        weights = products[rows, torch.where(read, places, 0)] * read.to(products)
-        self._add(edge_type, targets, weights, places, from_constants)
+        """Edges ``vector . write`` from what was written at the target's own position."""
+        at = self.positions[targets]
+        weights = vectors @ self.sources.writes.mT
+        weights = weights * (self.sources.positions == at.unsqueeze(1))
+        self._add(edge_type, targets, weights, (vectors * self.constant[at]).sum(-1) + constant)
 
-    def _from_values(
+    def _into_mlp(self, rows: Int[Tensor, " row"], layer: Layer) -> None:
+        """Value edges into the MLP of a block; one that is a leaf reads nothing."""
+        if not len(rows) or self.walk.leaf:
+            return
+        at = self.positions[rows]
+        self.totals[rows.cpu(), VALUE] = layer.mlp_values[0, at].cpu()
+        self._here(VALUE, rows, layer.mlp_read[at])
+
+    def _heads(self, block: Block, layer: Layer, rows: Int[Tensor, " row"]) -> None:
+        """Edges into heads of one block, and what these wrote."""
+        walk, arithmetic = self.walk, self.walk.arithmetic()
+        entered = walk.states.streams[block.number]
+        with torch.enable_grad():
+            seen = block.attend(Apart(entered), arithmetic)
+            cotangent = walk.both(layer.responsive)
+            response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
+        with torch.no_grad():
+            run = block.run(Shared(entered), walk.arithmetic(), leaf=True)
+            norm = arithmetic.map(block.spec.norm, entered)
+            for head in self.nodes["heads_of"][rows.cpu()].unique().tolist():
+                of_head = rows[(self.nodes["heads_of"][rows.cpu()] == head).to(rows.device)]
+                self._into_head(block, layer, head, of_head, seen, response[head], norm, arithmetic)
+            writes = walk.writes(run)[0]
+            for head in self.nodes["heads_of"][rows.cpu()].unique().tolist():
+                of_head = rows[(self.nodes["heads_of"][rows.cpu()] == head).to(rows.device)]
+                self._write(of_head, writes[head])
+
+    def _into_head(
         self,
-        targets: Int[Tensor, " row"],
-        vectors: Float[Tensor, "row d_model"],
-        paid: Float[Tensor, "row position"],
-    ) -> None:
-        """Edges ``paid[position of the write] * vector . write`` into the values of heads;
-        ``paid`` is the attention to each position, times the frozen scale there."""
-        count = self._read_by(targets)
-        constants = dot(paid, vectors @ self.constant_stream.mT)
-        weights = vectors @ self.writes[:count].mT * paid[:, self.positions[:count]]
-        self._add(VALUE, targets, weights, torch.arange(count).expand(weights.shape), constants)
-
-    def _into_mlp(self, layer: int) -> None:
-        """Value edges into the MLP of a block."""
-        rows, mlp = self.nodes.of_mlp(layer), self.frozen.blocks[layer].mlp
-        vectors = self.adjoints.mlps[layer]
-        if mlp is None or vectors is None:
-            raise RuntimeError("an MLP that is a leaf reads nothing")
-        if len(rows):
-            at, after = self.nodes.positions[rows], self.adjoints.stream[layer + 1]
-            self.totals[rows, VALUE] = dot(mlp.written[0, at], after[0, at]).cpu()
-            self._from_own_position(VALUE, rows, vectors[0, at])
-
-    def _into_heads(self, block: FrozenBlock, layer: int, rows: Int[Tensor, " row"]) -> None:
-        """Value, query and key edges into heads of one block."""
-        layer_view, heads, at = block.layer, self.nodes.heads[rows], self.nodes.positions[rows]
-        # each row's own head, of all heads at the queries of all rows
-        pick = (0, heads, torch.arange(len(rows)))
-        patterns, slope = block.pattern(at)
-        value_adjoints, all_adjoints = (a.heads[layer] for a in (self.adjoints, self.responsive))
-        response = attention_response(layer_view, patterns, slope, all_adjoints[:, at])[pick]
-        pattern = patterns[pick]
-        seen = pattern.float(), response.float()
-        response = response * layer_view.scale
-        adjoint, query = value_adjoints[0, at, heads], layer_view.q[0, at, heads]
-        gradient = einsum(response, layer_view.k[0][:, heads], "r j, j r e -> r e")
-        mixed = block.heads.z[0, at, heads]
-        by_value, by_score = dot(mixed, adjoint), dot(query, gradient)
-        self.attention[rows], self.response[rows], by_value, by_score = on_cpu(
-            [*seen, by_value, by_score]
-        )
-        self.totals[rows, VALUE] = by_value
-        # both are sum_j c_ij S_ij
-        self.totals[rows, QUERY] = self.totals[rows, KEY] = by_score
-        n_heads = layer_view.q.shape[2]
-        vectors = block.back(_at_head(n_heads, heads, adjoint), "v")
-        self._from_values(rows, vectors, pattern * layer_view.v_scale[0, :, heads].mT)
-        vectors = block.to_stream(_at_head(n_heads, heads, gradient), "q", at)
-        constants = dot(gradient, layer_view.q_constant[0, at, heads])
-        self._from_own_position(QUERY, rows, vectors, constants)
-        self._from_keys(block, rows, query, response)
-
-    def _from_keys(
-        self,
-        block: FrozenBlock,
+        block: Block,
+        layer: Layer,
+        head: int,
         rows: Int[Tensor, " row"],
-        query: Float[Tensor, "row d_head"],
-        response: Float[Tensor, "row position"],
+        seen: Attended,
+        response: Float[Tensor, "query key"],
+        norm: Any,
+        arithmetic: Any,
     ) -> None:
-        """Key edges. A key is rotated by the position of its source, so that no one direction of
-        the stream stands for a query at all sources. Each write is made a key instead, once for all
-        heads that share keys."""
-        count, everywhere = self._read_by(rows), torch.arange(response.shape[1])
-        at = self.positions[:count]
-        keys = block.keys(self.writes[:count], at)
-        group_size = block.layer.q.shape[2] // keys.shape[1]
-        queries = _at_head(keys.shape[1], self.nodes.heads[rows] // group_size, query).flatten(1)
-        constant_keys = block.keys(self.constant_stream, everywhere)
-        constant_keys = (constant_keys + block.layer.k_constant[0, :, ::group_size]).flatten(1)
-        constants = dot(response, queries @ constant_keys.mT)
-        weights = queries @ keys.flatten(1).mT * response[:, at]
-        self._add(KEY, rows, weights, torch.arange(count).expand(weights.shape), constants)
+        """Value, query and key edges into one head at some queries."""
+        at, scale = self.positions[rows], block.spec.scale
+        pattern = seen.pattern[:, head].mean(0)[at]
+        q, k = (seen.sides[w].entering[:, :, head].mean(0) for w in "qk")
+        adjoint, c = layer.z[at, head], response[at]
+        everywhere = torch.arange(len(q), device=q.device)
+        constants = {w: self._projected(block, head, w, seen, norm, arithmetic) for w in "qkv"}
+        of_sources = {w: constants[w](self.sources.writes, self.sources.positions) for w in "qkv"}
+        streams = {w: constants[w](self.constant, everywhere) for w in "qkv"}
+        if not self.walk.between:
+            streams["q"] = streams["q"] + block.layer.q_constant[0, :, head]
+            streams["k"] = streams["k"] + block.layer.k_constant[0, :, head]
+        pulled = scale * c @ k
+        source = self.sources.positions
+        weights = (
+            pattern[:, source] * (adjoint @ of_sources["v"].mT),
+            (source == at.unsqueeze(1)) * (pulled @ of_sources["q"].mT),
+            scale * c[:, source] * (q[at] @ of_sources["k"].mT),
+        )
+        from_constants = (
+            (pattern * (adjoint @ streams["v"].mT)).sum(-1),
+            (pulled * streams["q"][at]).sum(-1),
+            scale * (c * (q[at] @ streams["k"].mT)).sum(-1),
+        )
+        self._totals(rows, layer, head, seen, pattern, pulled, scale * c, q)
+        self.attention[rows.cpu()], self.response[rows.cpu()] = (
+            pattern.float().cpu(),
+            c.float().cpu(),
+        )
+        for edge_type in (VALUE, QUERY, KEY):
+            self._add(edge_type, rows, weights[edge_type], from_constants[edge_type])
 
+    def _projected(
+        self, block: Block, head: int, which: str, seen: Attended, norm: Any, arithmetic: Any
+    ) -> Any:
+        """Makes queries, keys or values of parts of the stream for one head."""
+        head_map = block.head_map(seen.sides[which].raw, which, arithmetic)
+        return lambda parts, at: block.parts(parts, at, which, norm, head_map)[:, head]
 
-def _at_head(
-    count: int, heads: Int[Tensor, " row"], x: Float[Tensor, "row d_head"]
-) -> Float[Tensor, "row head d_head"]:
-    """A vector of each target on an axis of ``count`` heads, zero but for its own head, for maps
-    that take all heads at once."""
-    padded = x.new_zeros(len(x), count, x.shape[1])
-    padded[torch.arange(len(x)), heads] = x
-    return padded
-
-
-def _by_position(positions: Int[Tensor, " node"], length: int) -> Int[Tensor, "position column"]:
-    """Where each position occurs in ``positions``, ascending; -1 fills the rows."""
-    places = [(positions == at).nonzero()[:, 0] for at in range(length)]
-    return pad_sequence(places, batch_first=True, padding_value=-1)
-
-
-def dot(a: Float[Tensor, "*row column"], b: Float[Tensor, "*row column"]) -> Float[Tensor, "*row"]:
-    """Dot products over the last axis, summed in float64."""
-    return (a.double() * b.double()).sum(-1)
+    def _totals(
+        self,
+        rows: Int[Tensor, " row"],
+        layer: Layer,
+        head: int,
+        seen: Attended,
+        pattern: Tensor,
+        pulled: Tensor,
+        response: Tensor,
+        q: Tensor,
+    ) -> None:
+        """What all edges of each type into some nodes sum to."""
+        at, targets = self.positions[rows], rows.cpu()
+        if not self.walk.between:
+            self.totals[targets, VALUE] = layer.heads[head, at].cpu()
+            total = (pulled.double() * q[at].double()).sum(-1).cpu()
+            self.totals[targets, QUERY] = self.totals[targets, KEY] = total
+            return
+        sides = (seen.sides[w].entering[:, :, head].detach().double() for w in "qkv")
+        dq, dk, dv = (x[0] - x[1] for x in sides)
+        adjoint = layer.z[at, head].double()
+        by_value = (pattern.double() * einsum(adjoint, dv, "r e, j e -> r j")).sum(-1)
+        by_key = (response.double() * einsum(q[at].double(), dk, "r e, j e -> r j")).sum(-1)
+        self.totals[targets, VALUE] = by_value.cpu()
+        self.totals[targets, QUERY] = (pulled.double() * dq[at]).sum(-1).cpu()
+        self.totals[targets, KEY] = by_key.cpu()

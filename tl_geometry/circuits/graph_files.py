@@ -1,42 +1,29 @@
 """How do other tools read the graph of a logit? As the JSON that the pages of Neuronpedia and
-circuit-tracer draw, or as a graph of ``networkx``. Methods of the graph call this. The records of
-these formats are made here for composition too (:mod:`tl_geometry.circuits.composition_files`).
+circuit-tracer draw (:meth:`~tl_geometry.circuits.LogitGraph.to_json`).
 
-In Neuronpedia's JSON every node has an integer ``feature``. Pages silently delete nodes that share
-one at the same layer and position, so each head, MLP and rest gets a number of its own: Cantor's
-pairing of its layer and its place there. Value edges are links; the writers that made a head attend
-are in its ``qk_tracing_results``. Pages name every embedding after its token, so constants and what
-is the same for all tokens (positions) have a type of their own. What pruning left out of a node is
-a node of its own (``rest``), so that the links into every node sum to its value in the file too.
+Every node of it has an integer ``feature``. Pages silently delete nodes that share one at the same
+layer and position, so each head, MLP and rest gets a number of its own: Cantor's pairing of its
+layer and its place there. Value edges are links, in the graph between two prompts query and key
+edges too; the writers that made a head attend are in its ``qk_tracing_results``. What pruning left
+out of a node is a node of its own (``rest``), so that the links into every node sum to its value in
+the file too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from tl_geometry.circuits.logit_graph import (
-    CONSTANTS,
-    EDGE_TYPES,
-    VALUE,
-    LogitGraph,
-    token_texts,
-)
+from tl_geometry.circuits.logit_graph import CONSTANTS, EDGE_TYPES, REST, LogitGraph
 
-COMPONENT_TYPE = "cross layer transcoder"
-"""What the front ends call a node of a block."""
-REST_TYPE = "mlp reconstruction error"
-"""What the front ends call a part that a graph leaves out."""
+COMPONENT_TYPE, REST_TYPE, LEAF_TYPE = "cross layer transcoder", "mlp reconstruction error", "leaf"
+"""What the pages call a node of a block, and a part that a graph leaves out. They draw a type that
+they do not know (constants, positions) as a disc with the file's text."""
 TOKEN_LEAVES = ("embed", "cvec")
-"""Parts of the first state that differ from token to token."""
-LEAF_TYPE = "leaf"
-"""The type of all other parts before the first block, and of constants. Front ends draw a type that
-they do not know as a disc with the file's text; a square is a token's."""
+"""Parts of the first state that differ from token to token: an ``embedding`` is named after its
+token."""
 SHOWN_CONTRIBUTORS = 10
 """Writers of query and key that a head's node lists in the file."""
 
@@ -65,105 +52,74 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
     ``influence`` of a node is cumulative: the share of all absolute values that the nodes down to
     this one carry.
     """
-    ids = [node_id(graph, i) for i in range(len(graph.names))]
-    influence = influences(graph.values).tolist()
-    nodes = [_node(graph, i, ids, influence[i]) for i in range(len(graph.names))]
-    values = graph.edge_types == VALUE
-    ends = (x[values].tolist() for x in (graph.sources, graph.targets, graph.weights))
-    links = [link_record(ids[s], ids[t], weight) for s, t, weight in zip(*ends, strict=True)]
-    for i, rest in enumerate(graph.rest[:, VALUE].tolist()):
+    ids = [_node_id(graph, i) for i in range(len(graph.components))]
+    size = graph.values.abs()
+    order = size.argsort(descending=True, stable=True)
+    influence = torch.empty_like(size)
+    influence[order] = (size[order].cumsum(0) / size.sum().clamp(min=1e-300)).clamp(max=1.0)
+    nodes = [_node(graph, i, ids, float(influence[i])) for i in range(len(ids))]
+    linked = range(3) if graph.counterfactual is not None else (0,)
+    totals: dict[tuple[str, str], float] = {}
+    ends = (graph.sources, graph.targets, graph.edge_types, graph.weights)
+    for source, target, edge_type, weight in zip(*(x.tolist() for x in ends), strict=True):
+        if edge_type in linked:  # edges of several types between two nodes are one link
+            key = ids[source], ids[target]
+            totals[key] = totals.get(key, 0.0) + weight
+    for i, rest in enumerate(graph.rest[:, list(linked)].sum(1).tolist()):
         if rest:
             nodes.append(_rest_node(graph, i, rest))
-            links.append(link_record(nodes[-1]["node_id"], ids[i], rest))
-    tokens = list(token_texts(graph))
+            totals[nodes[-1]["node_id"], ids[i]] = rest
+    links = [
+        {"source": s, "target": t, "weight": w, "signed": True} for (s, t), w in totals.items()
+    ]
+    tokens = list(graph.texts)
     if all(node["ctx_idx"] == 0 for node in nodes):
         # front ends place nothing if the first column has it all, and delete all of a single column
         tokens = ["", *tokens]
         nodes = [node | {"ctx_idx": 1} for node in nodes]
-    settings = {
-        "mlp": graph.mlp,
-        "position": graph.position,
-        "value": graph.value,
-        "log_probability": graph.log_probability,
-    }
-    about = metadata(
-        graph.provenance.model,
-        tokens,
-        "".join(tokens),
-        {"target": list(graph.target_tokens)},
-        settings,
-        {"node_threshold": graph.keep, "edge_threshold": graph.keep},
-    )
-    return file_record(about, nodes, links, pinned=ids[:1])
-
-
-def influences(values: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
-    """The share of all absolute values that the nodes down to each one carry, the largest first."""
-    size = values.abs()
-    order = size.argsort(descending=True, stable=True)
-    influence = torch.empty_like(size)
-    influence[order] = size[order].cumsum(0) / size.sum().clamp(min=1e-300)  # all may be 0
-    return influence.clamp(max=1.0)
-
-
-def file_record(
-    about: dict[str, Any],
-    nodes: list[dict[str, Any]],
-    links: list[dict[str, Any]],
-    pinned: list[str],
-) -> dict[str, Any]:
-    """A graph as Neuronpedia's JSON."""
-    page_state = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
     return {
-        "metadata": about,
-        "qParams": {"pinnedIds": pinned, **page_state},
+        "metadata": _metadata(graph, tokens),
+        "qParams": {
+            "pinnedIds": ids[:1],
+            "supernodes": [],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
         "nodes": nodes,
         "links": links,
     }
 
 
-def metadata(
-    model: str | None,
-    tokens: list[str],
-    prompt: str,
-    generator: dict[str, Any],
-    settings: dict[str, Any],
-    pruning: dict[str, Any],
-) -> dict[str, Any]:
-    """What a graph is of: one entry of ``graph-metadata.json``. ``tokens`` name the columns."""
+def _metadata(graph: LogitGraph, tokens: list[str]) -> dict[str, Any]:
+    """What the graph is of: one entry of ``graph-metadata.json``."""
+    between = graph.counterfactual
+    target = [text for text in (graph.answer, graph.other) if text is not None]
     return {
-        "slug": slug(prompt),
-        "scan": slug(model or "model"),
+        "slug": slug("".join(tokens)),
+        "scan": slug(graph.provenance.model or "model"),
         "transcoder_list": [],
         "prompt_tokens": tokens,
-        "prompt": prompt,
+        "prompt": "".join(tokens),
         "node_threshold": 1.0,  # front ends hide nodes of a larger influence: none of these
         "schema_version": 1,
         "info": {
             "creator_name": "tl_geometry",
             "source_urls": [],
-            "generator": {"name": "tl_geometry", **generator},
+            "generator": {"name": "tl_geometry", "target": target},
         },
-        "generation_settings": settings,
-        "pruning_settings": pruning,
+        "generation_settings": {
+            "mlp": graph.mlp,
+            "position": graph.position,
+            "value": graph.value,
+            "counterfactual": None if between is None else "".join(between),
+        },
+        "pruning_settings": {"node_threshold": graph.keep, "edge_threshold": graph.keep},
     }
 
 
-def first_type(name: str) -> str:
-    """What the front ends are told of a writer before the first block."""
-    return "embedding" if name in TOKEN_LEAVES else LEAF_TYPE
-
-
-def node_record(
-    node_id: str,
-    feature: int,
-    layer: str,
-    position: int,
-    node_type: str,
-    text: str,
-    activation: float,
-    influence: float = 1.0,
-    **more: Any,
+def _record(
+    node_id: str, feature: int, layer: str, position: int, node_type: str, text: str, value: float
 ) -> dict[str, Any]:
     """A node: ``feature`` is a number that no other node of its layer and position has."""
     return {
@@ -178,43 +134,25 @@ def node_record(
         "reverse_ctx_idx": 0,
         "jsNodeId": node_id,
         "clerp": text,
-        "influence": influence,
-        "activation": activation,
-        **more,
+        "influence": 1.0,
+        "activation": value,
     }
 
 
-def link_record(source: str, target: str, weight: float) -> dict[str, Any]:
-    """An edge."""
-    return {"source": source, "target": target, "weight": weight, "signed": True}
+def _place(graph: LogitGraph, node: int) -> tuple[str, int, int, int]:
+    """Component, layer, head and position of a node."""
+    columns = (graph.layers, graph.heads_of, graph.positions)
+    layer, head, position = (int(column[node]) for column in columns)
+    return graph.components[node], layer, head, position
 
 
-def multigraph(
-    nodes: Iterable[tuple[Hashable, dict[str, Any]]],
-    edges: Iterable[tuple[Hashable, Hashable, str, float]],
-    **about: Any,
-) -> Any:
-    """A ``networkx.MultiDiGraph`` of nodes with attributes and edges (source, target, type,
-    weight)."""
-    import networkx
-
-    out = networkx.MultiDiGraph(**about)
-    out.add_nodes_from(nodes)
-    for source, target, edge_type, weight in edges:
-        out.add_edge(source, target, edge_type=edge_type, weight=weight)
-    return out
-
-
-def node_id(graph: LogitGraph, node: int) -> str:
+def _node_id(graph: LogitGraph, node: int) -> str:
     """A node's name in the file, as the front ends split it: layer, what, position."""
-    name, position = graph.names[node], int(graph.positions[node])
-    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
+    name, layer, head, position = _place(graph, node)
     if node == 0:
-        return f"{_last_layer(graph)}_{graph.target[0]}_{position}"
-    if head >= 0:
-        return f"{layer}_h{head}_{position}"
+        return f"{_last_layer(graph)}_{graph.answer_ids[0]}_{position}"
     if layer >= 0:
-        return f"{layer}_mlp_{position}"
+        return f"{layer}_{'mlp' if head < 0 else f'h{head}'}_{position}"
     if name == CONSTANTS:
         return "E_constants_0"
     prefix = "" if name in TOKEN_LEAVES else f"{name.replace('_', '-')}-"
@@ -228,7 +166,7 @@ def _last_layer(graph: LogitGraph) -> int:
 
 def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
     """The number of a node, or of its rest, that no other node has."""
-    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
+    _, layer, head, _ = _place(graph, node)
     n_heads = graph.head_values.shape[1]
     if layer < 0:
         return pairing(_last_layer(graph) + 1, node)
@@ -236,27 +174,28 @@ def _feature(graph: LogitGraph, node: int, rest: bool = False) -> int:
     return pairing(layer, (head if head >= 0 else n_heads) + (n_heads + 1) * rest)
 
 
+def _label(graph: LogitGraph, node: int) -> str:
+    """A node as it is shown: its name, and the token at its position."""
+    name, _, _, position = _place(graph, node)
+    return name if position < 0 else f"{name} at {position} {graph.texts[position]!r}"
+
+
 def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dict[str, Any]:
-    position = max(0, int(graph.positions[node]))
-    layer, head = int(graph.layers[node]), int(graph.heads_of[node])
-    logit = node == 0
-    node_type = first_type(graph.names[node]) if layer < 0 else COMPONENT_TYPE
-    text = graph.label(node)
-    if logit:  # the front end reads the probability out of this text
-        text = f"Output {' - '.join(map(repr, graph.target_tokens))} (p={graph.probability:.3f})"
-    record = node_record(
-        ids[node],
-        graph.target[0] if logit else _feature(graph, node),
-        str(_last_layer(graph)) if logit else "E" if layer < 0 else str(layer),
-        position,
-        "logit" if logit else node_type,
-        text,
-        float(graph.values[node]),
-        influence,
-        moved=float(graph.moved[node]),
-    )
-    if logit:
+    name, layer, head, position = _place(graph, node)
+    at, value = max(0, position), float(graph.values[node])
+    if node == 0:  # the front end reads the probability out of this text
+        target = repr(graph.answer) + ("" if graph.other is None else f" - {graph.other!r}")
+        text = f"Output {target} (p={graph.probability:.3f})"
+        last = _last_layer(graph)
+        record = _record(ids[0], graph.answer_ids[0], str(last), at, "logit", text, value)
         record |= {"token_prob": graph.probability, "is_target_logit": True}
+    else:
+        node_type = "embedding" if name in TOKEN_LEAVES else LEAF_TYPE
+        node_type, row = (node_type, "E") if layer < 0 else (COMPONENT_TYPE, str(layer))
+        text, feature = _label(graph, node), _feature(graph, node)
+        record = _record(ids[node], feature, row, at, node_type, text, value)
+    moved = float(graph.moved[node])
+    record |= {"influence": influence, "moved": moved if moved == moved else None}
     if head >= 0:
         record["qk_tracing_results"] = {
             "pair_wise_contributors": [],
@@ -267,41 +206,19 @@ def _node(graph: LogitGraph, node: int, ids: list[str], influence: float) -> dic
 
 
 def _contributors(graph: LogitGraph, node: int, edge_type: str, ids: list[str]) -> list[list[Any]]:
-    edges = graph.edges_into(node, edge_type)[:SHOWN_CONTRIBUTORS]
-    return [[ids[source], weight] for source, _, weight in edges]
+    """The largest query or key edges into a head."""
+    into = (graph.targets == node) & (graph.edge_types == EDGE_TYPES.index(edge_type))
+    rows = into.nonzero()[:, 0]
+    rows = rows[graph.weights[rows].abs().argsort(descending=True, stable=True)]
+    rows = rows[:SHOWN_CONTRIBUTORS].tolist()
+    return [[ids[int(graph.sources[row])], float(graph.weights[row])] for row in rows]
 
 
 def _rest_node(graph: LogitGraph, node: int, rest: float) -> dict[str, Any]:
     """What was left out of a node, drawn as the front ends draw errors of a replacement."""
-    layer = int(graph.layers[node])
+    name, layer, _, position = _place(graph, node)
     # the logit's own stands between the last block and the logit
     row = _last_layer(graph) - 1 if layer < 0 else layer
-    position = max(0, int(graph.positions[node]))
-    name = f"{row}_rest-{graph.names[node]}_{position}"
-    feature, text = _feature(graph, node, rest=True), f"rest of {graph.label(node)}"
-    return node_record(name, feature, str(row), position, REST_TYPE, text, rest)
-
-
-def networkx_graph(graph: LogitGraph) -> Any:
-    """The graph as a ``networkx.MultiDiGraph``; edges have ``edge_type`` and ``weight``, nodes
-    their numbers. ``networkx.write_graphml`` takes it."""
-    nodes = (
-        (
-            i,
-            {
-                "label": graph.label(i),
-                "writer": name,
-                "layer": int(graph.layers[i]),
-                "head": int(graph.heads_of[i]),
-                "position": int(graph.positions[i]),
-                "value": float(graph.values[i]),
-                "moved": float(graph.moved[i]),
-                "rest": float(graph.rest[i, VALUE]),
-            },
-        )
-        for i, name in enumerate(graph.names)
-    )
-    columns = (graph.sources, graph.targets, graph.edge_types, graph.weights)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    edges = ((source, target, EDGE_TYPES[e], weight) for source, target, e, weight in rows)
-    return multigraph(nodes, edges, value=graph.value, model=graph.provenance.model or "")
+    name, at = f"{row}_{REST}-{name}_{max(0, position)}", max(0, position)
+    feature, text = _feature(graph, node, rest=True), f"rest of {_label(graph, node)}"
+    return _record(name, feature, str(row), at, REST_TYPE, text, rest)

@@ -2,92 +2,66 @@
 looked? The graph of the logit holds the answers. Made by :func:`tl_geometry.trace_logit`.
 
 Nodes are writers at positions: parts of the embedding, heads, MLPs, constants (all biases), and the
-logit itself. A value edge says how much of what its target wrote towards the logit came from its
-source; the value edges into a node, and its rest, sum to the node's value. Query and key edges say
-who made a head attend where it attended.
+target, the logit itself. A value edge says how much of what its target wrote towards the logit came
+from its source. Query and key edges say who made a head attend where it attended: to first order in
+the graph of one prompt, exactly and as parts of the sum in the graph between two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import fail
-from tl_geometry.base.results import Result
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import choice, fail
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.tables import Table
 
 if TYPE_CHECKING:
-    from tl_geometry.circuits.graph_comparison import GraphComparison
+    import pandas as pd
 
 EDGE_TYPES = ("value", "query", "key")
 """What a source is read for: a value, or the query or the key of a head's score."""
-VALUE, QUERY, KEY = range(3)
-"""Their places in :data:`EDGE_TYPES`."""
-LOGIT, CONSTANTS = "logit", "constants"
-"""Names of the nodes that are no component at one position: T itself, and all biases."""
+TARGET, CONSTANTS, REST = "target", "constants", "rest"
+"""Names of what is no component at one position: T itself, all biases, what pruning left out."""
 NOWHERE = -1
 """Position, layer or head of a node that has none."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenTable(Result):
-    """A logit by input token: what the embedding at each position contributes to it along value
-    paths. The last row (position -1) is that of the constants; the column sums to the logit.
-
-    ``parts`` are the leaves that ``value`` sums over (the token embedding and, in models that have
-    it, the positional one; with a basis mean, pos and cvec), ``by_part`` each of them.
-    """
-
-    positions: tuple[int, ...]
-    tokens: tuple[str, ...]
-    parts: tuple[str, ...]
-    value: Float[Tensor, " position"]
-    by_part: Float[Tensor, "position part"]
-
-    def columns(self) -> Sequence[str]:
-        return ("position", "token", "value", *(self.parts if len(self.parts) > 1 else ()))
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        parts = self.by_part.tolist() if len(self.parts) > 1 else [[] for _ in self.positions]
-        cells = zip(self.positions, self.tokens, self.value.tolist(), parts, strict=True)
-        return [(position, token, value, *more) for position, token, value, more in cells]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class LogitGraph(Result):
-    """A logit, or a difference of two, T, as a graph from the tokens.
+    """A logit, or a difference of two, T, as a graph from the tokens; with a counterfactual the
+    difference of T between both prompts.
 
-    Every component has two numbers at each position. ``*_values`` is what it writes along value
-    paths: exact, and leaves and constants sum to T. ``*_moved`` is what it does by the attention
-    that it moves: first order in the patterns, and no part of that sum. These tables are complete.
+    ``value`` is T before a final soft cap, ``answer`` and ``other`` the texts of its tokens,
+    ``position`` where it is read, ``probability`` that of the answer there. ``leaf_values``,
+    ``head_values`` and ``mlp_values`` are complete: the part of T that passes through each
+    component at each position. Leaves and ``constant`` (and MLPs, with ``mlp="leaf"``) sum to T.
+    ``leaf_moved`` and its like say what a component does by the attention that it moves: first
+    order in the patterns and no part of that sum; NaN between two prompts, where query and key
+    edges are in the sum. ``direct_heads`` is what each head wrote straight to the logit, by source
+    token, ``direct_others`` what everything else (``direct_names``) did; together they sum to T.
 
-    The graph is pruned to the nodes that carry ``keep`` of all values, and of everything moved.
-    ``names``, ``layers``, ``heads_of``, ``positions`` say what each node is (-1: it has none),
-    ``sources``, ``targets``, ``edge_types`` and ``weights`` are the edges. ``rest[node, edge
-    type]`` is what the edges that are not in the graph carry: the edges of a type into a node and
-    its rest sum to ``totals[node, edge type]`` (``value``: the node's value; ``query`` and
-    ``key``: the sum over the row of dT/d(score) times score, see
-    :mod:`tl_geometry.circuits.trace`).
-
-    ``value`` is T before a final soft cap, ``target`` its tokens, ``target_weights`` their weights
-    in T, and ``probability`` that of the first of them. ``attention[node]`` is the pattern of a
-    head's node, ``response[node]`` dT/d(score) at each key
-    (:func:`tl_geometry.circuits.attention_pairs`).
+    The graph itself is pruned to nodes and edges that carry ``keep`` (:func:`trace_logit`).
+    ``nodes`` and ``edges`` are its tables. ``rest[node, edge type]`` is what the edges left out
+    carry: with it, the edges of each type into a node sum to ``totals[node, edge type]``. Value
+    edges sum to the node's value, between two prompts the edges of all types together.
+    ``attention`` and ``response`` are pattern and dT/d(score) of the nodes that are heads.
     """
 
-    str_tokens: tuple[str, ...]
+    texts: tuple[str, ...]
     token_ids: tuple[int, ...]
+    counterfactual: tuple[str, ...] | None
     position: int
-    target: tuple[int, ...]
-    target_tokens: tuple[str, ...]
-    target_weights: tuple[float, ...]
-    log_probability: bool
+    answer: str
+    other: str | None
+    answer_ids: tuple[int, ...]
     probability: float
     value: float
     mlp: str
@@ -99,9 +73,12 @@ class LogitGraph(Result):
     head_moved: Float[Tensor, "layer head position"]
     mlp_values: Float[Tensor, "layer position"]
     mlp_moved: Float[Tensor, "layer position"]
-    constant_value: float
+    constant: float
     constant_moved: float
-    names: tuple[str, ...]
+    direct_heads: Float[Tensor, "layer head source"]
+    direct_names: tuple[str, ...]
+    direct_others: Float[Tensor, " writer"]
+    components: tuple[str, ...]
     layers: Int[Tensor, " node"]
     heads_of: Int[Tensor, " node"]
     positions: Int[Tensor, " node"]
@@ -116,133 +93,187 @@ class LogitGraph(Result):
     edge_types: Int[Tensor, " edge"]
     weights: Float[Tensor, " edge"]
 
-    # ---- the logit by input token
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A text for each node that no other has: ``"L5H1@7"``, ``"constants"``."""
+        places = zip(self.components, self.positions.tolist(), strict=True)
+        one = (TARGET, CONSTANTS)
+        return tuple(name if name in one else f"{name}@{at}" for name, at in places)
 
-    def tokens(self) -> TokenTable:
-        """T by input token, the constants last; MLPs that are leaves (``mlp="leaf"``) are a part of
-        their own."""
-        leaf_mlps = self.mlp == "leaf"
-        parts = (*self.leaf_names, "mlps") if leaf_mlps else self.leaf_names
-        by_part = self.leaf_values.T
-        if leaf_mlps:
-            by_part = torch.cat([by_part, self.mlp_values.sum(0).unsqueeze(1)], dim=1)
-        by_part = torch.cat([by_part, torch.zeros(1, len(parts))])
-        value = by_part.sum(1)
-        value[-1] = self.constant_value
-        length = self.leaf_values.shape[1]
-        return TokenTable(
-            positions=(*range(length), NOWHERE),
-            tokens=(*token_texts(self), CONSTANTS),
-            parts=parts,
-            value=value,
-            by_part=by_part,
-            provenance=self.provenance,
+    @cached_property
+    def nodes(self) -> pd.DataFrame:
+        """A row for each node, the largest absolute value first: ``node`` (its text), ``component``,
+        ``kind`` (leaf, head, mlp, target, rest), ``layer``, ``head``, ``position`` (-1: none),
+        ``token``, ``value``, ``moved``. A node of kind rest is what pruning left out of another."""
+        import pandas as pd
+
+        names, tokens = self.names, (*self.texts, "")
+        columns = (self.layers, self.heads_of, self.positions, self.values, self.moved)
+        rows: list[tuple[object, ...]] = []
+        for i, row in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+            layer, head, position, value, moved = row
+            kind = "target" if i == 0 else "head" if head >= 0 else "leaf"
+            kind = "mlp" if layer >= 0 and head < 0 else kind
+            place = (layer, head, position, tokens[position], value, moved)
+            rows.append((names[i], self.components[i], kind, *place))
+            if bool((self.rest[i] != 0).any()):
+                nothing = (
+                    layer,
+                    head,
+                    position,
+                    tokens[position],
+                    float(self.rest[i, 0]),
+                    float("nan"),
+                )
+                rows.append((f"{REST}>{names[i]}", REST, REST, *nothing))
+        columns_of = "node component kind layer head position token value moved".split()
+        frame = pd.DataFrame(rows, columns=columns_of)
+        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
+        return frame.loc[order].reset_index(drop=True)
+
+    @cached_property
+    def edges(self) -> pd.DataFrame:
+        """A row for each edge, the largest absolute value first: ``source`` and ``target`` (texts
+        of nodes), ``type`` (value, query, key), ``value``; what pruning left out comes from nodes
+        of kind rest."""
+        import pandas as pd
+
+        names = self.names
+        ends = zip(
+            *(x.tolist() for x in (self.sources, self.targets, self.edge_types)), strict=True
         )
+        rows = [(names[s], names[t], EDGE_TYPES[e]) for s, t, e in ends]
+        values = self.weights.tolist()
+        for node, edge_type in (self.rest != 0).nonzero().tolist():
+            rows.append((f"{REST}>{names[node]}", names[node], EDGE_TYPES[edge_type]))
+            values.append(float(self.rest[node, edge_type]))
+        frame = pd.DataFrame(rows, columns=["source", "target", "type"]).assign(value=values)
+        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
+        return frame.loc[order].reset_index(drop=True)
 
-    # ---- nodes and edges
+    def into(self, node: str) -> pd.DataFrame:
+        """The edges into a node (its text, ``"L5H1@7"``, ``"target"``), the largest first."""
+        choice(node, self.names, "node")
+        return self.edges[self.edges["target"] == node].reset_index(drop=True)
 
-    def node(self, name: str | Head, position: int | None = None) -> int:
-        """Number of a node by name (``"L5H1"``, ``(5, 1)``, ``"mlp3"``, ``"embed"``, ``"logit"``)
-        and position (of the only such node, where there is one)."""
-        text = name if isinstance(name, str) else checks.head_name((name[0], name[1]))
-        of_name = [i for i, other in enumerate(self.names) if other == text]
-        rows = [i for i in of_name if position is None or int(self.positions[i]) == position]
-        if len(rows) != 1:
-            there = self.positions[of_name].tolist()
-            fail(
-                "node",
-                expected=f"one node {text!r}" + ("" if position is None else f" at {position}"),
-                got=f"nodes of that name at positions {there}" if there else "none of that name",
-                instead="position=, or a larger keep= in trace_logit",
+    def tokens(self) -> Table:
+        """T by input token: ``position``, ``token``, ``value`` and each part of it; the constants
+        last. The column sums to T."""
+        import pandas as pd
+
+        parts, names = self.leaf_values, list(self.leaf_names)
+        if self.mlp == "leaf":
+            parts, names = (
+                torch.cat([parts, self.mlp_values.sum(0, keepdim=True)]),
+                [*names, "mlps"],
             )
-        return rows[0]
+        frame = pd.DataFrame({"position": range(len(self.texts)), "token": self.texts})
+        frame["value"] = parts.double().sum(0).tolist()
+        if len(names) > 1:
+            frame = frame.assign(**dict(zip(names, parts.tolist(), strict=True)))
+        if self.counterfactual is not None:
+            frame.insert(2, "counterfactual", list(self.counterfactual))
+        else:
+            last = {"position": NOWHERE, "token": CONSTANTS, "value": self.constant}
+            frame.loc[len(frame)] = [last.get(name, 0.0) for name in frame]
+        return Table.of(frame, self.provenance)
 
-    def edges_into(self, node: int, edge_type: str | None = None) -> list[tuple[int, str, float]]:
-        """(source, edge type, weight) of the edges into a node, the largest first."""
-        return self._edges(self.targets == node, self.sources, edge_type)
+    def direct(self) -> Table:
+        """What was written straight to the logit (direct logit attribution), the largest absolute
+        value first: ``component``, ``layer``, ``head``, ``position`` (the source token that a head
+        took it from; -1 for others), ``token``, ``value``. The column sums to T."""
+        import pandas as pd
 
-    def edges_from(self, node: int, edge_type: str | None = None) -> list[tuple[int, str, float]]:
-        """(target, edge type, weight) of the edges out of a node, the largest first."""
-        return self._edges(self.sources == node, self.targets, edge_type)
+        frame = pd.DataFrame(self.direct_heads.flatten().tolist(), columns=["value"])
+        shape = self.direct_heads.shape
+        places = torch.unravel_index(torch.arange(len(frame)), shape)
+        layers, heads, sources = (x.tolist() for x in places)
+        frame["component"] = [head_name(pair) for pair in zip(layers, heads, strict=True)]
+        frame["layer"], frame["head"], frame["position"] = layers, heads, sources
+        others = pd.DataFrame(
+            {"component": self.direct_names, "value": self.direct_others.tolist()}
+        )
+        others["layer"] = others["head"] = others["position"] = NOWHERE
+        frame = pd.concat([frame, others], ignore_index=True)
+        frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
+        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
+        columns = ["component", "layer", "head", "position", "token", "value"]
+        return Table.of(frame.loc[order, columns], self.provenance)
 
-    def _edges(
-        self, chosen: Tensor, ends: Tensor, edge_type: str | None
-    ) -> list[tuple[int, str, float]]:
-        if edge_type is not None:
-            at = EDGE_TYPES.index(checks.choice(edge_type, EDGE_TYPES, "edge_type"))
-            chosen = chosen & (self.edge_types == at)
-        rows = chosen.nonzero()[:, 0]
-        rows = rows[self.weights[rows].abs().argsort(descending=True, stable=True)]
-        return [
-            (int(ends[i]), EDGE_TYPES[int(self.edge_types[i])], float(self.weights[i]))
-            for i in rows
-        ]
-
-    def label(self, node: int) -> str:
-        """A node as it is shown: its name, and the token at its position."""
-        position = int(self.positions[node])
-        if position == NOWHERE:
-            return self.names[node]
-        return f"{self.names[node]} at {position} {token_texts(self)[position]!r}"
-
-    def compare(
-        self, other: LogitGraph, *, positions: Sequence[Mapping[str, int]] | None = None
-    ) -> GraphComparison:
-        """Compare with the graph of another prompt, or of another model of the same shape: which
-        nodes and edges they share, their numbers side by side, correlations, and Jaccard indices
-        with the values that chance gives (:mod:`tl_geometry.circuits.graph_comparison`).
-
-        ``positions`` names positions of both prompts, as in
-        :func:`tl_geometry.circuits.average_graphs`, where they have different lengths.
-
-        >>> import tl_geometry as tlg
-        >>> model = tlg.zoo.embedded()
-        >>> windows = tlg.zoo.default_windows(model, 16, n=2)
-        >>> graphs = [tlg.trace_logit(model, windows[i : i + 1], 5, keep=0.3) for i in range(2)]
-        >>> found = graphs[0].compare(graphs[1])
-        >>> found.node_jaccard > found.node_jaccard_by_chance
-        True
-        """
-        from tl_geometry.circuits.graph_comparison import compare_graphs
-
-        return compare_graphs(self, other, positions=positions)
+    def traced(self) -> str:
+        """What was traced, in words."""
+        T = repr(self.answer) + ("" if self.other is None else f" - {self.other!r}")
+        at = f"after {self.texts[self.position]!r} (position {self.position})"
+        between = "" if self.counterfactual is None else ", between two prompts"
+        return f"{T} {at}{between}: {self.value:.4g}"
 
     def columns(self) -> Sequence[str]:
-        return ("writer", "position", "token", "value", "moved", "rest")
+        return ("node", "token", "value", "moved")
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """The nodes of the graph, the largest absolute ``value`` first. ``moved`` does not decide:
-        it is first order, and largest at attention sinks, which write next to nothing."""
-        order = self.values.abs().argsort(descending=True, stable=True).tolist()
-        # position -1 (none) takes the last text, which is empty
-        tokens = [*token_texts(self), ""]
-        return [
-            (
-                self.names[i],
-                int(self.positions[i]),
-                tokens[int(self.positions[i])],
-                float(self.values[i]),
-                float(self.moved[i]),
-                float(self.rest[i, VALUE]),
-            )
-            for i in order
-        ]
+        """The nodes, the largest absolute value first. ``moved`` does not decide: it is first
+        order, and largest at attention sinks, which write next to nothing."""
+        shown = self.nodes[self.nodes["kind"] != REST]
+        return list(shown[list(self.columns())].itertuples(index=False, name=None))
 
-    def to_json(self, layout: str = "neuronpedia") -> dict[str, Any]:
-        """The graph in the JSON that other tools read; see
+    def _caption(self, table: Sequence[Sequence[object]]) -> str:
+        return f"{type(self).__name__} of {self.traced()} ({self.provenance.line()})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The graph in the JSON that the pages of Neuronpedia and circuit-tracer read; see
         :mod:`tl_geometry.circuits.graph_files`."""
         from tl_geometry.circuits.graph_files import neuronpedia
 
-        checks.choice(layout, ("neuronpedia",), "layout")
         return neuronpedia(self)
 
-    def to_networkx(self) -> Any:
-        """The graph as a ``networkx.MultiDiGraph``, with every number as an attribute."""
-        from tl_geometry.circuits.graph_files import networkx_graph
 
-        return networkx_graph(self)
+def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
+    """Means over the graphs of several prompts, with 95% intervals over prompts (paired: each graph
+    counts once; NaN below 10). A row is a node or an edge of prompts of one length: ``source``
+    (empty for a node), ``target``, ``type`` (node, value, query, key), ``value``, ``low``,
+    ``high``, ``moved``, and ``prompts``, how many graphs hold it; one that does not counts as 0.
 
+    Raises ``GeometryError`` for graphs of different lengths, positions or models.
 
-def token_texts(graph: LogitGraph) -> tuple[str, ...]:
-    """The text of each token, or its id where the model has no tokenizer."""
-    return graph.str_tokens or tuple(f"<{i}>" for i in graph.token_ids)
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 12, n=2).tokens
+    >>> graphs = [tlg.trace_logit(model, row[None], 5, keep=0.5) for row in windows]
+    >>> mean_graph(graphs).df.columns.tolist()[:4]
+    ['source', 'target', 'type', 'value']
+    """
+    import pandas as pd
+
+    from tl_geometry.base.intervals import paired_interval
+
+    alike = {(len(g.texts), g.position, g.provenance.fingerprint, g.mlp) for g in graphs}
+    if len(alike) != 1:
+        expected = "graphs of one model, of prompts of one length, read at one position"
+        fail("graphs", expected=expected, got=f"{len(alike)} kinds of graphs")
+    parts = []
+    for number, graph in enumerate(graphs):
+        nodes = graph.nodes.rename(columns={"node": "target"}).assign(source="", type="node")
+        both = pd.concat([nodes[nodes["kind"] != REST], graph.edges])
+        parts.append(
+            both.assign(graph=number)[["source", "target", "type", "value", "moved", "graph"]]
+        )
+    rows = pd.concat(parts, ignore_index=True).groupby(["source", "target", "type", "graph"]).sum()
+    wide = rows["value"].unstack("graph")
+    filled = torch.from_numpy(wide.fillna(0.0).to_numpy())
+    interval = paired_interval(filled.mT)
+    frame = wide.index.to_frame(index=False)
+    for name, column in zip(("value", "low", "high"), interval[:3], strict=True):
+        frame[name] = column.tolist()
+    frame["moved"] = (rows["moved"].unstack("graph").fillna(0.0).sum(axis=1) / len(graphs)).tolist()
+    frame["prompts"] = wide.notna().sum(axis=1).tolist()
+    order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
+    first = graphs[0].provenance
+    about = Provenance(
+        model=first.model,
+        fingerprint=first.fingerprint,
+        library=first.library,
+        contexts=len(graphs),
+        dtype=first.dtype,
+        corpus="prompts",
+    )
+    return Table.of(frame.loc[order], about)

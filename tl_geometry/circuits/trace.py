@@ -1,316 +1,512 @@
 """Where does a logit come from? ``trace_logit`` follows it back to the tokens, in these steps.
 
-1. One forward pass is frozen (:mod:`tl_geometry.circuits.frozen`). T, a logit or a difference of
-   two, is read out of the last state through the final norm at its frozen scale.
-2. One walk back gives the adjoint, dT/d(write), of every write; a node's **value** is ``write .
-   adjoint``. With the MLPs followed, the values of embeddings and constants sum to T.
-3. A second walk also follows queries and keys into the softmax. What it adds to a node's value is
-   what the node does by the attention that it **moves**. Over all edges out of the node, that is
-   its query and key edges, plus its value edges with the adjoint of each target replaced by what
-   the second walk adds to that adjoint.
-4. Nodes are kept until they carry ``keep`` of the sum of absolute values, and of everything moved.
-   Edges between them are the source's write times what the target reads in it, and are pruned
-   alike (:mod:`tl_geometry.circuits.graph_edges`).
-
-A is the centring and s_j the frozen scale of the head's norm. A value edge from writer m at j to
-head h at i is ``p_ij (m_j A gain / s_j W_V) . (dT/d mixed value of h at i)``; one to an MLP or to
-the logit is alike, without attention. Query and key edges of head h at i are made with its
-response ``c_ij = p_ij (t_ij - sum_j p_ij t_ij)``, dT/d(score), where t_ij is what one unit of
-attention to j writes towards T: ``sum_j c_ij S_ij`` is additive in the writers of the query at i,
-and in those of the keys at j.
+1. The model is run (:mod:`tl_geometry.circuits.runner`); T, a logit or a difference of two, is read
+   out of the last state through the final norm as a linear map.
+2. A walk back through the blocks gives dT/d(write) of every write; a node's **value** is ``write .
+   dT/d(write)``. In the graph of one prompt everything that is not linear is frozen
+   (:class:`~tl_geometry.circuits.arithmetic.Frozen`): values of embeddings and constants sum to T.
+   Between two prompts writes are differences and the maps those of
+   :class:`~tl_geometry.circuits.arithmetic.Between`: values of embeddings sum to the difference.
+3. In the graph of one prompt a second gradient also follows queries and keys into the softmax. What
+   it adds to a node's value is what the node does by the attention that it **moves**.
+4. Nodes are kept until they carry ``keep`` of the sum of absolute values, of everything moved, and
+   of what is written straight to the logit. Edges between them are formed and pruned alike
+   (:mod:`tl_geometry.circuits.graph_edges`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.errors import ReconstructionError, fail, require
-from tl_geometry.circuits.frozen import Adjoints, FrozenPass
-from tl_geometry.circuits.graph_edges import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    EdgeFinder,
-    Nodes,
-    dot,
-    fewest_carrying,
-)
-from tl_geometry.circuits.logit_graph import CONSTANTS, LOGIT, NOWHERE, LogitGraph
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import ReconstructionError, choice, fail, require
+from tl_geometry.circuits.arithmetic import Between, Frozen, Live
+from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, TARGET, LogitGraph
+from tl_geometry.circuits.runner import BlockRun, Runner, States, Stream
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.models.mlp import MLPModule, mlp_spec
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.write_spec import require_decoder, writing_of
+from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.splitter import check_basis, provenance_of
-from tl_geometry.scores.values import target_ids, trained_head
-
-
-class Readout(NamedTuple):
-    """What T is: ``direction . last[position] + constant``."""
-
-    direction: Float[Tensor, " d_model"]
-    constant: float
-    tokens: tuple[int, ...]
-    weights: tuple[float, ...]
-    probability: float
-
-
-class ComponentValues(NamedTuple):
-    """``write . adjoint`` of every component at every position."""
-
-    leaves: Float[Tensor, "part position"]
-    heads: Float[Tensor, "layer head position"]
-    mlps: Float[Tensor, "layer position"]
-    constant: float
-
-    def flat(self) -> Float[Tensor, " row"]:
-        """Leaves, heads and MLPs in one row."""
-        return torch.cat([self.leaves.flatten(), self.heads.flatten(), self.mlps.flatten()])
-
-    def of_nodes(self, logit: float, chosen: Bool[Tensor, " row"]) -> Float[Tensor, " node"]:
-        """Those of the logit, of the constants, and of the ``chosen`` components."""
-        ends = torch.tensor([logit, self.constant], dtype=torch.float64)
-        return torch.cat([ends, self.flat()[chosen]])
-
-    def minus(self, other: ComponentValues) -> ComponentValues:
-        """Component by component."""
-        return ComponentValues(
-            self.leaves - other.leaves,
-            self.heads - other.heads,
-            self.mlps - other.mlps,
-            self.constant - other.constant,
-        )
 
 
 def trace_logit(
     model: ModelLike,
-    prompt: TokensLike,
-    target: int | str,
+    prompt: TokensLike | Prompts,
+    answer: int | str | None = None,
     *,
+    other: int | str | None = None,
+    counterfactual: TokensLike | None = None,
     position: int | str = -1,
-    against: int | str | None = None,
-    log_probability: bool = False,
     mlp: str = "frozen",
     basis: PositionContext | None = None,
     keep: float = 0.8,
     prepend_bos: bool | None = None,
 ) -> LogitGraph:
-    """One logit of one prompt as a graph back to the tokens, and why heads attended as they did.
+    """One logit of one prompt as a graph back to the tokens, and why heads attended as they did; or
+    the difference of the logit between a prompt and a counterfactual as an exact sum.
 
-    T is the logit of ``target`` at ``position``, less that of ``against``, or with
-    ``log_probability`` less the mean logit under the model's own probabilities (the linear part of
-    the log-probability). Logits are those before a soft cap of the output. In the frozen linear
-    model of the pass (norm scales, patterns and MLP slopes fixed) T is a sum over the embeddings of
-    all tokens and the constants, exactly.
+    T is the logit of ``answer`` at ``position``, less that of ``other``, before a soft cap of the
+    output. In the frozen linear model of the pass (norm scales, patterns and MLP slopes fixed) T is
+    a sum over the embeddings of all tokens and the constants, exactly. With ``counterfactual`` the
+    difference of T between both prompts is a sum over the tokens that differ, through norms,
+    softmax and MLPs, query and key edges included, exactly.
 
     Args:
-        prompt: one prompt, text or token ids.
-        target, against: a token each, as an id or a text of one token.
+        prompt: one prompt, a text or token ids; or :class:`~tl_geometry.corpus.Prompts` of one,
+            which hold answers and counterfactual.
+        answer, other: a token each, as an id or a text of one token.
+        counterfactual: another prompt of as many tokens.
         position: where the logit is read: a number (-1 is the last), or a name of the prompt's
             ``positions``.
-        mlp: ``"frozen"`` follows MLPs back by their secant, ``"leaf"`` takes what they wrote as
-            inputs (the only way for a mixture of experts).
+        mlp: ``"frozen"`` follows MLPs back, ``"leaf"`` takes what they wrote as inputs (the only
+            way for a mixture of experts in the graph of one prompt).
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
             in place of the embeddings: how much of T came from position and how much from content.
-        keep: share of all absolute values (and of all that is moved) that the nodes of the graph
-            carry, and the edges of each type into each node. What the other edges carry is one
-            number for each node and edge type, its rest.
+        keep: share of all absolute values (of all that is moved, and of what is written straight
+            to the logit) that the nodes of the graph carry, and the edges of each type into each
+            node. What the other edges carry is one number for each node and edge type, its rest.
 
-    Returns a :class:`LogitGraph`: ``.value`` (T), ``.tokens()``, ``.edges_into(node)``,
-    ``.to_json("neuronpedia")``, ``.to_networkx()``, ``.save(path)``.
+    Raises ``ReconstructionError`` where the sum is not T within the rounding of the model;
+    ``UnsupportedModelError`` for an encoder, an output head other than a norm and a linear map,
+    (with ``mlp="frozen"``) an MLP other than two or three matrices, and a mixture of experts that
+    chooses other experts in the counterfactual.
 
-    Raises ``ReconstructionError`` where leaves and constants do not sum to T within the rounding of
-    the model; ``UnsupportedModelError`` for an encoder, an output head other than a norm and a
-    linear map, and (with ``mlp="frozen"``) an MLP other than two or three matrices.
+    Sources: the graph between two runs is of this library; a norm, softmax or product between two
+    points by the mean value theorem as in integrated gradients (Sundararajan et al. 2017).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=2)
-    >>> graph = tlg.trace_logit(model, windows[:1], int(windows.tokens[0, 15]), position=14)
-    >>> abs(float(graph.tokens().value.sum()) - graph.value) < 1e-4
+    >>> windows = tlg.zoo.default_windows(model, 16, n=2).tokens
+    >>> graph = tlg.trace_logit(model, windows[:1], int(windows[0, 15]), position=14)
+    >>> abs(sum(graph.tokens().column("value")) - graph.value) < 1e-4
+    True
+    >>> two = tlg.trace_logit(model, windows[:1], 5, counterfactual=windows[1:])
+    >>> abs(sum(two.tokens().column("value")) - two.value) < 1e-4
     True
     """
     view = as_view(model)
-    rows = token_rows(view, prompt, prepend_bos=prepend_bos)
-    got, instead = f"{len(rows)} prompts", "a call for each prompt"
-    require(len(rows) == 1, "prompt", expected="one prompt", got=got, instead=instead)
+    options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    asked = as_prompts(view, prompt, **options, prepend_bos=prepend_bos)
+    got, instead = f"{len(asked)} prompts", "a call for each prompt"
+    require(len(asked) == 1, "prompt", expected="one prompt", got=got, instead=instead)
     require(0 < keep <= 1, "keep", expected="a share above 0, at most 1", got=keep)
-    checks.choice(mlp, ("frozen", "leaf"), "mlp")
-    at = rows.position(position)
+    choice(mlp, ("frozen", "leaf"), "mlp")
+    require_decoder(view, f"logits of {view.name}")
+    rows, at = asked.as_windows(), int(asked.at(position))
     check_basis(view, rows, basis)
-    frozen = FrozenPass.of(view, rows.tokens, mlp=mlp)
-    readout = logit_readout(view, frozen, at, target, against, log_probability)
-    leaves, first_constant = frozen.leaves, frozen.embedding_constant
+    others = asked.counterfactuals
+    one = basis is None or others is None
+    require(one, "basis, counterfactual", expected="one of them", got="both")
+    walk = _Walk.of(view, asked, at, leaf=mlp == "leaf", between=others is not None)
+    leaves, first_constant = walk.leaves()
     if basis is not None:
         basis.require_raw("trace_logit")
-        leaves = stream_parts(basis, ("pos", "cvec"), frozen.blocks[0].layer)
-        # they sum to all of state 0; embeddings leave what a norm behind them added
-        first_constant = torch.zeros_like(frozen.last)
-    directions = torch.zeros_like(frozen.last)
-    directions[0, at] = readout.direction.to(directions)
-    adjoints = frozen.adjoints(directions)
-    # these also follow queries and keys into the softmax: the response c_ij is made with them
-    responsive = frozen.adjoints(directions, follow_patterns=True)
-    values = _component_values(frozen, leaves, first_constant, adjoints, readout.constant)
-    with_moved = _component_values(frozen, leaves, first_constant, responsive, readout.constant)
-    moved = with_moved.minus(values)
-    T = float(frozen.last[0, at].double() @ readout.direction.double()) + readout.constant
-    _require_sum(frozen, values, T, mlp)
-    chosen = fewest_carrying(values.flat(), keep) | fewest_carrying(moved.flat(), keep)
-    nodes = _nodes(frozen, leaves, values, chosen, at)
-    finder = EdgeFinder(frozen, nodes, first_constant, adjoints, responsive, keep)
-    edges = finder.edges(readout.direction, readout.constant, T)
-    return LogitGraph(
-        provenance=provenance_of(view, rows, basis),
-        str_tokens=rows.str_tokens,
-        token_ids=tuple(rows.tokens[0].tolist()),
-        position=at,
-        target=readout.tokens,
-        target_tokens=tuple(view.decode(readout.tokens)),
-        target_weights=readout.weights,
-        log_probability=log_probability,
-        probability=readout.probability,
-        value=T,
-        mlp=mlp,
-        keep=keep,
-        leaf_names=tuple(leaves),
-        leaf_values=values.leaves,
-        leaf_moved=moved.leaves,
-        head_values=values.heads,
-        head_moved=moved.heads,
-        mlp_values=values.mlps,
-        mlp_moved=moved.mlps,
-        constant_value=values.constant,
-        constant_moved=moved.constant,
-        names=nodes.names,
-        layers=nodes.layers,
-        heads_of=nodes.heads,
-        positions=nodes.positions,
-        values=values.of_nodes(T, chosen),
-        moved=moved.of_nodes(0.0, chosen),
-        **edges._asdict(),
-    )
+        leaves = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
+        leaves = {name: part[0] for name, part in leaves.items()}
+        first_constant = torch.zeros_like(first_constant)  # the parts sum to all of state 0
+    walk.walk()
+    values = walk.component_values(leaves, first_constant, follow=False)
+    moved = values.map(lambda x: torch.full_like(x, torch.nan))
+    if others is None:
+        moved = walk.component_values(leaves, first_constant, follow=True).minus(values)
+    walk.require_sum(values)
+    return walk.graph(asked, leaves, first_constant, values, moved, keep, basis)
 
 
-def logit_readout(
-    view: ModelView,
-    frozen: FrozenPass,
-    position: int,
-    target: int | str,
-    against: int | str | None,
-    log_probability: bool,
-) -> Readout:
-    """T as a direction of the last state and a constant, at the frozen scale of the final norm."""
-    head = trained_head(view, instead="composition(model, prompts), which needs no logits")
-    tokens = [target] if against is None else [target, against]
-    ids = target_ids(view, tokens)
-    differ, got = len(set(ids)) == len(ids), f"{view.decode(ids[:1])[0]!r} twice"
-    require(differ, "target, against", expected="two different tokens", got=got)
-    one_of_them, what = len(ids) == 1 or not log_probability, "against, log_probability"
-    require(one_of_them, what, expected="one of them", got="both")
-    last = frozen.last[0, position]
-    scale = head.norm.scale(last)
-    probabilities = head.logits(last).softmax(-1)
-    weights = torch.zeros_like(head.b_U)
-    weights[list(ids)] = weights.new_tensor([1.0, -1.0][: len(ids)])
-    if log_probability:
-        weights = weights - probabilities
-    readout = head.W_U @ weights
-    direction = head.norm.centre(readout * head.norm.gain) / scale
-    constant = float(
-        head.norm.bias.double() @ readout.double() + head.b_U.double() @ weights.double()
-    )
-    chosen = tuple(weights[list(ids)].tolist())
-    return Readout(direction, constant, ids, chosen, float(probabilities[ids[0]]))
+class Values(NamedTuple):
+    """``write . dT/d(write)`` of every component at every position, in float64."""
+
+    leaves: Float[Tensor, "part position"]
+    heads: Float[Tensor, "layer head position"]
+    mlps: Float[Tensor, "layer position"]
+    constant: Float[Tensor, ""]
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Values:
+        """A function of each."""
+        return Values(*map(f, self))
+
+    def minus(self, other: Values) -> Values:
+        """Component by component."""
+        return Values(*(a - b for a, b in zip(self, other, strict=True)))
+
+    def flat(self) -> Float[Tensor, " row"]:
+        """Leaves, heads and MLPs in one row."""
+        return torch.cat([x.flatten() for x in self[:3]])
 
 
-def _component_values(
-    frozen: FrozenPass,
-    leaves: dict[str, Tensor],
-    first_constant: Tensor,
-    adjoints: Adjoints,
-    readout_constant: float,
-) -> ComponentValues:
-    """``write . adjoint`` of every component, and the sum over all constants."""
-    constant = dot(first_constant, adjoints.stream[0]).sum() + readout_constant
-    heads, mlps = [], []
-    for l, block in enumerate(frozen.blocks):
-        constant = constant + dot(block.attention_constant, adjoints.after_attention[l]).sum()
-        heads.append(dot(block.heads.z, adjoints.heads[l])[0].mT)
-        write = block.mlp_leaf if block.mlp is None else block.mlp.written
-        after = adjoints.stream[l + 1]
-        mlps.append(heads[-1].new_zeros(after.shape[1]) if write is None else dot(write, after)[0])
-        if block.mlp is not None:
-            constant = constant + dot(block.mlp.constant, after).sum()
-    parts = torch.stack([dot(leaf, adjoints.stream[0])[0] for leaf in leaves.values()])
-    return ComponentValues(
-        parts.cpu(), torch.stack(heads).cpu(), torch.stack(mlps).cpu(), float(constant)
-    )
+@dataclass(eq=False)
+class Layer:
+    """What a walk back leaves of one block, for one prompt (or pair): the linear part of what its
+    MLP wrote, its constants, and dT/d of: mixed values, by values alone (``z``) and with patterns
+    (``responsive``); what the MLP read and what stands behind the block."""
+
+    heads: Float[Tensor, "head position"]
+    followed: Float[Tensor, "head position"]
+    attention_constant: Stream
+    mlp: Stream
+    mlp_constant: Stream
+    z: Float[Tensor, "position head d_head"]
+    responsive: Float[Tensor, "position head d_head"]
+    mlp_read: Stream
+    constant: Float[Tensor, " 2"]
+    mlp_values: Float[Tensor, "2 position"]
+    direct_heads: Float[Tensor, "head source"]
 
 
-def _require_sum(frozen: FrozenPass, values: ComponentValues, T: float, mlp: str) -> None:
-    """Raise where leaves and constants do not sum to T within the rounding of all that is added up
-    on the way."""
-    total = float(values.leaves.sum()) + values.constant
-    total += float(values.mlps.sum()) if mlp == "leaf" else 0.0
-    # leaves, heads and MLPs: all but the constant
-    size = sum(float(x.abs().sum()) for x in values[:3]) + abs(values.constant)
-    bound = reconstruction_bound(frozen.roundoff, size)
-    if not abs(total - T) <= bound:  # NaN is refused too
-        fail(
-            f"logit of {frozen.view.name}",
-            expected=f"{T:.6g} as the sum over tokens and constants, within {bound:.1e}",
-            got=f"{total:.6g}",
-            instead="check_model(model)",
-            error=ReconstructionError,
+@dataclass(eq=False)
+class _Walk:
+    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns."""
+
+    runner: Runner
+    states: States
+    answers: tuple[int, ...]
+    position: int
+    leaf: bool
+    between: bool
+    direction: Float[Tensor, " d_model"]
+    readout_constant: float
+    value: float
+    tokens: Tensor
+    layers: list[Layer] = field(default_factory=list)
+    adjoints: list[Stream] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, view: ModelView, asked: Prompts, at: int, *, leaf: bool, between: bool) -> _Walk:
+        answers = [ids for ids in (asked.answers, asked.others) if ids is not None]
+        expected, got = "answer=, the token whose logit is traced", "none"
+        require(asked.answers is not None, "answer", expected=expected, got=got)
+        ids = tuple(int(x) for x in answers)
+        differ, text = len(set(ids)) == len(ids), repr(view.decode(ids[:1])[0])
+        expected = "two different tokens"
+        require(differ, "answer, other", expected=expected, got=f"{text} twice")
+        tokens = asked.tokens
+        if between:
+            assert asked.counterfactuals is not None
+            tokens = torch.cat([tokens, asked.counterfactuals])
+        if not leaf:
+            for layer in range(0 if between else view.n_layers):
+                mlp_spec(view, layer)  # refuses a mixture of experts by name
+        runner = Runner.of(view, tokens)
+        arithmetic = Between if between else Frozen
+        states = runner.verified(tokens, arithmetic, positions=slice(at, at + 1))
+        head, last = runner.head, states.streams[-1][:, [at]]
+        weights = torch.zeros(len(head.b_U), dtype=torch.float64)
+        weights[list(ids)] = torch.tensor([1.0, -1.0], dtype=torch.float64)[: len(ids)]
+        readout = head.W_U[:, list(ids)].to(last) @ weights[list(ids)].to(last)
+        with torch.no_grad():
+            direction = arithmetic().map(head.norm, last).adjoint(readout)[0, 0]
+        constant = float(head.norm.bias.double() @ readout.double())
+        constant += float(head.b_U.double().cpu() @ weights)
+        part = _difference(last)[0, 0] if between else last[0, 0]
+        value = float(part.double() @ direction.double()) + (0.0 if between else constant)
+        if between:  # the model's own difference, from normed states
+            normed = head.norm.apply(last)[:, 0].double() @ readout.double()
+            value = float(normed[0] - normed[1])
+        return cls(
+            runner,
+            states,
+            ids,
+            at,
+            leaf,
+            between,
+            direction,
+            0.0 if between else constant,
+            value,
+            tokens,
         )
 
+    # ---- the walk
 
-def _nodes(
-    frozen: FrozenPass,
-    leaves: dict[str, Tensor],
-    values: ComponentValues,
-    chosen: Bool[Tensor, " row"],
-    position: int,
-) -> Nodes:
-    """The logit, the constants, and the ``chosen`` components."""
-    leaf, head, mlp = chosen.split([x.numel() for x in values[:3]])
-    names, rows, writes = [LOGIT, CONSTANTS], [], []
-    end = 3 * len(frozen.blocks)
-    nowhere = (NOWHERE, NOWHERE)
-    # each row: layer, head, position, when the write enters the stream, when the node reads it.
-    # These two enter after the end, so that no target reads them: edges from the constants are
-    # formed apart
-    rows += [(*nowhere, position, end + 1, end), (*nowhere, NOWHERE, end + 1, NOWHERE)]
-    writes += [torch.zeros_like(frozen.last[0, 0])] * 2
-    for part, at in leaf.view_as(values.leaves).nonzero().tolist():
-        name = list(leaves)[part]
-        names.append(name)
-        rows.append((*nowhere, at, 0, NOWHERE))
-        writes.append(leaves[name][0, at])
-    of_blocks = zip(frozen.blocks, head.view_as(values.heads), strict=True)
-    for l, (block, chosen_heads) in enumerate(of_blocks):
-        heads_of, at = chosen_heads.nonzero().T
-        names += [checks.head_name((l, h)) for h in heads_of.tolist()]
-        rows += [
-            (l, h, i, 3 * l + AFTER_ATTENTION, 3 * l)
-            for h, i in zip(heads_of.tolist(), at.tolist(), strict=True)
+    def one(self, x: Tensor) -> Tensor:
+        """The prompt of a batch of one; between two runs their difference."""
+        return _difference(x)[0] if self.between else x[0]
+
+    def both(self, adjoint: Tensor) -> Tensor:
+        """A gradient for the batch."""
+        return torch.stack([adjoint, -adjoint]) if self.between else adjoint.unsqueeze(0)
+
+    def arithmetic(self) -> Live:
+        """The arithmetic of a block."""
+        return Between() if self.between else Frozen(follow=True)
+
+    def walk(self) -> None:
+        """From the last block to the first."""
+        last = torch.zeros_like(self.states.streams[-1][0])
+        last[self.position] = self.direction
+        adjoint, followed = self.both(last), self.both(last)
+        for entered, run in self.runner.back(self.states.streams, self.arithmetic, leaf=self.leaf):
+            behind = adjoint
+            adjoint = run.pull(entered, adjoint, patterns=self.between)
+            grads, following, behind_followed = run.grads, run.grads, behind
+            if not self.between:
+                behind_followed = followed
+                followed = run.pull(entered, followed)
+                following = run.grads
+            direct = torch.autograd.grad(run.heads.sum(0), run.attention.z, self.both(last))[0]
+            with torch.no_grad():
+                layer = self._layer(run, grads, following, behind[0], behind_followed[0], direct[0])
+            self.layers.insert(0, layer)
+        self.adjoints = [adjoint[0], adjoint[0] if self.between else followed[0]]
+
+    def _layer(
+        self,
+        run: BlockRun,
+        grads: dict[str, Tensor],
+        following: dict[str, Tensor],
+        behind: Stream,
+        behind_followed: Stream,
+        direct: Float[Tensor, "position head d_head"],
+    ) -> Layer:
+        heads, head_constants, mlp, mlp_constant = self.writes(run)
+        values = [dot(heads, g["heads"][:, 0]) for g in (grads, following)]
+        middles = [g["heads"][0, 0] for g in (grads, following)]
+        constants = [
+            dot(head_constants, middle).sum() + dot(mlp_constant, after).sum()
+            for middle, after in zip(middles, (behind, behind_followed), strict=True)
         ]
-        writes += block.heads.some(heads_of, at)
-    for l, at in mlp.view_as(values.mlps).nonzero().tolist():
-        block = frozen.blocks[l]
-        parallel = block.mlp is not None and block.mlp.spec.parallel
-        reads = NOWHERE if block.mlp is None else 3 * l + (0 if parallel else AFTER_ATTENTION)
-        write = block.mlp_leaf if block.mlp is None else block.mlp.written
-        names.append(f"mlp{l}")
-        rows.append((l, NOWHERE, at, 3 * l + AFTER_MLP, reads))
-        writes.append(write[0, at])  # type: ignore[index]
-    layers, heads_of, positions, enters, reads = torch.tensor(rows).T
-    return Nodes(tuple(names), layers, heads_of, positions, enters, reads, torch.stack(writes))
+        read = grads.get("mlp read")
+        return Layer(
+            heads=values[0],
+            followed=values[1],
+            attention_constant=head_constants,
+            mlp=mlp,
+            mlp_constant=mlp_constant,
+            z=grads["z"][0],
+            responsive=following["z"][0],
+            mlp_read=torch.zeros_like(behind) if read is None else read[0],
+            constant=torch.stack(constants),
+            mlp_values=torch.stack([dot(mlp, after) for after in (behind, behind_followed)]),
+            direct_heads=self._direct(run, direct[self.position]),
+        )
+
+    def writes(
+        self, run: BlockRun
+    ) -> tuple[Float[Tensor, "head position d_model"], Stream, Stream, Stream]:
+        """What heads and MLP wrote without constants, each followed by its constants (of all heads
+        together); between two runs the differences, which have none."""
+        nothing = torch.zeros_like(run.after[0])
+        mlp = nothing if run.mlp is None else self.one(run.mlp.detach())
+        heads = run.heads.detach()
+        if self.between:
+            return heads[:, 0] - heads[:, 1], nothing, mlp, nothing
+        block, frozen, constant = run.block, run.arithmetic, nothing
+        assert isinstance(frozen, Frozen)
+        kept = 0  # maps of the MLP that were kept last
+        if run.mlp is not None and block.mlp is not None:
+            kept = (1 if isinstance(block.mlp, MLPModule) else 2) + (
+                block.mlp.after.norm_type is not None
+            )
+            if self.leaf:
+                constant = constant + writing_of(self.runner.view).blocks[block.number].b_out
+            else:
+                zero = torch.zeros_like(run.after)
+                constant = block.mlp_write(zero, frozen.again(kept))[0]
+        shared = block.after is not None and block.after.norm_type is not None
+        weights = run.attention.pattern.sum(-1)
+        z = einsum(weights, block.spec.constant("v"), "b h i, h e -> b i h e")
+        head_constants = block.written(z, frozen.again(kept + shared))[:, 0]
+        return heads[:, 0] - head_constants, head_constants.sum(0), mlp - constant, constant
+
+    def _direct(
+        self, run: BlockRun, readout: Float[Tensor, "head d_head"]
+    ) -> Float[Tensor, "head source"]:
+        """What each head wrote straight to the logit, by source."""
+        v = run.attention.sides["v"].entering.detach()
+        pattern = run.attention.pattern[:, :, self.position].detach()
+        if not self.between:
+            v = v - run.block.spec.constant("v")
+        towards = einsum(v.double(), readout.double(), "b j h e, h e -> b h j")
+        if not self.between:
+            return pattern[0] * towards[0]
+        return pattern.mean(0) * _difference(towards)[0] + _difference(pattern)[0] * towards.mean(0)
+
+    # ---- values
+
+    def leaves(self) -> tuple[dict[str, Stream], Stream]:
+        """Embeddings by name, and what a norm behind them added to their sum."""
+        view = self.runner.view
+        writing = writing_of(view)
+        written = Written(view, writing, view.activations(self.tokens, writing.hooks(0)))
+        first = self.states.streams[0]
+        parts = {name: self.one(part.to(first)) for name, part in written.dense.items()}
+        constants = written.constants.to(first)[0]
+        return parts, torch.zeros_like(constants) if self.between else constants
+
+    def component_values(
+        self, leaves: dict[str, Stream], first_constant: Stream, *, follow: bool
+    ) -> Values:
+        """Values along value paths, or with those that patterns add."""
+        adjoint = self.adjoints[follow]
+        parts = torch.stack([dot(leaf, adjoint) for leaf in leaves.values()])
+        constant = dot(first_constant, adjoint).sum().cpu() + self.readout_constant
+        constant = constant + sum(layer.constant[int(follow)].cpu() for layer in self.layers)
+        return Values(
+            parts.cpu(),
+            torch.stack([layer.followed if follow else layer.heads for layer in self.layers]).cpu(),
+            torch.stack([layer.mlp_values[int(follow)] for layer in self.layers]).cpu(),
+            constant,
+        )
+
+    def require_sum(self, values: Values) -> None:
+        """Raise where leaves and constants do not sum to T within the rounding of all that is added
+        up on the way."""
+        total = float(values.leaves.sum() + values.constant)
+        total += float(values.mlps.sum()) if self.leaf else 0.0
+        size = float(values.flat().abs().sum() + values.constant.abs())
+        bound = reconstruction_bound(self.runner.roundoff, size)
+        if not abs(total - self.value) <= bound:  # NaN is refused too
+            fail(
+                f"logit of {self.runner.view.name}",
+                expected=f"{self.value:.6g} as the sum over tokens and constants, within {bound:.1e}",
+                got=f"{total:.6g}",
+                instead="check_model(model)",
+                error=ReconstructionError,
+            )
+
+    # ---- the graph
+
+    def graph(
+        self,
+        asked: Prompts,
+        leaves: dict[str, Stream],
+        first_constant: Stream,
+        values: Values,
+        moved: Values,
+        keep: float,
+        basis: PositionContext | None,
+    ) -> LogitGraph:
+        """Choose the nodes, form the edges, and put everything into one result."""
+        from tl_geometry.circuits.graph_edges import EdgeFinder
+
+        view = self.runner.view
+        others, names = self._direct_others(leaves, first_constant)
+        direct_heads = torch.stack([layer.direct_heads for layer in self.layers]).cpu()
+        chosen = fewest_carrying(values.flat(), keep) | self._straight(values, names, others, keep)
+        if not self.between:
+            chosen = chosen | fewest_carrying(moved.flat(), keep)
+        finder = EdgeFinder(self, leaves, first_constant, values, chosen, keep)
+        tables = finder.tables()
+        ends = torch.tensor([self.value, float(values.constant)], dtype=torch.float64)
+        ends_moved = torch.stack([moved.constant * 0, moved.constant])  # NaN stays
+        texts = lambda ids: tuple(view.decode(ids[0].tolist()))
+        return LogitGraph(
+            provenance=provenance_of(view, asked.as_windows(), basis),
+            texts=texts(asked.tokens),
+            token_ids=tuple(asked.tokens[0].tolist()),
+            counterfactual=texts(asked.counterfactuals)
+            if asked.counterfactuals is not None
+            else None,
+            position=self.position,
+            answer=view.decode(self.answers[:1])[0],
+            other=view.decode(self.answers[1:])[0] if len(self.answers) > 1 else None,
+            answer_ids=self.answers,
+            probability=float(self.states.logits[0, 0].softmax(-1)[self.answers[0]]),
+            value=self.value,
+            mlp="leaf" if self.leaf else "frozen",
+            keep=keep,
+            leaf_names=tuple(leaves),
+            leaf_values=values.leaves,
+            leaf_moved=moved.leaves,
+            head_values=values.heads,
+            head_moved=moved.heads,
+            mlp_values=values.mlps,
+            mlp_moved=moved.mlps,
+            constant=float(values.constant),
+            constant_moved=float(moved.constant),
+            direct_heads=direct_heads,
+            direct_names=names,
+            direct_others=others,
+            values=torch.cat([ends, values.flat()[chosen]]),
+            moved=torch.cat([ends_moved, moved.flat()[chosen]]),
+            **tables,
+        )
+
+    def _direct_others(
+        self, leaves: dict[str, Stream], first_constant: Stream
+    ) -> tuple[Float[Tensor, " writer"], tuple[str, ...]]:
+        """What everything but heads wrote straight to the logit."""
+        at, constant = self.position, first_constant
+        named = {name: dot(part[at], self.direction) for name, part in leaves.items()}
+        for number, layer in enumerate(self.layers):
+            constant = constant + layer.attention_constant + layer.mlp_constant
+            if self.runner.blocks[number].mlp is not None:
+                named[f"mlp{number}"] = dot(layer.mlp[at], self.direction)
+        if not self.between:
+            named[CONSTANTS] = dot(constant[at], self.direction) + self.readout_constant
+        return torch.stack(list(named.values())).cpu(), tuple(named)
+
+    def _straight(
+        self, values: Values, names: tuple[str, ...], others: Tensor, keep: float
+    ) -> Bool[Tensor, " row"]:
+        """The components that carry ``keep`` of what was written straight to the logit, as marks in
+        the order of ``values.flat()``."""
+        sizes = values.map(torch.zeros_like)
+        for number, layer in enumerate(self.layers):
+            sizes.heads[number, :, self.position] = layer.direct_heads.sum(1).cpu()
+        for name, value in zip(names, others, strict=True):
+            if name.startswith("mlp"):
+                sizes.mlps[int(name[3:]), self.position] = value
+            elif name != CONSTANTS:
+                sizes.leaves[names.index(name), self.position] = value
+        return fewest_carrying(sizes.flat(), keep)
+
+    def nodes(
+        self, leaves: dict[str, Stream], values: Values, chosen: Bool[Tensor, " row"]
+    ) -> dict[str, Any]:
+        """Component, layer, head and position of the logit, the constants and the chosen."""
+        rows: list[tuple[str, int, int, int]] = [(TARGET, NOWHERE, NOWHERE, self.position)]
+        rows.append((CONSTANTS, NOWHERE, NOWHERE, NOWHERE))
+        leaf, head, mlp = chosen.split([x.numel() for x in values[:3]])
+        names = list(leaves)
+        for part, at in leaf.view_as(values.leaves).nonzero().tolist():
+            rows.append((names[part], NOWHERE, NOWHERE, at))
+        for layer, h, at in head.view_as(values.heads).nonzero().tolist():
+            rows.append((head_name((layer, h)), layer, h, at))
+        for layer, at in mlp.view_as(values.mlps).nonzero().tolist():
+            rows.append((f"mlp{layer}", layer, NOWHERE, at))
+        components, *columns = zip(*rows, strict=True)
+        layers, heads, positions = (torch.tensor(column) for column in columns)
+        places = {"layers": layers, "heads_of": heads, "positions": positions}
+        return {"components": tuple(components), **places}
+
+
+def fewest_carrying(
+    sizes: Float[Tensor, "*row column"], keep: float
+) -> Bool[Tensor, "*row column"]:
+    """In each row, the fewest columns whose absolute sizes make up the share ``keep`` of all.
+
+    >>> fewest_carrying(torch.tensor([5.0, -1.0, 3.0, 1.0]), 0.8).tolist()
+    [True, False, True, False]
+    """
+    size = sizes.abs()
+    ordered, order = size.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    # 1e-6: a share reached but for rounding counts as reached; zeros are never kept
+    short = (before < keep * ordered.sum(-1, keepdim=True) * (1 - 1e-6)) & (ordered > 0)
+    return torch.zeros_like(short).scatter(-1, order, short if keep < 1 else ordered > 0)
+
+
+def dot(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Dot products over the last axis, summed in float64."""
+    return (a.double() * b.double()).sum(-1)
+
+
+def _difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+    """The first half of a batch less the second."""
+    first, second = x.chunk(2)
+    return first - second

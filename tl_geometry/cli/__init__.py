@@ -1,37 +1,57 @@
-"""What does ``tl-geometry`` do? Each command here parses its options, checks them, calls one public
-function and saves the result. The docstring of a command is its help text.
+"""What does ``tl-geometry`` do? Each command checks its options, calls one public function and saves
+the result. The docstring of a command is its help text.
 
-Arguments are checked before torch is imported, so that a typing error costs no more time than
-starting Python. This is why commands import what they call in their own bodies.
-"""
+Options are checked before torch is imported; this is why commands import what they call in their
+own bodies."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
+import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from tl_geometry import __version__
-from tl_geometry.base import run_files
-from tl_geometry.base.errors import choice, require
-from tl_geometry.base.printable import printable_lines
-from tl_geometry.cli import arguments, ending, trace_folder
-from tl_geometry.cli.options import EXAMPLES, Force, Json, Out, Quiet, Resume, Table, takes
-from tl_geometry.report.contents import Request, report_files
-from tl_geometry.report.inputs import Inputs, at_least
-
-if TYPE_CHECKING:
-    from tl_geometry.base.results import Result
+from tl_geometry.base.errors import GeometryError, check_seed, choice, require
+from tl_geometry.base.printable import printable, printable_lines
+from tl_geometry.cli import inputs
+from tl_geometry.report.folder import check_folder, check_sections
 
 # help without boxes: to load rich takes 0.15 of the 0.4 s of `--help`
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-MODEL = ("model", "processed")
-"""Fields of :class:`~tl_geometry.report.inputs.Inputs` that say how a model is loaded."""
+USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What typer raises for a command line that it cannot parse: by version click's, or its own copy."""
+
+Model = Annotated[
+    str | None,
+    Argument(
+        help="A name that TransformerLens knows, a Hugging Face directory, smollm2 or minilm. "
+        "Default: the embedded model."
+    ),
+]
+Corpus = Annotated[
+    list[Path] | None,
+    Option(help="Text file, a document each; may be repeated. Default: held-out standard library."),
+]
+Contexts = Annotated[int | None, Option(min=1, help="Windows to use. Default: enough, or all.")]
+Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
+Bos = Annotated[
+    bool | None,
+    Option("--bos/--no-bos", help="Begin with the BOS token. Default: the model's own."),
+]
+Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, Option(help="float32, float64, bfloat16 or float16.")]
+Processed = Annotated[
+    bool, Option("--processed", help="Fold and centre the weights as TransformerLens does.")
+]
+Seed = Annotated[int, Option(help="Seed of every random choice.")]
+Force = Annotated[bool, Option("--force", help="Write where other files are.")]
+Quiet = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
 
 
 def _version(wanted: bool | None) -> None:
@@ -44,222 +64,244 @@ def _version(wanted: bool | None) -> None:
 def root(
     version: Annotated[
         bool | None,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and stop."
-        ),
+        Option("--version", callback=_version, is_eager=True, help="Print the version and stop."),
     ] = None,
 ) -> None:
     """Geometry of transformer activations, attention scores and weights, for TransformerLens
     models."""
 
 
-def add(name: str, about: str | None = None) -> Callable[[Callable[..., None]], Any]:
-    """A decorator that adds a command, with its example below its help."""
-    return app.command(name, help=about, epilog=f"For example: {EXAMPLES[name]}")
-
-
-def analyse(
-    request: Request,
-    out: Out = Path("tl-geometry-report"),
-    resume: Resume = False,
+@app.command(epilog="For example: tl-geometry report gpt2 --corpus book.txt --out report")
+def report(
+    model: Model = None,
+    corpus: Corpus = None,
+    contexts: Contexts = None,
+    length: Length = None,
+    bos: Bos = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    processed: Processed = False,
+    seed: Seed = 0,
+    quick: Annotated[bool, Option("--quick", help="Fewer windows, and no trajectories.")] = False,
+    sections: Annotated[
+        str | None, Option(help="Some of heads, states, weights, flow, overview, with commas.")
+    ] = None,
+    fresh: Annotated[
+        bool, Option("--fresh", help="Compute tables again that the folder holds.")
+    ] = False,
+    out: Annotated[Path, Option(help="Folder to write to.")] = Path("tl-geometry-report"),
     force: Force = False,
-    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the analysis of a model on a corpus; exit code 1 where a section failed."""
-    request.check_corpus()
-    arguments.folder(out)
-    run_files.check_folder(out, "report", report_files(request.names), force=force)
-    ending.goes_on_from(out)
+    """The whole analysis of a model on a corpus, to a folder: report.html and its tables.
+
+    A table that the folder holds, of this model and corpus, is read. Exit code 1 where something
+    failed."""
+    inputs.check_model_options(model, device, dtype)
+    inputs.check_corpus(corpus or [])
+    check_seed(seed)
+    names = None if sections is None else [name.strip() for name in sections.split(",")]
+    check_sections(names or ["heads"])
+    check_folder(out, force=force)
+    say = (lambda line: None) if quiet else (lambda line: typer.echo(line, err=True))
+    say("Loading the model and the text")
+    import torch
+
+    from tl_geometry.models.reader import as_view
+    from tl_geometry.report.analysis import sizes
     from tl_geometry.report.build import build
 
-    summary = build(
-        request, out, resume=resume, force=force, progress=not quiet, command=command_line()
+    view = as_view(inputs.load_model(model, device, dtype, processed=processed))
+    if view.d_model < inputs.NARROW and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
+        torch.set_num_threads(1)
+    most, usual = sizes(view, quick=quick)
+    windows = inputs.cut(
+        view, corpus or [], length or usual, contexts, most=most, bos=bos, seed=seed
     )
-    say(summary, as_json, f"{out / 'report.html'}: {', '.join(summary['sections'])}")
-    if summary["failed"]:
-        errors = "; ".join(f"{section}: {error}" for section, error in summary["failed"].items())
-        message = f"not everything could be computed ({errors}); the tracebacks are in the report"
-        typer.echo(f"tl-geometry: {message}", err=True)
+    record = build(
+        view,
+        windows,
+        out,
+        quick=quick,
+        sections=names,
+        fresh=fresh,
+        force=force,
+        seed=seed,
+        say=say,
+        command=["tl-geometry", *sys.argv[1:]],
+    )
+    typer.echo(printable(str(out / "report.html")))
+    if record["failed"]:
+        what = "; ".join(f"{item} ({why})" for item, why in record["failed"].items())
+        typer.echo(printable(f"tl-geometry: could not be computed: {what}"), err=True)
         raise typer.Exit(1)
 
 
-# the same function serves four commands, so the help of each is given here
-WHOLE = "The whole analysis of a model on a corpus, to a folder: report.html, tables, run.json."
-add("report", WHOLE)(takes(Request)(analyse))
-for command, section, about in (
-    ("heads", "heads", "Only the heads: what drives each, and head types."),
-    ("weights", "weights", "Only the weights: W_QK and W_OV in the geometry of the activations."),
-    ("trajectories", "flow", "Only the trajectories of pilot tokens as a stochastic flow."),
-):
-    # rotary planes are a part of the section on heads
-    fixed = {} if section == "heads" else {"planes": False}
-    add(command, about)(takes(Request, sections=("overview", section), **fixed)(analyse))
-
-
-@add("fit")
-@takes(Inputs)
+@app.command(epilog="For example: tl-geometry fit gpt2 --corpus book.txt --shard 1/4 --full")
 def fit(
-    inputs: Inputs,
-    out: Annotated[Path, typer.Option(help="File to write the basis to.")] = Path(
-        "basis.safetensors"
-    ),
-    batch_size: Annotated[int | None, typer.Option(help="Windows in one forward pass.")] = None,
+    model: Model = None,
+    corpus: Annotated[
+        list[Path] | None,
+        Option(help="Text file, may be repeated; or one .npy file of token ids."),
+    ] = None,
+    contexts: Contexts = None,
+    length: Length = None,
+    bos: Bos = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    processed: Processed = False,
+    seed: Seed = 0,
+    shard: Annotated[
+        str | None,
+        Option(help="i/n: the i-th of n parts of the windows, for PositionContext.merge."),
+    ] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Windows in one forward pass.")] = None,
     full: Annotated[
-        bool,
-        typer.Option(
-            "--full", help="Keep groups, context vectors and second moments in the file too."
-        ),
+        bool, Option("--full", help="Keep groups, context vectors and second moments too.")
     ] = False,
+    out: Annotated[Path, Option(help="File to write.")] = Path("basis.safetensors"),
     force: Force = False,
-    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """The basis of a model on a corpus (texts, or one .npy file of token ids), to a file.
+    """The basis of a model on a corpus (mean, position and context of every state), to a file.
 
-    Bases of the shards of a corpus are joined in Python: PositionContext.merge.
-    """
-    inputs.check_corpus(ids=True)
-    at_least(batch_size, 1, "--batch-size")
-    arguments.file(out, suffix=".safetensors")
-    run_files.check_file(out, "PositionContext", force=force)
+    Shards are joined in Python: PositionContext.merge([PositionContext.load(path), ...])."""
+    inputs.check_model_options(model, device, dtype)
+    check_seed(seed)
+    i, n = inputs.shard_of(shard)
+    ids = corpus[0] if corpus and len(corpus) == 1 and corpus[0].suffix == ".npy" else None
+    if ids is None:
+        inputs.check_corpus(corpus or [])
+    require(
+        ids is None or (length is None and bos is None),
+        "--length, --bos",
+        expected="none with a file of token ids",
+        got="some",
+    )
+    place = printable(str(out))
+    named = out.suffix == ".safetensors" and not out.is_dir()
+    require(named, "--out", expected="a file name ending in .safetensors", got=place)
+    below = out.parent.is_dir() or not out.parent.exists()
+    require(below, "--out", expected="a file in a folder", got=place)
+    free = force or not out.exists()
+    require(free, "--out", expected="a new file", got=f"{place}, which is there", instead="--force")
     from tl_geometry.decomposition.from_model import decompose
-
-    with run_files.lock(out.with_name(f".{out.name}.lock")):
-        model = inputs.load()
-        options: Any = {"batch_size": batch_size, "seed": inputs.seed, "progress": not quiet}
-        basis = decompose(model, inputs.tokens(model), **options)
-        basis.save(out, full=full)
-        summary = {"file": str(out), **dataclasses.asdict(basis.provenance)}
-        say(summary, as_json, f"{out}: {basis!r}")
-
-
-@add("check")
-@takes(Inputs, *MODEL, "dtype", "device")
-def check(inputs: Inputs) -> None:
-    """What is supported, verified and refused for a model: the first thing to run."""
-    from tl_geometry.models.support import check_model
-
-    typer.echo(check_model(inputs.load()).text())
-
-
-@add("readout")
-@takes(Inputs, *MODEL)
-def readout(
-    inputs: Inputs,
-    layer: Annotated[int, typer.Option(help="Layer of the head, counted from 0.")] = 0,
-    head: Annotated[int, typer.Option(help="The head in that layer, counted from 0.")] = 0,
-    matrix: Annotated[str, typer.Option("--weights", help="QK or OV.")] = "OV",
-    k: Annotated[int, typer.Option(help="Tokens shown for each direction.")] = 5,
-    out: Table = None,
-    force: Force = False,
-) -> None:
-    """What one head reads and writes, in tokens: singular directions against the vocabulary."""
-    choice(matrix, ("QK", "OV"), "--weights")
-    at_least(layer, 0, "--layer")
-    at_least(head, 0, "--head")
-    at_least(k, 1, "--k")
-    check_table(out, force)
-    from tl_geometry.weights.heads import token_readout
-
-    table = token_readout(inputs.load(), matrix=matrix, heads=[(layer, head)], k=k)
-    save_table(table, out)
-    typer.echo(table.text() if out is None else f"{out}: {len(table.rows())} rows")
-
-
-@add("trace")
-@takes(Inputs, "bos", "processed", "dtype", "device")
-def trace(
-    inputs: Inputs,
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[MODEL] PROMPT", help="The prompt, after the model (the embedded one)."
-        ),
-    ],
-    target: Annotated[str, typer.Option(help="Token whose logit is traced, as text.")],
-    against: Annotated[
-        str | None, typer.Option(help="Token whose logit is subtracted from it.")
-    ] = None,
-    position: Annotated[int, typer.Option(help="Where the logit is read; -1 is the last.")] = -1,
-    keep: Annotated[
-        float, typer.Option(help="Share of all that is written that the nodes carry.")
-    ] = 0.8,
-    mlp: Annotated[
-        str, typer.Option(help="frozen (followed back) or leaf (taken as inputs).")
-    ] = "frozen",
-    basis: Annotated[
-        Path | None,
-        typer.Option(help="File of tl-geometry fit: leaves by position and content."),
-    ] = None,
-    out: Out = Path("tl-geometry-trace"),
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
-    where they looked. Writes a page, tables, and the JSON that Neuronpedia reads."""
-    # `words` is PROMPT, or MODEL and PROMPT
-    expected, got = "a prompt, or a model and a prompt", f"{len(words)} texts"
-    require(len(words) <= 2, "PROMPT", expected=expected, got=got, instead="quotation marks")
-    require(words[-1], "PROMPT", expected="a text", got="none")
-    inputs = dataclasses.replace(inputs, model=words[0] if len(words) == 2 else None)
-    require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
-    choice(mlp, ("frozen", "leaf"), "--mlp")
-    if basis is not None:
-        known = run_files.schema(basis).startswith("tl_geometry/PositionContext/")
-        got = printable_lines(str(basis))
-        require(known, "--basis", expected="a file of tl-geometry fit", got=got)
-    arguments.folder(out)
-    run_files.check_folder(out, trace_folder.OWNER, trace_folder.FILES, force=force)
-    from tl_geometry.circuits.trace import trace_logit
-    from tl_geometry.decomposition.position_context import PositionContext
     from tl_geometry.models.reader import as_view
 
-    with run_files.lock(out / run_files.LOCK):
-        model = as_view(inputs.load())
-        options: Any = {"against": against, "position": position, "keep": keep, "mlp": mlp}
-        graph = trace_logit(
-            model,
-            words[-1],
-            target,
-            basis=None if basis is None else PositionContext.load(basis),
-            prepend_bos=model.bos_id is not None if inputs.bos is None else inputs.bos,
-            **options,
-        )
-        settings = {"prompt": words[-1], "target": target, **options, "basis": basis}
-        record = trace_folder.save_graph(
-            graph, out, settings=settings, command=command_line(), force=force
-        )
-    page = out / trace_folder.PAGE
-    found = f"T = {graph.value:.4f}, {record['nodes']} nodes, {record['edges']} edges"
-    say({"folder": str(out), **record}, as_json, f"{page}: {found}")
+    view = as_view(inputs.load_model(model, device, dtype, processed=processed))
+    if ids is None:
+        size = length or min(inputs.LENGTH, view.n_ctx)
+        rows = inputs.cut(view, corpus or [], size, contexts, bos=bos, seed=seed)
+    else:
+        rows = inputs.token_rows(ids)[:contexts]
+    rows = rows[(i - 1) * len(rows) // n : i * len(rows) // n]
+    basis = decompose(view, rows, batch_size=batch_size, seed=seed, progress=not quiet)
+    basis.save(out, full=full)
+    typer.echo(printable_lines(f"{out}: {basis!r}"))
 
 
-def command_line() -> list[str]:
-    """The words of this command, for its record."""
-    return ["tl-geometry", *sys.argv[1:]]
+@app.command(epilog="For example: tl-geometry check gpt2")
+def check(
+    model: Model = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    processed: Processed = False,
+) -> None:
+    """What is supported, verified and refused for a model: the first thing to run."""
+    inputs.check_model_options(model, device, dtype)
+    from tl_geometry.models import check_model
+
+    typer.echo(check_model(inputs.load_model(model, device, dtype, processed=processed)).text())
 
 
-def check_table(out: Path | None, force: bool) -> None:
-    """Make sure that a table can be written to ``out``, where it is given."""
-    if out is not None:
-        arguments.file(out)
-        run_files.check_file(out, force=force)
+@app.command(
+    epilog="For example: tl-geometry trace smollm2 'Paris is in' --answer ' France' --other ' Italy'"
+)
+def trace(
+    words: Annotated[
+        list[str], Argument(metavar="[MODEL] PROMPT", help="The prompt, after the model.")
+    ],
+    answer: Annotated[str, Option(help="Token whose logit is traced, as text.")],
+    other: Annotated[str | None, Option(help="Token whose logit is subtracted from it.")] = None,
+    counterfactual: Annotated[
+        str | None,
+        Option(help="Another prompt of the same length: the graph of the difference between both."),
+    ] = None,
+    position: Annotated[int, Option(help="Where the logit is read; -1 is the last.")] = -1,
+    keep: Annotated[float, Option(help="Share of what is written that the nodes carry.")] = 0.8,
+    mlp: Annotated[
+        str, Option(help="frozen (followed back) or leaf (taken as inputs).")
+    ] = "frozen",
+    basis: Annotated[
+        Path | None, Option(help="File of tl-geometry fit: leaves by position and content.")
+    ] = None,
+    bos: Bos = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    processed: Processed = False,
+    out: Annotated[Path, Option(help="Folder to write to.")] = Path("tl-geometry-trace"),
+    force: Force = False,
+) -> None:
+    """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
+    where they looked. Writes graph.html, graph.json, nodes.csv, edges.csv and tokens.csv."""
+    expected, instead = "a prompt, or a model and a prompt", "quotation marks"
+    fits = len(words) <= 2 and words[-1]
+    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead=instead)
+    name = words[0] if len(words) == 2 else None
+    inputs.check_model_options(name, device, dtype)
+    require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
+    choice(mlp, ("frozen", "leaf"), "--mlp")
+    there = basis is None or basis.is_file()
+    require(there, "--basis", expected="a file of tl-geometry fit", got=printable(str(basis)))
+    check_folder(out, force=force, report=False)
+    from tl_geometry import render
+    from tl_geometry.base.files import write_bytes
+    from tl_geometry.circuits import trace_logit
+    from tl_geometry.decomposition import PositionContext
+    from tl_geometry.models.reader import as_view
 
-
-def save_table(table: Result, out: Path | None) -> None:
-    """Write a table to ``out``, where it is given."""
-    if out is not None:
-        from tl_geometry.report.folder import write_csv
-
-        write_csv(table, out)
-
-
-def say(summary: dict[str, Any], as_json: bool, line: str) -> None:
-    """Print a result: JSON, or one line for a person."""
-    typer.echo(json.dumps(summary, default=str) if as_json else printable_lines(line))
+    graph = trace_logit(
+        as_view(inputs.load_model(name, device, dtype, processed=processed)),
+        words[-1],
+        answer,
+        other=other,
+        counterfactual=counterfactual,
+        position=position,
+        keep=keep,
+        mlp=mlp,
+        basis=None if basis is None else PositionContext.load(basis),
+        prepend_bos=bos,
+    )
+    tables = {"nodes": graph.nodes, "edges": graph.edges, "tokens": graph.tokens()}
+    for key, table in tables.items():
+        frame = table if hasattr(table, "to_csv") else table.to_dataframe()
+        write_bytes(out / f"{key}.csv", frame.to_csv(index=False).encode(errors="backslashreplace"))
+    write_bytes(out / "graph.json", json.dumps(graph.to_json(), allow_nan=False).encode())
+    page = render.graph_page(graph).save(out / "graph.html")
+    found = f"T = {graph.value:.3g}, {len(graph.nodes)} nodes, {len(graph.edges)} edges"
+    typer.echo(printable(f"{page}: {found}"))
 
 
 def main() -> None:
-    """Run the command line: see :mod:`tl_geometry.cli.ending`."""
-    ending.run(app)
+    """Run the command line. An error that the user can correct is one line and exit code 2; a run
+    that is stopped from the keyboard exits with 130."""
+    try:
+        code = app(prog_name="tl-geometry", standalone_mode=False)
+    except GeometryError as error:
+        raise SystemExit(_line(str(error), 2)) from None
+    except USAGE as error:
+        raise SystemExit(_line(str(error.format_message()), 2)) from None
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except OSError as error:  # a full disk, no permission
+        raise SystemExit(_line(f"{error.strerror}: {error.filename or 'a file'}", 2)) from None
+    if code == 130:
+        raise SystemExit(_line("stopped; the same command goes on from what is finished", code))
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _line(text: str, code: int) -> int:
+    """Say what went wrong, and with which words, in one line on standard error."""
+    line = f"tl-geometry: {' '.join(text.split())} [{shlex.join(sys.argv[1:])}]"
+    typer.echo(printable(line), err=True)
+    return code

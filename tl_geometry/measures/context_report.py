@@ -157,8 +157,9 @@ def _labels(
     basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
 ) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
     """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
-    known = (basis.labels, basis.contexts, basis.label_names)
-    ids, names = label_ids(*known) if labels is None else label_ids(labels, basis.contexts)
+    if labels is None and basis.labels is not None and basis.label_names:
+        labels = [basis.label_names[label] for label in basis.labels.tolist()]
+    ids, names = label_ids(basis.labels if labels is None else labels, basis.contexts)
     has_documents = ids is not None and len(ids.unique()) >= 2
     return (ids.long(), names) if has_documents and ids is not None else (None, ())
 
@@ -182,7 +183,8 @@ def _over_subsets(
 ) -> Values:
     """Measures of one state [sample], for every subset of the contexts (the first is all)."""
     assert basis.context_means is not None
-    group_of, means = basis.group_of, basis.context_means[row]
+    group_of = torch.repeat_interleave(basis.group_counts)
+    means = basis.context_means[row]
     per_set: list[Values] = []
     bases = window_means(basis, row, sets.member.double())
     for rows, member in zip(bases, sets.member, strict=True):

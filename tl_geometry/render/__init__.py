@@ -1,10 +1,11 @@
-"""Views of results. Each function takes a result and returns an object that shows itself in Jupyter
-and saves itself as HTML, PNG, SVG or PDF.
+"""Views of results. Each function takes a result (or its table) and returns an object that shows
+itself in Jupyter and saves itself; :func:`plot` finds the one that belongs to a result.
 
-- ``split``, ``heads``, ``logit_page``, ``graph_page``, ``bands_page`` and ``bundle_3d`` are
-  interactive pages (self-contained, offline, in a sandboxed frame), each with an image for paper.
-- The others are matplotlib figures. Those of a single axes take ``ax=``.
-- :mod:`tl_geometry.render.circuitsvis` draws attention heads as circuitsvis does.
+- ``split``, ``heads``, ``graph_page``, ``token_attribution``, ``attention_heads``, ``induction``
+  and ``bundle_3d`` are interactive pages: self-contained, offline, in a sandboxed frame, light and
+  dark.
+- The others are matplotlib figures, saved as HTML, PNG, SVG or PDF. Those of a single panel take
+  ``ax=``.
 """
 
 from __future__ import annotations

@@ -1,48 +1,35 @@
-"""Two views of attention heads, for notebooks and the gallery: heat maps as circuitsvis draws them,
-safe with any token text (:func:`attention_heads`), and the page of a logit opened where an
-induction head copies (:func:`induction`).
+"""Heat maps of attention heads, and a text in the colours of what an induction head wrote from each
+token, as circuitsvis draws them, safe with any token text. Notebooks and the gallery show them.
 
 circuitsvis draws the maps alone. Its own pages run scripts that token text holds, drop tokens that
 look like tags, use the network on every display, and delete what follows a figure (tried with
 1.43.3). So a figure here is one self-contained page, as all views are
 (:mod:`tl_geometry.render.page`). The script of circuitsvis is not shipped with this library: it is
-read from the installed package, stored deflated in the page, and allowed to run by its hash. One
-symmetric scale serves all heads of a figure, from blue (negative) to red (positive).
+read from the installed package, stored deflated in the page, and allowed to run by its hash.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks, html
-from tl_geometry.base.checks import describe, head_name
+from tl_geometry.base.checks import Head, describe, head_name
 from tl_geometry.base.errors import require
-from tl_geometry.circuits.logits import LogitExplanation
-from tl_geometry.render.figure import (
-    NEGATIVE,
-    POSITIVE,
-    View,
-    draw_matrix,
-    drawable,
-    panels,
-)
-from tl_geometry.render.logit_view import checked_explanations, followers, logit_page
-from tl_geometry.render.page import PageView, rounded
+from tl_geometry.circuits.logit_graph import LogitGraph
+from tl_geometry.render import figure as draw
+from tl_geometry.render.page import Page
 from tl_geometry.scores.score_split import ScoreSplit
 
-TITLE = "Attention heads"
 CELLS = 50_000
 """Most cells of all heads together: 12 heads of 64 tokens take a browser some 8 s."""
-NAMED = 24
-"""Most tokens that the image of a single head names on its axes."""
 
 
 def attention_heads(
@@ -50,7 +37,7 @@ def attention_heads(
     tokens: Sequence[str] | None = None,
     *,
     names: Sequence[str] | None = None,
-) -> PageView:
+) -> Page:
     """Heat maps of several heads, one of them enlarged: hover to enlarge another, click to keep it
     (circuitsvis ``attention_heads``). Keys after the query are hidden if all of their values are 0
     or -inf.
@@ -67,55 +54,97 @@ def attention_heads(
 
     >>> pattern = torch.eye(3).expand(2, 3, 3)
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
-    'Attention heads'
+    'Where do L0H0, L0H1 attend?'
     """
+    source, null = "", "The values are as given: no null is drawn."
     if isinstance(attention, ScoreSplit):
-        what, values = "pattern", attention.pattern()[0].double()
+        what, values = "Attention", attention.pattern()[0].double().cpu()
         names = names or [head_name(h) for h in attention.heads]
-        tokens = tokens or attention.str_tokens
+        tokens, source = tokens or attention.str_tokens, attention.provenance.line()
+        null = "The pattern is the model's own: it has no null."
     else:
         got, instead = describe(attention), "attention[batch]"
         three_axes = attention.dim() == 3
         require(three_axes, "attention", expected="[head query key]", got=got, instead=instead)
-        what, values = "values", attention.detach().cpu().double()
+        what, values = "Values", attention.detach().cpu().double()
         names = names or [f"Head {i}" for i in range(len(values))]
     require(len(values) > 0, "attention", expected="at least one head", got="none")
     expected = f"{len(values)} names, one per head"
     require(len(names) == len(values), "names", expected=expected, got=len(names))
     texts = [html.token_text(str(token)) for token in tokens or ()]
     _check_tokens(values, texts)
-
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
     causal = bool(((values[:, later] == 0) | (values[:, later] == -torch.inf)).all())
     visible = checks.finite(values.tril() if causal else values, "attention")
     # a pattern has the same colours on every page: 1 is all of the attention that a query pays
-    top = 1.0 if what == "pattern" else float(visible.abs().max()) or 1.0
-    caption = (
-        f"{what[0].upper()}{what[1:]} by query (row) and key (column), {len(texts)} tokens; full "
-        f"colour at {top:.3g}, one scale for all heads."
-    )
+    top = 1.0 if what == "Attention" else float(visible.abs().max()) or 1.0
     props = {
-        "attention": [[[rounded(v, 4) for v in row] for row in head] for head in visible.tolist()],
+        "attention": visible.tolist(),
         "attentionHeadNames": list(names),
         "tokens": texts,
-        "minValue": -top,
-        "maxValue": top,
-        "positiveColor": POSITIVE,
-        "negativeColor": NEGATIVE,
         "maskUpperTri": causal,
     }
-    hidden = later if causal else torch.zeros_like(later)
-    return PageView(
-        "circuitsvis",
-        {"props": props, "limit": top, "signed": bool((visible < 0).any())},
-        title=TITLE,
-        caption=caption,
-        width=800,
-        # the large map with title and caption, then rows of six small maps
-        height=720 + 98 * math.ceil(len(values) / 6),
-        image=functools.partial(_image, visible, hidden, names, texts, top, caption),
+    some = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+    return Page(
+        title=f"Where do {some} attend?" if what == "Attention" else f"Values of {some}",
+        caption=f"{what} by query (row) and key (column); full colour is {top:.3g} for all heads.",
+        parts=[_part("AttentionHeads", props, top, bool((visible < 0).any()))],
+        begin={},
+        height=760 + 100 * (len(values) // 6),
+        source=source,
+        null=null,
         library=library(),
     )
+
+
+def induction(graph: LogitGraph, head: Head | None = None) -> Page:
+    """The attribution of an induction head inline: the text of the prompt, each token in the colour
+    of what one head wrote from it towards the logit (circuitsvis ``colored_tokens``). An induction
+    head writes from the tokens that followed earlier copies of the current one.
+
+    Args:
+        graph: from :func:`tl_geometry.trace_logit`.
+        head: which head, by default the one that wrote most.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> ids = model.to_tokens("width, height = width, height", prepend_bos=True)[:, :-1]
+    >>> induction(tlg.trace_logit(model, ids, " height")).title[:10]
+    'L1H3 wrote'
+    """
+    direct = graph.direct()
+    heads = direct.groupby(["layer", "head"])["value"].sum()
+    pair = heads.idxmax() if head is None else checks.heads(head, 10**6, 10**6)[0]
+    known = [tuple(map(int, each)) for each in heads.index]
+    expected = "a head of the graph"
+    require(tuple(pair) in known, "head", expected=expected, got=head_name(pair))
+    mine = direct[(direct["layer"] == pair[0]) & (direct["head"] == pair[1])]
+    mine = mine.sort_values("position")
+    values, texts = mine["value"].tolist(), mine["token"].astype(str).tolist()
+    top, best = max(map(abs, values)) or 1.0, mine.loc[mine["value"].abs().idxmax()]
+    props = {"tokens": [html.token_text(text) for text in texts], "values": values}
+    name, token = head_name((int(pair[0]), int(pair[1]))), html.token_text(str(best["token"]))
+    return Page(
+        title=f"{name} wrote {html.signed(best['value'], '+.2f')} of the logit from “{token}” at "
+        f"{int(best['position'])}",
+        caption=f"Each token has the colour of what {name} wrote from it towards the logit: "
+        f"{html.signed(sum(values), '+.3g')} in all. Hover for the number.",
+        parts=[_part("ColoredTokens", props, top, True)],
+        begin={},
+        height=300,
+        source=graph.provenance.line(),
+        null="What was written adds up exactly: it has no null.",
+        library=library(),
+    )
+
+
+def _part(component: str, props: dict[str, Any], limit: float, signed: bool) -> dict[str, Any]:
+    """A component of circuitsvis, on one symmetric scale from blue to red."""
+    ends = {"minValue": -limit, "maxValue": limit}
+    colours = {"positiveColor": draw.POSITIVE, "negativeColor": draw.NEGATIVE}
+    drawn = {**props, **ends, **colours}
+    kind = {"kind": "circuitsvis", "component": component, "props": drawn}
+    return {**kind, "limit": limit, "signed": signed}
 
 
 def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
@@ -130,67 +159,13 @@ def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
     require(size <= CELLS, what, expected=f"at most {CELLS}", got=size, instead=instead)
 
 
-def _image(
-    values: Float[Tensor, "head query key"],
-    hidden: Bool[Tensor, "query key"],
-    names: Sequence[str],
-    texts: Sequence[str],
-    top: float,
-    caption: str,
-) -> View:
-    """The heads as a static figure, for paper and for places where no script runs."""
-    single = len(values) == 1
-    side = 4.4 if single else 2.3
-    columns = min(4, len(values))
-    figure, axes = panels(None, len(values), "head", columns=columns, size=(side, side))
-    named = [drawable(text) for text in texts] if single and len(texts) <= NAMED else []
-    for axis, head, name in zip(axes, values, names, strict=True):
-        draw_matrix(axis, head.masked_fill(hidden, torch.nan), -top, top)
-        axis.set_facecolor("#ddd")
-        axis.set_title(drawable(name), fontsize=8)
-        axis.set_xticks(range(len(named)), named, rotation=90, fontsize=6)
-        axis.set_yticks(range(len(named)), named, fontsize=6)
-    bar = figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.6)
-    # as on the page: without negative values, white is the lower end
-    bar.ax.set_ylim(-top if bool((values < 0).any()) else 0.0, top)
-    return View(figure, title=TITLE, caption=caption)
-
-
 @functools.cache
 def library() -> str:
     """The script of circuitsvis, from the installed package. The statement added to it makes its
-    object a property of ``window``, where ``assets/circuitsvis.js`` finds it."""
+    object a property of ``window``, where ``assets/library.js`` finds it."""
     spec = importlib.util.find_spec("circuitsvis")
     folder = Path(spec.origin if spec and spec.origin else "circuitsvis").parent
     path = folder / "dist" / "cdn" / "iife.js"
     expected, instead = "an installed package with its script", "pip install circuitsvis"
     require(path.is_file(), "circuitsvis", expected=expected, got=str(path), instead=instead)
     return path.read_text(encoding="utf-8") + ";window.CircuitsVis = CircuitsVis"
-
-
-def induction(
-    explanations: LogitExplanation | Sequence[LogitExplanation],
-) -> PageView:
-    """:func:`tl_geometry.render.logit_page`, opened at the position where a head copies most.
-
-    An induction head reads the tokens that followed earlier copies of the current token (dashed on
-    the page). The page opens where one head wrote most towards the target from these tokens.
-
-    Args:
-        explanations: from :func:`tl_geometry.explain_logit`, best one for every position of a
-            prompt.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> ids = model.to_tokens("width, height = width, height", prepend_bos=True)
-    >>> places = range(6, ids.shape[1] - 1)
-    >>> each = [tlg.explain_logit(model, ids, i, int(ids[0, i + 1]), top=4) for i in places]
-    >>> induction(each).title[:4]
-    'L1H3'
-    """
-    copied = [
-        (float(e.heads[head][followers(e)].sum()), e.position)
-        for e in checked_explanations(explanations)
-        for head in dict.fromkeys(pair[:2] for pair in e.pairs)
-    ]
-    return logit_page(explanations, query=max(copied)[1] if copied else None)

@@ -1,6 +1,5 @@
-"""What do all static figures share? The object that every static view returns, the settings and
-colours of the library, and small helpers that draw axes, legends and ticks. The modules of this
-package and the figures of :mod:`tl_geometry.papers` call them."""
+"""What do all static figures share? The object that every figure returns, the colours of the
+library, and small helpers that draw axes, maps, paths and legends."""
 
 from __future__ import annotations
 
@@ -11,35 +10,42 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import pandas as pd
 
 from tl_geometry.base import html
 from tl_geometry.base.checks import head_name
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.base.printable import unicode_escape
+from tl_geometry.base.results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    Axes = Figure = Any  # matplotlib is loaded by the first figure
 
-SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
-"""Colour maps that colour-blind readers can read, in print too. The diverging map is red where a
-value is positive."""
 POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
-"""One colour for each sign, for lines and bars. Both are taken from the diverging map."""
-BLUE, VERMILION, GREEN = "#0072b2", "#d55e00", "#009e73"
-PINK, AMBER, GREY = "#cc79a7", "#e69f00", "#999999"
-"""Colours of lines and points that colour-blind readers can tell apart (Okabe-Ito)."""
+"""One colour for each sign, the ends of the diverging map."""
+DIVERGING, ONE_SIDED, ORDERED = "RdBu_r", "Reds", "viridis"
+"""Maps of signed values, of values from zero (the upper half of the first), and of an order, such
+as that of states."""
+POSITION, CONTENT, TOKEN, MIXED = "#0f7f6e", "#6b3fa0", "#cc79a7", "#c7861b"
+RESIDUAL, INK, NULL = "#c3c8ce", "#1b1f24", "#5f6670"
+"""Colours of parts and groups of terms, of text, and of every null (dashed)."""
 PARTS = {
-    "pos": BLUE,
-    "ctx": VERMILION,
-    "resid": GREY,
-    "bias": PINK,
-    "cvec": AMBER,
-    "mean": GREEN,
+    "position": POSITION,
+    "content": CONTENT,
+    "token": TOKEN,
+    "mixed": MIXED,
+    "constants": "#8a9099",
+    "pos": POSITION,
+    "ctx": CONTENT,
+    "resid": RESIDUAL,
 }
-"""One colour for each part in every figure."""
+"""One colour for each part and group in every figure and page."""
+LINES = (POSITION, CONTENT, MIXED, TOKEN, "#4a5560", "#7fb7ad", "#a98bc9")
+"""Colours of lines that are no part, in their order."""
 WIDTH = 7.2
 """Inches across a figure that fills a page of text: 720 pixels in :meth:`View.html`."""
 HEAVY = 150_000
@@ -47,16 +53,27 @@ HEAVY = 150_000
 LONGEST = 80
 """Most characters of a label or title."""
 SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "pdf.fonttype": 42,
+    "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,  # fonts embedded as TrueType
     "font.size": 9,
-    "axes.prop_cycle": f"cycler('color', {[BLUE, VERMILION, GREEN, AMBER, PINK, GREY, 'k']})",
+    "axes.prop_cycle": f"cycler('color', {list(LINES)})",
+    "axes.edgecolor": "#8a9099",
+    "axes.linewidth": 0.6,
+    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "figure.facecolor": "white",
+    "axes.titlesize": 9,
+    "xtick.color": NULL,
+    "ytick.color": NULL,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
 }
-"""matplotlib's settings for every figure. Text stays text in SVG ("none"), and PDF embeds its fonts
-as TrueType (42)."""
+"""matplotlib's settings for every figure."""
+DARK = (
+    "<style>@media(prefers-color-scheme:dark)"
+    "{.tlg-figure img{filter:invert(.92) hue-rotate(180deg)}}</style>"
+)
+"""On a dark page a figure is inverted, and its hues turned back: red stays red."""
 
 
 @dataclass(eq=False, repr=False)
@@ -76,8 +93,7 @@ class View:
     source: str = ""
     null: str = ""
 
-    def bytes(self, form: str) -> bytes:
-        """The image as ``"png"``, ``"svg"`` or ``"pdf"`` (fonts embedded)."""
+    def _bytes(self, form: str) -> bytes:
         import matplotlib
 
         buffer = io.BytesIO()
@@ -88,53 +104,50 @@ class View:
             self.figure.savefig(buffer, format=form, dpi=150, metadata=stamp)
         return buffer.getvalue()
 
-    def html(self) -> str:
-        """The figure as an HTML fragment: under its title and caption, its source folded below."""
-        form, data = "svg+xml", self.bytes("svg")
-        if len(data) > HEAVY:
-            form, data = "png", self.bytes("png")
-        # 100 pixels an inch; the image shrinks in a narrower window
-        wide = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
-        source = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
-        attributes = f'src="{source}" style="{wide};background:white"'
-        # the report's dark style inverts all images of figures but those of this class
-        css_class = ' class="kept"' if self._sequential() else ""
-        image = f'<img alt="{html.escape(self.title)}"{css_class} {attributes}>'
-        how = html.escape(" ".join(filter(None, (self.caption, self.null))))
-        # the space separates title and caption where no style sheet gives the title its own line
-        head = f'<b>{html.escape(self.title)}</b> <span class="how">{how}</span>'
-        top = f'<figcaption style="margin:0 0 .5em">{head}</figcaption>'
-        body = f'<div class="plot" style="overflow-x:auto">{image}</div>'
-        foot = folded(self.source)
-        return f'<figure style="margin-left:0;margin-right:0">{top}{body}{foot}</figure>'
+    def png(self) -> bytes:
+        """The image, 150 dots an inch."""
+        return self._bytes("png")
 
-    def _sequential(self) -> bool:
-        """Whether the figure has a sequential colour map, which a reader would misread if it were
-        inverted. Dark pages invert all other figures."""
-        drawn = (d for a in self.figure.axes for d in (*a.images, *a.collections))
-        return any(d.get_array() is not None and d.get_cmap().name == SEQUENTIAL for d in drawn)
+    def svg(self) -> bytes:
+        """The image, text as text."""
+        return self._bytes("svg")
+
+    def pdf(self) -> bytes:
+        """The image, fonts embedded."""
+        return self._bytes("pdf")
+
+    def html(self) -> str:
+        """The figure as an HTML fragment: title, caption, image, and its source folded below."""
+        form, data = "svg+xml", self.svg()
+        if len(data) > HEAVY:
+            form, data = "png", self.png()
+        # 100 pixels an inch; the image shrinks in a narrower window
+        style = f"max-width:min(100%,{100 * self.figure.get_size_inches()[0]:.0f}px)"
+        url = f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+        title, how = html.escape(self.title), html.escape(f"{self.caption} {self.null}".strip())
+        head = f'<figcaption><b>{title}</b> <span class="how">{how}</span></figcaption>'
+        body = f'<img alt="{title}" style="{style};background:white" src="{url}">'
+        inside = f"{DARK}{head}{body}{folded(self.source)}"
+        return f'<figure class="tlg-figure" style="margin:0 0 1em">{inside}</figure>'
 
     def save(self, path: str | Path) -> Path:
         """Write to ``x.html``, ``x.png``, ``x.svg`` or ``x.pdf`` and return the path."""
         path = as_path(path)
         form = path.suffix.lower().removeprefix(".")
-        if form not in ("html", "png", "svg", "pdf"):
-            fail("path", expected="a name ending in .html, .png, .svg or .pdf", got=str(path))
+        known = form in ("html", "png", "svg", "pdf")
+        expected = "a name ending in .html, .png, .svg or .pdf"
+        require(known, "path", expected=expected, got=str(path))
         head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
-        page = f"{head}{self.html()}"
-        write_bytes(path, page.encode() if form == "html" else self.bytes(form))
+        page = f"{head}{self.html()}".encode()
+        write_bytes(path, page if form == "html" else self._bytes(form))
         return path
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {
-            "text/html": self.html(),
-            "image/png": base64.b64encode(self.bytes("png")).decode(),
-            "text/plain": repr(self),
-        }
+        png = base64.b64encode(self.png()).decode()
+        return {"text/html": self.html(), "image/png": png, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
-        width, height = (int(v * 100) for v in self.figure.get_size_inches())
-        return f"{self.title} ({width} x {height} px): {self.caption}"
+        return f"{self.title}: {self.caption}"
 
 
 def folded(source: str) -> str:
@@ -146,6 +159,25 @@ def folded(source: str) -> str:
     if not source:
         return ""
     return f"<details><summary>How this was made</summary>{html.escape(source)}</details>"
+
+
+def view(figure: Figure, result: Any, title: str, caption: str, null: str) -> View:
+    """The view of a result, with its provenance."""
+    return View(figure, title=title, caption=caption, null=null, source=source_of(result))
+
+
+def source_of(result: Any) -> str:
+    """The provenance of a result in one line; nothing for a DataFrame of one's own."""
+    return result.provenance.line() if isinstance(result, Result) else ""
+
+
+def frame(result: Any, *columns: str) -> pd.DataFrame:
+    """The table of a result, or a DataFrame itself; refused without these columns."""
+    table = result.to_dataframe() if isinstance(result, Result) else result
+    missing = [name for name in columns if name not in getattr(table, "columns", ())]
+    got = f"{type(result).__name__} without {', '.join(missing)}"
+    require(not missing, "table", expected=f"columns {', '.join(columns)}", got=got)
+    return table
 
 
 def canvas(
@@ -161,29 +193,18 @@ def canvas(
         return figure, list(grid.flat)
 
 
-def one_axes(
-    ax: Axes | None, size: tuple[float, float] = (WIDTH, 2.8), **options: Any
-) -> tuple[Figure, Any]:
-    """The user's axes and their figure, or a new figure with one axes."""
-    if ax is not None:
-        return ax.figure, ax  # type: ignore[return-value]
-    figure, axes = canvas(size=size, **options)
-    return figure, axes[0]
-
-
 def panels(
     ax: Axes | None,
-    count: int,
-    what: str,
+    count: int = 1,
     *,
-    columns: int | None = None,
-    size: tuple[float, float],
+    columns: int = 0,
+    size: tuple[float, float] = (WIDTH, 2.8),
     **options: Any,
-) -> tuple[Figure, list[Axes]]:
-    """A panel for each of ``count`` things, in rows of ``columns`` (one row by default). The user's
-    axes take a single panel: several are refused, so that none is silently left out."""
-    expected = f"one {what} when drawing into ax"
-    require(ax is None or count == 1, "ax", expected=expected, got=f"{count} {what}s")
+) -> tuple[Figure, list[Any]]:
+    """Axes for ``count`` panels, in rows of ``columns`` (one row by default). The user's axes take
+    a single panel: several are refused, so that none is silently left out."""
+    one = ax is None or count == 1
+    require(one, "ax", expected="a single panel when drawing into ax", got=f"{count} panels")
     if ax is not None:
         return ax.figure, [ax]  # type: ignore[return-value]
     columns = columns or count
@@ -193,59 +214,61 @@ def panels(
     return figure, axes[:count]
 
 
-def draw_matrix(axis: Axes, values: Tensor, low: float, high: float, **options: Any) -> Any:
-    """A matrix as an image, one cell per value; the diverging map where ``low`` is negative."""
-    scale = {"cmap": DIVERGING if low < 0 else SEQUENTIAL, "vmin": low, "vmax": high}
-    return axis.imshow(values.numpy(), **{**scale, "interpolation": "nearest", **options})
+def image(axis: Axes, values: Any, low: float, high: float, **options: Any) -> Any:
+    """A matrix as an image, one cell per value: red and blue where ``low`` is negative."""
+    scale = {"cmap": DIVERGING if low < 0 else ONE_SIDED, "vmin": low, "vmax": high}
+    return axis.imshow(values, **{**scale, "interpolation": "nearest", **options})
 
 
-def draw_path(axis: Any, points: Tensor, numbers: Sequence[int], size: float) -> Any:
+def path(axis: Any, points: Any, numbers: Sequence[int], size: float) -> Any:
     """A path through points of two or three dimensions: a thin line, and points coloured by their
     numbers."""
     axis.plot(*points.T, color="#8888", lw=0.7, zorder=1)
     # axes of three dimensions order by depth themselves, but would fade the colours of far points
     depth = {"depthshade": False} if points.shape[1] == 3 else {"zorder": 2}
-    return axis.scatter(*points.T, c=numbers, cmap=SEQUENTIAL, s=size, **depth)
+    return axis.scatter(*points.T, c=numbers, cmap=ORDERED, s=size, **depth)
 
 
-def draw_paths_3d(
-    axis: Any, paths: Tensor, states: Sequence[int], names: Sequence[str], *, size: float
+def paths_3d(
+    axis: Any, paths: Any, states: Sequence[int], names: Sequence[str], *, size: float
 ) -> None:
     """Paths ``[path state 3]`` on axes of three dimensions with these names, coloured by state."""
-    points = [draw_path(axis, path, states, size) for path in paths]
+    drawn = [path(axis, points, states, size) for points in paths]
     axis.set(xlabel=names[0], ylabel=names[1], zlabel=names[2])
     axis.locator_params(nbins=4)
     # any path can stand for the colour bar: all have the same states; the pad clears the z labels
     bar = {"label": "state", "shrink": 0.6, "pad": 0.15, "ticks": whole_ticks(states)}
-    axis.figure.colorbar(points[-1], ax=axis, **bar)
+    axis.figure.colorbar(drawn[-1], ax=axis, **bar)
 
 
-def legend_beside(axis: Axes, **options: Any) -> None:
-    """A legend to the right of the axes, where it covers nothing."""
-    where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    axis.legend(**{"fontsize": 8, "frameon": False, **where, **options})
-
-
-def legend_outside(
-    figure: Figure, axes: Sequence[Axes], where: str = "upper left", *, ax: Axes | None = None
-) -> None:
-    """One legend for all panels at an edge of the figure, where it covers none of them. In the
-    user's axes ``ax`` the legend stands inside."""
+def legend(figure: Figure, axes: Sequence[Axes], *, ax: Axes | None = None) -> None:
+    """One legend for all panels above them, where it covers nothing; inside the user's ``ax``."""
     if ax is not None:
         ax.legend(fontsize=7, frameon=False)
         return
     handles: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            # panels repeat their labels: the first handle of each stands for all
-            handles.setdefault(label, handle)
-    place = {"loc": f"outside {where}", "ncols": len(handles)}
-    figure.legend([*handles.values()], [*handles], fontsize=8, frameon=False, **place)
+            handles.setdefault(label, handle)  # panels repeat their labels
+    # about 16 characters of 8 points fit an inch, with the room of a handle
+    across = figure.get_size_inches()[0] * 16
+    columns = max(1, min(len(handles), int(across // (max(map(len, handles), default=1) + 6))))
+    place = {"loc": "outside upper left", "ncols": columns, "frameon": False}
+    figure.legend([*handles.values()], [*handles], fontsize=8, **place)
 
 
-def no_ticks(axis: Axes) -> None:
-    """Remove the ticks of axes whose units mean nothing to a reader, such as directions."""
-    axis.set(xticks=[], yticks=[])
+def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
+    """The function that gives each of ordered values (states, layers) its colour, with the bar that
+    says which is which."""
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    # a single value still needs a scale of some length
+    ends = Normalize(values[0], max(values[-1], values[0] + 1))
+    scale = ScalarMappable(ends, matplotlib.colormaps[ORDERED])
+    figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))
+    return scale.to_rgba
 
 
 def some(values: Sequence[int], most: int) -> list[int]:
@@ -261,15 +284,6 @@ def some(values: Sequence[int], most: int) -> list[int]:
     return [values[round(i * last / max(most - 1, 1))] for i in range(most)]
 
 
-def head_names(heads: Sequence[tuple[int, int]]) -> str:
-    """Names of a few heads, or how many there are.
-
-    >>> head_names([(0, 1), (2, 3)]), head_names([(0, h) for h in range(5)])
-    ('L0H1, L2H3', '5 heads')
-    """
-    return ", ".join(map(head_name, heads)) if len(heads) <= 4 else f"{len(heads)} heads"
-
-
 def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     """Ticks for states or layers: the multiples of the smallest step (1, 2, 5, 10, ...) that leaves
     at most ``most`` of them.
@@ -281,22 +295,17 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     return [v for v in values if v % step == 0]
 
 
-def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
-    """Draw a colour bar in place of a legend of many values. Returns the function that gives the
-    colour of a value."""
-    import matplotlib
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+def head_names(heads: Sequence[tuple[int, int]]) -> str:
+    """Names of a few heads, or how many there are.
 
-    # a single value still needs a scale of some length
-    ends = Normalize(values[0], max(values[-1], values[0] + 1))
-    scale = ScalarMappable(ends, matplotlib.colormaps[SEQUENTIAL])
-    figure.colorbar(scale, ax=axis, label=label, shrink=0.8, ticks=whole_ticks(values, 8))
-    return scale.to_rgba
+    >>> head_names([(0, 1), (2, 3)]), head_names([(0, h) for h in range(5)])
+    ('L0H1, L2H3', '5 heads')
+    """
+    return ", ".join(map(head_name, heads)) if len(heads) <= 4 else f"{len(heads)} heads"
 
 
 def drawable(text: str, longest: int = LONGEST) -> str:
-    r"""Text that a label can hold: cut at ``longest`` characters, ``$`` escaped (it would begin a
+    r"""Text as matplotlib draws it: cut to ``longest`` characters, ``$`` escaped (it would begin a
     formula), characters that its default font lacks as ``\uXXXX`` or ``\UXXXXXXXX``.
 
     >>> print(drawable("a$b\U0001f9e0"))

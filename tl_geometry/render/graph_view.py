@@ -1,65 +1,45 @@
 """The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
 attended as they did. Notebooks, the gallery and ``tl-geometry trace`` show it.
 
-1. :mod:`tl_geometry.render.graph_nodes` brings the input into one form: a
-   :class:`~tl_geometry.circuits.LogitGraph`, an average of several, or two side by side.
-2. The graph has tokens along x, and blocks from the embeddings at the bottom to the logit at the
-   top. Each writer has a mark at its position, each value edge a line.
-3. A node appears when the slider reaches its share: the share of all that is written (or of all
-   that is moved) that larger nodes carry already. So the page begins with few nodes, those that
-   ``trace_logit(..., keep=share)`` would keep.
-4. The page explains the chosen node below the graph: edges into it and out of it, and for a head
-   the attention that it paid and the writers of its query and its keys. The last line of every
-   list is what the list leaves out.
+The text stands above, each token in the colour of what came from it. Below, the graph has tokens
+along x, and blocks from the embeddings at the bottom to the logit at the top; each writer has a
+mark at its position, each value edge a line. A click lists the edges of a node; the last line of a
+list is what it leaves out, so that every list sums to its node.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
+import pandas as pd
 
-from tl_geometry.circuits.graph_comparison import GraphComparison
-from tl_geometry.circuits.graph_means import AverageGraph
-from tl_geometry.circuits.logit_graph import CONSTANTS, NOWHERE, LogitGraph
-from tl_geometry.render.figure import NEGATIVE, POSITIVE, View, canvas, drawable
-from tl_geometry.render.graph_nodes import DrawnGraph, drawn_graph
-from tl_geometry.render.page import PageView, rounded
+from tl_geometry.base.errors import fail
+from tl_geometry.base.html import signed, token_text
+from tl_geometry.circuits.logit_graph import LogitGraph
+from tl_geometry.render import figure as draw
+from tl_geometry.render import parts
+from tl_geometry.render.page import Page
 
-START, MOST, LISTED = 40, 400, 12
-"""How many nodes the page shows first, how many it holds at most, and how many edges of each type
-into a node it holds. They limit a page to some hundred kilobytes for any prompt and model.
-``assets/graph.js`` lists the same number of edges."""
-SOURCES, LEAST_PAID = 6, 0.0005
-"""How many positions the attention of a head is listed for, and the least attention that is listed:
-smaller values would show as 0."""
-WIDTH, TALLEST = 1080, 1180
-"""Width of the page in pixels, and its largest height."""
+START, MOST = 40, 400
+"""How many nodes the page shows first, and how many it holds at most: some hundred kilobytes for
+any prompt and model."""
 SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
+BETWEEN = "Value, query and key edges add up to the difference exactly: they have no null."
 
 
-def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
+def graph_page(graph: LogitGraph) -> Page:
     """The graph of a logit as an interactive page: tokens along x, blocks upwards, marks for what
-    writes at each position, lines for value edges, red for the logit and blue against it.
+    writes at each position (circles are heads, squares MLPs, diamonds tokens), lines for value
+    edges, red for the logit and blue against it.
 
-    The size of a disc is what the node writes towards the logit; the width of its ring is how much
-    it changes the logit by moving the attention of later heads. A slider sets how much is shown. A
-    click (or the arrow keys) chooses a node and shows its edges, and for a head the attention that
-    it paid and who wrote its query and its keys. Each list sums to the number of the node. Lines of
-    code give this number, the edges of a list, and a single edge (a click on its line, or on its
-    number in a list) from ``graph``.
+    A slider sets how many nodes are shown. A click (or Tab and Enter) chooses a node and lists what
+    it read as values, who wrote its query and its keys, and who read it; a click on a name goes on
+    to that node. The page holds the 400 largest nodes, and of each type of edges into a node the 12
+    largest; the rest is the last line of a list.
 
     Args:
-        graph: from :func:`tl_geometry.trace_logit`; or an average from
-            :func:`tl_geometry.circuits.average_graphs`, in which edges whose interval contains 0
-            are dotted; or two graphs side by side (:meth:`LogitGraph.compare`), in which edges that
-            only one graph has are dashed or dotted.
-
-    The page holds the 400 largest nodes, and for each the 12 largest edges of each type. It says
-    what it leaves out.
+        graph: from :func:`tl_geometry.trace_logit`, of one prompt or between two
+            (``counterfactual=``).
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -68,185 +48,85 @@ def graph_page(graph: LogitGraph | AverageGraph | GraphComparison) -> PageView:
     >>> graph_page(graph).title  # .save("graph.html") writes the page
     'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
     """
-    drawn = drawn_graph(graph)
-    # stable, so that the logit, which appears at 0, stays the first node
-    data = _payload(drawn, drawn.reached.argsort(stable=True)[:MOST])
-    return PageView(
-        "graph",
-        data,
-        title=drawn.title,
-        caption=_caption(drawn, data),
-        width=WIDTH,
-        height=_height(data),
-        image=functools.partial(graph_figure, drawn),
-        source=drawn.source,
-        null=f"{SUMS} Query and key edges are first order in the attention.",
-    )
-
-
-def row_of(graph: DrawnGraph) -> Int[Tensor, " node"]:
-    """The row of each node, from the embeddings (row 0) upwards: heads of block l stand on row
-    2 l + 1, its MLP on the row above, the logit on the top row."""
-    rows = 2 * graph.layers + 1 + (graph.heads_of < 0)
-    rows[graph.layers < 0] = 0
-    rows[0] = 2 * graph.blocks + 1
-    return rows
-
-
-def _largest_edges(
-    graph: DrawnGraph, held: Int[Tensor, " row"]
-) -> tuple[Int[Tensor, " edge"], Int[Tensor, " node"]]:
-    """The :data:`LISTED` largest edges of each type into each node that the page holds, from nodes
-    that it holds too; and the place of each node among those held (-1: not held)."""
-    place = torch.full((len(graph.names),), -1)
-    place[held] = torch.arange(len(held))
-    # sorted by size, then (stable) by target and type: an edge's place in its group is its rank
-    inside = ((place[graph.sources] >= 0) & (place[graph.targets] >= 0)).nonzero()[:, 0]
-    inside = inside[graph.weights[inside].abs().argsort(descending=True, stable=True)]
-    # a number for each target and each of the three types
-    into = 3 * graph.targets[inside] + graph.edge_types[inside]
-    by_target = into.argsort(stable=True)
-    inside, into = inside[by_target], into[by_target]
-    first = torch.searchsorted(into, into)  # where the group of each edge begins
-    return inside[torch.arange(len(into)) - first < LISTED], place
-
-
-def _payload(graph: DrawnGraph, held: Int[Tensor, " row"]) -> dict[str, Any]:
-    """The data of the page: the nodes that it holds, their edges and attention."""
-    edges, place = _largest_edges(graph, held)
-    rows = row_of(graph).tolist()
-    attention = graph.attention.topk(min(SOURCES, graph.attention.shape[1]), dim=1)
-    nodes = [
-        {
-            "name": graph.names[i],
-            "lookup": graph.lookups[i],
-            "position": int(graph.positions[i]),
-            "row": rows[i],
-            "shape": _shape(graph, i),
-            "value": rounded(float(graph.values[i]), 7),
-            "moved": rounded(float(graph.moved[i])),
-            "reached": rounded(float(graph.reached[i]), 4),
-            "totals": [rounded(v, 7) for v in graph.totals[i].tolist()],
-            "numbers": [rounded(v, 4) for v in graph.node_numbers[i].tolist()],
-            "mark": int(graph.node_marks[i]),
-            "paid": [
-                [j, rounded(p, 3)]
-                for j, p in zip(
-                    attention.indices[i].tolist(), attention.values[i].tolist(), strict=True
-                )
-                if p >= LEAST_PAID
-            ]
-            if graph.heads_of[i] >= 0
-            else [],
-        }
-        for i in held.tolist()
-    ]
-    # the page needs the texts of only those positions that it names
-    named = {n["position"] for n in nodes} | {j for n in nodes for j, _ in n["paid"]}
-    ends = (place[graph.sources[edges]], place[graph.targets[edges]], graph.edge_types[edges])
-    columns = [x.tolist() for x in (*ends, graph.weights[edges], graph.edge_marks[edges])]
-    numbers = graph.edge_numbers[edges].tolist()
-    return {
-        "nodes": nodes,
-        "edges": [
-            [s, t, edge_type, rounded(w, 4), mark, *(rounded(x, 3) for x in more)]
-            for s, t, edge_type, w, mark, more in zip(*columns, numbers, strict=True)
+    if not isinstance(graph, LogitGraph):
+        instead = "trace_logit(model, prompt, answer)"
+        fail("graph", expected="a LogitGraph", got=type(graph).__name__, instead=instead)
+    exact = graph.counterfactual is not None
+    nodes = _nodes(graph.nodes)
+    edges = _edges(graph.edges, nodes, exact=exact)
+    blocks = int(graph.nodes["layer"].max()) + 1
+    names = {0: "embedding", 2 * blocks + 1: "difference" if exact else "logit"}
+    names |= {2 * l + 1: f"block {l}" for l in range(blocks)}
+    names |= {2 * l + 2: f"MLP {l}" for l in range(blocks)}
+    texts = [token_text(text) for text in graph.texts]
+    tokens = draw.frame(graph.tokens(), "position", "value")
+    tokens = tokens[tokens["position"] >= 0]
+    left_out = len(graph.nodes) - len(nodes)
+    small = f" ({left_out} smaller nodes are left out)" if left_out else ""
+    caption = "Marks are as large as what they wrote, lines as wide as what went along them; "
+    caption += "dashed lines of the chosen node are queries, dotted ones keys."
+    if not exact:
+        caption += " What query and key edges moved is first order, and no part of the sum."
+    return Page(
+        title=_title(graph, nodes, exact=exact),
+        caption=f"{caption} Choose a node to list its edges{small}.",
+        parts=[
+            parts.tokens(
+                "From which tokens", graph.texts, tokens["value"].tolist(), graph.position
+            ),
+            parts.arcs(nodes, edges, texts=texts, rows=names, exact=exact),
         ],
-        "at": edges.tolist(),
-        "tokens": [[i, *graph.columns[i]] for i in sorted(named) if i != NOWHERE],
-        "blocks": graph.blocks,
-        "target": graph.target,
-        "written": rounded(graph.written),
-        "whole": graph.whole,
-        "legend": graph.legend,
-        "dashes": [list(dash) for dash in graph.dashes],
-        "prompts": graph.prompts,
-        "start": min(START, len(nodes)),
-        "all": len(graph.names),
-    }
-
-
-def _shape(graph: DrawnGraph, node: int) -> str:
-    """The type of a node, which decides its mark."""
-    if node == 0:
-        return "logit"
-    if graph.layers[node] < 0:
-        return "constants" if graph.names[node] == CONSTANTS else "token"
-    return "head" if graph.heads_of[node] >= 0 else "mlp"
-
-
-def _caption(graph: DrawnGraph, data: dict[str, Any]) -> str:
-    left_out = len(graph.names) - len(data["nodes"])
-    share = f"{left_out} smaller are left out" if left_out else graph.kept
-    return (
-        f"{graph.value} The page holds {len(data['nodes'])} of the "
-        f"graph’s {len(graph.names)} nodes ({share}) and of each node the {LISTED} largest edges "
-        f"of a type, {len(data['edges'])} of {len(graph.weights)}; the other edges are in its last "
-        "line, “everything else”. What is written adds up along value edges; what is moved is "
-        "first order in the attention and adds up to nothing."
+        begin={"shown": min(START, len(nodes)), "node": int((nodes["kind"] == "head").argmax())},
+        height=1000,
+        source=graph.provenance.line(),
+        null=BETWEEN if exact else SUMS,
     )
 
 
-def _height(data: dict[str, Any]) -> int:
-    """Pixels that the page is likely to need; a taller page scrolls."""
-    # as graph.js draws: 22 pixels for a row with a node, 3 for an empty one; 640 for all else
-    rows = {n["row"] for n in data["nodes"][: data["start"]]}
-    return min(TALLEST, 640 + 22 * len(rows) + 3 * (2 * data["blocks"] + 2 - len(rows)))
+def _nodes(table: pd.DataFrame) -> pd.DataFrame:
+    """The largest nodes, the target first, with the row that each stands on: the embeddings on row
+    0, heads of block l on row 2 l + 1, its MLP above them, the target on top."""
+    top = 2 * (int(table["layer"].max()) + 1) + 1
+    nodes = table[table["kind"] != "rest"].reset_index(drop=True)
+    target, leaf = nodes["kind"] == "target", nodes["layer"] < 0
+    row = (2 * nodes["layer"] + 1 + (nodes["kind"] == "mlp")).mask(leaf, 0).mask(target, top)
+    moved = nodes["moved"] if "moved" in nodes else pd.Series(float("nan"), nodes.index)
+    nodes = nodes.assign(row=row, moved=moved, name=nodes["component"])
+    order = (-nodes["value"].abs()).mask(target, -float("inf")).argsort(kind="stable")
+    return nodes.iloc[order].head(MOST).reset_index(drop=True)
 
 
-def graph_figure(graph: DrawnGraph) -> View:
-    """The static image of :func:`tl_geometry.render.graph_page`: the graph as the page shows it
-    first."""
-    rows = row_of(graph)
-    shown = sorted(graph.reached.argsort(stable=True)[:START].tolist())
-    lines = {r: y for y, r in enumerate(sorted({int(rows[i]) for i in shown}))}
-    columns = {p: x for x, p in enumerate(sorted({int(graph.positions[i]) for i in shown}))}
-    cells: dict[tuple[int, int], list[int]] = {}
-    for i in shown:
-        cells.setdefault((int(graph.positions[i]), int(rows[i])), []).append(i)
-    # nodes that share a position and a row stand side by side, evenly spaced across the column
-    points = {
-        i: (columns[position] + (k + 1) / (len(members) + 1) - 0.5, lines[row])
-        for (position, row), members in cells.items()
-        for k, i in enumerate(members)
-    }
-    figure, (axis,) = canvas(size=(max(6.0, 0.75 * len(columns)), 1.2 + 0.3 * len(lines)))
-    largest = float(graph.values.abs().max().clamp(min=1e-300))
-    edges, _ = _largest_edges(graph, torch.tensor(shown))
-    for e in edges[graph.edge_types[edges] == 0].tolist():  # value edges
-        ends = [points[int(of[e])] for of in (graph.sources, graph.targets)]
-        weight = float(graph.weights[e])
-        x, y = zip(*ends, strict=True)
-        line: dict[str, Any] = {"lw": 0.2 + 4 * abs(weight) / largest, "alpha": 0.6, "zorder": 1}
-        if mark := int(graph.edge_marks[e]):
-            line["ls"] = (0, graph.dashes[mark - 1])
-        axis.plot(x, y, color=POSITIVE if weight > 0 else NEGATIVE, **line)
-    for i in shown:
-        value, size = float(graph.values[i]), abs(float(graph.values[i])) / largest
-        mark = {"mlp": "s", "logit": "D", "token": "^"}.get(_shape(graph, i), "o")
-        colour = POSITIVE if value > 0 else NEGATIVE
-        face = "white" if graph.node_marks[i] else colour
-        look: dict[str, Any] = {"marker": mark, "facecolor": face, "edgecolor": colour}
-        axis.scatter(*points[i], s=15 + 150 * size, **look, zorder=2)
-        if graph.heads_of[i] >= 0:
-            note: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6, "zorder": 3}
-            axis.annotate(f"H{int(graph.heads_of[i])}", points[i], (4, 4), **note)
-    labels = {p: " ".join(filter(None, column)) for p, column in enumerate(graph.columns)}
-    labels[NOWHERE] = CONSTANTS
-    names = [drawable(labels[p]) for p in columns]
-    axis.set_xticks(range(len(columns)), names, fontsize=7, rotation=45, ha="right")
-    # the inverse of row_of
-    top = 2 * graph.blocks + 1
-    label = lambda r: "logit" if r == top else f"{'block' if r % 2 else 'MLP'} {(r - 1) // 2}"  # noqa: E731
-    axis.set_yticks(range(len(lines)), ["embeddings" if r == 0 else label(r) for r in lines])
-    axis.tick_params(length=0, labelsize=7)
-    axis.set(xlabel="token and its position", ylabel="block (those with a node)")
-    return View(
-        figure,
-        title=graph.title,
-        caption=f"{graph.value} The {len(shown)} largest of {len(graph.names)} nodes, as large as "
-        "what they write towards the logit; lines are value edges, red for it and blue against it; "
-        f"triangles are tokens, squares MLPs. {graph.legend}".strip(),
-        null=SUMS,
-        source=graph.source,
-    )
+def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataFrame:
+    """The largest edges of each type into each node, by the places of their ends among ``nodes``;
+    what a list leaves out has the source -1."""
+    place = pd.Series(nodes.index, nodes["node"])
+    edges = table.assign(at=table["source"].map(place), target=table["target"].map(place))
+    edges = edges[edges["target"].notna()].astype({"target": int})
+    group = ["target", "type"]
+    whole = edges.groupby(group)["value"].sum()
+    if not exact:  # the value edges into a node of one prompt sum to it, whatever the graph holds
+        read = whole.index[whole.index.get_level_values("type") == "value"]
+        whole[read] = nodes["value"].loc[read.get_level_values("target")].to_numpy()
+    held = edges[edges["at"].notna()]
+    held = held.iloc[(-held["value"].abs()).argsort(kind="stable")]
+    held = held[held.groupby(group).cumcount() < parts.LISTED]
+    rest = whole.sub(held.groupby(group)["value"].sum(), fill_value=0.0)
+    if not exact:
+        rest = rest[rest.index.get_level_values("type") == "value"]
+    held = held.assign(source=held["at"].astype(int))[["source", "target", "type", "value"]]
+    return pd.concat([held, rest.reset_index().assign(source=-1)], ignore_index=True)
+
+
+def _title(graph: LogitGraph, nodes: pd.DataFrame, *, exact: bool) -> str:
+    """What the largest head wrote, of what."""
+    answer = f"“{token_text(graph.answer)}”"
+    if graph.other is not None:
+        answer += f" minus “{token_text(graph.other)}”"
+    number = signed(float(graph.value))
+    logit = f"the difference {number} in the logit" if exact else f"the logit {number}"
+    wrote = nodes[nodes["kind"] == "head"].head(1)
+    if not len(wrote):
+        return f"What wrote {logit} of {answer}"
+    best: Any = wrote.iloc[0]
+    name = f"{best['component']} at {int(best['position'])}"
+    return f"{name} wrote {signed(best['value'], '+.2f')} of {logit} of {answer}"

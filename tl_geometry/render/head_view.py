@@ -1,52 +1,48 @@
-"""How do heads differ in a number? A map of layers and heads for any column of a table with one row
-per head: the interactive page, its image, and the colour scale. The report and notebooks show the
-page; :mod:`tl_geometry.render.sweeps` draws several maps side by side."""
+"""How do heads differ, in any number? The page of a table with one row per layer and head, and the
+figure of a sweep: which heads attend by position, which by content, and which are previous-token or
+induction heads. The report and notebooks show them."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-import torch
+import pandas as pd
 from jaxtyping import Float
-from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
-from tl_geometry.render.figure import View, draw_matrix, drawable, one_axes, whole_ticks
-from tl_geometry.render.page import PageView, caption_height, rounded
-from tl_geometry.scores.terms import key_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tl_geometry.render import figure as draw
+from tl_geometry.render import parts
+from tl_geometry.render.page import Page
+from tl_geometry.scores.sweep_table import SweepTable
+from tl_geometry.scores.terms import GROUPS, key_of
 
 FIRST = ("cs_position", "lift")
 """The column shown first is the first of these that the table has."""
-NULL = "Nulls are numbers of their own: position destroyed, uniform attention, random subspaces."
-PARTS = {"cs_": "share of ", "gs_": "gain of ", "es_": "energy of "}
+PREFIXES = {"cs_": "share of ", "gs_": "gain of "}
 """Prefix of a column -> its meaning in words."""
-READ = 24
-"""How many numbers of a head the page shows unfolded: four rows of six."""
+MOST_BARS = 40
+"""Most heads that have a bar each; more are drawn as maps."""
+TYPES = {"previous": "previous token", "induction": "induction", "duplicate": "duplicate token"}
+"""Head types that the figure names, in words."""
+NAMED = 0.4
+"""A head-type score or an attention to dropped positions above which it is written out."""
 NUMBERED = 160
 """Most cells of a map that have their number written in them."""
-ENDS = (10, 12, 16, 20, 24, 30, 40, 50, 60, 80, 100)
-"""Two digits of the ends of a colour scale. Most have a quarter that is a round number too."""
 
 
-def heads(sweep: Result, value: str | None = None, *, title: str | None = None) -> PageView:
+def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str = "") -> Page:
     """Map of layers and heads: choose the number that it shows, click a head for its whole row.
-    A line of code gives the number of the head under the mouse; ``table`` in it is ``sweep``.
 
     Args:
-        sweep: from :func:`tl_geometry.sweep_heads`, or any result with one row per layer and head,
+        sweep: from :func:`tl_geometry.sweep_heads`, or any table with one row per layer and head,
             such as weight geometry.
-        value: column shown first, by default the share of position. The colour scale of a column
-            ends at its largest absolute value, rounded up (:func:`scale`). NaN is hatched; heads
-            that the table lacks are blank.
+        value: column shown first, by default the share of position. Full colour is the largest
+            absolute value of a column (1 for shares); heads that the table lacks are blank.
         title: title of the page.
 
     >>> import tl_geometry as tlg
@@ -57,78 +53,69 @@ def heads(sweep: Result, value: str | None = None, *, title: str | None = None) 
     >>> heads(sweep, "induction").title
     'Every number of every head'
     """
-    pairs, columns = numbers(sweep)
-    chosen = _chosen(value, columns)
-    readable = {name: str(sweep.readable(name)) for name in columns}
-    # columns of text: shown in the row of a head, but not on the map
-    words = {
-        name: [str(sweep.readable(row[i])) for row in sweep.rows()]
-        for i, name in enumerate(sweep.columns())
-        if name not in ("layer", "head", *columns)
-    }
-    layers, count = sorted({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
-    # pixels, as heads.js draws: a cell is wide enough for a click, a map no wider than a page of
-    # text; rows are 22 high; the rest is room for the labels of layers and heads
-    cell = min(46, max(14, 640 // count))
-    width, height = max(560, 60 + count * cell + 20), len(layers) * 22 + 42
-    caption = (
-        f"Each cell is one of {len(pairs)} heads. Choose the number that is shown; click a head "
-        "for its whole row, nulls among it."
-    )
-    data = {
-        "heads": [[layers.index(l), h] for l, h in pairs],
-        "layers": layers,
-        "count": count,
-        "cell": cell,
-        "canvas": [width, height],
-        "columns": {
-            readable[name]: {
-                "at": list(sweep.columns()).index(name),
-                "values": [rounded(v) for v in values.tolist()],
-                "scale": scale(name, values),
-            }
-            for name, values in columns.items()
-        },
-        "words": words,
-        "said": {name: in_words(name) for name in (*words, *readable.values())},
-        "read": READ,
-        "value": readable[chosen],
-    }
-    # 708 is the width of a page of text, 24 its padding; numbers stand in rows of six, 34 high,
-    # below a line of code
-    return PageView(
-        "heads",
-        data,
+    table = draw.frame(sweep, "layer", "head")
+    once = len(table) and not table[["layer", "head"]].duplicated().any()
+    got = f"{len(table)} rows of {', '.join(map(str, table.columns[:4]))}, ..."
+    require(once, "table", expected="one row per layer and head", got=got)
+    numeric = [c for c in table.select_dtypes("number") if c not in ("layer", "head")]
+    require(len(numeric) > 0, "table", expected="a column of numbers", got=got)
+    first = next((n for n in FIRST if n in numeric), numeric[0])
+    chosen = first if value is None else checks.choice(key_of(value), numeric, "value")
+    layers = sorted(set(table["layer"]))
+    grids = np.stack([grid_of(table, name) for name in numeric])
+    readable = sweep.readable if isinstance(sweep, Result) else str
+    names = [in_words(str(readable(name))) for name in numeric]
+    groups = [i for i, name in enumerate(numeric) if name in [f"cs_{g}" for g in GROUPS]]
+    words = [
+        (in_words(name), grid_of(table, name, "").tolist())
+        for name in table.columns
+        if name not in (*numeric, "layer", "head")
+    ]
+    return Page(
         title=title or "Every number of every head",
-        caption=caption,
-        width=max(width, 708) + 24,
-        height=172 + height + 34 * READ // 6 + caption_height(f"{caption} {NULL}"),
-        image=functools.partial(head_grid, sweep, chosen),
-        source=sweep.provenance.line(),
-        null=NULL,
+        caption=f"Each cell is one of {len(table)} heads. Choose the number that is shown; click a "
+        "head to keep its row below.",
+        parts=[
+            parts.maps(
+                grids[None],
+                names,
+                axes=("layer", "head"),
+                labels=(list(map(str, layers)), list(map(str, range(grids.shape[-1])))),
+                limits=[limit_of(n, g) for n, g in zip(numeric, grids, strict=True)],
+                signed=[bool((np.nan_to_num(g) < 0).any()) for g in grids],
+                colours=[draw.PARTS.get(n.removeprefix("cs_"), "") for n in numeric],
+                together=False,
+            ),
+            parts.bars(
+                "The chosen head",
+                groups,
+                numbers=[i for i in range(len(names)) if i not in groups],
+                words=words,
+            ),
+        ],
+        begin={"map": numeric.index(chosen)},
+        height=min(1000, 480 + 22 * len(layers)),
+        source=draw.source_of(sweep),
+        null="Nulls are numbers of their own: position destroyed, uniform attention, random "
+        "subspaces.",
     )
 
 
-def head_grid(sweep: Result, value: str | None = None) -> View:
-    """The image of :func:`heads`, with the number in each cell of a small map."""
-    pairs, columns = numbers(sweep)
-    name = _chosen(value, columns)
-    rows, count = len({l for l, _ in pairs}), 1 + max(h for _, h in pairs)
-    # inches: cells with a number in them are larger; above 16 heads the width stays that of a page
-    tall = 0.34 if rows * count <= NUMBERED else 0.2
-    wide = 0.5 * count + 1.8 if count <= 16 else 9.0
-    figure, axis = one_axes(None, (wide, tall * rows + 1.2))
-    shown = in_words(str(sweep.readable(name)))
-    draw_map(axis, pairs, columns[name], "", *scale(name, columns[name]))
-    axis.set_ylabel("layer")
-    map_bar([axis])
-    return View(
-        figure,
-        title=f"Every head: {shown}",
-        caption=f"Each cell is a head: its {shown}.",
-        null=NULL,
-        source=sweep.provenance.line(),
-    )
+def grid_of(table: pd.DataFrame, column: str, empty: Any = np.nan) -> np.ndarray:
+    """A column as ``[layer head]``, empty where the table has no head."""
+    layers = sorted(set(table["layer"]))
+    kind = float if isinstance(empty, float) else object
+    grid = np.full((len(layers), 1 + int(table["head"].max())), empty, dtype=kind)
+    for layer, head, value in zip(table["layer"], table["head"], table[column], strict=True):
+        grid[layers.index(layer), head] = value if kind is float else str(value)
+    return grid
+
+
+def limit_of(column: str, values: Float[np.ndarray, "..."]) -> float:
+    """The value of full colour: the largest absolute value; at most 1 for shares, as those of a
+    gain near 0 are huge in single heads."""
+    largest = float(np.nan_to_num(abs(values)).max()) or 1.0
+    return min(largest, 1.0) if column.startswith(("cs_", "gs_")) else largest
 
 
 def in_words(column: str) -> str:
@@ -137,108 +124,115 @@ def in_words(column: str) -> str:
     >>> in_words("cs_pos-pos"), in_words("dropped_mass")
     ('share of pos-pos', 'dropped mass')
     """
-    for start, words in PARTS.items():
+    for start, words in PREFIXES.items():
         if column.startswith(start):
             column = words + column.removeprefix(start)
     return column.replace("_", " ")
 
 
-def numbers(table: Result) -> tuple[list[tuple[int, int]], dict[str, Float[Tensor, " head"]]]:
-    """The heads of a table with one row for each, and its numeric columns."""
-    names = list(table.columns()) if isinstance(table, Result) else []
-    if not {"layer", "head"} <= set(names):
-        fail(
-            "heads",
-            expected="a table with a row for each layer and head",
-            got=type(table).__name__,
-            instead="sweep_heads(model, tokens, basis) or weight_geometry(model, basis)",
-        )
-    columns = dict(zip(names, zip(*table.rows(), strict=True), strict=False))
-    pairs = list(zip(columns.pop("layer", ()), columns.pop("head", ()), strict=True))
-    got = f"{type(table).__name__} of {', '.join(names[:4])}, ..."
-    single = len(set(pairs)) == len(pairs) > 0
-    require(single, "table", expected="one row per layer and head", got=got)
-    numeric = {
-        name: torch.tensor(values, dtype=torch.float64)
-        for name, values in columns.items()
-        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    }
-    require(len(numeric) > 0, "table", expected="a column of numbers", got=got)
-    return [(int(str(layer)), int(str(head))) for layer, head in pairs], numeric
+def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
+    """Which heads attend by position, which by content? The shares of position, content, token and
+    mixed terms of every head, which add up to one, and the type of head that repeated random tokens
+    show: a bar for each of at most 40 heads, else maps of layers and heads.
 
+    Args:
+        sweep: from :func:`tl_geometry.sweep_heads`.
+        share: ``"cs"`` (of the covariance over all cells) or ``"gs"`` (gain: of where attention
+            goes).
 
-def scale(name: str, values: Float[Tensor, "..."]) -> tuple[float, float]:
-    """Ends of the colour scale: the largest absolute value, rounded up, and 0; or its negative, for
-    columns with a negative value and for covariance and gain shares. Shares beyond -1 and 1 are
-    beyond the scale.
-
-    >>> values = torch.tensor([0.05, 0.23])
-    >>> scale("induction", values), scale("cs_pos-pos", values), scale("loss_change", -values)
-    ((0.0, 0.24), (-0.24, 0.24), (-0.24, 0.24))
-    >>> scale("gs_pos-pos", 10 * values)
-    (-1.0, 1.0)
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
+    >>> head_shares(sweep).title[:20]
+    'Position is first in'
     """
-    finite = torch.where(torch.isfinite(values), values, 0.0)
-    high = float(finite.abs().max()) or 1.0
-    unit = 10.0 ** (math.floor(math.log10(high)) - 1)
-    # three digits: 12 * 0.1 is 1.2000000000000002
-    ends = (float(f"{digits * unit:.3g}") for digits in ENDS)
-    high = next(end for end in ends if high <= end * (1 + 1e-9))
-    share = name.startswith(("cs_", "gs_"))
-    if share:
-        # shares of a gain near 0 are huge in single heads, and would pale all others
-        high = min(high, 1.0)
-    return (-high if share or bool((finite < 0).any()) else 0.0, high)
+    choice(share, ("cs", "gs"), "share")
+    columns = {group: f"{share}_{group}" for group in GROUPS}
+    table = draw.frame(sweep, "layer", "head", *columns.values())
+    bar = len(table) <= MOST_BARS
+    figure = _bars(table, columns, share) if bar else _maps(table, columns)
+    leading = table[[*columns.values()]].fillna(0.0).to_numpy().argmax(1)
+    counts = {group: int((leading == i).sum()) for i, group in enumerate(GROUPS)}
+    title = f"Position is first in {counts['position']} of {len(table)} heads, content in "
+    title += f"{counts['content']}, token in {counts['token']}, mixed in {counts['mixed']}"
+    what = "the variance of its scores" if share == "cs" else "where its attention goes (gain)"
+    how = "Each bar is a head, split by" if bar else "Each cell is a head; the draw.panels are"
+    uniform = {name: table[f"{name}_uniform"].max() for name in TYPES if name in table}
+    chance = [f"{TYPES[name]} {value:.2f}" for name, value in uniform.items()]
+    said = f"Uniform attention would score {', '.join(chance)}." if chance else ""
+    null = f"{share}_position_null"
+    if null in table and table[null].notna().any():
+        said += f" With position destroyed, its share is at most {table[null].max():.2f}."
+    return draw.view(
+        figure,
+        sweep,
+        title=title,
+        caption=f"{how} what holds {what}: terms without content, with content alone, with content "
+        "beside a constant (token), and beside position (mixed). Head types are the attention, on "
+        "repeated random tokens, to where a head of the type looks.",
+        null=said or "No null is drawn: sweep with intervals for the share of destroyed position.",
+    )
 
 
-def draw_map(
-    axis: Axes,
-    heads: Sequence[tuple[int, int]],
-    values: Tensor,
-    title: str,
-    low: float,
-    high: float,
+def _bars(table: pd.DataFrame, columns: Mapping[str, str], share: str) -> Any:
+    """A stacked bar for each head: positive shares to the right of 0, negative ones to the left."""
+    figure, (axis,) = draw.canvas(size=(draw.WIDTH, 0.22 * len(table) + 1.0))
+    names = [head_name(pair) for pair in zip(table["layer"], table["head"], strict=True)]
+    right, left = np.zeros(len(table)), np.zeros(len(table))
+    for group, column in columns.items():
+        values = table[column].fillna(0.0).to_numpy()
+        start = np.where(values >= 0, right, left)
+        axis.barh(names, values, 0.78, start, color=draw.PARTS[group], label=group)
+        right, left = right + values.clip(0), left + values.clip(None, 0)
+    low, high = min(0.0, left.min()), max(1.0, right.max())
+    text: dict[str, Any] = {"va": "center", "fontsize": 8, "color": draw.INK}
+    for y, row in enumerate(table.to_dict("records")):
+        score, kind = max((row.get(name, 0.0), words) for name, words in TYPES.items())
+        paid = row.get("dropped_mass", 0.0)
+        said = [f"{kind} {score:.2f}"] if score > NAMED else []
+        said += [f"{paid:.0%} on left-out keys"] if paid > NAMED else []
+        axis.text(high + 0.02, y, ", ".join(said), **text)
+    what = "variance of the head's scores" if share == "cs" else "head's gain"
+    axis.set(xlim=(low, high + 0.6), xlabel=f"share of the {what}")  # room for the words
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+    axis.spines["left"].set_visible(False)
+    axis.axvline(0, color=draw.NULL, lw=0.6)
+    axis.tick_params(length=0)
+    axis.invert_yaxis()
+    axis.margins(y=0.01)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _maps(table: pd.DataFrame, columns: Mapping[str, str]) -> Any:
+    """A map of layers and heads for each group, and for each head type."""
+    shown = {**columns, **{words: name for name, words in TYPES.items() if name in table}}
+    layers = table["layer"].nunique()
+    figure, axes = draw.panels(
+        None, len(shown), columns=4, size=(draw.WIDTH / 4, max(2.0, 0.1 * layers))
+    )
+    for axis, (title, column) in zip(axes, shown.items(), strict=True):
+        draw_heads(axis, table, column, title, low=-1.0 if column in columns.values() else 0.0)
+    for row in (axes[:4], axes[4:]):
+        if row:
+            label = "share" if row is axes[:4] else "attention"
+            figure.colorbar(row[0].images[0], ax=row, shrink=0.8, label=label)
+    return figure
+
+
+def draw_heads(
+    axis: draw.Axes, table: pd.DataFrame, column: str, title: str, *, low: float
 ) -> None:
-    """Draw a map on one axes: signed colours where ``low`` is negative, blank where there is no
-    head or no number."""
-    layers = sorted({l for l, _ in heads})
-    grid = torch.full((len(layers), 1 + max(h for _, h in heads)), torch.nan, dtype=torch.float64)
-    for value, (layer, head) in zip(values.tolist(), heads, strict=True):
-        grid[layers.index(layer), head] = value
-    draw_matrix(axis, grid, low, high, aspect="auto")
-    axis.set_title(drawable(title), fontsize=9)
-    name_heads(axis, layers, grid.shape[1])
-    for row, column in torch.isfinite(grid).nonzero().tolist() if grid.numel() <= NUMBERED else ():
-        value = float(grid[row, column])
-        # black on bright cells: the middle of the diverging map, the upper half of the other
-        bright = abs(value) < 0.6 * high if low < 0 else value > (low + high) / 2
-        # + 0.0 turns a negative zero into zero
-        text = f"{round(value, 2) + 0.0:.2f}" if abs(value) < 10 else f"{value:.3g}"
-        look = {"fontsize": 6.5, "color": "black" if bright else "white"}
-        axis.text(column, row, text, ha="center", va="center", **look)
-
-
-def map_bar(axes: Sequence[Axes], label: str = "") -> None:
-    """The colour bar of maps of one scale: its ends have their numbers, and are pointed where a
-    value lies beyond them."""
-    images = [axis.images[0] for axis in axes]
-    low, high = images[0].get_clim()
-    values = np.abs([np.asarray(image.get_array()) for image in images])
-    beyond = bool((values > high * (1 + 1e-9)).any())
-    ticks = [low + quarter * (high - low) / 4 for quarter in range(5)]
-    bar = {"ticks": ticks, "extend": "both" if beyond else "neither"}
-    axes[0].figure.colorbar(images[0], ax=axes, shrink=0.8, label=label, **bar)
-
-
-def name_heads(axis: Axes, layers: Sequence[int], count: int) -> None:
-    """Write the numbers of heads below a map and those of layers beside it, at most 17 of each, so
-    that they do not overlap."""
-    axis.set_xlabel("head")
-    axis.set_xticks(whole_ticks(range(count), 17))
-    rows = whole_ticks(range(len(layers)), 17)
+    """A map of layers and heads from ``low`` to 1, with numbers where there are few heads."""
+    grid = grid_of(table, column)
+    draw.image(axis, grid, low, 1.0, aspect="auto")
+    axis.set_title(title)
+    layers, rows = sorted(set(table["layer"])), draw.whole_ticks(range(len(grid)), 17)
+    axis.set(xlabel="head", ylabel="layer", xticks=draw.whole_ticks(range(grid.shape[1]), 9))
     axis.set_yticks(rows, [str(layers[row]) for row in rows])
-
-
-def _chosen(value: str | None, columns: dict[str, Tensor]) -> str:
-    first = next((n for n in FIRST if n in columns), next(iter(columns)))
-    return first if value is None else checks.choice(key_of(value), list(columns), "value")
+    if grid.size <= NUMBERED:
+        for (row, head), value in np.ndenumerate(grid):
+            look = {"fontsize": 6.5, "color": "black" if abs(value) < 0.6 else "white"}
+            axis.text(head, row, f"{value:.2f}", ha="center", va="center", **look)

@@ -1,50 +1,30 @@
-"""Do measures of position and context stand above their nulls? Figures of every measure over the
-states, of Fourier blocks, of incoherence, and of learning curves. The report, the gallery and a
-notebook draw them."""
+"""Do measures of position and context stand above their nulls? The figure of every measure over the
+states, or over the number of contexts. The report, the gallery and a notebook draw it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import pandas as pd
+
+from tl_geometry.base.checks import choice
 from tl_geometry.base.errors import require
-from tl_geometry.measures.context_report import ContextualReport
-from tl_geometry.measures.position_report import PositionalReport
-from tl_geometry.measures.state_measures import StateMeasures
-from tl_geometry.render.figure import (
-    GREEN,
-    GREY,
-    PINK,
-    VERMILION,
-    WIDTH,
-    View,
-    canvas,
-    draw_matrix,
-    legend_outside,
-    one_axes,
-    panels,
-    shades,
-    some,
-    whole_ticks,
-)
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tl_geometry.base.results import Result
+from tl_geometry.render import figure as draw
 
 NULLS = {
-    "shuffled": VERMILION,
-    "noise": GREY,
-    "isotropic": GREEN,
-    "random": GREEN,
-    "flipped": PINK,
-    "exchanged": VERMILION,
+    "shuffled": (draw.NULL, "--"),
+    "noise": (draw.NULL, ":"),
+    "isotropic": (draw.LINES[2], "--"),
+    "random": (draw.LINES[2], "--"),
+    "flipped": (draw.LINES[3], "--"),
+    "exchanged": (draw.NULL, "-."),
 }
-"""Colour of each null in every figure. Nulls of one colour never stand in one panel."""
+"""Colour and style of each null in every figure."""
 UNITS = {
     "rank": "directions",
     "stable_rank": "directions",
     "relative_norm": "ratio of norms",
-    "relative_norm_reference": "ratio of norms",
     "low_frequency": "share of energy",
     "smoothness": "ratio",
     "fracture": "ratio",
@@ -58,183 +38,93 @@ UNITS = {
 """Units of measures; measures that are not listed are shares."""
 NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
 """Titles of measures whose key is not clear by itself."""
-POSITIONAL = (
-    "rank",
-    "stable_rank",
-    "relative_norm",
-    "low_frequency",
-    "smoothness",
-    "fracture",
-    "roughness",
-    "split_half",
-)
-"""Measures of a positional report that are drawn by default."""
-CONTEXTUAL = ("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw")
-"""Measures of a contextual report that are drawn by default."""
-
-
-def fourier(report: PositionalReport) -> View:
-    """Leading block of the 2-D cosine transform of the cosines between positions, a panel for each
-    of at most five evenly spaced states (Song & Zhong 2023, Fig. 3 right).
-
-    Mass in the top left corner means that positions lie on a smooth curve.
-
-    Args:
-        report: from :func:`tl_geometry.positional_report`.
-
-    >>> import torch
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> report = tlg.positional_report(basis)
-    >>> fourier(report).title
-    'Are neighbouring positions alike?'
-    """
-    rows = some(range(len(report.states)), 5)
-    count, block = report.fourier.shape[-1], report.fourier[rows]
-    # one scale for all panels; 1 where all coefficients are zero
-    limit = float(block.nan_to_num().abs().amax()) or 1.0
-    figure, axes = canvas(len(rows), size=(WIDTH / len(rows), 1.9))
-    for axis, row, coefficients in zip(axes, rows, block, strict=True):
-        draw_matrix(axis, coefficients, -limit, limit)
-        share = float(report["low_frequency"][row])
-        axis.set_title(f"state {report.states[row]}: {share:.0%}", fontsize=8)
-        axis.set(xlabel="frequency", xticks=whole_ticks(range(count), 6))
-    figure.colorbar(axes[-1].images[0], ax=axes, shrink=0.8, label="coefficient")
-    axes[0].set_ylabel("frequency")
-    caption = (
-        "Each panel is the leading block of the cosine transform of the cosines between positions: "
-        "mass in the top left corner means that neighbours are alike. The percentage is the share "
-        f"of the energy in the first {count} frequencies."
-    )
-    order = report.nulls.get(("low_frequency", "shuffled"))
-    null = "" if order is None else f"In random order they hold {float(order[rows].max()):.0%}."
-    return View(
-        figure,
-        title="Are neighbouring positions alike?",
-        caption=caption,
-        null=null,
-        source=report.provenance.line(),
-    )
-
-
-def _draw_measure(axis: Axes, report: StateMeasures, name: str) -> None:
-    """Draw one measure over the states, with its errors and nulls."""
-    error = report.errors.get(name)
-    bars = None if error is None else error.nan_to_num()
-    look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
-    axis.errorbar(report.states, report[name], yerr=bars, **look)
-    for (measure, null), values in report.nulls.items():
-        if measure == name:
-            axis.plot(report.states, values, "--", lw=1, color=NULLS[null], label=f"null: {null}")
-    axis.set_title(NAMES.get(name, name.replace("_", " ")), fontsize=9)
-    axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
-    states = whole_ticks(report.states, 8)
-    axis.set(xlabel="state", xticks=states, ylabel=UNITS.get(name, "share"))
+USUAL = {
+    "position": (
+        *("rank", "stable_rank", "relative_norm", "low_frequency"),
+        *("smoothness", "fracture", "roughness", "split_half"),
+    ),
+    "context": (
+        *("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw"),
+    ),
+}
+"""Measures that are drawn by default."""
 
 
 def measure_curves(
-    report: StateMeasures, names: Sequence[str] | None = None, *, ax: Axes | None = None
-) -> View:
-    """Measures over the states, with jackknife errors (bars) and nulls (dashed). A measure that
-    lies on a null is no finding.
+    report: Result | pd.DataFrame,
+    names: Sequence[str] | str | None = None,
+    *,
+    ax: draw.Axes | None = None,
+) -> draw.View:
+    """Measures over the states, with jackknife errors (bars) and nulls (dashed); or over the number
+    of contexts, a line for each state. A measure that lies on a null is no finding, and one that
+    still changes with the contexts depends on the size of the corpus.
 
     Args:
-        report: from :func:`tl_geometry.positional_report` or
-            :func:`tl_geometry.contextual_report`.
-        names: measures, one panel each; by default :data:`POSITIONAL` or :data:`CONTEXTUAL`.
+        report: from :func:`tl_geometry.positional_report`, :func:`tl_geometry.contextual_report` or
+            :func:`tl_geometry.measures.learning_curve`.
+        names: measures, one panel each; by default the best known of the table.
         ax: axes to draw one measure into.
 
     >>> import torch
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
     >>> report = tlg.positional_report(basis)
-    >>> measure_curves(report, ("stable_rank",)).title
+    >>> measure_curves(report, "stable_rank").title
     'Do measures of position stand above their nulls?'
     """
-    usual = POSITIONAL if isinstance(report, PositionalReport) else CONTEXTUAL
-    chosen = [n for n in usual if n in report.values] if names is None else list(names)
-    require(len(chosen) > 0, "names", expected=f"some of {', '.join(report.values)}", got="none")
-    # four panels fill two rows of two
+    table = draw.frame(report, "state")
+    about = "position" if "relative_norm" in table else "context"
+    usual = [name for name in USUAL[about] if name in table]
+    asked = [names] if isinstance(names, str) else names
+    chosen = usual if asked is None else [choice(n, [*table.columns], "names") for n in asked]
+    require(len(chosen) > 0, "names", expected="some measures", got="none")
+    # four draw.panels fill two rows of two
     columns = 2 if len(chosen) == 4 else min(3, len(chosen))
-    size = (WIDTH / columns, 2.0)
-    figure, axes = panels(ax, len(chosen), "measure", columns=columns, size=size)
+    size = (draw.WIDTH / columns, 2.0)
+    figure, axes = draw.panels(ax, len(chosen), columns=columns, size=size)
+    growing = "contexts" in table
     for axis, name in zip(axes, chosen, strict=True):
-        _draw_measure(axis, report, name)
-    legend_outside(figure, axes, ax=ax)
-    what = "position" if isinstance(report, PositionalReport) else "context"
-    return View(
-        figure,
-        title=f"Do measures of {what} stand above their nulls?",
-        caption="Points are measured, bars one jackknife standard error (for 95% times Student's "
-        "t, with one degree of freedom fewer than groups).",
-        null="Dashed lines are nulls: a measure that lies on one is no finding.",
-        source=report.provenance.line(),
-    )
+        (_over_contexts if growing else _over_states)(axis, table, name)
+    if growing:
+        words = " and ".join(name.replace("_", " ") for name in chosen)
+        title = f"Does the {words} still grow with the corpus?"
+        caption = "Each line is a state; a point is the mean over disjoint blocks of that many "
+        caption += "contexts."
+        null = "A line that is flat at its right end would not change with more text."
+    else:
+        draw.legend(figure, axes, ax=ax)
+        title = f"Do measures of {about} stand above their nulls?"
+        caption = "Points are measured, bars one jackknife standard error (for 95% times Student's "
+        caption += "t, with one degree of freedom fewer than groups)."
+        null = "Dashed and dotted lines are nulls: a measure that lies on one is no finding."
+    return draw.View(figure, title=title, caption=caption, null=null, source=draw.source_of(report))
 
 
-def incoherence(report: ContextualReport) -> View:
-    """Mean and largest |cos| between positional and context vectors, beside three nulls: random
-    directions, coordinates with flipped signs, and windows without a context.
-
-    Args:
-        report: from :func:`tl_geometry.contextual_report`.
-
-    >>> import torch
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> report = tlg.contextual_report(basis)
-    >>> incoherence(report).title
-    'Are position and context aligned otherwise than by chance?'
-    """
-    figure, axes = canvas(2, size=(WIDTH / 2, 2.4))
-    for axis, name in zip(axes, ("incoherence_avg", "incoherence_max"), strict=True):
-        _draw_measure(axis, report, name)
+def _over_states(axis: draw.Axes, table: pd.DataFrame, name: str) -> None:
+    """Draw one measure over the states, with its errors and nulls."""
+    states, error = table["state"].tolist(), f"{name}_se"
+    bars = table[error].fillna(0.0) if error in table else None
+    look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
+    axis.errorbar(states, table[name], yerr=bars, **look)
+    for null, (colour, style) in NULLS.items():
+        if f"{name}_{null}" in table:
+            line = {"lw": 1, "color": colour, "label": f"null: {null}"}
+            axis.plot(states, table[f"{name}_{null}"], style, **line)
+    if name.startswith("incoherence"):
         axis.set_ylim(bottom=0)
-    legend_outside(figure, axes)
-    return View(
-        figure,
-        title="Are position and context aligned otherwise than by chance?",
-        caption="Mean and largest |cos| between positional and context vectors; the paper defines "
-        "the maximum and tabulates the average.",
-        null="On a dashed line it is chance: random directions, coordinates with flipped signs, "
-        "windows whose positions were exchanged (no context).",
-        source=report.provenance.line(),
-    )
+    axis.set_title(NAMES.get(name, name.replace("_", " ")))
+    axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
+    axis.set(xlabel="state", xticks=draw.whole_ticks(states, 8), ylabel=UNITS.get(name, "share"))
 
 
-def learning_curve(report: StateMeasures, name: str, *, ax: Axes | None = None) -> View:
-    """A measure over the number of contexts, one line per state. A measure that still changes at
-    the right end depends on the size of the corpus.
-
-    Args:
-        report: from :func:`tl_geometry.positional_report` or
-            :func:`tl_geometry.contextual_report`, with ``jackknife=True``.
-        name: the measure.
-        ax: axes to draw into.
-
-    >>> import torch
-    >>> import tl_geometry as tlg
-    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> report = tlg.positional_report(basis)
-    >>> learning_curve(report, "rank").title
-    'Does the rank still grow with the corpus?'
-    """
-    expected = f"one of {', '.join(report.curve) or 'no measure (jackknife=False)'}"
-    require(name in report.curve, "learning_curve", expected=expected, got=repr(name))
-    figure, axis = one_axes(ax, (WIDTH, 2.6))
-    shade = shades(figure, axis, report.states, "state")
-    for i, state in enumerate(report.states):
-        values = report.curve[name][:, i]
-        axis.semilogx(report.curve_contexts, values, "o-", ms=3, lw=1, color=shade(state))
-    axis.set_xticks(report.curve_contexts, [str(c) for c in report.curve_contexts])
+def _over_contexts(axis: draw.Axes, table: pd.DataFrame, name: str) -> None:
+    """Draw one measure over the number of contexts, a line for each state."""
+    states, counts = sorted(set(table["state"])), sorted(set(table["contexts"]))
+    shade = draw.shades(axis.figure, axis, states, "state")  # type: ignore[arg-type]
+    for state, rows in table.groupby("state"):
+        axis.semilogx(rows["contexts"], rows[name], "o-", ms=3, lw=1, color=shade(state))
+    axis.set_xticks(counts, [str(count) for count in counts])
     axis.minorticks_off()
-    words = name.replace("_", " ")
+    words = NAMES.get(name, name.replace("_", " "))
     axis.set(xlabel="contexts", ylabel=f"{words} ({UNITS.get(name, 'share')})")
-    return View(
-        figure,
-        title=f"Does the {words} still grow with the corpus?",
-        caption="Each line is a state; a point is the mean over disjoint blocks that "
-        "have the number of contexts on the x axis.",
-        null="A line that is flat at its right end would not change with more text.",
-        source=report.provenance.line(),
-    )

@@ -1,8 +1,5 @@
-"""The whole analysis of a model on a corpus, written to a folder: ``report.html``, CSV tables,
-safetensors results and ``run.json``. The command ``tl-geometry report`` makes it.
-
-Start with :mod:`tl_geometry.report.build`, which prepares an analysis, and
-:mod:`tl_geometry.report.analysis`, which makes its sections."""
+"""What can be said about a model on a corpus? :func:`build` computes the tables, draws their figures
+and writes a page that begins with what was found. ``tl-geometry report`` calls it."""
 
 from __future__ import annotations
 

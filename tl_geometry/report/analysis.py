@@ -1,123 +1,158 @@
-"""Make the sections of a report, and write each as soon as it is finished. Called by
-:mod:`tl_geometry.report.build`.
-
-A section is a function ``section(draft, analysis)`` in a module of this package. The module is
-named in :data:`~tl_geometry.report.contents.SECTIONS`, in reading order, and has a title in
-:data:`TITLES`. The function adds paragraphs, figures, tables and findings to the
-:class:`~tl_geometry.report.section.Draft`. What it cannot compute becomes a card that says why."""
+"""What are the tables of a report computed from? :class:`Analysis` holds the model, the windows and
+how many of them each part takes, and makes what several items share (the basis, the sweep over all
+heads, the trajectories) when the first of them asks."""
 
 from __future__ import annotations
 
-import importlib
-import platform
-import sys
+import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import pandas as pd
 import torch
-from tqdm.auto import tqdm
 
+from tl_geometry import corpus, flow, models
+from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.report.budget import Budget
-from tl_geometry.report.folder import Folder
-from tl_geometry.report.section import Draft, Section
+from tl_geometry.models.reader import as_view
+from tl_geometry.scores.sweep import sweep_heads
 
-TITLES = {
-    "overview": "What was analysed",
-    "basis": "Position and context",
-    "heads": "What drives each head",
-    "measures": "Measures of position and context",
-    "weights": "Weights and the sphere",
-    "flow": "Trajectories as a flow",
-}
-"""Section -> its title."""
-EMBEDDED = (
-    "The embedded model is a small language model of Python source. It demonstrates the library "
-    "and is evidence for nothing; its untrained control (same initialisation, no training) stands "
-    "beside it."
-)
-"""Caution at the head of a report on the embedded model."""
+LENGTH = 128
+"""Tokens of a window where the user gives no length: a longer one costs more and shows the same."""
+FITTED, FEWEST = 192, 64
+"""Windows of the basis where the user gives no number: most, and for a large model or ``quick``."""
+SWEPT = 32
+"""Windows of the sweep, which the basis has not seen: as many as its intervals need."""
+GROUPED = 128
+"""Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be too
+small for intervals."""
+LARGE = 30_000_000
+"""Weights in the blocks above which windows are fewer: so a report on SmolLM2-135M takes minutes."""
+COMPARED = 64
+"""Most windows of the two nulls that have a basis of their own: spliced text, untrained weights."""
+PROMPTS, SHORT = 12, 64
+"""Prompts on which heads are removed, and most of their tokens. Intervals need 10 prompts."""
+TESTED = 16
+"""Most heads that are removed one by one: each costs a pass over the prompts."""
+PILOTS, PILOT = 192, 50
+"""Most windows whose last token is followed through the blocks, and tokens of each."""
+SMALL: Mapping[str, Any] = {"second_moments": False, "progress": False}
+"""Options of a basis of which only shares of variance are read."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+def sizes(view: ModelView, *, quick: bool = False) -> tuple[int, int]:
+    """How many windows a report takes, and their length, where the user does not say."""
+    weights = 12 * view.n_layers * view.d_model**2  # a block of width d has about 12 d^2
+    fitted = FEWEST if quick else FITTED // 2 if weights > LARGE else FITTED
+    return fitted + SWEPT, min(LENGTH, view.n_ctx)
+
+
+@dataclass(eq=False, kw_only=True)
 class Analysis:
-    """What sections are made from: the model, the tokens, the basis, and how much to compute.
-
-    - ``embedded``: whether this is the embedded model, which has an untrained control.
-    - ``notes``: remarks about the texts; ``smaller``: what was reduced to keep the budget.
-    - ``planes``: whether to write the table of every rotary plane.
-    - ``bar``: shows which section is being made, and which part of it.
-    """
+    """A model and windows of a corpus, and the ``tables`` made so far, by item."""
 
     model: ModelLike
-    view: ModelView
     windows: TokenWindows
-    basis: PositionContext
-    budget: Budget = field(default_factory=Budget)
-    embedded: bool = False
     seed: int = 0
-    notes: tuple[str, ...] = ()
-    smaller: tuple[str, ...] = ()
-    planes: bool = False
-    bar: tqdm = field(default_factory=lambda: tqdm(disable=True))
+    quick: bool = False
+    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
 
-    def pick(self, count: int) -> TokenWindows:
-        """At most ``count`` of the windows, evenly spaced."""
-        return at_even_distances(self.windows, count)
+    @cached_property
+    def view(self) -> ModelView:
+        return as_view(self.model)
 
+    @property
+    def held_out(self) -> int:
+        """Windows that the basis has not seen."""
+        return min(SWEPT, len(self.windows) // 3)
 
-def at_even_distances(windows: TokenWindows, count: int) -> TokenWindows:
-    """At most ``count`` of the windows, evenly spaced from the first to the last."""
-    last_row = len(windows) - 1
-    return windows[torch.linspace(0, last_row, min(count, last_row + 1)).long()]
+    @property
+    def fitted(self) -> TokenWindows:
+        """The windows of the basis."""
+        rows = self.windows[: len(self.windows) - self.held_out]
+        if len(rows) >= GROUPED:
+            return rows
+        return dataclasses.replace(rows, labels=None, label_names=())
 
+    @property
+    def swept(self) -> TokenWindows:
+        """The windows of the sweep."""
+        return self.windows[len(self.windows) - self.held_out :]
 
-def make(analysis: Analysis, name: str) -> Section:
-    """Make one section. What cannot be computed becomes a card that says why."""
-    draft = Draft(TITLES[name], analysis.bar)
-    with draft.part("this section"):
-        importlib.import_module(f"tl_geometry.report.{name}").section(draft, analysis)
-    return draft.section()
+    def pick(self, count: int, length: int | None = None) -> TokenWindows:
+        """At most ``count`` of the windows, evenly spaced, and their first ``length`` tokens."""
+        last = len(self.windows) - 1
+        rows = self.windows[torch.linspace(0, last, min(count, last + 1)).long()]
+        return dataclasses.replace(rows, tokens=rows.tokens[:, :length], str_tokens=())
 
+    @property
+    def prompts(self) -> TokenWindows:
+        """The prompts on which heads are removed: windows that the basis has not seen."""
+        rows = self.swept[: min(PROMPTS, self.held_out)]
+        return dataclasses.replace(rows, tokens=rows.tokens[:, :SHORT], str_tokens=())
 
-def write(analysis: Analysis, folder: Folder) -> dict[str, Any]:
-    """Write the report into ``folder``, each section as soon as it is finished, and return the
-    summary that is also written as ``run.json``.
+    @property
+    def pilots(self) -> TokenWindows:
+        """The windows whose last token is followed."""
+        return self.pick(PILOTS // 2 if self.large else PILOTS, PILOT)
 
-    Sections that the folder holds already are not computed again. ``summary["failed"]`` names the
-    sections with an unexpected error.
-    """
-    view, basis = analysis.view, analysis.basis
-    folder.describe(
-        basis.provenance,
-        notes=(*analysis.notes, *analysis.smaller),
-        lede=f"{view.n_layers} blocks of {view.n_heads} heads; {basis.contexts:,} windows of "
-        f"{basis.length} tokens of {basis.provenance.corpus}.",
-        caution=EMBEDDED if analysis.embedded else "",
-    )
-    for name in folder.names:
-        # a resumed folder holds the sections that an earlier run finished
-        if name not in folder.parts:
-            section_start = time.monotonic()
-            section = make(analysis, name)
-            folder.add(name, section, seconds=time.monotonic() - section_start)
-        analysis.bar.update()
-    return folder.finish()
+    @property
+    def followed(self) -> float:
+        """Windows that cost as much as a pass over the pilots."""
+        pilots, rows = self.pilots.tokens, self.windows.tokens
+        return pilots.numel() / rows.shape[1]
 
+    @property
+    def large(self) -> bool:
+        """Whether the model is one of which less is computed."""
+        return sizes(self.view)[0] < FITTED + SWEPT
 
-def versions() -> dict[str, str]:
-    """Versions of everything that shapes the numbers."""
-    from importlib.metadata import PackageNotFoundError, version
+    @cached_property
+    def second(self) -> float:
+        """Seconds of a pass over one window, measured once, after a pass that warms up."""
+        rows, start = self.windows[:8], 0.0
+        for _ in range(2):
+            start = time.monotonic()
+            decompose(self.view, rows, keep_ctx=False, groups=1, **SMALL)
+        return (time.monotonic() - start) / len(rows)
 
-    names = ("tl-geometry", "transformer-lens", "torch", "transformers", "numpy")
-    by_name = {"python": platform.python_version(), "platform": sys.platform}
-    for name in names:
-        try:
-            by_name[name] = version(name)
-        except PackageNotFoundError:  # an uninstalled checkout has no metadata
-            by_name[name] = "unknown"
-    return by_name
+    @cached_property
+    def basis(self) -> PositionContext:
+        """Mean, position and context of every state."""
+        return decompose(self.view, self.fitted, keep=8, seed=self.seed, progress=False)
+
+    @cached_property
+    def spliced(self) -> PositionContext:
+        """The basis of windows spliced from random places: the null of the context share."""
+        rows = corpus.splice(self.fitted[:COMPARED], seed=self.seed)
+        return decompose(self.view, rows, keep_ctx=False, seed=self.seed, **SMALL)
+
+    @cached_property
+    def untrained(self) -> PositionContext:
+        """The basis of the same model with random weights: the null of the position share."""
+        with models.reinitialized(self.model, seed=self.seed) as control:
+            return decompose(control, self.fitted[:COMPARED], keep_ctx=False, **SMALL)
+
+    @cached_property
+    def sweep(self) -> Any:
+        """Shares, labels and types of every head, with intervals."""
+        options: dict[str, Any] = {"intervals": True, "seed": self.seed, "progress": False}
+        return sweep_heads(self.model, self.swept, self.basis, **options)
+
+    @cached_property
+    def paths(self) -> Any:
+        """The trajectories of the pilots."""
+        return flow.trajectories(self.model, self.pilots, progress=False)
+
+    def table(self, key: str) -> pd.DataFrame:
+        """The table of an earlier item."""
+        if key not in self.tables:
+            raise GeometryError(f"it needs the table {key}.csv, which could not be made")
+        return self.tables[key]

@@ -1,203 +1,185 @@
-"""How does a request become a report? Load the model, choose sizes, cut the texts into windows,
-decompose, write the sections. The command line calls :func:`build` with the options of
-``tl-geometry report``."""
+"""How does a report come to its folder? :func:`build` makes section by section: the table of an item
+is computed, or read where it is there, and the page is written again after every section.
+
+``report.json`` holds one hash of model, tokens and settings. Only in a folder with the same hash are
+tables read; so a stopped report goes on where it was. Files are replaced atomically."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import sys
-from collections.abc import Sequence
+import json
+import re
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
+import pandas as pd
 
 from tl_geometry import __version__
-from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.run_files import LOCK, check_folder, lock
+from tl_geometry.base.errors import GeometryError, require
+from tl_geometry.base.files import write_bytes
 from tl_geometry.corpus.token_windows import TokenWindows
-from tl_geometry.decomposition.from_model import decompose
-from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.reader import as_view
-from tl_geometry.report.analysis import Analysis, versions, write
-from tl_geometry.report.budget import Budget, threads_for
-from tl_geometry.report.contents import BASIS, Request, report_files
-from tl_geometry.report.folder import Folder
-from tl_geometry.report.inputs import LENGTH, Texts
-
-CONTEXTS = 1024
-"""Most windows where the user does not say. Intervals shrink only with the square root of their
-number, so that more would gain little."""
-ENOUGH, SHORTEST, LEAST = 256, 128, 32
-"""Windows are halved, down to SHORTEST tokens, until at least ENOUGH of them fit into the share of
-the budget that the decomposition has. LEAST of them are taken in any case, because intervals need
-several windows in each of :data:`GROUPS` groups."""
-SUMS, SAMPLED = 400 * 2**20, 256 * 2**20
-"""Bytes that position sums may take; above them windows are halved. Bytes that the states of kept
-contexts may take."""
-GROUPS = 8
-"""Groups of contexts, for standard errors: the jackknife leaves out one at a time."""
-DECOMPOSITION = "position and context"
-"""The part of the budget that chooses the windows."""
-PROGRESS = "{desc}{n_fmt}/{total_fmt} ({elapsed} so far){postfix}"
-"""The line of progress: the section, its number of how many, the time so far, the part of the
-section. The time left is not known well enough to be shown."""
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.report.analysis import Analysis
+from tl_geometry.report.folder import (
+    PAGE,
+    RECORD,
+    WRITER,
+    check_folder,
+    check_sections,
+    record_of,
+)
+from tl_geometry.report.items import SECTIONS, Item, Section
+from tl_geometry.report.page import Block, Card, document
 
 
-def settings(request: Request, view: ModelView, texts: Texts) -> dict[str, Any]:
-    """Everything that the numbers depend on, except the tokens. A run can be resumed only where all
-    of this is the same."""
-    options = dataclasses.asdict(request)
-    # fingerprint and digest replace model and corpus; sections and planes change no number
-    for name in ("corpus", "sections", "model", "planes"):
-        del options[name]
-    return options | {
-        "version": __version__,
-        "model": view.name,
-        "fingerprint": view.fingerprint,
-        "text": _digest(texts),
-    }
-
-
-def _digest(texts: Texts) -> str:
-    """A hash of the text of all documents."""
-    digest = hashlib.sha256()
-    for document in texts.documents:
-        if isinstance(document, str):
-            digest.update(document.encode(errors="surrogatepass"))
-        else:
-            digest.update(document.read_bytes())
-        digest.update(b"\0")
-    return digest.hexdigest()
-
-
-def choose_sizes(
-    request: Request, view: ModelView, texts: Texts, budget: Budget
-) -> tuple[TokenWindows, tuple[str, ...]]:
-    """The windows that fit into the decomposition's share of the budget, and in words what was
-    reduced for it. The same model, texts and budget always give the same windows."""
-    usual_length = length = request.length or min(view.n_ctx, LENGTH)
-    windows = request.windows(view, texts, length, most=CONTEXTS)
-    while request.length is None and request.contexts is None and length // 2 >= SHORTEST:
-        # float64 sums of each group at every state and position
-        sum_bytes = 8 * GROUPS * len(view.state_hooks) * length * view.d_model
-        n_fitting = budget.windows(DECOMPOSITION, length, len(windows))
-        if n_fitting >= min(ENOUGH, len(windows)) and sum_bytes <= SUMS:
-            break
-        length //= 2
-        windows = request.windows(view, texts, length, most=CONTEXTS)
-    limit = f"--budget {request.budget}"
-    smaller = []
-    if length < usual_length:
-        smaller.append(f"windows of {length} tokens in place of {usual_length} ({limit})")
-    count = len(windows)
-    n_fitting = max(min(LEAST, count), budget.windows(DECOMPOSITION, length, count))
-    if request.contexts is None and n_fitting < count:
-        smaller.append(f"{n_fitting} of {count} windows ({limit})")
-        windows = request.windows(view, texts, length, most=n_fitting)
-    return windows, tuple(smaller)
-
-
-def kept_samples(view: ModelView, length: int) -> int:
-    """How many contexts have their states kept whole: 32, or as many float32 ones as
-    :data:`SAMPLED` bytes hold, but at least 4."""
-    return max(4, min(32, SAMPLED // (4 * len(view.state_hooks) * length * view.d_model)))
-
-
-def basis_of(
-    view: ModelView, tokens: TokenWindows, folder: Folder, *, seed: int, resume: bool
-) -> PositionContext:
-    """The basis of the windows. It is loaded if a stopped run of the same model, tokens and seed
-    has saved it; else it is computed and saved now."""
-    if resume and folder.files.unchanged(BASIS):
-        try:
-            basis = PositionContext.load(folder.out / BASIS)
-            basis.check_model(view)
-            same_tokens = basis.provenance.token_hash == tokens.token_hash
-            if same_tokens and basis.provenance.seed in (None, seed):
-                return basis
-        except GeometryError:
-            pass  # the file belongs to another model or version: compute the basis again
-    basis = decompose(
-        view,
-        tokens,
-        progress=False,
-        seed=seed,
-        groups=GROUPS,
-        keep=kept_samples(view, tokens.tokens.shape[1]),
-    )
-    folder.save_basis(basis)
-    return basis
+def chosen_sections(names: Sequence[str] | None, *, quick: bool) -> list[Section]:
+    """The sections of these names, in reading order; all by default, without slow ones if
+    ``quick``."""
+    if names is None:
+        return [section for section in SECTIONS if not (quick and section.slow)]
+    check_sections(names)
+    return [section for section in SECTIONS if section.key in names]
 
 
 def build(
-    request: Request,
-    out: Path,
+    model: ModelLike,
+    windows: TokenWindows,
+    out: str | Path,
     *,
-    resume: bool = False,
+    quick: bool = False,
+    sections: Sequence[str] | None = None,
+    fresh: bool = False,
     force: bool = False,
-    progress: bool = True,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run the analysis and write it. Returns the summary of :func:`tl_geometry.report.write`.
+    """The whole analysis of a model on a corpus, as a page with its tables.
 
-    The basis and each section are on the disk as soon as they are finished. With ``resume``, what a
-    stopped run of the same request has finished is not computed again. Files in the way that no run
-    of tl_geometry wrote are an error, unless ``force`` overwrites them. A folder that another run
-    is writing to is an error too.
+    Args:
+        windows: from :func:`tl_geometry.windows`. A third of them, at most 32, are kept from the
+            basis, for the sweep over all heads.
+        out: folder to write ``report.html``, a CSV for each table and ``report.json`` to.
+        quick: leave out the slow sections.
+        sections: some of ``heads``, ``states``, ``weights``, ``flow``, ``overview``.
+        fresh: compute every table again. Without it, one that a report of the same model, tokens
+            and settings has written is read.
+        force: write into a folder that holds other things; its other files stay.
+        say: gets a line before each section, with the time that it will take.
+
+    Returns the record that ``report.json`` holds. ``record["failed"]`` names the items that ended
+    with an unexpected error; what is refused is a card on the page.
+
+    Raises ``GeometryError`` for a folder that holds other things, or a report of another model.
+
+    >>> import tempfile
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     build(model, windows, folder, sections=["overview"])["failed"]
+    {}
     """
-    out.mkdir(parents=True, exist_ok=True)
-    stages = 1 + len(request.names)  # the first stage is the decomposition
-    bar = tqdm(total=stages, bar_format=PROGRESS, disable=not progress)
-    bar.set_description("loading the model")
-    with lock(out / LOCK), bar:
-        # checked before the model is loaded, which may take long
-        check_folder(out, "report", report_files(request.names), force=force)
-        texts = request.texts()
-        model = request.load()
-        view = as_view(model)
-        folder = Folder(
-            out,
-            view.name,
-            command=command,
-            versions=versions(),
-            resume=resume,
-            force=force,
-            names=request.names,
-        )
-        if folder.kept and progress:
-            kept = f"kept, because changed since they were written: {', '.join(folder.kept)}"
-            bar.write(kept, file=sys.stderr)
-        with threads_for(view.d_model):
-            analysis = analyse(request, model, texts, folder, bar, resume=resume)
-            return write(analysis, folder)
+    out, chosen = Path(out), chosen_sections(sections, quick=quick)
+    check_folder(out, force=force)
+    a = Analysis(model=model, windows=windows, seed=seed, quick=quick)
+    record: dict[str, Any] = {"written_by": WRITER, "hash": _hash(a), "version": __version__}
+    record |= {"command": list(command), "model": a.view.name, "failed": {}, "finished": False}
+    before = record_of(out).get("hash")
+    same, got = before == record["hash"], "one of another model, corpus or version"
+    instead = "another --out, or --force"
+    fits = same or force or before is None
+    require(fits, "--out", expected="a report of the same", got=got, instead=instead)
+    if fresh or not same:
+        # a table of the earlier report must not be read for one of this
+        for item in (item for section in SECTIONS for item in section.items):
+            for path in _files(out, item):
+                path.unlink(missing_ok=True)
+    _save(out / RECORD, json.dumps(record, indent=1))
+    parts: list[tuple[Section, list[Block | Card]]] = []
+    for section in chosen:
+        blocks = _blocks(a, section, out, say or (lambda line: None))
+        failed = {b.what: b.why for b in blocks if isinstance(b, Card) and b.trace}
+        record["failed"] |= failed
+        parts.append((section, blocks))
+        _save(out / PAGE, document(a, parts, [s for s in chosen if s not in dict(parts)]))
+    record |= {"finished": True, "provenance": dataclasses.asdict(a.basis.provenance)}
+    _save(out / RECORD, json.dumps(record, indent=1, default=str))
+    return record
 
 
-def analyse(
-    request: Request, model: Any, texts: Texts, folder: Folder, bar: tqdm, *, resume: bool
-) -> Analysis:
-    """Choose the windows of a report and decompose them."""
-    view = as_view(model)
-    budget = Budget(request.budget, n_layers=view.n_layers, d_model=view.d_model)
-    bar.set_description("position and context of every state")
-    windows, smaller = choose_sizes(request, view, texts, budget)
-    folder.begin({**settings(request, view, texts), "tokens": windows.token_hash})
-    count, length = windows.tokens.shape
-    bar.set_postfix_str(f"{count:,} windows of {length} tokens, --budget {budget.word}")
-    basis = basis_of(view, windows, folder, seed=request.seed, resume=resume)
-    bar.update()
-    return Analysis(
-        model=model,
-        view=view,
-        windows=windows,
-        basis=basis,
-        budget=budget,
-        embedded=request.model is None,
-        seed=request.seed,
-        notes=texts.notes,
-        smaller=smaller,
-        planes=request.planes,
-        bar=bar,
-    )
+def _hash(a: Analysis) -> str:
+    """16 hex digits of everything that the numbers depend on."""
+    view = a.view
+    what = [__version__, view.fingerprint, view.processed, str(view.dtype), a.windows.token_hash]
+    what += [list(a.windows.tokens.shape), bool(a.windows.has_bos), a.seed]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _save(path: Path, text: str) -> None:
+    write_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def _blocks(
+    a: Analysis, section: Section, out: Path, say: Callable[[str], None]
+) -> list[Block | Card]:
+    """The items of a section, read or made."""
+    done = {i.key for i in section.items if all(path.is_file() for path in _files(out, i))}
+    missing = tuple(item for item in section.items if item.key not in done)
+    seconds = dataclasses.replace(section, items=missing).seconds(a) if missing else 0
+    say(f"{section.title}: {f'about {max(1, round(seconds))} s' if missing else 'read'}")
+    blocks: list[Block | Card] = []
+    for item in section.items:
+        make = _read if item.key in done else _made
+        try:
+            blocks += make(a, item, out)
+        except Exception as error:
+            blocks.append(_card(item.title, error))
+    return blocks
+
+
+def _files(out: Path, item: Item) -> tuple[Path, Path]:
+    """The table and the figures of an item; it is read where both are there."""
+    return out / f"{item.key}.csv", out / "figures" / f"{item.key}.html"
+
+
+def _card(what: str, error: Exception) -> Card:
+    """Why something is missing, with the traceback of what is no refusal."""
+    if isinstance(error, GeometryError):
+        return Card(what=what, why=str(error))
+    trace = "".join(traceback.format_exception(error))
+    return Card(what=what, why=f"{type(error).__name__}: {error}", trace=trace)
+
+
+def _made(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
+    """Compute an item and write it. The table stays where a figure cannot be drawn."""
+    result, (csv, drawn) = item.compute(a), _files(out, item)
+    table = a.tables[item.key] = item.frame(a, result)
+    _save(csv, table.to_csv(index=False, lineterminator="\n"))
+    figures, cards = [], []
+    for draw in item.figures:
+        try:
+            view = draw(a, result)
+            figures.append(f"<!--{' '.join(getattr(view, 'scripts', ()))}-->{view.html()}")
+        except Exception as error:
+            cards.append(_card(f"A figure of “{item.title}”", error))
+    if not cards:
+        _save(drawn, "\n".join(figures))
+    return [_block(item, table, "".join(figures)), *cards]
+
+
+def _read(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
+    """An item that the folder holds."""
+    csv, drawn = _files(out, item)
+    table = a.tables[item.key] = pd.read_csv(csv)
+    return [_block(item, table, drawn.read_text(encoding="utf-8"))]
+
+
+def _block(item: Item, table: pd.DataFrame, figures: str) -> Block:
+    answers = [ask.answer(table, item.key) for ask in item.asks]
+    found = [answer for answer in answers if answer is not None]
+    scripts = " ".join(re.findall(r"<!--([^>]*)-->", figures)).split()
+    return Block(item=item, table=table, figures=figures, scripts=scripts, findings=found)

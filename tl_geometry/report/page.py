@@ -1,96 +1,174 @@
-"""What does the page of a report look like as a whole? It is one self-contained HTML document that
-opens with its findings. It is readable in light and dark, on paper, and where no script runs.
-:mod:`tl_geometry.report.folder` and the experiments of :mod:`tl_geometry.papers` write it.
-
-The script of the page searches tables. The content policy names the hash of every script that may
-run (that of the page, and those of figures in their sandboxed frames) and allows nothing to be
-fetched.
-"""
+"""What does the page of a report look like? One self-contained document, made from one template:
+the findings first, then the sections with their figures, tables and cards."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
-from tl_geometry.render.page import script_hash
-from tl_geometry.report.findings import Finding
-from tl_geometry.report.templates import asset, fill
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-LEDE = (
-    "Each finding stands beside its interval or p-value and what chance would give; so does each "
-    "number of a table, where its measure has them."
-)
-"""Sentence below the title, after the one that says what was analysed."""
-SHOWN, EACH = 5, 2
-"""Most findings at the head of a report; most of one section while others have some left."""
+from tl_geometry.base import html
+from tl_geometry.base.results import SOURCES
+from tl_geometry.report.findings import Finding, number
+
+if TYPE_CHECKING:
+    from tl_geometry.report.analysis import Analysis
+    from tl_geometry.report.items import Item, Section
+
+SHOWN = 5
+"""Most findings at the head of a report; the others are folded."""
+LONGEST, OPEN = 200, 16
+"""Most rows of a table on the page, and most that are shown unfolded; the file has all."""
+NAMES = {
+    "pos": "position",
+    "ctx": "context",
+    "resid": "residual",
+    "cs": "share",
+    "gs": "share of gain",
+    "kl": "KL (nats)",
+    "change": "change (nats)",
+    "others": "another head (nats)",
+    "loss_increase": "loss (nats)",
+    "top1": "same likeliest token",
+    "incoherence": "|cos|",
+    "corrected": "",
+    "se": "standard error",
+    "avg": "mean",
+    "out": "held out",
+}
+"""Parts of a column's name -> words for the reader; "_" becomes a space."""
+WORKS = ("song2023", "sarfati2025", "molina2023")
+"""The works whose measures a report uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A finished section, as the page and the JSON file of a section hold it: its HTML (escaped),
-    its findings, the hashes of the scripts that its figures run, the keys of the works to cite, and
-    the columns and rows of its tables."""
+class Card:
+    """Takes the place of something that is missing, with the reason; ``trace`` is that of an
+    unexpected error."""
 
-    name: str
-    title: str
-    html: str
-    findings: Sequence[Finding] = ()
+    what: str
+    why: str
+    trace: str = ""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Block:
+    """An item that is made: its table, the HTML of its figures with the hashes of their scripts,
+    and its findings."""
+
+    item: Item
+    table: pd.DataFrame
+    figures: str
     scripts: Sequence[str] = ()
-    sources: Sequence[str] = ()
-    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
 
-    @staticmethod
-    def read(path: Path) -> Part:
-        """The part that an earlier run has written as JSON."""
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        findings = [Finding(**finding) for finding in saved.pop("findings")]
-        return Part(findings=findings, **saved)
+    @property
+    def size(self) -> str:
+        """How much of the table is on the page."""
+        shown = min(len(self.table), LONGEST)
+        return f"{shown} of {len(self.table)} rows" if shown < len(self.table) else f"{shown} rows"
+
+    @property
+    def open(self) -> bool:
+        """Whether the table is shown unfolded."""
+        return len(self.table) <= OPEN
+
+    @property
+    def head(self) -> list[tuple[str, bool]]:
+        """Headings, and whether their column holds numbers."""
+        return [(heading(name), name in self._numbers) for name in self._columns]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The cells as a reader sees them, each with its interval."""
+        records = self.table.head(LONGEST).to_dict("records")
+        return [[self._cell(row, name) for name in self._columns] for row in records]
+
+    @property
+    def _columns(self) -> list[str]:
+        names = [n for n in self.item.columns or self.table.columns if n in self.table]
+        ends = ("_low", "_high", "_se")
+        return [n for n in names if not (n.endswith(ends) and n.rsplit("_", 1)[0] in names)]
+
+    @property
+    def _numbers(self) -> set[str]:
+        return set(self.table.select_dtypes("number"))
+
+    def _cell(self, row: Any, name: str) -> str:
+        shown = number(row[name])
+        low, high, error = (row.get(f"{name}_{end}", math.nan) for end in ("low", "high", "se"))
+        if math.isfinite(low) and math.isfinite(high):
+            return f"{shown} [{number(low)}, {number(high)}]"
+        return f"{shown} ± {error:.1g}" if math.isfinite(error) else shown
 
 
-def document(
-    title: str,
-    parts: Sequence[Part],
-    sources: Sequence[str],
-    *,
-    lede: str = "",
-    caution: str = "",
-    note: str = "",
-) -> str:
-    """The whole page, from its sections and the works to cite. ``lede`` says what was analysed,
-    ``caution`` what the report is no evidence for, ``note`` which sections are still to come."""
-    script = asset("report.js")
-    hashes = [script_hash(script), *(text_hash for part in parts for text_hash in part.scripts)]
-    head, rest = chosen((part.name, finding) for part in parts for finding in part.findings)
-    return fill(
-        "page",
-        title=title,
-        parts=parts,
-        sources=sources,
-        lede=lede and f"{lede} {LEDE}",
-        caution=caution,
-        note=note,
-        head=head,
-        rest=rest,
-        allowed=" ".join(dict.fromkeys(hashes)),
-        style=asset("report.css"),
-        script=script,
+def heading(column: str) -> str:
+    """The name of a column in words.
+
+    >>> heading("ctx_corrected"), heading("loss_increase")
+    ('context', 'loss (nats)')
+    """
+    if column in NAMES:
+        return NAMES[column]
+    return " ".join(filter(None, (NAMES.get(part, part) for part in column.split("_"))))
+
+
+@functools.cache
+def environment() -> Environment:
+    """The templates. Every value is escaped, and what acts unseen is made visible."""
+    return Environment(
+        loader=PackageLoader("tl_geometry.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        # jinja2 marks HTML as a subclass of str: only plain str is changed
+        finalize=lambda value: html.visible(value) if type(value) is str else value,
     )
 
 
-def chosen(findings: Iterable[tuple[str, Finding]]) -> tuple[list[Finding], list[Finding]]:
-    """The findings for the head of a page, and the others, from ``(section, finding)`` in reading
-    order. Findings that exclude their null come first. A section has at most :data:`EACH` at the
-    head while other sections have some left."""
-    ranked = sorted(findings, key=lambda item: not item[1].clear)
-    # first round: at most EACH of a section; second round: the remaining room goes by rank
-    head: list[tuple[str, Finding]] = []
-    for max_of_section in (EACH, SHOWN):
-        for section, finding in ranked:
-            of_section = sum(name == section for name, _ in head)
-            if len(head) < SHOWN and of_section < max_of_section and (section, finding) not in head:
-                head.append((section, finding))
-    rest = [finding for section, finding in ranked if (section, finding) not in head]
-    return [finding for _, finding in head], rest
+def chosen(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """The findings at the head, and the others. The first stays first, because it says what the
+    model does; then come those that exclude their null."""
+    ranked = [*findings[:1], *sorted(findings[1:], key=lambda finding: not finding.clear)]
+    return ranked[:SHOWN], ranked[SHOWN:]
+
+
+def document(
+    a: Analysis,
+    parts: Sequence[tuple[Section, Sequence[Block | Card]]],
+    coming: Sequence[Section] = (),
+) -> str:
+    """The whole page; ``coming`` are sections that are not made yet."""
+    blocks = [block for _, made in parts for block in made if isinstance(block, Block)]
+    found = [finding for block in blocks for finding in block.findings]
+    # the head that does most comes first, where the report has it
+    found.sort(key=lambda finding: finding.item != "removal")
+    head, rest = chosen(found)
+    view, rows = a.view, a.windows
+    lede = f"{view.n_layers} blocks of {view.n_heads} heads, on {len(rows)} windows of "
+    lede += f"{rows.tokens.shape[1]} tokens of {rows.corpus}. Each finding stands beside its "
+    lede += "interval and what chance gives."
+    style = (files("tl_geometry.report") / "assets" / "report.css").read_text(encoding="utf-8")
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            title=view.name,
+            lede=lede,
+            embedded=view.name == "tl-geometry-embedded",
+            head=head,
+            rest=rest,
+            parts=parts,
+            coming=[section.title for section in coming],
+            allowed=" ".join(dict.fromkeys(text for block in blocks for text in block.scripts)),
+            style=Markup(style),
+            sources=[SOURCES[key] for key in WORKS],
+            is_card=lambda block: isinstance(block, Card),
+        )
+    )

@@ -17,7 +17,7 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.errors import BudgetError, UnsupportedModelError, fail
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import batch_of
@@ -137,7 +137,7 @@ def token_paths(
         require_basis(basis)
         basis.check_model(view)
         basis.require_raw("token_paths")
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     batch_contexts = _contexts_per_batch(view, rows, method, memory_budget, batch_size)
     shown, place, fitted_on = _projection(view, basis, method, seed)
     token_directions = output_rows(view)

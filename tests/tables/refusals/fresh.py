@@ -310,7 +310,6 @@ ROWS: tuple[Row, ...] = (
             name=f"7 {field} beside ids",
             call=lambda s, f=field: returned(s, **{f: torch.ones_like(s.ids)}),
             what=field,
-            today=WRONG,
         )
         for field in ("token_type_ids", "position_ids")
     ),
@@ -318,7 +317,6 @@ ROWS: tuple[Row, ...] = (
         name="7 embeddings beside ids",
         call=lambda s: returned(s, inputs_embeds=torch.zeros(*s.ids.shape, s.d_model)),
         what="inputs_embeds",
-        today=WRONG,
     ),
     Row(name="7 ids alone", call=returned),
     Row(

@@ -1,0 +1,484 @@
+"""Which edges make the behaviour? Scores of all edges from writers to readers:
+:func:`tl_geometry.edge_scores`.
+
+For a prompt and its counterfactual, with u the write of a writer and x the input of a reader
+(:mod:`tl_geometry.circuits.edge_layout`), both vectors of the stream at every position:
+
+    score(u -> x) = sum_positions (u_clean - u_counterfactual) . d metric / d x
+
+``method`` says which derivative. With ``"contrast"`` it is that of the linear network between the
+two runs (:class:`~tl_geometry.circuits.arithmetic.Between`): the scores of all edges out of the
+embedding, followed through, sum to the difference of the metric exactly. ``"gradient"`` is that of
+the clean run (attribution patching; Syed et al. 2023). ``"integrated"`` is the mean over ``steps``
+runs on first states between those of the two prompts, at the midpoints of equal steps, ``h_0 =
+counterfactual + a (clean - counterfactual)``, ``a = (m + 1/2) / steps`` (Hanna et al. 2024).
+
+A mixture of experts is one reader and one writer. Gradients pass through the experts chosen and the
+weights that the router gives them; between two runs that choose other experts it is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.errors import ReconstructionError, choice, fail, require
+from tl_geometry.base.intervals import FEWEST, t_quantile
+from tl_geometry.base.results import Provenance, Result, hash_tokens
+from tl_geometry.base.tables import Table
+from tl_geometry.circuits.arithmetic import Between, Live, gauss_legendre
+from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.runner import BlockRun, Runner, Stream
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.models.batches import batch_of
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
+from tl_geometry.models.reconstruction import reconstruction_bound
+
+METHODS = ("contrast", "gradient", "integrated")
+"""Which derivative is taken."""
+BATCH_BYTES = 2**30
+"""Bytes of the writes that are held for one batch of pairs."""
+METRIC_NODES = 16
+"""Gauss-Legendre nodes for a metric of the user's between the logits of both runs: as smooth as a
+log-probability it closes to 1e-9."""
+
+UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
+"""A number for each prompt of a batch, from the batch's logits."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EdgeScores(Result):
+    """Scores of all edges of a model, means over pairs of prompts.
+
+    ``layout`` names the edges (``layout.writers``, ``layout.readers``, ``layout.ends()``);
+    ``errors`` are standard errors of the means (NaN below 10 prompts). ``node_scores`` are those of
+    the writers as a whole, the sums over all edges out of each. ``clean`` and ``counterfactual``
+    are the means of the metric. A positive score says that the clean write raises the metric.
+    """
+
+    layout: EdgeLayout
+    scores: Float[Tensor, " edge"]
+    errors: Float[Tensor, " edge"]
+    node_scores: Float[Tensor, " writer"]
+    node_errors: Float[Tensor, " writer"]
+    prompts: int
+    clean: float
+    counterfactual: float
+    method: str
+
+    def names(self) -> tuple[str, ...]:
+        """Every edge as it is given to :func:`tl_geometry.faithfulness`: ``"L0H3->L5H1<q>"``."""
+        return self.layout.edge_names()
+
+    def columns(self) -> Sequence[str]:
+        return ("source", "target", "score", "low", "high")
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        """The largest absolute score first."""
+        order = _by_size(self.scores)
+        writers, readers = self.layout.writers, self.layout.readers
+        sources, targets = (end[order].tolist() for end in self.layout.ends())
+        columns = (x[order].tolist() for x in self._bounds(self.scores, self.errors))
+        named = ([writers[i] for i in sources], [readers[i] for i in targets])
+        return list(zip(*named, *columns, strict=True))
+
+    def nodes(self) -> Table:
+        """Embedding, heads and MLPs as a whole: ``writer``, ``score``, ``low``, ``high`` (95% over
+        prompts), the largest absolute score first."""
+        import pandas as pd
+
+        order = _by_size(self.node_scores)
+        columns = [x[order].tolist() for x in self._bounds(self.node_scores, self.node_errors)]
+        frame = pd.DataFrame({"writer": [self.layout.writers[i] for i in order.tolist()]})
+        frame["score"], frame["low"], frame["high"] = columns
+        return Table.of(frame, self.provenance)
+
+    def _bounds(self, values: Tensor, errors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means with Student's 95% interval over prompts."""
+        # one degree of freedom at least, where the quantile exists: below 10 prompts errors are NaN
+        reach = errors * float(t_quantile(torch.tensor(max(1.0, self.prompts - 1.0))))
+        return values, values - reach, values + reach
+
+    def kept(self, fraction: float) -> Bool[Tensor, " edge"]:
+        """The edges of largest absolute score, ``fraction`` of all."""
+        return largest(self.scores, fraction)
+
+    def edges(self, fraction: float) -> list[str]:
+        """Names of the edges of largest absolute score, ``fraction`` of all."""
+        names = self.names()
+        return [names[i] for i in self.kept(fraction).nonzero()[:, 0].tolist()]
+
+
+def edge_scores(
+    model: ModelLike,
+    prompts: Any,
+    *,
+    counterfactual: Any = None,
+    answer: Any = None,
+    other: Any = None,
+    metric: UserMetric | None = None,
+    method: str = "contrast",
+    steps: int = 5,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+) -> EdgeScores:
+    """How much each edge contributes to a behaviour. An edge leads from a writer (embedding, head,
+    MLP) to a reader (query of a head, key and value of a group, MLP, output).
+
+    ``sum_positions (u_clean - u_counterfactual) . d metric / d x``, the mean over pairs.
+
+    Args:
+        prompts: texts or token ids of any lengths, or :class:`~tl_geometry.corpus.Prompts`, which
+            hold counterfactuals and answers.
+        counterfactual: for each prompt another of as many tokens.
+        answer, other: the tokens whose logits are compared at the last position, for each pair or
+            for all, as ids or texts (``answer`` may be a list of pairs); by default the most likely
+            token after the prompt and after its counterfactual.
+        metric: in place of these a differentiable function of the logits ``[batch position
+            d_vocab]`` of any batch, to one number for each prompt.
+        method: ``"contrast"``, the exact linear network between both runs; ``"gradient"``, that of
+            the clean run (attribution patching); ``"integrated"``, gradients averaged over
+            ``steps`` runs whose first states lie between those of the two prompts.
+        batch_size: most pairs in one pass.
+
+    Raises ``GeometryError`` for a pair of two lengths, and for a pair after which the same token is
+    likeliest; ``UnsupportedModelError`` for an encoder; ``ReconstructionError`` where a pass by
+    blocks does not give the model's own logits, or the contrast does not sum.
+
+    A model in half precision is scored by its weights in float32, its own precision being too
+    coarse to check.
+
+    Sources: Syed et al. 2023, arXiv:2310.10348 (gradient); Hanna et al. 2024, arXiv:2403.17806
+    (integrated); contrast is of this library.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 12, n=4).tokens
+    >>> scores = tlg.edge_scores(
+    ...     model, windows[:2], counterfactual=windows[2:], answer=(11, 12)
+    ... )
+    >>> len(scores.scores) == len(scores.names()), scores.layout.writers[:2]
+    (True, ('embed', 'L0H0'))
+    """
+    choice(method, METHODS, "method")
+    count = whole(steps)
+    if count is None or count < 1:
+        fail("steps", expected="a whole number, at least 1", got=repr(steps))
+    view = as_view(model)
+    layout = EdgeLayout.of(view)
+    options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
+    midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
+    sums = _Sums(layout)
+    for runner, batch in batches(view, layout, pairs, batch_size):
+        if method == "contrast":
+            sums.add(*_contrast(runner, layout, batch, metric))
+        else:
+            sums.add(*_gradients(runner, layout, batch, metric, midpoints))
+    sources = {"contrast": (), "gradient": ("syed2023",), "integrated": ("hanna2024",)}[method]
+    return sums.result(method, provenance_of_pairs(view, pairs, sources=sources))
+
+
+# ---- pairs, batches, metric
+
+
+def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
+    """Prompts with their counterfactuals, and without a ``metric`` with the tokens that are
+    compared: by default the most likely one after each run of a pair."""
+    expected, instead = "a counterfactual for each prompt", "counterfactual="
+    missing = prompts.counterfactual_ids is None
+    require(not missing, "prompts", expected=expected, got="none", instead=instead)
+    prompts = dataclasses.replace(prompts, rows=torch.arange(len(prompts)))
+    if metric is not None:
+        require(callable(metric), "metric", expected="a function of logits", got=describe(metric))
+        one, what = prompts.answers is None, "metric, answer"
+        require(one, what, expected="one of them", got="both")
+        return prompts
+    if prompts.answers is None:
+        answers, others = (torch.empty(len(prompts), dtype=torch.int64) for _ in range(2))
+        for group in prompts.groups():
+            assert group.counterfactuals is not None
+            size = batch_of(None, group.tokens.shape[1], view.device)
+            for into, tokens in ((answers, group.tokens), (others, group.counterfactuals)):
+                logits = [view.logits(part, position=-1)[:, 0] for part in tokens.split(size)]
+                into[group.rows] = torch.cat(logits).argmax(-1).cpu()
+        prompts = dataclasses.replace(prompts, answers=answers, others=others)
+    if prompts.others is not None and prompts.answers is not None:
+        same = (prompts.answers == prompts.others).nonzero()[:, 0].tolist()
+        if same:
+            text = view.decode([int(prompts.answers[same[0]])])[0]
+            fail(
+                f"answer, other of prompt pair {same[0]}",
+                expected="two different tokens",
+                got=f"{text!r} twice",
+                instead="answer=[(answer, other), ...]",
+            )
+    return prompts
+
+
+def batches(
+    view: ModelView, layout: EdgeLayout, pairs: Prompts, batch_size: int | None
+) -> Iterator[tuple[Runner, Prompts]]:
+    """Pairs of one length, as many as fit, with the runner for that length."""
+    size = whole(1 if batch_size is None else batch_size)
+    if size is None or size < 1:
+        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size))
+    for group in pairs.groups():
+        length = group.tokens.shape[1]
+        # in half precision too numbers are float32 here
+        needed = len(layout.writers) * length * layout.d_model * max(4, view.dtype.itemsize)
+        step = max(1, BATCH_BYTES // (2 * needed)) if batch_size is None else size
+        runner = Runner.of(view, group.tokens[:1])
+        for start in range(0, len(group), step):
+            yield runner, group[start : start + step]
+
+
+def measured(
+    batch: Prompts, metric: UserMetric | None, logits: Float[Tensor, "batch position d_vocab"]
+) -> Float[Tensor, " batch"]:
+    """The metric of a batch from its logits (at the last position alone, without one of the
+    user's)."""
+    if metric is None:
+        assert batch.answers is not None
+        last = logits[:, -1]
+        ids = [x.to(last.device) for x in (batch.answers, batch.others) if x is not None]
+        chosen = [last.gather(1, x.unsqueeze(1))[:, 0] for x in ids]
+        return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
+    values: Any = metric(logits)
+    got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
+    expected = f"one number for each of {len(logits)} prompts of a batch"
+    require(got == (len(logits),), "metric", expected=expected, got=got)
+    finite = bool(torch.isfinite(values).all())
+    require(finite, "metric", expected="finite numbers", got=values.tolist())
+    return values
+
+
+def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
+    """What a result on these pairs was computed from."""
+    tokens = pairs.token_hash
+    for row in pairs.counterfactual_ids or ():
+        tokens = hash_tokens(row.unsqueeze(0), tokens)
+    about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
+    about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}
+    return view.provenance(**about, **fields)
+
+
+def places(metric: UserMetric | None) -> slice:
+    """Where logits are needed."""
+    return slice(-1, None) if metric is None else slice(None)
+
+
+# ---- scores of one batch
+
+Batch = tuple[Float[Tensor, "batch reader writer"], Tensor, Tensor]
+"""Scores of each pair, and the metric of both runs."""
+
+
+class Writes:
+    """What all writers wrote in a pass, ``[batch writer position d_model]``; or how much less than
+    in another pass."""
+
+    def __init__(self, layout: EdgeLayout, like: Stream) -> None:
+        batch, length, width = like.shape
+        self.tensor = like.new_zeros(batch, len(layout.writers), length, width)
+        self.at = 0
+
+    def add(self, writes: Float[Tensor, "writer batch position d_model"], sign: int = 1) -> None:
+        """Add what the next writers wrote."""
+        into = self.tensor[:, self.at : self.at + len(writes)]
+        into.add_(writes.detach().transpose(0, 1), alpha=sign)
+        self.at += len(writes)
+
+    def of_block(self, sign: int) -> Callable[[BlockRun], None]:
+        """Adds what a block wrote."""
+
+        def on_block(run: BlockRun) -> None:
+            self.add(run.heads, sign)
+            if run.mlp is not None:
+                self.add(run.mlp.unsqueeze(0), sign)
+
+        return on_block
+
+
+@torch.no_grad()
+def _gradients(
+    runner: Runner,
+    layout: EdgeLayout,
+    batch: Prompts,
+    metric: UserMetric | None,
+    midpoints: Sequence[float],
+) -> Batch:
+    """Scores by gradients at some runs between both prompts."""
+    change: Writes | None = None
+    runs, values = [], []
+    for tokens, sign in ((batch.tokens, 1), (batch.counterfactuals, -1)):
+        assert tokens is not None
+        if change is None:
+            like = runner.blocks[0].layer.h
+            change = Writes(layout, like.new_empty(*tokens.shape, like.shape[-1]))
+        change.at = 1
+        on_block = change.of_block(sign)
+        runs.append(runner.verified(tokens, positions=places(metric), on_block=on_block))
+        values.append(measured(batch, metric, runs[-1].logits))
+    assert change is not None
+    clean, other = (run.streams[0] for run in runs)
+    change.tensor[:, 0] = clean - other
+    total: Tensor | float = 0.0
+    for a in midpoints:
+        states = runs[0] if a == 1.0 else runner.run(other + a * (clean - other))
+        with torch.enable_grad():
+            last = states.streams[-1].detach().requires_grad_()
+            of = measured(batch, metric, runner.logits(last[:, places(metric)], Live()))
+            live, got = of.requires_grad, "one without a gradient"
+            expected, instead = "a differentiable function", "a function of the logits in torch"
+            require(live, "metric", expected=expected, got=got, instead=instead)
+            adjoint = torch.autograd.grad(of.sum(), last)[0]
+        scores = _contracted(runner, layout, states.streams, adjoint, Live, change.tensor)[0]
+        total = total + scores / len(midpoints)
+    assert isinstance(total, Tensor)
+    return total, values[0], values[1]
+
+
+@torch.no_grad()
+def _contrast(
+    runner: Runner, layout: EdgeLayout, batch: Prompts, metric: UserMetric | None
+) -> Batch:
+    """Scores by the linear network between both runs."""
+    assert batch.counterfactuals is not None
+    tokens, count = torch.cat([batch.tokens, batch.counterfactuals]), len(batch)
+    like = runner.blocks[0].layer.h
+    change = Writes(layout, like.new_empty(*batch.tokens.shape, like.shape[-1]))
+    change.at = 1
+
+    def on_block(run: BlockRun) -> None:
+        change.add(run.heads[:, :count] - run.heads[:, count:])
+        if run.mlp is not None:
+            change.add((run.mlp[:count] - run.mlp[count:]).unsqueeze(0))
+
+    positions = places(metric)
+    states = runner.verified(tokens, Between, positions=positions, on_block=on_block)
+    change.tensor[:, 0] = states.streams[0][:count] - states.streams[0][count:]
+    clean, other = states.logits.chunk(2)
+    values = [measured(batch, metric, logits) for logits in (clean, other)]
+    g = torch.zeros_like(clean)
+    for t, weight in gauss_legendre(METRIC_NODES) if metric is not None else ((0.5, 1.0),):
+        with torch.enable_grad():
+            between = (other + t * (clean - other)).requires_grad_()
+            of = measured(batch, metric, between).sum()
+            g = g + weight * torch.autograd.grad(of, between)[0]
+    with torch.enable_grad():
+        last = states.streams[-1].detach().requires_grad_()
+        logits = runner.logits(last[:, positions], Between())
+        adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
+    walked = _contracted(runner, layout, states.streams, adjoint, Between, change.tensor)
+    scores, first = walked
+    total = (change.tensor[:, 0].double() * first[:count].double()).sum((1, 2))
+    size = float(scores.abs().sum(1).amax(1).sum()) + float(values[0].abs().max())
+    bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
+    error = float((total - (values[0] - values[1]).double()).abs().max())
+    require(
+        error <= bound,
+        f"edges of {runner.view.name} between two runs",
+        expected=f"a sum that is the difference of the metric, within {bound:.1e}",
+        got=f"one that is off by {error:.1e}",
+        instead='method="gradient"',
+        error=ReconstructionError,
+    )
+    return scores, values[0], values[1]
+
+
+def _contracted(
+    runner: Runner,
+    layout: EdgeLayout,
+    streams: Sequence[Stream],
+    adjoint: Stream,
+    arithmetic: Callable[[], Live],
+    change: Float[Tensor, "batch writer position d_model"],
+) -> tuple[Float[Tensor, "batch reader writer"], Stream]:
+    """Walk back, and take the product of what every reader gets with what every writer that it
+    sees wrote; also dT/d(first state)."""
+    count = len(change)
+    scores = change.new_zeros(count, len(layout.readers), len(layout.writers))
+    writes, seen = change.flatten(2), layout.seen
+    at = len(layout.readers) - 1
+    scores[:, at] = torch.einsum("bwx,bx->bw", writes, adjoint[:count].flatten(1))
+    for entered, run in runner.back(streams, arithmetic):
+        adjoint = run.pull(entered, adjoint)
+        readers = run.to_readers(count).flatten(2)
+        at -= readers.shape[1]
+        most = seen[at + readers.shape[1] - 1]
+        scores[:, at : at + readers.shape[1], :most] = readers @ writes[:, :most].mT
+    return scores * layout.allowed.to(scores), adjoint
+
+
+class _Sums:
+    """Float64 sums and squares over pairs of prompts."""
+
+    def __init__(self, layout: EdgeLayout) -> None:
+        self.layout, self.allowed, self.prompts = layout, layout.allowed, 0
+        self.edges = torch.zeros(2, int(self.allowed.sum()), dtype=torch.float64)
+        self.nodes = torch.zeros(2, len(layout.writers), dtype=torch.float64)
+        self.metric = torch.zeros(2, dtype=torch.float64)
+
+    def add(
+        self,
+        scores: Float[Tensor, "batch reader writer"],
+        clean: Float[Tensor, " batch"],
+        counterfactual: Float[Tensor, " batch"],
+    ) -> None:
+        """Take in one batch."""
+        scores = scores.double().cpu()
+        for sums, values in ((self.edges, scores[:, self.allowed]), (self.nodes, scores.sum(1))):
+            sums += torch.stack([values.sum(0), values.square().sum(0)])
+        self.metric += torch.stack([clean.double().sum(), counterfactual.double().sum()]).cpu()
+        self.prompts += len(clean)
+
+    def result(self, method: str, provenance: Provenance) -> EdgeScores:
+        """The means, with their standard errors."""
+        n = self.prompts
+        (edges, errors), (nodes, node_errors) = (
+            _mean_and_error(sums, n) for sums in (self.edges, self.nodes)
+        )
+        return EdgeScores(
+            layout=self.layout,
+            scores=edges,
+            errors=errors,
+            node_scores=nodes,
+            node_errors=node_errors,
+            prompts=n,
+            clean=float(self.metric[0] / n),
+            counterfactual=float(self.metric[1] / n),
+            method=method,
+            provenance=provenance,
+        )
+
+
+def _mean_and_error(sums: Float[Tensor, "2 ..."], n: int) -> tuple[Tensor, Tensor]:
+    """Mean and standard error from a sum and a sum of squares over ``n`` prompts."""
+    mean = sums[0] / n
+    if n < FEWEST:
+        return mean, torch.full_like(mean, torch.nan)
+    return mean, ((sums[1] / n - mean.square()).clamp(min=0) / (n - 1)).sqrt()
+
+
+def largest(scores: Float[Tensor, " row"], fraction: float) -> Bool[Tensor, " row"]:
+    """The rows of largest absolute score, ``fraction`` of all, at least one."""
+    share = isinstance(fraction, int | float) and 0 < fraction <= 1
+    require(share, "fraction", expected="a share above 0, at most 1", got=repr(fraction))
+    kept = torch.zeros(len(scores), dtype=torch.bool)
+    kept[_by_size(scores)[: max(1, round(fraction * len(scores)))]] = True
+    return kept
+
+
+def _by_size(scores: Tensor) -> Tensor:
+    """The order of absolute values, the largest first; of equals the first."""
+    return scores.abs().argsort(descending=True, stable=True)

@@ -1,0 +1,390 @@
+"""Does a circuit do what the model does? Live runs of which only some edges are left:
+:func:`tl_geometry.faithfulness`.
+
+In a pruned run every reader gets the stream of the counterfactual, plus (running - counterfactual)
+of the writers that the circuit keeps for it; norms, patterns and MLPs are live. With m the mean of
+the metric over prompts
+
+    f(C) = (m(C) - m(nothing kept)) / (m(all kept) - m(nothing kept))
+
+is how faithful the circuit C is: nothing kept is the run on the counterfactual, all kept that on
+the prompt. Over circuits of growing size, ``CPR`` is the area under f over the share of edges kept,
+``CMD`` the area under ``|1 - f|`` (Mueller et al. 2025): a good ranking has CPR near or above 1 and
+CMD near 0. Random circuits of equal size are the null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_geometry.base import checks
+from tl_geometry.base.errors import check_seed, fail, require
+from tl_geometry.base.intervals import Interval, paired_interval
+from tl_geometry.base.results import Result
+from tl_geometry.circuits.arithmetic import Live
+from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
+from tl_geometry.circuits.edge_scores import (
+    EdgeScores,
+    UserMetric,
+    Writes,
+    batches,
+    largest,
+    measured,
+    pairs_of,
+    places,
+    provenance_of_pairs,
+)
+from tl_geometry.circuits.runner import Reads, Runner, Stream
+from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
+
+FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Shares of the edges that are kept, as in Mueller et al. 2025."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Faithfulness(Result):
+    """The metric of pruned runs for each pair of prompts, and f from it.
+
+    ``unit`` is what circuits are made of: ``"edges"``, ``"nodes"`` (writers as a whole) or
+    ``"heads"`` (the embedding and MLPs are always kept, yet f = 0 is the run that keeps nothing at
+    all). There are ``total`` of these, of which ``kept`` are kept at each level. ``clean`` and
+    ``counterfactual`` are the metric of whole runs, ``metrics`` that of the circuits, ``random``
+    that of random circuits of equal size. For a chosen set there is one level, and ``complements``
+    hold the runs that keep everything else.
+    """
+
+    unit: str
+    total: int
+    kept: Int[Tensor, " level"]
+    clean: Float[Tensor, " context"]
+    counterfactual: Float[Tensor, " context"]
+    metrics: Float[Tensor, "level context"]
+    random: Float[Tensor, "sample level context"]
+    complements: Float[Tensor, "level context"] | None = None
+    random_complements: Float[Tensor, "sample level context"] | None = None
+    seed: int
+
+    @property
+    def fractions(self) -> Float[Tensor, " level"]:
+        """Share of the edges (nodes, heads) that are kept."""
+        return self.kept.double() / self.total
+
+    @property
+    def f(self) -> Interval:
+        """Faithfulness f at each level, with a 95% interval over pairs of prompts (of a ratio of
+        means by its linearisation; NaN below 10 pairs)."""
+        return self._ratio(self.metrics)
+
+    @property
+    def completeness(self) -> Interval:
+        """Faithfulness f of everything but the chosen set: near 0 where the set is complete."""
+        return self._ratio(self._of_set(self.complements))
+
+    @property
+    def random_f(self) -> Float[Tensor, "sample level"]:
+        """Faithfulness f of each random circuit."""
+        return self._share(self.random)
+
+    @property
+    def random_completeness(self) -> Float[Tensor, "sample level"]:
+        """Faithfulness f of everything but each random set."""
+        return self._share(self._of_set(self.random_complements))
+
+    @property
+    def cpr(self) -> Interval:
+        """Area under f over the share kept, by trapezoids, from (0, 0) to (1, 1)."""
+        weights, end = self._weights()
+        f, residuals = self._linearised(self.metrics)
+        return paired_interval(residuals @ weights + f @ weights + end)
+
+    @property
+    def cmd(self) -> Interval:
+        """Area under ``|1 - f|`` over the share kept, by trapezoids."""
+        weights, _ = self._weights()
+        f, residuals = self._linearised(self.metrics)
+        start = 0.5 * float(self.fractions.min())  # |1 - f| is 1 where nothing is kept
+        value = (1 - f).abs() @ weights + start
+        return paired_interval((residuals * (f - 1).sign()) @ weights + value)
+
+    @property
+    def random_cpr(self) -> Float[Tensor, " sample"]:
+        """CPR of each series of random circuits."""
+        weights, end = self._weights()
+        return self.random_f @ weights + end
+
+    def _of_set(self, complements: Tensor | None) -> Tensor:
+        if complements is None:
+            got, instead = "a curve of rankings", "faithfulness(model, heads_or_edges, ...)"
+            fail("completeness", expected="a chosen set", got=got, instead=instead)
+        return complements
+
+    def _weights(self) -> tuple[Float[Tensor, " level"], float]:
+        """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
+        end adds, where everything is kept and f is 1."""
+        if self.complements is not None:
+            got, instead = "a chosen set", ".f and .completeness"
+            fail("CPR and CMD", expected="a curve of rankings", got=got, instead=instead)
+        order = self.fractions.argsort()
+        at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
+        weights = torch.empty_like(self.fractions)
+        weights[order] = (at[2:] - at[:-2]) / 2
+        return weights, 0.5 * float(1 - at[-2])
+
+    def _share(self, metrics: Float[Tensor, "*batch context"]) -> Float[Tensor, "*batch"]:
+        whole = (self.clean - self.counterfactual).mean()
+        return (metrics - self.counterfactual).mean(-1) / whole
+
+    def _linearised(
+        self, metrics: Float[Tensor, "level context"]
+    ) -> tuple[Float[Tensor, " level"], Float[Tensor, "context level"]]:
+        """f, and how far each pair of prompts moves it: ``(x - f y) / mean(y)`` for the ratio of
+        the means of x and y."""
+        whole = self.clean - self.counterfactual
+        f = self._share(metrics)
+        x = metrics - self.counterfactual
+        return f, ((x - f.unsqueeze(1) * whole) / whole.mean()).mT
+
+    def _ratio(self, metrics: Float[Tensor, "level context"]) -> Interval:
+        f, residuals = self._linearised(metrics)
+        return paired_interval(residuals + f)
+
+    table_axes = ("level",)
+
+    def axis_labels(self, axis: str) -> Mapping[str, Sequence[object]]:
+        """Levels are named by the share that they keep."""
+        return {"fraction": self.fractions.tolist()}
+
+    def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
+        columns = {"kept": self.kept, **self.f.columns("f"), **_over_draws("random", self.random_f)}
+        if self.complements is not None:
+            columns |= self.completeness.columns("complement")
+            columns |= _over_draws("random_complement", self.random_completeness)
+        return {name: (values, ("level",)) for name, values in columns.items()}
+
+
+def _over_draws(name: str, f: Float[Tensor, "sample level"]) -> dict[str, Float[Tensor, " level"]]:
+    """Mean, least and largest f of random circuits, as columns of the table."""
+    return {name: f.mean(0), f"{name}_low": f.amin(0), f"{name}_high": f.amax(0)}
+
+
+def faithfulness(
+    model: ModelLike,
+    prompts: Any,
+    circuit: EdgeScores | Any,
+    *,
+    counterfactual: Any = None,
+    answer: Any = None,
+    other: Any = None,
+    metric: UserMetric | None = None,
+    fractions: Sequence[float] = FRACTIONS,
+    nodes: bool = False,
+    draws: int = 3,
+    batch_size: int | None = None,
+    prepend_bos: bool | None = None,
+    seed: int = 0,
+) -> Faithfulness:
+    """How much of a behaviour is left when only a circuit runs, beside random circuits.
+
+    ``f(C) = (m(C) - m(nothing)) / (m(all) - m(nothing))``, m the mean of the metric over prompts;
+    what is not kept has its value in the counterfactual.
+
+    Args:
+        prompts, counterfactual, answer, other, metric, batch_size: as in
+            :func:`tl_geometry.edge_scores`.
+        circuit: :class:`EdgeScores`, whose edges are kept by absolute score, ``fractions`` of them
+            (with ``nodes=True`` writers as a whole); or a chosen set: heads (``"L5H1"``, ``(5,
+            1)``), the embedding and all MLPs then being kept too, or edges (``"L0H3->L5H1<q>"``).
+            Of a chosen set completeness is measured as well: f of everything else.
+        draws: random circuits of each size.
+
+    Raises ``GeometryError`` for scores of another model's edges, for unknown heads or edges, and
+    where prompts and counterfactuals have the same mean metric.
+
+    Sources: Mueller et al. 2025, arXiv:2504.13151 (f, CPR, CMD).
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 12, n=4).tokens
+    >>> pairs = {"counterfactual": windows[2:], "answer": (11, 12)}
+    >>> result = tlg.faithfulness(model, windows[:2], ["L0H0", "L1H1"], **pairs, draws=2)
+    >>> result.unit, result.kept.tolist(), result.random_f.shape
+    ('heads', [2], torch.Size([2, 1]))
+    """
+    check_seed(seed, "seed")
+    count = checks.whole(draws)
+    if count is None or count < 1:
+        fail("draws", expected="a whole number, at least 1", got=repr(draws))
+    view = as_view(model)
+    layout = EdgeLayout.of(view)
+    ranked = isinstance(circuit, EdgeScores)
+    if ranked:
+        unit = "nodes" if nodes else "edges"
+        sets = _ranked_sets(circuit, layout, fractions, nodes)
+    else:
+        defaults, what = not nodes and tuple(fractions) == FRACTIONS, "nodes, fractions"
+        expected, got, instead = "EdgeScores, which they rank", "a chosen set", "neither of them"
+        require(defaults, what, expected=expected, got=got, instead=instead)
+        unit, sets = _chosen_set(circuit, layout)
+    # the circuit of each level, then the random ones
+    circuits = torch.cat([sets.unsqueeze(0), _random_sets(sets, count, seed)])
+    if not ranked:
+        circuits = torch.cat([circuits, ~circuits])
+    options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
+    pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
+    values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
+    for runner, batch in batches(view, layout, pairs, batch_size):
+        of_batch = _of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
+        values[:, batch.rows] = of_batch
+    clean, without = values[:2]
+    differ = float((clean - without).mean().abs()) > 0
+    expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
+    require(differ, "metric", expected=expected, got=f"a mean of {got} for both")
+    of_circuits = values[2:].unflatten(0, circuits.shape[:2])
+    kept, rest = of_circuits[: count + 1], None if ranked else of_circuits[count + 1 :]
+    return Faithfulness(
+        unit=unit,
+        total=sets.shape[1],
+        kept=sets.sum(1),
+        clean=clean,
+        counterfactual=without,
+        metrics=kept[0],
+        random=kept[1:],
+        complements=None if rest is None else rest[0],
+        random_complements=None if rest is None else rest[1:],
+        seed=seed,
+        provenance=provenance_of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
+    )
+
+
+def _ranked_sets(
+    scores: EdgeScores, layout: EdgeLayout, fractions: Sequence[float], nodes: bool
+) -> Bool[Tensor, "level row"]:
+    """The edges (or nodes) of largest score, for each fraction."""
+    same = scores.layout == layout
+    expected, got = "scores of this model's edges", f"{len(scores.scores)} edges of another"
+    require(same, "circuit", expected=expected, got=got, instead="edge_scores(model, ...)")
+    require(len(fractions) > 0, "fractions", expected="at least one share", got="none")
+    values = scores.node_scores if nodes else scores.scores
+    return torch.stack([largest(values, fraction) for fraction in fractions])
+
+
+def _chosen_set(circuit: Any, layout: EdgeLayout) -> tuple[str, Bool[Tensor, "level row"]]:
+    """A set of heads or edges as one level."""
+    given = [circuit] if isinstance(circuit, str) else circuit
+    try:
+        given = list(given)
+    except TypeError:
+        expected = "EdgeScores, heads, or edges"
+        fail("circuit", expected=expected, got=checks.describe(circuit))
+    if given and all(isinstance(name, str) and "->" in name for name in given):
+        number = {name: at for at, name in enumerate(layout.edge_names())}
+        unknown = [name for name in given if name not in number]
+        expected = 'edges of this model, such as "embed->L0H0<q>"'
+        require(not unknown, "circuit", expected=expected, got=unknown[:3])
+        rows, size, unit = [number[name] for name in given], len(number), "edges"
+    else:
+        pairs = checks.heads(given, layout.n_layers, layout.n_heads)
+        rows = [layer * layout.n_heads + head for layer, head in pairs]
+        size, unit = layout.n_layers * layout.n_heads, "heads"
+    chosen = torch.zeros(1, size, dtype=torch.bool)
+    chosen[0, rows] = True
+    return unit, chosen
+
+
+def _random_sets(
+    sets: Bool[Tensor, "level row"], draws: int, seed: int
+) -> Bool[Tensor, "sample level row"]:
+    """Random sets as large as those of each level; the smaller lie within the larger."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = torch.stack([torch.randperm(sets.shape[1], generator=generator) for _ in range(draws)])
+    return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
+
+
+class Pruned:
+    """Each reader gets the counterfactual's stream, plus (running - counterfactual) of the writers
+    that are kept for it. ``readers`` are those of the block that runs."""
+
+    def __init__(
+        self,
+        first: Stream,
+        counterfactual: Float[Tensor, "batch writer position d_model"],
+        kept: Bool[Tensor, "row writer"],
+    ) -> None:
+        self.counterfactual, self.kept = counterfactual, kept.to(first)
+        self.total = torch.zeros_like(first)
+        self.differences = torch.empty_like(counterfactual)
+        self.written = 0
+        self.readers = LayerReaders(*[slice(0)] * 4)
+        self.add(first.unsqueeze(0))
+
+    def read(self, which: str) -> Reads:
+        """What each reader of a kind gets."""
+        names = {"q": "query", "k": "key", "v": "value", "mlp": "mlp"}
+        return self.of(getattr(self.readers, names[which]))
+
+    def of(self, readers: slice) -> Reads:
+        """What some readers get."""
+        kept, differences = self.kept[readers, : self.written], self.differences[:, : self.written]
+        return self.total.unsqueeze(2) + einsum(kept, differences, "r w, b w i d -> b i r d")
+
+    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
+        """Add the counterfactual writes of these writers; keep how the running ones differ."""
+        writers = slice(self.written, self.written + len(writes))
+        self.differences[:, writers] = writes.transpose(0, 1) - self.counterfactual[:, writers]
+        self.total = self.total + self.counterfactual[:, writers].sum(1)
+        self.written = writers.stop
+
+
+def pruned_logits(
+    runner: Runner, layout: EdgeLayout, stream: Pruned, positions: slice
+) -> Float[Tensor, "batch position d_vocab"]:
+    """Logits of a pruned run at some positions."""
+    for block, stream.readers in zip(runner.blocks, layout.layer_readers(), strict=True):
+        block.run(stream, Live())
+    end = len(layout.readers)
+    return runner.logits(stream.of(slice(end - 1, end))[:, positions, 0], Live())
+
+
+@torch.no_grad()
+def _of_batch(
+    runner: Runner,
+    layout: EdgeLayout,
+    batch: Prompts,
+    metric: UserMetric | None,
+    sets: Bool[Tensor, "row edge"],
+    unit: str,
+) -> Float[Tensor, "condition batch"]:
+    """The metric of the clean run, of the counterfactual's, and of each pruned run."""
+    assert batch.counterfactuals is not None
+    positions = places(metric)
+    clean = runner.verified(batch.tokens, positions=positions)
+    writes = Writes(layout, clean.streams[0])
+    writes.at = 1
+    other = runner.verified(batch.counterfactuals, positions=positions, on_block=writes.of_block(1))
+    writes.tensor[:, 0] = other.streams[0]
+    values = [measured(batch, metric, run.logits) for run in (clean, other)]
+    for chosen in sets:
+        stream = Pruned(clean.streams[0], writes.tensor, _mask(layout, chosen, unit))
+        values.append(measured(batch, metric, pruned_logits(runner, layout, stream, positions)))
+    return torch.stack(values).double().cpu()
+
+
+def _mask(layout: EdgeLayout, chosen: Tensor, unit: str) -> Bool[Tensor, "row writer"]:
+    """The writers that a set of edges, nodes or heads keeps for each reader."""
+    if unit == "edges":
+        return layout.kept(chosen)
+    if unit == "heads":
+        heads = layout.head_writers
+        nodes = torch.ones(len(layout.writers), dtype=torch.bool)
+        nodes[heads] = chosen
+        chosen = nodes
+    return layout.allowed & chosen

@@ -1,0 +1,417 @@
+"""A decoder as blocks that can be run and walked back, with what is frozen as an argument
+(:mod:`tl_geometry.circuits.arithmetic`). The graph of a logit, edge scores, pruned runs and
+composition stand on it.
+
+A block adds to the stream, x being the normed input each time,
+
+    head h:  N_a(z_h W_O^h + b_O / H),   z_h the values of head h mixed by its pattern
+    MLP:     N_b(a(x W_gate + b_gate) * (x W_in + b_in) W_out + b_out)
+
+with N_a and N_b norms behind attention and MLP, where there are such. The scale of N_a is that of
+all heads together; its bias, like b_O, is shared out evenly, so that the writes sum to what the
+block adds. Everything is made of the model's own specifications (norms, projections, QK-norm,
+rotation, biases, caps, sinks, MLPs), and the logits are compared with the model's own.
+
+A walk back goes block by block from the last to the first. Each block is run once more from the
+stream that entered it, so that memory is that of one block and the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_geometry.base.errors import ReconstructionError, fail
+from tl_geometry.circuits.arithmetic import HeadNorm, Live, NormMap
+from tl_geometry.models.attention import Attention, rotate, scores_of
+from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.mlp import MLPModule, MLPSpec, live_mlp
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.output_head import OutputHead
+from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.runner import keep
+from tl_geometry.models.write_spec import require_decoder, writing_of
+from tl_geometry.scores.values import trained_head
+
+Reads = Float[Tensor, "batch position reader d_model"]
+"""What some readers read: one entry for each, or one for all."""
+Stream = Float[Tensor, "batch position d_model"]
+"""The residual stream."""
+Heads = Float[Tensor, "batch position head d_head"]
+"""Vectors of all heads."""
+
+
+class Reading(Protocol):
+    """Gives each reader of a block its input, and takes what the block writes."""
+
+    def read(self, which: str) -> Reads:
+        """The input of the readers ``"q"``, ``"k"``, ``"v"`` (groups of heads) or ``"mlp"``."""
+        ...
+
+    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
+        """Add what writers wrote."""
+        ...
+
+    @property
+    def total(self) -> Stream:
+        """The stream so far."""
+        ...
+
+
+class Shared:
+    """The ordinary stream: every reader reads all that was written."""
+
+    def __init__(self, total: Stream) -> None:
+        self.total = total
+
+    def read(self, which: str) -> Reads:
+        """The stream, once for all readers of a kind."""
+        return self.total.unsqueeze(2)
+
+    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
+        """Add to what every reader reads."""
+        self.total = self.total + writes.sum(0)
+
+
+class Apart(Shared):
+    """The ordinary stream, whose queries, keys and values are read from copies: gradients at these
+    tell the paths through each of them apart."""
+
+    def read(self, which: str) -> Reads:
+        """The stream; of an MLP with its past."""
+        read = super().read(which)
+        return read if which == "mlp" else read.detach().requires_grad_(torch.is_grad_enabled())
+
+
+class Projected(NamedTuple):
+    """Queries, keys or values on their way: behind the projection (``raw``, groups of heads), and
+    as they enter scores and mixing (``entering``, all heads)."""
+
+    raw: Float[Tensor, "batch position group d_head"]
+    entering: Heads
+
+
+class Attended(NamedTuple):
+    """Attention of a block: its inputs and projections by kind, scores before a soft cap, patterns,
+    and mixed values."""
+
+    reads: dict[str, Reads]
+    sides: dict[str, Projected]
+    scores: Float[Tensor, "batch head query key"]
+    pattern: Float[Tensor, "batch head query key"]
+    z: Heads
+
+
+@dataclass(eq=False)
+class BlockRun:
+    """One block as it was run: what it read and made. ``reads`` holds the inputs by kind, ``after``
+    the stream behind it. After :meth:`pull`, ``grads`` holds gradients by name: ``"q"``, ``"k"``,
+    ``"v"`` (of the raw projections), ``"scores"`` (before a soft cap), ``"z"``, ``"heads"``,
+    ``"mlp"`` and ``"mlp read"`` (through the MLP alone)."""
+
+    block: Block
+    arithmetic: Live
+    attention: Attended
+    heads: Float[Tensor, "head batch position d_model"]
+    mlp_read: Stream | None
+    mlp: Stream | None
+    after: Stream
+    grads: dict[str, Tensor] = field(default_factory=dict)
+
+    def pull(self, entered: Stream, adjoint: Stream, *, patterns: bool = True) -> Stream:
+        """dT/d(stream that entered the block) from dT/d(that behind it), in a walk back; without
+        ``patterns`` through values alone."""
+        reads = [self.attention.reads[which] for which in ("qkv" if patterns else "v")]
+        tracked = {which: self.attention.sides[which].raw for which in "qkv"}
+        tracked |= {"scores": self.attention.scores, "z": self.attention.z, "heads": self.heads}
+        tracked |= {} if self.mlp is None else {"mlp": self.mlp}
+        tracked |= {} if self.mlp_read is None else {"mlp read": self.mlp_read}
+        wanted = [entered, *reads, *tracked.values()]
+        options = {"allow_unused": True, "retain_graph": True}
+        found = torch.autograd.grad(self.after, wanted, adjoint, **options)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+        self.grads = dict(zip(tracked, grads[1 + len(reads) :], strict=True))
+        return grads[0] + sum(g[:, :, 0] for g in grads[1 : 1 + len(reads)])
+
+    def to_readers(self, contexts: int) -> Float[Tensor, "batch reader position d_model"]:
+        """dT/d(input of each reader) after :meth:`pull`, of the first contexts: queries by head,
+        keys and values by group, the MLP."""
+        found = []
+        with torch.no_grad():
+            for which in "qkv":
+                norm = self.arithmetic.map(self.block.spec.norm, self.attention.reads[which])
+                W, grads = self.block.matrix(which), self.grads[which][:contexts]
+                back = norm.first(contexts).adjoint(einsum(grads, W, "b i r e, r d e -> b i r d"))
+                found.append(back.transpose(1, 2))
+        if "mlp read" in self.grads:
+            found.append(self.grads["mlp read"][:contexts].unsqueeze(1))
+        return torch.cat(found, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One block. ``layer`` gives mask, bias and rotation for the length of the prompts, ``groups``
+    heads of keys and values there are; ``after`` is the norm behind attention, if there is one."""
+
+    number: int
+    spec: Attention
+    layer: LayerView
+    groups: int
+    after: NormWeights | None
+    mlp: MLPSpec | MLPModule | None
+
+    @property
+    def n_heads(self) -> int:
+        """Heads."""
+        return len(self.spec.weights.W_Q)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the MLP reads what the heads read."""
+        return self.mlp is not None and self.mlp.parallel
+
+    def size(self, which: str) -> int:
+        """How many heads share one query, key or value."""
+        return 1 if which == "q" else self.n_heads // self.groups
+
+    def matrix(self, which: str) -> Float[Tensor, "group d_model d_head"]:
+        """W_Q, W_K or W_V, once for each group of heads."""
+        return self.spec.matrix(which)[:: self.size(which)]
+
+    def run(self, stream: Reading, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
+        """Read and write as the block does; what the MLP wrote has no past with ``leaf``."""
+        before = stream.read("mlp") if self.parallel else None
+        attention = self.attend(stream, arithmetic)
+        heads = self.written(attention.z, arithmetic)
+        stream.add(heads)
+        read = write = None
+        if self.mlp is not None:
+            read = (stream.read("mlp") if before is None else before)[:, :, 0]
+            read = read.view_as(read)  # its gradient is then that of the MLP alone
+            write = self.mlp_write(read.detach() if leaf else read, arithmetic)
+            if leaf:
+                write = write.detach().requires_grad_(torch.is_grad_enabled())
+            stream.add(write.unsqueeze(0))
+        return BlockRun(self, arithmetic, attention, heads, read, write, stream.total)
+
+    def attend(self, stream: Reading, arithmetic: Live) -> Attended:
+        """Attention up to the mixed values of its heads."""
+        reads = {which: stream.read(which) for which in "qkv"}
+        sides = {which: self.projected(reads[which], which, arithmetic) for which in "qkv"}
+        q, k, v = (sides[which].entering for which in "qkv")
+        scores = arithmetic.times(lambda a, b: scores_of(a, b, self.spec.scale), q, k)
+        if self.layer.bias is not None:
+            scores = scores + self.layer.bias
+        capped = arithmetic.cap(scores, self.layer.softcap)
+        pattern = arithmetic.softmax(self._rows(capped))[..., : k.shape[1]]
+        return Attended(reads, sides, scores, pattern, arithmetic.times(mix, pattern, v))
+
+    def projected(self, reads: Reads, which: str, arithmetic: Live) -> Projected:
+        """Queries, keys or values, from one input for all readers or one for each."""
+        x, W = arithmetic.norm(self.spec.norm, reads), self.matrix(which)
+        bias = getattr(self.spec.weights, f"b_{which.upper()}")[:: self.size(which)]
+        if x.shape[2] == 1:
+            raw = einsum(x[:, :, 0], W, "b i d, r d e -> b i r e") + bias
+        else:
+            raw = einsum(x, W, "b i r d, r d e -> b i r e") + bias
+        entering = raw.repeat_interleave(self.size(which), 2)
+        if which != "v" and self.spec.qk_norm is not None:
+            entering = arithmetic.norm(HeadNorm(self.spec.qk_norm, which), entering)
+        if which != "v" and self.layer.turn is not None:
+            entering = rotate(entering, *self.layer.turn)
+        return Projected(raw, entering)
+
+    def parts(
+        self,
+        parts: Float[Tensor, "row d_model"],
+        at: Int[Tensor, " row"],
+        which: str,
+        norm: NormMap,
+        head_norm: NormMap | None,
+    ) -> Float[Tensor, "row head d_head"]:
+        """Queries, keys or values of parts of the stream at some positions, without constants, by
+        the linear maps of a run over one prompt or pair (:meth:`head_map`)."""
+        x = norm.at(at).linear(parts)
+        x = einsum(x, self.matrix(which), "n d, r d e -> n r e")
+        x = x.repeat_interleave(self.size(which), 1)
+        if which == "v":
+            return x
+        if head_norm is not None:
+            x = head_norm.at(at).linear(x)
+        return x if self.layer.turn is None else rotate(x, *self.layer.turn.at(at))
+
+    def head_map(self, raw: Heads, which: str, arithmetic: Live) -> NormMap | None:
+        """The QK-norm as a linear map at raw queries or keys."""
+        if which == "v" or self.spec.qk_norm is None:
+            return None
+        raw = raw.repeat_interleave(self.size(which), 2)
+        return arithmetic.map(HeadNorm(self.spec.qk_norm, which), raw)
+
+    def written(self, z: Heads, arithmetic: Live) -> Float[Tensor, "head batch position d_model"]:
+        """What each head writes, from its mixed values."""
+        weights = self.spec.weights
+        writes = einsum(z, weights.W_O, "b i h e, h e d -> h b i d")
+        writes = writes + weights.b_O / len(writes)
+        if self.after is None or self.after.norm_type is None:
+            return writes
+        return arithmetic.shares(self.after, writes)
+
+    def mlp_write(self, read: Stream, arithmetic: Live) -> Stream:
+        """What the MLP writes, from the stream that it reads."""
+        mlp = self.mlp
+        assert mlp is not None, "a block with an MLP"
+        x = arithmetic.norm(mlp.before, read)
+        if isinstance(mlp, MLPModule):
+            out = arithmetic.module(mlp.run, x)
+        else:
+            out = arithmetic.hidden(mlp.act, *mlp.hidden(x)) @ mlp.W_out + mlp.b_out
+        return out if mlp.after.norm_type is None else arithmetic.norm(mlp.after, out)
+
+    def _rows(self, scores: Tensor) -> Tensor:
+        """What the softmax is taken of: masked cells at the least number, a sink as one more
+        key."""
+        least = torch.finfo(scores.dtype).min
+        rows = scores.masked_fill(~self.layer.allowed.to(scores.device), least)
+        if self.spec.sinks is None:
+            return rows
+        sink = self.spec.sinks[:, None, None].to(rows).expand(*rows.shape[:-1], 1)
+        return torch.cat([rows, sink], -1)
+
+
+def mix(pattern: Tensor, v: Tensor) -> Heads:
+    """Values mixed by patterns."""
+    return einsum(pattern, v, "b h i j, b j h e -> b i h e")
+
+
+class States(NamedTuple):
+    """A run: the input of every block and the last state, and the logits at some positions."""
+
+    streams: tuple[Stream, ...]
+    logits: Float[Tensor, "batch position d_vocab"]
+
+
+OnBlock = Callable[[BlockRun], None]
+"""Receives each block that was run; it is valid during the call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """The blocks of one model, for prompts of one length."""
+
+    view: ModelView
+    blocks: tuple[Block, ...]
+    head: OutputHead
+    roundoff: float
+
+    @classmethod
+    def of(cls, view: ModelView, tokens: Int[Tensor, "batch position"]) -> Runner:
+        """Read the model once, over the first of the prompts; its attention is verified there.
+
+        Raises ``UnsupportedModelError`` for an encoder, a newly initialised head, and an MLP that
+        gives something else than its module does for a norm of the stream.
+        """
+        require_decoder(view, f"a pass by blocks of {view.name}")
+        head = trained_head(view, instead="a language model whose logits are such a readout")
+        layers: list[LayerView] = []
+
+        def on_layer(layer: LayerView) -> None:
+            layers.append(replace(layer, pattern=None, scores=None, z=None))
+
+        view.run_layers(tokens[:1], range(view.n_layers), on_layer)
+        writing = writing_of(view).blocks
+        blocks = tuple(
+            Block(
+                number=number,
+                spec=layer.attention,
+                layer=layer,
+                groups=view.key_heads(number),
+                after=writing[number].after_attention,
+                mlp=live_mlp(view, number),
+            )
+            for number, layer in enumerate(layers)
+        )
+        return cls(view, blocks, head, view._layers.roundoff)
+
+    @torch.no_grad()
+    def verified(
+        self,
+        tokens: Int[Tensor, "batch position"],
+        arithmetic: Callable[[], Live] = Live,
+        *,
+        positions: slice = slice(None),
+        on_block: OnBlock | None = None,
+    ) -> States:
+        """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits
+        are compared. Between two runs ``tokens`` are the prompts, then their counterfactuals."""
+        states: dict[str, Tensor] = {}
+        hook = self.view.state_hooks[0]
+        logits = self.view.logits(tokens, {hook: keep(states, hook)})[:, positions]
+        run = self.run(states[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
+        self.require_model_logits(logits, run.streams[-1][:, positions], run.logits)
+        return run
+
+    def run(
+        self,
+        first: Stream,
+        arithmetic: Callable[[], Live] = Live,
+        positions: slice = slice(None),
+        on_block: OnBlock | None = None,
+    ) -> States:
+        """One pass by blocks from the first state."""
+        stream, streams = Shared(first), [first]
+        for block in self.blocks:
+            ran = block.run(stream, arithmetic())
+            streams.append(stream.total)
+            if on_block is not None:
+                on_block(ran)
+        logits = self.logits(stream.total[:, positions], arithmetic())
+        return States(tuple(streams), logits)
+
+    def logits(self, last: Stream, arithmetic: Live) -> Float[Tensor, "batch position d_vocab"]:
+        """Logits of last states, behind the soft cap."""
+        normed = arithmetic.norm(self.head.norm, last)
+        raw = normed @ self.head.W_U.to(normed) + self.head.b_U.to(normed)
+        return arithmetic.cap(raw, self.head.softcap)
+
+    def back(
+        self, streams: Sequence[Stream], arithmetic: Callable[[], Live], *, leaf: bool = False
+    ) -> Iterator[tuple[Stream, BlockRun]]:
+        """For a walk back: of every block, the last first, the stream that entered it and its run,
+        from which :meth:`BlockRun.pull` takes gradients."""
+        for block in reversed(self.blocks):
+            with torch.enable_grad():
+                entered = streams[block.number].detach().requires_grad_()
+                run = block.run(Apart(entered), arithmetic(), leaf=leaf)
+            yield entered, run
+
+    def require_model_logits(
+        self,
+        model_logits: Float[Tensor, "batch position d_vocab"],
+        last: Stream,
+        logits: Float[Tensor, "batch position d_vocab"],
+    ) -> None:
+        """Compare logits with the model's own at some positions: every block may add the rounding
+        of :func:`reconstruction_bound`, relative to the sums of absolute values behind them.
+
+        Raises ``ReconstructionError`` where they differ, as under hooks that change the model.
+        """
+        model_logits, normed = model_logits.to(logits), self.head.norm.apply(last)
+        size = float((normed.abs() @ self.head.W_U.to(normed).abs()).max())
+        size += float(self.head.b_U.abs().max())
+        bound = len(self.blocks) * reconstruction_bound(self.roundoff, size)
+        error = float((logits - model_logits).abs().max())
+        if not error <= bound:
+            fail(
+                f"logits of {self.view.name}",
+                expected=f"those of a pass by blocks, within {bound:.1e}",
+                got=f"differences of {error:.1e}",
+                instead="the model without hooks that change it; check_model(model) says more",
+                error=ReconstructionError,
+            )

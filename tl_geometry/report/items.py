@@ -1,0 +1,426 @@
+"""What does a report contain? :data:`SECTIONS`, a list of sections of items. An item is a table, its
+figures, and what is asked of the table. The words are in ``assets/words.toml``.
+
+An item that cannot be computed becomes a card with the reason (:mod:`tl_geometry.report.build`)."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import pandas as pd
+import torch
+
+from tl_geometry import corpus, flow, interventions, measures, models, render, sphere, weights
+from tl_geometry.base.checks import head_name
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.intervals import paired_interval
+from tl_geometry.report.analysis import COMPARED, PROMPTS, TESTED, Analysis
+from tl_geometry.report.findings import Ask, Shown
+from tl_geometry.scores.split import split_scores
+
+GROUPS = ("position", "content", "token", "mixed")
+"""Groups of terms of a head's scores."""
+TYPES = ("previous", "induction")
+LOOKS = {
+    "previous": "the token before",
+    "induction": "the token that followed last time",
+    "same": "the token itself",
+    "duplicate": "the same token last time",
+}
+"""Types of heads that are searched for, and where heads of any type look on repeated random
+tokens."""
+SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency")
+ANGLE = ("incoherence_avg", "incoherence_max")
+"""Measures of position, and of position against context, that are drawn."""
+TOKENS = 24
+"""Most tokens whose paths on the sphere are drawn, and that the example repeats."""
+LISTED = 3
+"""Largest tokens that are listed for each state."""
+
+
+@functools.cache
+def words() -> Mapping[str, Any]:
+    """Title, text, columns and questions of each item."""
+    text = (files("tl_geometry.report") / "assets" / "words.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def frame_of(a: Analysis, result: Any) -> pd.DataFrame:
+    """The table of a result."""
+    return result if isinstance(result, pd.DataFrame) else result.to_dataframe()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table, its figures, and questions to the table.
+
+    ``compute`` gives the result, ``frame`` its table (``key.csv``), ``figures`` views of it.
+    ``price`` is how many passes over a window it costs, and ``more`` the seconds beside them (on a
+    model of width 128 with 5 states).
+    """
+
+    key: str
+    compute: Callable[[Analysis], Any]
+    frame: Callable[[Analysis, Any], pd.DataFrame] = frame_of
+    figures: tuple[Callable[[Analysis, Any], Any], ...] = ()
+    price: Callable[[Analysis], float] = lambda a: 0.0
+    more: float = 0.3
+
+    @property
+    def title(self) -> str:
+        return words()[self.key]["title"]
+
+    @property
+    def text(self) -> str:
+        """How to read it."""
+        return words()[self.key]["text"]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that the page shows; none for all."""
+        return words()[self.key].get("columns", [])
+
+    @property
+    def asks(self) -> list[Ask]:
+        """The questions to its table."""
+        return [Ask(**ask) for ask in words()[self.key].get("asks", ())]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Items under one title. Those of ``slow`` sections are left out by ``--quick``."""
+
+    key: str
+    title: str
+    items: tuple[Item, ...]
+    slow: bool = False
+
+    def seconds(self, a: Analysis) -> float:
+        """About how long it takes, from the measured time of one pass."""
+        states = (a.view.n_layers + 1) * a.view.d_model / (5 * 128)
+        return sum(a.second * item.price(a) + states * item.more for item in self.items)
+
+
+def _named(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table of heads with their names first."""
+    names = [head_name(pair) for pair in zip(frame["layer"], frame["head"], strict=True)]
+    return frame.assign(name=names)[["name", *frame]]
+
+
+# ---- heads
+
+
+def _bars(a: Analysis, effects: Any) -> Any:
+    return render.effect_bars(effects)
+
+
+def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
+    """The sweep, and what its questions need: which heads rank a group first by covariance and by
+    gain, and the largest share of another group than content."""
+    frame = _named(sweep.to_dataframe())
+    agree = frame["group_by_cs"] == frame["group_by_gs"]
+    others = frame[[f"cs_{g}_corrected" for g in GROUPS if g != "content"]]
+    return frame.assign(
+        samples=min(map(len, sweep.sizes)),
+        sequences=len(a.swept),
+        position_first=(agree & (frame["group_by_cs"] == "position")).astype(float),
+        content_first=(agree & (frame["group_by_cs"] == "content")).astype(float),
+        rival=others.max(axis=1),
+    )
+
+
+def _why(head: pd.Series) -> str:
+    """What drives a head and where it looks, from its row of the sweep."""
+    group, share = head["dominant_group"], Shown(head["group_share"])
+    if group in GROUPS:
+        said = f"Its scores are driven by {group} ({share:%} of their variance"
+        null = Shown(head["cs_position_null"])
+        said += f", {null:%} with position destroyed)" if group == "position" else ")"
+    else:
+        said = f"No group of terms drives its scores clearly ({head['group_by_cs']} {share:%})"
+    kind = max(LOOKS, key=lambda name: head[name])
+    if head[kind] > 0.3:  # below it the type says little of where the head looks
+        said += f", and on repeated random tokens {Shown(head[kind]):%} of its attention is on "
+        said += f"{LOOKS[kind]} ({Shown(head[f'{kind}_uniform']):%} if it were uniform)"
+    return f"{said}."
+
+
+def _tested(a: Analysis) -> list[str]:
+    """The heads that are removed: all, or the strongest of each type and those that attend least to
+    the positions that are left out."""
+    heads = a.table("heads")
+    if len(heads) <= TESTED:
+        return list(heads["name"])
+    quarter = TESTED // 4
+    chosen = [name for kind in TYPES for name in heads.nlargest(quarter, kind)["name"]]
+    chosen += list(heads.nsmallest(TESTED, "dropped_mass")["name"])
+    return list(dict.fromkeys(chosen))[:TESTED]
+
+
+def _removal(a: Analysis) -> Any:
+    edits = interventions.each(a.model, _tested(a), by="mean")
+    return interventions.effects(a.model, a.prompts, edits, seed=a.seed, progress=False)
+
+
+def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
+    """The loss without each head, beside its mean without each of the others, and why."""
+    changes = effects.edited - effects.clean
+    others = (changes.sum(0) - changes) / max(len(changes) - 1, 1)
+    gap = paired_interval((changes - others).T)
+    beside = {"edit": effects.edits, "others": others.mean(1), **gap.columns("excess")}
+    frame = effects.df.merge(pd.DataFrame({k: list(v) for k, v in beside.items()}), on="edit")
+    numbers = ["others", *gap.columns("excess")]
+    frame[numbers] = frame[numbers].astype(float)
+    heads = a.table("heads").set_index("name")
+    why = [_why(heads.loc[name]) for name in frame["edit"]]
+    return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
+
+
+def _terms(a: Analysis) -> Any:
+    head = str(a.table("removal").nlargest(1, "change")["edit"].iloc[0])
+    edits = {g: interventions.term(a.model, a.basis, g, head) for g in GROUPS}
+    options: dict[str, Any] = {"control": "shrink", "seed": a.seed, "progress": False}
+    return interventions.effects(a.model, a.prompts, edits, **options)
+
+
+def _without(a: Analysis, effects: Any) -> pd.DataFrame:
+    head = a.table("removal").nlargest(1, "change")["edit"].iloc[0]
+    return effects.df.assign(head=head, samples=len(a.prompts))
+
+
+def _example(a: Analysis) -> Any:
+    """The split of the strongest previous-token and induction heads on a text written twice."""
+    if not a.view.causal:
+        raise GeometryError("an encoder has no previous-token or induction heads to show")
+    window, start = a.windows.tokens[0], int(bool(a.windows.has_bos))
+    piece = window[start : start + min(TOKENS, (a.basis.length - start) // 2)]
+    heads = a.table("heads")
+    chosen = dict.fromkeys(str(heads.nlargest(1, kind)["name"].iloc[0]) for kind in TYPES)
+    return split_scores(
+        a.model, torch.cat([window[:start], piece, piece]), a.basis, heads=[*chosen]
+    )
+
+
+# ---- states
+
+
+def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
+    frame, control = anova.to_dataframe(), a.untrained.anova().to_dataframe()
+    column = "pos_corrected" if "pos_corrected" in control else "pos_debiased"
+    control = control.set_index("state")
+    ends = {"pos_untrained": column, "pos_untrained_low": f"{column}_low"}
+    frame = frame.assign(samples=len(a.basis.group_counts))
+    return frame.assign(
+        **{
+            name: control[of].reindex(frame["state"]).array
+            for name, of in ends.items()
+            if of in control
+        }
+    )
+
+
+def _reports(a: Analysis, report: Any) -> pd.DataFrame:
+    """A report on states, with what its intervals rest on."""
+    return report.to_dataframe().rename(columns={"blocks": "samples"})
+
+
+def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
+    frame = tokens.to_dataframe()
+    return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
+
+
+# ---- trajectories
+
+
+def _ensembles(a: Analysis) -> Any:
+    """The numbers of the trajectories beside gibberish and random weights."""
+    rows = a.pilots
+    options: dict[str, Any] = {"prepend_bos": bool(rows.has_bos), "seed": a.seed}
+    noise = corpus.gibberish(a.model, len(rows), rows.tokens.shape[1], **options)
+    paths = {"text": a.paths, "gibberish": flow.trajectories(a.model, noise, progress=False)}
+    with models.reinitialized(a.model, seed=a.seed) as control:
+        paths["random weights"] = flow.trajectories(control, rows, progress=False)
+    return flow.compare_ensembles(paths)
+
+
+def _truncation(a: Analysis) -> Any:
+    """Directions of the first half of the pilots, tried on a quarter of the others."""
+    half, rows = len(a.paths) // 2, a.pilots
+    tried, fitted = rows[half : half + half // 2], a.paths.pick(torch.arange(half))
+    return flow.truncation_kl(a.model, tried, fitted, progress=False)
+
+
+def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
+    """The curve, and which rows keep at most half of the directions: nearly all suffice in any
+    case."""
+    frame, most = curve.to_dataframe(), a.view.d_model
+    few = (2 * frame["K"] <= most) & frame["claimed"].astype(bool)
+    half = len(a.paths) // 2
+    return frame.assign(
+        few=few.astype(float), allowed=0.1 * frame["baseline_mean"], samples=half // 2, of=most
+    )
+
+
+def _skips(a: Analysis) -> Any:
+    rows = a.pilots[: len(a.pilots) // 2]
+    maps = ("ridge", "identity", "mean")
+    return flow.skip_costs(a.model, rows, map_types=maps, seed=a.seed, progress=False)
+
+
+def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
+    """Each map beside the one that forgets the state, and which rows skip one block."""
+    frame = skips.to_dataframe()
+    pair, numbers = ["from_layer", "to_layer"], ["kl", "kl_se"]
+    null = frame[frame["map_type"] == "mean"].set_index(pair)[numbers]
+    frame = frame.join(null.add_prefix("forgotten_"), on=pair)
+    single = (frame["skipped"] == 1) & (frame["map_type"] != "mean")
+    # as if the errors were independent: chunks that move both alike would make it smaller
+    error = (frame["kl_se"] ** 2 + frame["forgotten_kl_se"] ** 2) ** 0.5
+    frame = frame.assign(single=single.astype(float), saved=frame["forgotten_kl"] - frame["kl"])
+    return frame.assign(saved_se=error, samples=frame.get("test", len(a.pilots) // 4))
+
+
+# ---- the run
+
+
+def _overview(a: Analysis) -> pd.DataFrame:
+    view, basis, p = a.view, a.basis, a.basis.provenance
+    (start, end), names = basis.window, a.windows.label_names
+    out = f"; before {start} left out (attention sink)" if start else ""
+    facts = {
+        "model": f"{view.name} ({p.library}{', processed weights' if view.processed else ''})",
+        "size": f"{view.n_layers} blocks of {view.n_heads} heads, width {view.d_model}, vocabulary "
+        f"{view.d_vocab}",
+        "weights": f"fingerprint {view.fingerprint}, computed in {p.dtype}",
+        "corpus": f"{p.corpus}: {len(a.windows)} windows of {basis.length} tokens, {a.held_out} of "
+        "them for the sweep alone",
+        "tokens": f"hash {a.windows.token_hash}",
+        "documents": f"{len(names)}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
+        "first token": "BOS" if p.has_bos else "text (no BOS)",
+        "positions": f"{start} to {end - 1}{out}",
+        "seed": str(a.seed),
+        "remarks": "; ".join([*p.flags, *a.windows.notes]) or "none",
+    }
+    return pd.DataFrame({"property": [*facts], "value": [*facts.values()]})
+
+
+# ---- the list
+
+
+SECTIONS = (
+    Section(
+        "heads",
+        "Which head does most, and why",
+        (
+            Item(
+                "heads",
+                lambda a: a.sweep,
+                _heads,
+                (lambda a, sweep: render.head_shares(sweep),),
+                price=lambda a: len(a.fitted) + 6 * a.held_out,
+                more=1.0,
+            ),
+            Item("removal", _removal, _removed, (_bars,), price=lambda a: TESTED * PROMPTS / 2),
+            Item("terms", _terms, _without, (_bars,), price=lambda a: 9 * PROMPTS / 2),
+            Item(
+                "example",
+                _example,
+                lambda a, split: split.shares().to_dataframe(),
+                (lambda a, split: render.split(split, centered=True),),
+            ),
+        ),
+    ),
+    Section(
+        "states",
+        "Position and context",
+        (
+            Item(
+                "variance",
+                lambda a: a.basis.anova(null=a.spliced),
+                _beside_untrained,
+                (
+                    lambda a, anova: render.variance_shares(anova, control=a.untrained.anova()),
+                    lambda a, anova: render.spirals(a.basis),
+                ),
+                price=lambda a: 2 * min(COMPARED, len(a.fitted)),
+                more=1.0,
+            ),
+            Item("massive", lambda a: a.basis.largest_tokens(), _massive),
+            Item(
+                "position",
+                lambda a: measures.positional_report(a.basis, seed=a.seed),
+                _reports,
+                (lambda a, report: render.measure_curves(report, SHAPE),),
+                more=1.2,
+            ),
+            Item(
+                "context",
+                lambda a: measures.contextual_report(a.basis, seed=a.seed),
+                _reports,
+                (lambda a, report: render.measure_curves(report, ANGLE),),
+                more=2.0,
+            ),
+        ),
+    ),
+    Section(
+        "weights",
+        "Weights and the sphere",
+        (
+            Item(
+                "weights_qk",
+                lambda a: weights.weight_geometry(a.model, a.basis, "QK", seed=a.seed),
+                lambda a, geometry: _named(geometry.to_dataframe()),
+                (lambda a, geometry: render.heads(geometry, "excess"),),
+                more=0.5,
+            ),
+            Item(
+                "readout_ov",
+                lambda a: weights.token_readout(a.model, matrix="OV"),
+                lambda a, readout: _named(readout.to_dataframe()),
+                (lambda a, readout: render.heads(readout),),
+            ),
+            Item(
+                "paths",
+                lambda a: sphere.token_paths(a.model, a.windows.tokens[:1, :TOKENS]),
+                figures=(lambda a, paths: render.sphere_paths(paths),),
+                more=0.5,
+            ),
+        ),
+    ),
+    Section(
+        "flow",
+        "Trajectories as a flow",
+        (
+            Item(
+                "flow",
+                lambda a: flow.flow_report(a.paths, seed=a.seed),
+                figures=(lambda a, report: render.baseline_figure(report),),
+                price=lambda a: a.followed,
+                more=0.5,
+            ),
+            Item("ensembles", _ensembles, price=lambda a: 3 * a.followed),
+            Item(
+                "truncation",
+                _truncation,
+                _truncated,
+                (lambda a, curve: render.truncation_figure(curve),),
+                price=lambda a: 2 * a.followed,
+            ),
+            Item(
+                "skips",
+                _skips,
+                _skipped,
+                (lambda a, skips: render.skip_figure(skips),),
+                price=lambda a: 2 * a.followed,
+            ),
+        ),
+        slow=True,
+    ),
+    Section("overview", "What was analysed", (Item("overview", _overview),)),
+)
+"""The sections of a report in reading order."""
