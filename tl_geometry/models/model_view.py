@@ -3,7 +3,7 @@ every TransformerLens class, so that other packages need not touch the model obj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,6 @@ class ModelView(Layers):
     bos_id: int | None
     state_hooks: tuple[str, ...]
     pad_id: int | None = None
-    _run: Callable[..., Tensor | None]
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
@@ -123,7 +122,7 @@ class ModelView(Layers):
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
         fire is an error. ``forward`` are further arguments of the model's forward().
         """
-        return self._run(tokens, hooks, logits=logits, forward=forward)
+        return self._runner(tokens, hooks, logits=logits, forward=forward)
 
     def logits(
         self,

@@ -115,7 +115,6 @@ def view(model: Any) -> ModelView:
         bos_id=_bos_id(model),
         state_hooks=hooks,
         pad_id=None if pad is None else int(pad),
-        _run=run,
         _runner=run,
         _probe=probe.activations,
         _found=probe.found,

@@ -9,7 +9,6 @@ state is needed, a hook at that state ends the pass by a private exception (:cla
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -60,14 +59,10 @@ class Runner(Parameters):
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # else transformers keeps the keys and values of every layer
-        self.kwargs = {"use_cache": False} if "use_cache" in self.accepted else {}
-
-    @property
-    def accepted(self) -> Mapping[str, Any]:
-        """What the forward() of the model inside a bridge takes, by name."""
         original = getattr(self.model, "original_model", None)
-        return {} if original is None else inspect.signature(original.forward).parameters
+        taken = {} if original is None else inspect.signature(original.forward).parameters
+        # else transformers keeps the keys and values of every layer
+        self.kwargs = {"use_cache": False} if "use_cache" in taken else {}
 
     def has(self, name: str) -> bool:
         """Whether the model has a hook of that name."""
@@ -101,31 +96,6 @@ class Runner(Parameters):
             what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
             fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
         return out
-
-    def behind(self, cache: Any, tokens: Tensor) -> Runner:
-        """The runner of a pass over ``tokens`` that reads and extends a cache of the keys and
-        values before them."""
-        runner = copy.copy(self)
-        if self.class_name == "HookedTransformer":
-            # without a mask it asks its tokenizer for one, and may have no tokenizer
-            runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
-            return runner
-        # transformers 5.24 has given the argument another name
-        name = "past_key_values" if "past_key_values" in self.accepted else "cache"
-        runner.kwargs = {"use_cache": True, name: cache}
-        return runner
-
-    def empty_cache(self, batch: int) -> Any:
-        """A cache without keys. Layers with a sliding window forget the keys outside of it."""
-        if self.class_name == "HookedTransformer":
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-            return TransformerLensKeyValueCache.init_cache(
-                self.model.cfg, self.model.cfg.device, batch
-            )
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.model.original_model.config)
 
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
