@@ -12,7 +12,7 @@ modules at each pass, so that gradients reach the parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -115,16 +115,6 @@ class Attention:
     def scale(self) -> float:
         """The factor of products of queries and keys."""
         return self.reading.scale
-
-    def every(self, group_size: int) -> Attention:
-        """The first of every ``group_size`` heads: where groups share their keys and values, one
-        head of each."""
-        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
-        some = {name: getattr(self.weights, name)[::group_size] for name in names}
-        qk = self.qk_norm
-        if qk is not None:
-            qk = replace(qk, gain={w: gain[::group_size] for w, gain in qk.gain.items()})
-        return replace(self, weights=replace(self.weights, **some), qk_norm=qk)
 
     def matrix(self, which: str) -> Float[Tensor, "head d_model d_head"]:
         """W_Q, W_K or W_V."""

@@ -30,7 +30,7 @@ from tl_geometry.models.attention import (
 from tl_geometry.models.infer import infer_layer
 from tl_geometry.models.layer_view import LayerHook, LayerView, frozen_fields
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import Parameters, inner, part, upcast
+from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
 from tl_geometry.models.runner import Hook, Runner, brief, hooked_points, keep
 
@@ -48,14 +48,13 @@ class Layers:
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool
-    _parameters: Parameters
     _runner: Runner
     _probe: Mapping[str, Tensor]
     _found: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def _model(self) -> Any:
-        return self._parameters.model
+        return self._runner.model
 
     @property
     def roundoff(self) -> float:
@@ -69,21 +68,19 @@ class Layers:
         index(layer, len(self._model.blocks), "layer")
         key = ("attention", layer)
         if key not in self._found:
-            self._parameters.attention(layer)
+            self._runner.attention(layer)
             missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
             if missing:
-                what, got = f"layer {layer} of {self._parameters.name}", f"no {', '.join(missing)}"
+                what, got = f"layer {layer} of {self._runner.name}", f"no {', '.join(missing)}"
                 expected = "hooks of queries, keys and pattern, as eager attention has"
                 fail(what, expected=expected, got=got, error=UnsupportedModelError)
-            self._found[key] = infer_layer(self._parameters, layer, self._probe, self.causal)
+            self._found[key] = infer_layer(self._runner, layer, self._probe, self.causal)
         return self._found[key]
 
     def _attention(self, layer: int, like: Tensor) -> Attention:
         """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
-        weights, ln1 = self._parameters.weights(layer).to(like), self._parameters.block(layer)
-        return attention_of(
-            self._parameters.attention(layer), part(ln1, "ln1"), weights, self.layer_facts(layer)
-        )
+        block, weights = self._runner.block(layer), self._runner.weights(layer).to(like)
+        return attention_of(block.attn, part(block, "ln1"), weights, self.layer_facts(layer))
 
     @torch.no_grad()
     def attention_norm(self, layer: int) -> NormWeights:
@@ -92,7 +89,7 @@ class Layers:
 
     def _has_sinks(self, layer: int) -> bool:
         """Whether the heads of a layer have one more logit each."""
-        return part(inner(self._parameters.attention(layer)), "sinks") is not None
+        return part(inner(self._runner.attention(layer)), "sinks") is not None
 
     def key_heads(self, layer: int) -> int:
         """How many heads of keys and values one layer has: fewer than query heads where groups of
@@ -101,11 +98,8 @@ class Layers:
 
     def describe_layer(self, layer: int) -> dict[str, str]:
         """:meth:`layer_facts` in words, for a reader."""
-        reading, heads = (
-            self.layer_facts(layer),
-            self._probe[f"blocks.{layer}.attn.hook_q"].shape[-2],
-        )
-        qk = reading.qk
+        reading, hooked = self.layer_facts(layer), self._probe[f"blocks.{layer}.attn.hook_q"]
+        qk, heads = reading.qk, hooked.shape[-2]
         over = "" if qk is None else f" over {'all heads' if qk.flat else 'each head'}"
         pairs = {None: "none", "half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}
         return {
@@ -167,22 +161,17 @@ class Layers:
             with torch.no_grad():
                 return self._build(layer, activations, verify=True)
         prefix, reading = f"blocks.{layer}.attn.", self.layer_facts(layer)
-        h, module = (
-            upcast(activations[f"blocks.{layer}.hook_resid_pre"]),
-            self._parameters.attention(layer),
-        )
+        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
+        module = self._model.blocks[layer].attn
         attention, length = self._attention(layer, h), h.shape[1]
-        heads = len(attention.weights.W_Q)
-        q, k, v, z, pattern, scores = (
-            cached(activations, f"blocks.{layer}.{n}", heads) for n in CORE
-        )
+        names, heads = (f"blocks.{layer}.{n}" for n in CORE), len(attention.weights.W_Q)
+        q, k, v, z, pattern, scores = (cached(activations, name, heads) for name in names)
         # queries and keys are the model's own where they are not verified
         raw = {w: attention.raw(h, w) if verify or x is None else x for w, x in zip("qk", (q, k))}
-        tables = rotary_tables(module, activations, prefix, length)
-        turn = rotation_of(tables, reading, h)
+        turn = rotation_of(rotary_tables(module, activations, prefix, length), reading, h)
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
         allowed = allowed_cells(module, reading, length, self.causal, masked, h)
-        scores = None if scores is None or masked is None else scores.detach()
+        scores = None if masked is None else _detached(scores)
         frozen, bias = frozen_fields(attention, h, raw, turn), None
         if reading.slopes is not None:
             own = scores_of(frozen["q"][:1].detach(), frozen["k"][:1].detach(), reading.scale)
@@ -193,8 +182,8 @@ class Layers:
             h=h,
             **frozen,
             v=v,
-            z=None if z is None else z.detach(),
-            pattern=None if pattern is None else pattern.detach(),
+            z=_detached(z),
+            pattern=_detached(pattern),
             scores=scores,
             bias=bias,
             allowed=allowed,
@@ -208,7 +197,7 @@ class Layers:
         hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
         checks = [(layer, name, *pair) for name, pair in report.checks.items()]
-        require_reconstruction(checks, f"layer {layer} of {self._parameters.name}{acting}")
+        require_reconstruction(checks, f"layer {layer} of {self._runner.name}{acting}")
         return replace(view, reconstruction=report)
 
     # ---- passes
@@ -265,3 +254,7 @@ class Layers:
             hooks[end] = partial(finish, layer, hooks.get(end))
         self._runner(tokens, hooks)
         return held[last] if last else None
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

@@ -54,13 +54,12 @@ CONFIGURED: dict[str, str] = dict.fromkeys(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLPSpec:
-    """The MLP of one block. ``W_gate`` is what the activation is applied to, ``W_in`` the other
-    factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output; ``parallel``
-    says that it reads the stream before attention.
+    """The MLP of one block. ``stored_gate`` is what the activation is applied to, ``stored_in`` the
+    other factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output;
+    ``parallel`` says that it reads the stream before attention.
 
     Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
-    no second copy of its MLPs in float32. ``W_gate``, ``W_in`` and ``W_out`` convert them to the
-    dtype of the biases at each use."""
+    no second copy of its MLPs in float32; they are converted at each use."""
 
     before: NormWeights
     after: NormWeights
@@ -74,16 +73,6 @@ class MLPSpec:
     b_out: Float[Tensor, " d_model"]
 
     @property
-    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
-        """The matrix in front of the activation."""
-        return self.stored_gate.to(self.b_gate)
-
-    @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"] | None:
-        """The matrix of the other factor, ``None`` without a gate."""
-        return None if self.stored_in is None else self.stored_in.to(self.b_gate)
-
-    @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
         """The matrix behind the activation."""
         return self.stored_out.to(self.b_gate)
@@ -94,20 +83,16 @@ class MLPSpec:
 
     def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
-        gate = x @ self.W_gate + self.b_gate
-        W_in = self.W_in  # once: each access converts the matrix
-        if W_in is None or self.b_in is None:
+        gate = x @ self.stored_gate.to(self.b_gate) + self.b_gate
+        if self.stored_in is None or self.b_in is None:
             return gate, None
-        return gate, x @ W_in + self.b_in
-
-    def out(self, gate: Hidden, linear: Hidden | None) -> Stream:
-        """The output, before the last norm, of what :meth:`hidden` gives."""
-        hidden = self.act(gate) if linear is None else self.act(gate) * linear
-        return hidden @ self.W_out + self.b_out
+        return gate, x @ self.stored_in.to(self.b_gate) + self.b_in
 
     def apply(self, h: Stream) -> Stream:
         """The MLP's output for the stream ``h`` that it reads."""
-        return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
+        gate, linear = self.hidden(self.before.apply(h))
+        hidden = self.act(gate) if linear is None else self.act(gate) * linear
+        return self.after.apply(hidden @ self.W_out + self.b_out)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

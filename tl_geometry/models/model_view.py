@@ -3,7 +3,7 @@ every TransformerLens class, so that other packages need not touch the model obj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class ModelView(Layers):
     ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
     TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
-    text (BERT's CLS), and ``notes`` are remarks for a reader. ``pad_id`` is the tokenizer's padding
+    text (BERT's CLS). ``pad_id`` is the tokenizer's padding
     token, often that which ends a text too.
     """
 
@@ -57,9 +57,7 @@ class ModelView(Layers):
     head_trained: bool
     bos_id: int | None
     state_hooks: tuple[str, ...]
-    notes: tuple[str, ...] = ()
     pad_id: int | None = None
-    _run: Callable[..., Tensor | None]
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
@@ -124,7 +122,7 @@ class ModelView(Layers):
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
         fire is an error. ``forward`` are further arguments of the model's forward().
         """
-        return self._run(tokens, hooks, logits=logits, forward=forward)
+        return self._runner(tokens, hooks, logits=logits, forward=forward)
 
     def logits(
         self,
@@ -157,7 +155,7 @@ class ModelView(Layers):
     @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._parameters.weights(layer)
+        return self._runner.weights(layer)
 
     @torch.no_grad()
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -167,22 +165,22 @@ class ModelView(Layers):
     @torch.no_grad()
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._parameters.unembed()
+        return self._runner.unembed()
 
     @torch.no_grad()
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._parameters.unembed_bias()
+        return self._runner.unembed_bias()
 
     @torch.no_grad()
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
         where the output is not a linear readout of a norm of the last state."""
         if "head" not in self._found:
-            self._found["head"] = infer_head(self._parameters, self._runner)
+            self._found["head"] = infer_head(self._runner)
         like = next(iter(self._model.parameters())).new_empty(self.d_model)
         reading = self._found["head"]
-        return None if reading is None else read_head(self._parameters, reading, like)
+        return None if reading is None else read_head(self._runner, reading, like)
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""

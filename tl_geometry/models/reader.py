@@ -13,7 +13,7 @@ import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,17 +24,17 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.parameters import Parameters, part
+from tl_geometry.models.parameters import part
 from tl_geometry.models.runner import (
     Runner,
     brief,
     collect,
-    hooked_points,
     require_full_precision,
     without_hooks,
 )
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
+SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
 CLASS_NAMES = ("HookedTransformer", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
 """Size of the probe: two sequences of random tokens."""
@@ -86,17 +86,17 @@ def view(model: Any) -> ModelView:
         if (now.fingerprint, now.device) != (model.fingerprint, model.device):
             return now
         # what the model object itself does not say stays as it is in the view
-        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id, notes=now.notes)
+        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id)
     class_name = class_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
     digits = fingerprint(model)
-    run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
-    require_full_precision(run.device, name)
+    run = Runner(model, class_name, name, hooks)
+    require_full_precision(parameter.device, name)
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, name, run, made_of)
-    normalization = cfg.normalization_type
+    normalization, sizes = cfg.normalization_type, {name: int(getattr(cfg, name)) for name in SIZES}
     pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return ModelView(
         name=name,
@@ -105,11 +105,7 @@ def view(model: Any) -> ModelView:
         processed=_processed(model, class_name),
         fingerprint=digits,
         n_layers=len(model.blocks),
-        n_heads=int(cfg.n_heads),
-        d_model=int(cfg.d_model),
-        d_head=int(cfg.d_head),
-        d_vocab=int(cfg.d_vocab),
-        n_ctx=int(cfg.n_ctx),
+        **sizes,
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
         norm=None if normalization is None else str(normalization).removesuffix("Pre"),
@@ -118,20 +114,15 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, class_name),
         pad_id=None if pad is None else int(pad),
-        _run=run,
-        _parameters=Parameters(model, class_name, name),
         _runner=run,
         _probe=probe.activations,
         _found=probe.found,
     )
 
 
-@cache
-def _library_version() -> str:
-    """TransformerLens's version, which is read from a file of its installation."""
-    return importlib.metadata.version("transformer-lens")
+_library_version = cache(partial(importlib.metadata.version, "transformer-lens"))
+"""TransformerLens's version, which is read from a file of its installation."""
 
 
 def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
@@ -145,9 +136,9 @@ def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]
     bad = [n for n, p in named if bool(p.detach().amin().isnan())]
     what, got = f"weights of {name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
-    states, length = run.state_hooks, min(PROBE_LENGTH, run.n_ctx)
+    states, length = run.state_hooks, min(PROBE_LENGTH, int(model.cfg.n_ctx))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=generator)
+    ids = torch.randint(0, int(model.cfg.d_vocab), (PROBE_BATCH, length), generator=generator)
     ends = [h.replace(BEFORE, AFTER) for h in states[:-1]]
     attending = [l for l, block in enumerate(model.blocks) if part(block, "attn") is not None]
     inside = [f"blocks.{l}.{h}" for l in attending for h in (*CORE, *TABLES)]
@@ -192,17 +183,6 @@ def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
     ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in ids if i is not None), None)
-
-
-def _notes(model: Any, class_name: str) -> tuple[str, ...]:
-    """Remarks about the model for a reader."""
-    heads, scheme = model.cfg.n_heads, getattr(model.cfg, "positional_embedding_type", "")
-    notes = []
-    if class_name == "HookedTransformer" and scheme == "alibi" and heads & (heads - 1):
-        notes.append("its ALiBi slopes differ from Hugging Face's: n_heads is no power of two")
-    if hooked := hooked_points(model):
-        notes.append(f"hooks of the user act in every number: {brief(hooked)}")
-    return tuple(notes)
 
 
 as_view = view

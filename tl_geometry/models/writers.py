@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import choice
@@ -84,17 +84,6 @@ class HeadWrites:
         scaled = self.z * self.scale[..., None, None]
         return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
 
-    def some(
-        self, heads: Int[Tensor, " row"], positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row d_model"]:
-        """In the first context: what head ``heads[r]`` wrote at position ``positions[r]``, a row
-        for each r."""
-        # zeros at the other heads: W[heads] would copy [row d_head d_model]
-        at_head = self.z.new_zeros(len(heads), *self.z.shape[2:])
-        at_head[torch.arange(len(heads)), heads] = self.z[0, positions, heads]
-        scale = self.scale[0, positions].unsqueeze(-1)
-        return scale * einsum(at_head, self.W, "r h e, h e d -> r d")
-
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """The sum over heads."""
         scaled = self.z * self.scale[..., None, None]
@@ -154,10 +143,8 @@ class Written:
             rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
         if block.mlp_hook is not None:
-            self.dense[f"mlp{layer}"] = upcast(activations[block.mlp_hook]).to(z) - block.b_out.to(
-                z
-            )
-            rest = rest + block.b_out.to(z)
+            mlp, b_out = upcast(activations[block.mlp_hook]).to(z), block.b_out.to(z)
+            self.dense[f"mlp{layer}"], rest = mlp - b_out, rest + b_out
         self.constants = self.constants + rest
 
     def context(self, row: int) -> Written:
@@ -207,10 +194,9 @@ class Written:
         parts = len(writer_names(self.view, self.view.n_layers, grain))
         if parts * self.constants.nbytes > most:
             return None
-        empty = self.constants.new_empty(
-            parts if grain not in self._kept else 0, *self.constants.shape
-        )
-        since, stack = self._kept.get(grain, (0, empty))
+        if grain not in self._kept:
+            self._kept[grain] = 0, self.constants.new_empty(parts, *self.constants.shape)
+        since, stack = self._kept[grain]
         start, end = len(writer_names(self.view, since, grain)), len(self.names(grain))
         stack[: len(self.writing.embeddings) + 1] = self._first()
         if end > start:
@@ -310,14 +296,10 @@ def run_written(
         end = view._stream(tokens, names, take, last)
     else:
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        needed = [
-            *(name for of_layer in names.values() for name in of_layer),
-            *([last] * bool(last)),
-        ]
-        got = f"no {brief([name for name in needed if name not in entries])}"
-        fits = all(name in entries for name in needed)
-        instead = "model.run_with_cache(tokens), without filter"
-        require(fits, "cache", expected="hooks of every writer", got=got, instead=instead)
+        needed = [name for of_layer in names.values() for name in of_layer] + [last or ""]
+        missing = [name for name in needed if name and name not in entries]
+        got, instead = f"no {brief(missing)}", "model.run_with_cache(tokens), without filter"
+        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():
             take(layer, {name: entries[name] for name in of_layer})
         end = None if last is None else entries[last]
