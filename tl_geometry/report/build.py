@@ -1,8 +1,8 @@
-"""How does a report come to its folder? :func:`build` makes section by section: the table of an item
-is computed, or read where it is there, and the page is written again after every section.
+"""How does a report come to its folder? :func:`build` makes section by section: the table of an
+item is computed, or read where it is there, and the page is written again after every section.
 
-``report.json`` holds one hash of model, tokens and settings. Only in a folder with the same hash are
-tables read; so a stopped report goes on where it was. Files are replaced atomically."""
+``report.json`` holds one hash of model, tokens and settings. Tables are read in a folder with the
+same hash alone; so a stopped report goes on where it was. Files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -85,11 +85,13 @@ def build(
     """
     out, chosen = Path(out), chosen_sections(sections, quick=quick)
     check_folder(out, force=force)
-    a = Analysis(model=model, windows=windows, seed=seed, quick=quick)
-    record: dict[str, Any] = {"written_by": WRITER, "hash": _hash(a), "version": __version__}
-    record |= {"command": list(command), "model": a.view.name, "failed": {}, "finished": False}
+    a = Analysis(model=model, windows=windows, seed=seed)
+    facts = _facts(a)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    record: dict[str, Any] = {"written_by": WRITER, "hash": digest, **facts}
+    record |= {"command": list(command), "failed": {}, "finished": False}
     before = record_of(out).get("hash")
-    same, got = before == record["hash"], "one of another model, corpus or version"
+    same, got = before == digest, "one of another model, corpus or version"
     instead = "another --out, or --force"
     fits = same or force or before is None
     require(fits, "--out", expected="a report of the same", got=got, instead=instead)
@@ -102,21 +104,28 @@ def build(
     parts: list[tuple[Section, list[Block | Card]]] = []
     for section in chosen:
         blocks = _blocks(a, section, out, say or (lambda line: None))
-        failed = {b.what: b.why for b in blocks if isinstance(b, Card) and b.trace}
-        record["failed"] |= failed
         parts.append((section, blocks))
-        _save(out / PAGE, document(a, parts, [s for s in chosen if s not in dict(parts)]))
-    record |= {"finished": True, "provenance": dataclasses.asdict(a.basis.provenance)}
-    _save(out / RECORD, json.dumps(record, indent=1, default=str))
-    return record
+        cards = [block for block in blocks if isinstance(block, Card)]
+        record["failed"] |= {card.what: card.why for card in cards if card.trace}
+        _save(out / PAGE, document(a, parts, chosen[len(parts) :]))
+    _save(out / RECORD, json.dumps({**record, "finished": True}, indent=1))
+    return record | {"finished": True}
 
 
-def _hash(a: Analysis) -> str:
-    """16 hex digits of everything that the numbers depend on."""
-    view = a.view
-    what = [__version__, view.fingerprint, view.processed, str(view.dtype), a.windows.token_hash]
-    what += [list(a.windows.tokens.shape), bool(a.windows.has_bos), a.seed]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+def _facts(a: Analysis) -> dict[str, Any]:
+    """Everything that the numbers depend on."""
+    view, rows = a.view, a.windows
+    return {
+        "version": __version__,
+        "model": view.name,
+        "fingerprint": view.fingerprint,
+        "processed": view.processed,
+        "dtype": str(view.dtype),
+        "tokens": rows.token_hash,
+        "shape": list(rows.tokens.shape),
+        "has_bos": bool(rows.has_bos),
+        "seed": a.seed,
+    }
 
 
 def _save(path: Path, text: str) -> None:
@@ -137,7 +146,7 @@ def _blocks(
         try:
             blocks += make(a, item, out)
         except Exception as error:
-            blocks.append(_card(item.title, error))
+            blocks.append(_card(item.words["title"], error))
     return blocks
 
 
@@ -165,7 +174,7 @@ def _made(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
             view = draw(a, result)
             figures.append(f"<!--{' '.join(getattr(view, 'scripts', ()))}-->{view.html()}")
         except Exception as error:
-            cards.append(_card(f"A figure of “{item.title}”", error))
+            cards.append(_card(f"A figure of “{item.words['title']}”", error))
     if not cards:
         _save(drawn, "\n".join(figures))
     return [_block(item, table, "".join(figures)), *cards]

@@ -1,5 +1,5 @@
-"""What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one rule,
-and numbers are written as a reader reads them.
+"""What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one
+rule, and numbers are written as a reader reads them.
 
 1. It takes the row where the number is furthest beyond its nulls.
 2. It asks whether the 95% interval there excludes every null. The interval is Student's, and it is
@@ -51,8 +51,7 @@ def percent(value: float) -> str:
     """
     if not math.isfinite(value):
         return "–"
-    hundredths = round(100 * value, 2) + 0.0
-    return f"{hundredths:.3g}%".replace("-", "−")
+    return f"{number(round(100 * value, 2) + 0.0)}%"
 
 
 class Shown(float):
@@ -76,8 +75,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A question to a table: is the ``value`` of some row beyond its ``nulls`` (columns; none means
-    zero)?
+    """A question to a table, whether the ``value`` of some row is beyond its ``nulls``.
+
+    Nulls are columns; none of them means zero.
 
     - ``side``: 1 for above the nulls, -1 for below, 0 for either (``{more}`` in the sentence).
     - ``shown``: the number of the sentence as a template; ``yes``, ``no`` and ``beside`` are
@@ -91,9 +91,9 @@ class Ask:
     estimate.
 
     >>> import pandas as pd
-    >>> table = pd.DataFrame({"head": ["L0H1", "L1H0"], "x": [0.1, 0.5], "x_se": 0.05, "samples": 8})
+    >>> table = pd.DataFrame({"head": ["L0H1", "L1H0"], "x": [0.1, 0.5], "x_se": 0.05})
     >>> ask = Ask(value="x", shown="{x}", yes="{head} has {x}.", no="No evidence.", beside="{low}")
-    >>> ask.answer(table)
+    >>> ask.answer(table.assign(samples=8))
     Finding(said='L1H0 has 0.5.', value='0.5', beside='0.382', clear=True, item='')
     """
 
