@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -122,24 +121,23 @@ def test_shards_join_to_the_basis_of_the_whole_corpus(directory: Path, tmp_path:
     assert torch.allclose(joined.pos, whole.pos, rtol=1e-6, atol=1e-7)
 
 
-def test_fit_takes_token_ids_and_keeps_files(
+def test_fit_gives_the_basis_of_the_function_and_keeps_files(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = np.random.default_rng(0)
-    ids = generator.integers(4, VOCAB, (12, 16))
-    np.save(tmp_path / "ids.npy", ids)
-    out = tmp_path / "basis.safetensors"
-    words = ["fit", str(directory), "--corpus", str(tmp_path / "ids.npy"), "--out", str(out)]
-    assert ended([*words, "--quiet"], monkeypatch) == 0
-    by_hand = tlg.decompose(tlg.load(directory), torch.tensor(ids), progress=False)
+    text, out = directory / "text.txt", tmp_path / "basis.safetensors"
+    words = ["fit", str(directory), "--corpus", str(text), "--length", "16", "--quiet"]
+    words += ["--out", str(out), "--contexts"]
+    assert ended([*words, "12"], monkeypatch) == 0
+    model = tlg.load(directory)
+    rows = tlg.windows(model, text, 16, n=12)
+    by_hand = tlg.decompose(model, rows, progress=False)
     basis = tlg.PositionContext.load(out)
     assert basis.provenance.token_hash == by_hand.provenance.token_hash
     assert torch.allclose(basis.pos, by_hand.pos)
     before = out.read_bytes()
-    assert ended([*words, "--quiet"], monkeypatch) == 2
-    assert ended([*words, "--quiet", "--length", "8", "--force"], monkeypatch) == 2
+    assert ended([*words, "8"], monkeypatch) == 2
     assert out.read_bytes() == before
-    assert ended([*words, "--quiet", "--contexts", "8", "--force"], monkeypatch) == 0
+    assert ended([*words, "8", "--force"], monkeypatch) == 0
     assert tlg.PositionContext.load(out).contexts == 8
 
 

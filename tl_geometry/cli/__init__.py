@@ -28,9 +28,9 @@ USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickE
 NAMES = "A name that TransformerLens knows, a directory, smollm2 or minilm; none: the embedded one."
 
 Model = Annotated[str | None, Argument(help=NAMES)]
-Files = list[Path] | None
-Corpus = Annotated[Files, Option(help="Text file, may be repeated; none: the standard library.")]
-Ids = Annotated[Files, Option(help="Text file, may be repeated; or one .npy file of token ids.")]
+Corpus = Annotated[
+    list[Path] | None, Option(help="Text file, may be repeated; none: Python's own.")
+]
 Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
 Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]
@@ -124,7 +124,7 @@ def report(
 @app.command(epilog="For example: tl-geometry fit gpt2 --corpus book.txt --shard 1/4 --full")
 def fit(
     model: Model = None,
-    corpus: Ids = None,
+    corpus: Corpus = None,
     contexts: Contexts = None,
     length: Length = None,
     bos: Bos = None,
@@ -145,19 +145,13 @@ def fit(
     inputs.check_model(model, device, dtype)
     check_seed(seed)
     i, n = inputs.shard_of(shard)
-    ids = corpus is not None and len(corpus) == 1 and corpus[0].suffix == ".npy"
-    inputs.check_corpus(None if ids else corpus)
-    fits, expected = not ids or (length is None and bos is None), "none with a file of token ids"
-    require(fits, "--length, --bos", expected=expected, got="some")
+    inputs.check_corpus(corpus)
     inputs.check_file(out, force=force)
     from tl_geometry.decomposition.from_model import decompose
 
     view = inputs.load_model(model, device, dtype, processed=processed)
-    if corpus is not None and ids:
-        rows = inputs.token_rows(corpus[0])[:contexts]
-    else:
-        size = length or min(inputs.LENGTH, view.n_ctx)
-        rows = inputs.windows_of(view, corpus, size, contexts, prepend_bos=bos, seed=seed)
+    size = length or min(inputs.LENGTH, view.n_ctx)
+    rows = inputs.windows_of(view, corpus, size, contexts, prepend_bos=bos, seed=seed)
     rows = rows[(i - 1) * len(rows) // n : i * len(rows) // n]
     basis = decompose(view, rows, batch_size=batch_size, seed=seed, progress=not quiet)
     basis.save(out, full=full)

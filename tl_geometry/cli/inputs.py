@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tl_geometry.base.errors import GeometryError, choice, fail, require
+from tl_geometry.base.errors import GeometryError, choice, require
 from tl_geometry.base.printable import printable
 from tl_geometry.corpus.text_files import file_names, read_texts
 
@@ -100,17 +100,6 @@ def windows_of(
         if error.what != "n" or contexts is not None:
             raise
         return cut(None)
-
-
-def token_rows(path: Path) -> Any:
-    """The rows of a ``.npy`` file of token ids ``[context position]``, memory-mapped."""
-    import numpy as np
-
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        got = printable(f"{path} ({' '.join(str(error).split())[:120]})")
-        fail("--corpus", expected="a .npy file of token ids", got=got, instead="numpy.save")
 
 
 def shard_of(text: str) -> tuple[int, int]:

@@ -22,15 +22,9 @@ from tl_geometry.base.errors import GeometryError, require
 from tl_geometry.base.files import write_bytes
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.report import folder
 from tl_geometry.report.analysis import Analysis
-from tl_geometry.report.folder import (
-    PAGE,
-    RECORD,
-    WRITER,
-    check_folder,
-    check_sections,
-    record_of,
-)
+from tl_geometry.report.folder import PAGE, RECORD, WRITER, check_folder, record_of
 from tl_geometry.report.items import SECTIONS, Item, Section
 from tl_geometry.report.page import Block, Card, document
 
@@ -40,7 +34,7 @@ def chosen_sections(names: Sequence[str] | None, *, quick: bool) -> list[Section
     ``quick``."""
     if names is None:
         return [section for section in SECTIONS if not (quick and section.slow)]
-    check_sections(names)
+    folder.check_sections(names)
     return [section for section in SECTIONS if section.key in names]
 
 
@@ -114,18 +108,10 @@ def build(
 
 def _facts(a: Analysis) -> dict[str, Any]:
     """Everything that the numbers depend on."""
-    view, rows = a.view, a.windows
-    return {
-        "version": __version__,
-        "model": view.name,
-        "fingerprint": view.fingerprint,
-        "processed": view.processed,
-        "dtype": str(view.dtype),
-        "tokens": rows.token_hash,
-        "shape": list(rows.tokens.shape),
-        "has_bos": bool(rows.has_bos),
-        "seed": a.seed,
-    }
+    of_model = ("name", "fingerprint", "processed", "dtype")
+    facts: dict[str, Any] = {name: str(getattr(a.view, name)) for name in of_model}
+    facts |= {"tokens": a.windows.token_hash, "shape": list(a.windows.tokens.shape)}
+    return facts | {"bos": bool(a.windows.has_bos), "seed": a.seed, "version": __version__}
 
 
 def _save(path: Path, text: str) -> None:

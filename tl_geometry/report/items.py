@@ -21,6 +21,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.report.analysis import COMPARED, PROMPTS, TESTED, Analysis
 from tl_geometry.report.findings import Ask, Shown
+from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.split import split_scores
 
 GROUPS = ("position", "content", "token", "mixed")
@@ -117,7 +118,8 @@ def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
     others = frame[[f"cs_{g}_corrected" for g in GROUPS if g != "content"]]
     return frame.assign(
         samples=min(map(len, sweep.sizes)),
-        sequences=len(a.swept),
+        induction_samples=SEQUENCES,
+        previous_samples=SEQUENCES,
         position_first=(agree & (frame["group_by_cs"] == "position")).astype(float),
         content_first=(agree & (frame["group_by_cs"] == "content")).astype(float),
         rival=others.max(axis=1),
@@ -215,6 +217,10 @@ def _variance(a: Analysis) -> Any:
     return a.basis.anova(null=a.spliced)
 
 
+def _price_of_nulls(a: Analysis) -> float:
+    return 2 * min(COMPARED, len(a.fitted))
+
+
 def _drawn(a: Analysis, anova: Any) -> Any:
     return render.variance_shares(anova, control=a.untrained.anova())
 
@@ -224,18 +230,12 @@ def _spirals(a: Analysis, anova: Any) -> Any:
 
 
 def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
-    frame, control = anova.to_dataframe(), a.untrained.anova().to_dataframe()
+    control = a.untrained.anova().to_dataframe().set_index("state")
     column = "pos_corrected" if "pos_corrected" in control else "pos_debiased"
-    control = control.set_index("state")
-    ends = {"pos_untrained": column, "pos_untrained_low": f"{column}_low"}
-    frame = frame.assign(samples=len(a.basis.group_counts))
-    return frame.assign(
-        **{
-            name: control[of].reindex(frame["state"]).array
-            for name, of in ends.items()
-            if of in control
-        }
-    )
+    null = control.filter(regex=f"^{column}(_low)?$")
+    null.columns = [name.replace(column, "pos_untrained") for name in null]
+    frame = anova.to_dataframe().assign(samples=len(a.basis.group_counts))
+    return frame.join(null, on="state")
 
 
 def _report(a: Analysis, report: Any) -> pd.DataFrame:
@@ -280,12 +280,9 @@ def _truncation(a: Analysis) -> Any:
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most = curve.to_dataframe(), a.view.d_model
-    few = (2 * frame["K"] <= most) & frame["claimed"].astype(bool)
-    half = len(a.paths) // 2
-    return frame.assign(
-        few=few.astype(float), allowed=0.1 * frame["baseline_mean"], samples=half // 2, of=most
-    )
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.paths) // 4
+    few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
+    return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
@@ -311,22 +308,18 @@ def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
 
 
 def _overview(a: Analysis) -> pd.DataFrame:
-    view, basis, p = a.view, a.basis, a.basis.provenance
-    (start, end), names = basis.window, a.windows.label_names
-    out = f"; before {start} left out (attention sink)" if start else ""
+    view, rows, p = a.view, a.windows, a.basis.provenance
+    (start, end), names = a.basis.window, rows.label_names
     facts = {
-        "model": f"{view.name} ({p.library}{', processed weights' if view.processed else ''})",
-        "size": f"{view.n_layers} blocks of {view.n_heads} heads, width {view.d_model}, vocabulary "
-        f"{view.d_vocab}",
+        "model": f"{view.name}, {p.library}{', processed weights' if view.processed else ''}",
         "weights": f"fingerprint {view.fingerprint}, computed in {p.dtype}",
-        "corpus": f"{p.corpus}: {len(a.windows)} windows of {basis.length} tokens, {a.held_out} of "
-        "them for the sweep alone",
-        "tokens": f"hash {a.windows.token_hash}",
+        "corpus": f"{p.corpus}: {len(rows)} windows of {rows.length} tokens ({rows.token_hash})",
         "documents": f"{len(names)}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
+        "kept from the basis": f"{a.held_out} windows, for the sweep and the removals",
         "first token": "BOS" if p.has_bos else "text (no BOS)",
-        "positions": f"{start} to {end - 1}{out}",
+        "positions": f"{start} to {end - 1} (an attention sink before them is left out)",
         "seed": str(a.seed),
-        "remarks": "; ".join([*p.flags, *a.windows.notes]) or "none",
+        "remarks": "; ".join([*p.flags, *rows.notes]) or "none",
     }
     return pd.DataFrame({"property": [*facts], "value": [*facts.values()]})
 
@@ -349,14 +342,7 @@ SECTIONS = (
         "states",
         "Position and context",
         (
-            Item(
-                "variance",
-                _variance,
-                _beside_untrained,
-                (_drawn, _spirals),
-                price=lambda a: 2 * COMPARED,
-                more=1.5,
-            ),
+            Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
             Item("massive", lambda a: a.basis.largest_tokens(), _massive, ()),
             Item("position", lambda a: measures.positional_report(a.basis), _report, more=1.2),
             Item("context", lambda a: measures.contextual_report(a.basis), _report, more=2.0),

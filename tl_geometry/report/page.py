@@ -87,13 +87,6 @@ def heading(column: str) -> str:
     return " ".join(filter(None, (names.get(part, part) for part in parts)))
 
 
-def chosen(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """The findings at the head, and the others: first the head that does most, because it says what
-    the model does, then those that exclude their null."""
-    ranked = sorted(findings, key=lambda found: (found.item != "removal", not found.clear))
-    return ranked[:SHOWN], ranked[SHOWN:]
-
-
 def document(
     a: Analysis,
     parts: Sequence[tuple[Section, Sequence[Block | Card]]],
@@ -108,14 +101,15 @@ def document(
         finalize=lambda value: html.visible(value) if type(value) is str else value,
     )
     blocks = [block for _, made in parts for block in made if isinstance(block, Block)]
-    head, rest = chosen([finding for block in blocks for finding in block.findings])
+    found = [finding for block in blocks for finding in block.findings]
+    # first the head that does most, which says what the model does, then what excludes its null
+    found.sort(key=lambda finding: (finding.item != "removal", not finding.clear))
     style = files("tl_geometry.report") / "assets" / "report.css"
     return environment.get_template("page.html").render(
         view=a.view,
         windows=a.windows,
-        embedded=a.view.name == "tl-geometry-embedded",
-        head=head,
-        rest=rest,
+        head=found[:SHOWN],
+        rest=found[SHOWN:],
         parts=parts,
         coming=[section.title for section in coming],
         allowed=" ".join(dict.fromkeys(text for block in blocks for text in block.scripts)),
