@@ -77,9 +77,8 @@ def weight_blocks(
         figure,
         geometry,
         title=f"Which directions does W_{geometry.matrix} of each head {verb}?",
-        caption=f"Blue cells are entries of W_{geometry.matrix} in the directions of the basis, "
-        f"above the threshold; red ones are |diag(W_{geometry.matrix})| in the model's own "
-        "coordinates; the dashed frame holds the leading directions of position.",
+        caption="Blue cells are entries in the directions of the basis above the threshold, red "
+        "ones the diagonal in the model's own coordinates; the frame holds leading positions.",
         null="Above each panel: its concentration in the frame over that of a random subspace.",
     )
 
@@ -166,7 +165,7 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
         bars.append((str(edit), change, error, colour))
         beside = rows[rows["control"] != ""] if "control" in rows else rows.head(0)
         bars += [
-            (f"   {row['control']}", row["control_change"], math.nan, draw.RESIDUAL)
+            (f"   {row['control']}", row["control_change"], math.nan, draw.CONTROL)
             for row in beside.to_dict("records")
         ]
     names, changes, errors, colours = zip(*bars, strict=True)
