@@ -29,7 +29,7 @@ from .decomposition import PositionContext as PositionContext
 from .decomposition import decompose as decompose
 from .decomposition import decompose_activations as decompose_activations
 from .flow import flow_report as flow_report
-from .flow import skip_map as skip_map
+from .flow import skip_costs as skip_costs
 from .flow import trajectories as trajectories
 from .flow import truncation_kl as truncation_kl
 from .interventions import Effects as Effects

@@ -303,5 +303,5 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(name="27 a metric of numbers", call=lambda s: measured(s, 1.0)),
     Row(name="27 edge scores after a look in inference mode", call=looked_at_inside),
-    Row(name="27 a file at home", call=saved_at_home, holds=lambda s, found: found, today=WRONG),
+    Row(name="27 a file at home", call=saved_at_home, holds=lambda s, found: found),
 )
