@@ -55,26 +55,21 @@ def principal(basis: Any) -> Numbers:
 
 
 def with_errors(times: float) -> Callable[[Any], Numbers]:
-    """The ends of error bars."""
+    """The ends of error bars: each column that has an error beside it, ``NAME`` and ``NAME_se``."""
 
     def ends(report: Any) -> Numbers:
-        if hasattr(report, "kl_se"):
-            yield from (report.kl - times * report.kl_se, report.kl + times * report.kl_se)
-            return
-        for name, error in report.errors.items():
-            yield from (report.values[name] - times * error, report.values[name] + times * error)
+        for name in (name for name in report.df if f"{name}_se" in report.df):
+            error = times * report.df[f"{name}_se"].fillna(0.0)
+            yield from (report.df[name] - error, report.df[name] + error)
 
-    return ends
+    return lambda report: (each.to_numpy() for each in ends(report))
 
 
 def laws(report: Any) -> Numbers:
     """The fitted laws of noise between all pairs of states."""
-    states = torch.tensor(report.states, dtype=torch.float64)
-    for law in report.laws:
-        fit = report.law(law)
-        for start in states:
-            later = states[states > start]
-            yield fit.variance(start.expand_as(later), later).log()
+    start, end = (torch.tensor(report.df[name]).double() for name in ("start", "end"))
+    for law in ("asymptotic", "increment"):
+        yield tlg.flow.fit_noise_law(report, law=law).variance(start, end).log()
 
 
 def by_group(planes: Any) -> Numbers:
@@ -118,9 +113,8 @@ def planes(w: World) -> Any:
 
 
 def faithful(w: World) -> Any:
-    return tlg.faithfulness(
-        w.model, w.edges, w.ids, w.other, targets=w.targets, fractions=(0.1, 0.5), draws=2
-    )
+    pairs = {"counterfactual": w.other, "answer": w.targets}
+    return tlg.faithfulness(w.model, w.ids, w.edges, **pairs, fractions=(0.1, 0.5), draws=2)
 
 
 VIEWS = {
@@ -145,7 +139,7 @@ VIEWS = {
     "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
     "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
     "skip_figure": Shown(
-        result=lambda w: tlg.skip_map(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
+        result=lambda w: tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
         draw=render.skip_figure,
     ),
     "truncation_figure": Shown(

@@ -18,6 +18,7 @@ from torch import Tensor
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
+from tl_geometry.base.tables import Table
 from tl_geometry.flow import Trajectories, fit_noise_law
 from tl_geometry.render import figure as draw
 from tl_geometry.render.page import Page
@@ -120,7 +121,7 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
     )
 
 
-def noise_figure(report: Any, *, ax: draw.Axes | None = None) -> draw.View:
+def noise_figure(report: Table, *, ax: draw.Axes | None = None) -> draw.View:
     """Mean log variance of the residual over t + tau, one colour for each t, with the fitted laws
     of noise (Sarfati et al. 2025, Eq. 2).
 

@@ -37,7 +37,7 @@ def _truncation(w: World) -> Any:
 
 
 def _skips(w: World) -> Any:
-    return tlg.skip_map(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
+    return tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
 
 
 def _planes(w: World) -> Any:
