@@ -48,7 +48,7 @@ USES: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
     "sweep_heads": lambda s, ids: tlg.sweep_heads(s.model, ids, s.w.basis, layers=0, **QUIET),
     "trajectories": lambda s, ids: tlg.trajectories(s.model, ids, **QUIET),
     "edge_scores": lambda s, ids: tlg.edge_scores(
-        s.model, ids, s.w.other, targets=(5, 9), method="gradient"
+        s.model, ids, counterfactual=s.w.other, answer=(5, 9), method="gradient"
     ),
 }
 
@@ -328,7 +328,11 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="9 a metric whose gradient is NaN",
         call=lambda s: tlg.edge_scores(
-            s.model, s.ids, s.w.other, lambda logits: (0 * logits[:, -1, 5]).sqrt()
+            s.model,
+            s.ids,
+            counterfactual=s.w.other,
+            metric=lambda logits: (0 * logits[:, -1, 5]).sqrt(),
+            method="gradient",
         ),
         what="metric",
         today="all scores are NaN",

@@ -52,7 +52,7 @@ def looked_at_inside(s: Scene) -> Any:
 
 
 def scored(model: Any) -> Any:
-    return tlg.edge_scores(model, IDS[:2], IDS[2:], targets=(5, 9), method="gradient")
+    return tlg.edge_scores(model, IDS[:2], counterfactual=IDS[2:], answer=(5, 9), method="gradient")
 
 
 def copied(s: Scene, keep: bool) -> Any:
@@ -88,7 +88,7 @@ def filtered(s: Scene) -> bool:
 def averaged(s: Scene) -> Any:
     """The mean of a generator of graphs."""
     graphs: Any = (graph for graph in [s.w.graph, s.w.graph])
-    return circuits.average_graphs(graphs)
+    return circuits.mean_graph(graphs)
 
 
 ONE: Any = 0.1
@@ -237,10 +237,10 @@ ROWS: tuple[Row, ...] = (
         name="20 one fraction",
         call=lambda s: tlg.faithfulness(
             s.model,
-            s.w.edges,
             s.ids[:, :6],
-            s.w.other[:, :6],
-            targets=(5, 9),
+            s.w.edges,
+            counterfactual=s.w.other[:, :6],
+            answer=(5, 9),
             fractions=ONE,
             draws=1,
         ),
