@@ -164,6 +164,11 @@ def _draw_curve(axis: draw.Axes, state: int, basis: PositionContext) -> Any:
     directions = linalg.svd(pos)
     points = pos @ directions.V[:, :2]
     # first and last column: a stream of one dimension has one direction, which serves both axes
+    # one or two outliers, such as the first position, may leave the frame
+    low, high = torch.quantile(points, torch.tensor([0.03, 0.97]).to(points), dim=0)
+    pad = 0.15 * (high - low).clamp(min=1e-12)
+    (left, bottom), (right, top) = (low - pad)[[0, -1]].tolist(), (high + pad)[[0, -1]].tolist()
+    axis.set(xlim=(left, right), ylim=(bottom, top))
     drawn = draw.path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
     # a state without position has no energy

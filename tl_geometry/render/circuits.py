@@ -16,8 +16,6 @@ from tl_geometry.render import figure as draw
 
 COLOURS = dict(zip(("query", "key", "value"), draw.LINES, strict=False))
 """One colour for each side on which a head reads a writer."""
-CURVES = draw.LINES[:4]
-"""Colours of the curves of faithfulness, which also limit how many one figure compares."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 
 
@@ -96,7 +94,7 @@ def faithfulness_curve(
     'How much of the behaviour do the highest-ranked edges carry?'
     """
     named = dict(results) if isinstance(results, Mapping) else {"highest scores": results}
-    few, expected = 0 < len(named) <= len(CURVES), f"1 to {len(CURVES)} curves"
+    few, expected = 0 < len(named) <= len(draw.LINES), f"1 to {len(draw.LINES)} curves"
     require(few, "results", expected=expected, got=len(named))
     # a chosen set has complements, and is one point
     units = {"sets" if r.complements is not None else r.unit for r in named.values()}
@@ -105,7 +103,7 @@ def faithfulness_curve(
     unit = units.pop()
     figure, (axis,) = draw.panels(ax, size=(draw.WIDTH, 3.2))
     first = next(iter(named.values()))
-    for color, (name, result) in zip(CURVES, named.items(), strict=False):
+    for color, (name, result) in zip(draw.LINES, named.items(), strict=False):
         at, f = 100 * result.fractions, result.f
         label = f"{name}: CPR {float(result.cpr.value):.2f}, CMD {float(result.cmd.value):.2f}"
         axis.plot(at, f.value, "o-", color=color, ms=3, lw=1.5, label=label)

@@ -102,10 +102,6 @@ class View:
         """The image, text as text."""
         return self._bytes("svg")
 
-    def pdf(self) -> bytes:
-        """The image, fonts embedded."""
-        return self._bytes("pdf")
-
     def html(self) -> str:
         """The figure as an HTML fragment: title, caption, image, and its source folded below."""
         form, data = "svg+xml", self.svg()
@@ -117,7 +113,8 @@ class View:
         title, how = html.escape(self.title), html.escape(f"{self.caption} {self.null}".strip())
         head = f'<figcaption><b>{title}</b> <span class="how">{how}</span></figcaption>'
         body = f'<img alt="{title}" style="{style};background:white" src="{url}">'
-        inside = f"{DARK}{head}{body}{folded(self.source)}"
+        made = f"<summary>How this was made</summary>{html.escape(self.source)}"
+        inside = f"{DARK}{head}{body}<details>{made}</details>"
         return f'<figure class="tlg-figure" style="margin:0 0 1em">{inside}</figure>'
 
     def save(self, path: str | Path) -> Path:
@@ -138,17 +135,6 @@ class View:
 
     def __repr__(self) -> str:
         return f"{self.title}: {self.caption}"
-
-
-def folded(source: str) -> str:
-    """What a figure was computed from, as a line that a click unfolds.
-
-    >>> folded("")
-    ''
-    """
-    if not source:
-        return ""
-    return f"<details><summary>How this was made</summary>{html.escape(source)}</details>"
 
 
 def view(figure: Figure, result: Any, title: str, caption: str, null: str) -> View:

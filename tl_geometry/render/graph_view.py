@@ -25,8 +25,6 @@ from tl_geometry.render.page import Page
 START, MOST = 40, 400
 """How many nodes the page shows first, and how many it holds at most: some hundred kilobytes for
 any prompt and model."""
-LEAST = 1e-6
-"""Share of the largest sum below which what is left out is rounding."""
 SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
 BETWEEN = "Value, query and key edges add up to the difference exactly: they have no null."
 
@@ -106,7 +104,7 @@ def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataF
     held = held.iloc[(-held["value"].abs()).argsort(kind="stable")]
     held = held[held.groupby(group).cumcount() < parts.LISTED]
     rest = whole.sub(held.groupby(group)["value"].sum(), fill_value=0.0)
-    rest = rest[rest.abs() > LEAST * whole.abs().max()]
+    rest = rest[rest.abs() > 1e-6 * whole.abs().max()]  # below it is rounding
     if not exact:  # the others sum to what moved, which no list claims
         rest = rest[rest.index.get_level_values("type") == "value"]
     held = held.assign(source=held["at"].astype(int))[["source", "target", "type", "value"]]

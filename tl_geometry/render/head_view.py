@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import head_name
@@ -26,8 +25,6 @@ from tl_geometry.scores.terms import GROUPS, group_of, key_of
 
 FIRST = ("cs_position", "lift")
 """The column shown first is the first of these that the table has."""
-PREFIXES = {"cs_": "share of ", "gs_": "gain of "}
-"""Prefix of a column -> its meaning in words."""
 MOST = 40
 """Most heads whose bars have their names; of more, the layers are named."""
 TYPES = {"previous": "previous token", "induction": "induction", "duplicate": "duplicate token"}
@@ -69,6 +66,10 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     chosen = first if value is None else checks.choice(key_of(value), numeric, "value")
     layers = sorted(set(table["layer"]))
     grids = np.stack([grid_of(table, name) for name in numeric])
+    largest = np.nan_to_num(abs(grids)).max((1, 2))
+    largest[largest == 0] = 1.0
+    # shares of a gain near 0 are huge in single heads, and would pale all others
+    shares = [name.startswith(("cs_", "gs_")) for name in numeric]
     readable = sweep.readable if isinstance(sweep, Result) else str
     names = [in_words(str(readable(name))) for name in numeric]
     groups = [i for i, name in enumerate(numeric) if name in [f"cs_{g}" for g in GROUPS]]
@@ -89,7 +90,7 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
                 rows=[""],
                 axes=("layer", "head"),
                 labels=[[str(l) for l in layers], [str(h) for h in range(grids.shape[-1])]],
-                limits=[limit_of(n, g) for n, g in zip(numeric, grids, strict=True)],
+                limits=np.where(shares, largest.clip(max=1.0), largest),
                 colours=[draw.PARTS.get(n.removeprefix("cs_"), "") for n in numeric],
                 together=False,
             ),
@@ -112,23 +113,13 @@ def grid_of(table: pd.DataFrame, column: str, empty: Any = np.nan) -> np.ndarray
     return grid
 
 
-def limit_of(column: str, values: Float[np.ndarray, "..."]) -> float:
-    """The value of full colour: the largest absolute value; at most 1 for shares, as those of a
-    gain near 0 are huge in single heads."""
-    largest = float(np.nan_to_num(abs(values)).max()) or 1.0
-    return min(largest, 1.0) if column.startswith(("cs_", "gs_")) else largest
-
-
 def in_words(column: str) -> str:
     """The name of a column in words.
 
     >>> in_words("cs_pos-pos"), in_words("dropped_mass")
     ('share of pos-pos', 'dropped mass')
     """
-    for start, words in PREFIXES.items():
-        if column.startswith(start):
-            column = words + column.removeprefix(start)
-    return column.replace("_", " ")
+    return column.replace("cs_", "share of ").replace("gs_", "gain of ").replace("_", " ")
 
 
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:

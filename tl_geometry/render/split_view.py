@@ -26,7 +26,6 @@ from tl_geometry.scores.score_split import ScoreSplit
 from tl_geometry.scores.terms import CONSTANT_PARTS, GROUPS, group_of, key_of
 
 Term = tuple[str, str]
-NULL = "Terms are exact: they have no null."
 CONSTANTS = "constants"
 """The panel of what depends on no token and no position: mean and biases on both sides."""
 
@@ -95,21 +94,22 @@ def split(
     sizes = np.sort(abs(values[:, :-1][np.isfinite(values[:, :-1])]))
     # a few large cells would make all others pale
     limit = float(min(sizes[-1], 2 * sizes[int(0.99 * (len(sizes) - 1))] or sizes[-1])) or 1.0
+    labels = [head_name(split.heads[i]) for i in rows]
     grid = parts.maps(
         values,
         names=names,
-        rows=[head_name(split.heads[i]) for i in rows],
+        rows=labels,
         axes=("query", "key"),
         labels=[[f"{i} “{token_text(t)}”" for i, t in enumerate(map(str, tokens))]] * 2,
         limits=[*[limit] * (len(names) - 1), 1.0],
         colours=[draw.PARTS.get(_group(name), "") for name in (*chosen, "total", "pattern")],
         together=True,
     )
+    named = ", ".join(labels) if len(rows) <= 4 else f"{len(rows)} heads"
     groups = [(group, i) for i, name in enumerate(chosen) if (group := _group(name))]
     query, key = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax())
     return Page(
-        title=title
-        or f"What are the attention scores of {_named([split.heads[i] for i in rows])} made of?",
+        title=title or f"What are the attention scores of {named} made of?",
         caption=_caption(split, chosen, limit, centered=centered),
         parts=[
             grid,
@@ -119,7 +119,7 @@ def split(
         begin={"i": query, "j": key, "kept": [query, key], "query": query, "source": len(chosen)},
         height=980 if len(chosen) > 4 else 860,
         source=split.provenance.line(),
-        null=NULL,
+        null="Terms are exact: they have no null.",
     )
 
 
@@ -186,11 +186,6 @@ def panel_values(
         scores = [row_center(x, allowed) for x in scores]
     values = torch.stack([*scores, split.pattern()[context, rows]], 1)
     return values.masked_fill(~allowed[:, None], torch.nan).double().cpu().numpy()
-
-
-def _named(heads: Sequence[tuple[int, int]]) -> str:
-    """Names of a few heads, or how many there are."""
-    return ", ".join(map(head_name, heads)) if len(heads) <= 4 else f"{len(heads)} heads"
 
 
 def _caption(
