@@ -59,6 +59,5 @@ def plot(result: Result | pd.DataFrame) -> draw.View | Page:
     for needed, view in BY_COLUMNS.items():
         if columns.issuperset(needed):
             return getattr(render, view)(result)
-    instead = "a function of tl_geometry.render, or its table itself"
-    got = type(result).__name__
+    got, instead = type(result).__name__, "a function of tl_geometry.render, or its table itself"
     return fail("result", expected="a result that has a view", got=got, instead=instead)
