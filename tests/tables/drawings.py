@@ -13,7 +13,7 @@ import torch
 import tl_geometry as tlg
 from tests.lib.worlds import QUIET, World
 from tests.tables.answers import frame
-from tl_geometry import circuits, interventions, render, sphere
+from tl_geometry import circuits, interventions, measures, render, sphere
 
 Numbers = Iterable[Any]
 
@@ -54,8 +54,10 @@ def with_errors(times: float) -> Callable[[Any], Numbers]:
         if hasattr(report, "kl_se"):
             yield from (report.kl - times * report.kl_se, report.kl + times * report.kl_se)
             return
-        for name, error in report.errors.items():
-            yield from (report.values[name] - times * error, report.values[name] + times * error)
+        frame = report.df
+        for name in (name for name in frame if f"{name}_se" in frame):
+            reach = times * frame[f"{name}_se"]
+            yield from (frame[name] - reach, frame[name] + reach)
 
     return ends
 
@@ -126,7 +128,7 @@ VIEWS = {
     "spirals": Shown(result=lambda w: w.basis, draw=render.spirals, more=principal),
     "gram": Shown(result=lambda w: w.basis, draw=lambda b: render.gram(b, 1), more=cosines),
     "variance_shares": Shown(result=lambda w: w.basis.anova(), draw=render.variance_shares),
-    "fourier": Shown(result=positional, draw=render.fourier),
+    "fourier": Shown(result=lambda w: w.basis, draw=render.fourier),
     "incoherence": Shown(
         result=lambda w: tlg.contextual_report(w.basis, draws=2),
         draw=render.incoherence,
@@ -137,7 +139,10 @@ VIEWS = {
         draw=lambda r: render.measure_curves(r, ("rank", "smoothness")),
         more=with_errors(1),
     ),
-    "learning_curve": Shown(result=positional, draw=lambda r: render.learning_curve(r, "rank")),
+    "learning_curve": Shown(
+        result=lambda w: measures.learning_curve(w.basis),
+        draw=lambda r: render.learning_curve(r, "rank"),
+    ),
     "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
     "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
     "residual_figure": Shown(result=flow, draw=render.residual_figure),

@@ -91,7 +91,7 @@ class WeightGeometry(Table):
     delta: Float[Tensor, "head d_model"]
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.tensor(self.column(name))
+        return torch.tensor(self.df[name].to_numpy())
 
     def head(self, head: Head) -> int:
         """Row of a head."""

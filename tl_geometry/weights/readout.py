@@ -30,7 +30,7 @@ from tl_geometry.weights.vocabulary import (
     factors_of,
     normalized_rows,
     output_rows,
-    token_texts,
+    said,
 )
 
 SCORES = 2**25
@@ -202,9 +202,7 @@ def token_readout(
         for side in zip(*sides, strict=True)
     )
     spectrum = torch.cat(values).cpu()
-    text = token_texts(view, left.ids, right.ids)
-    ends = [side.ids[:, end].tolist() for side in (left, right) for end in (0, 1)]
-    words = [[" ".join(text[i] for i in row) for row in ids] for ids in ends]
+    words = [said(view, side.ids[:, end]) for side in (left, right) for end in (0, 1)]
     curves = (spectrum, _coverage(spectrum), _degenerate(spectrum))
     numbers = [curve[:, :features].flatten().tolist() for curve in curves]
     places = ((*head, feature) for head in pairs for feature in range(features))

@@ -10,7 +10,7 @@ import tl_geometry as tlg
 from tests.lib.subjects.circuits import composition, faithfulness
 from tests.lib.subjects.row import Answers, Subject, rotary
 from tests.lib.worlds import QUIET, World
-from tl_geometry import interventions, render, sphere
+from tl_geometry import interventions, measures, render, sphere
 
 
 def shown(view: Any) -> Answers:
@@ -53,10 +53,10 @@ VIEWS: dict[str, Callable[[World], Any]] = {
     "spirals": lambda w: render.spirals(w.basis),
     "gram": lambda w: render.gram(w.basis, 1),
     "variance_shares": lambda w: render.variance_shares(w.basis.anova()),
-    "fourier": lambda w: render.fourier(_positional(w)),
+    "fourier": lambda w: render.fourier(w.basis),
     "incoherence": lambda w: render.incoherence(tlg.contextual_report(w.basis, draws=2)),
     "measure_curves": lambda w: render.measure_curves(_positional(w), ("rank", "smoothness")),
-    "learning_curve": lambda w: render.learning_curve(_positional(w), "rank"),
+    "learning_curve": lambda w: render.learning_curve(measures.learning_curve(w.basis), "rank"),
     "noise_figure": lambda w: render.noise_figure(_flow(w)),
     "baseline_figure": lambda w: render.baseline_figure(_flow(w)),
     "residual_figure": lambda w: render.residual_figure(_flow(w)),
