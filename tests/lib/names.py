@@ -272,7 +272,10 @@ NAMES: dict[str, str] = {
 }
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = ("Prompts", "plot", "papers.published_split", "papers.factorisation_gap", "measures.learning_curve")
+ADDED = (
+    *("Prompts", "plot", "papers.published_split", "papers.factorisation_gap"),
+    "measures.learning_curve",
+)
 """Names of version 2 that none of version 1 became."""
 
 WITHOUT_ROW: dict[str, str] = {

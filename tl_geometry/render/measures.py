@@ -119,7 +119,7 @@ def fourier(basis: PositionContext, frequencies: int = 10) -> View:
 
 def _draw_measure(axis: Axes, report: Table, name: str) -> None:
     """Draw one measure over the states, with its errors and nulls."""
-    frame, states = report.df, report.column("state")
+    frame, states = report.df, [int(str(s)) for s in report.column("state")]
     bars = frame[f"{name}_se"].fillna(0) if f"{name}_se" in frame else None
     look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
     axis.errorbar(states, frame[name], yerr=bars, **look)

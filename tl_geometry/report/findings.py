@@ -252,7 +252,7 @@ def smooth(report: Table) -> Finding | None:
     if furthest is None:
         return None
     row, beyond, nulls = furthest
-    clear = beyond and float(report.df[name][row]) > max(nulls.values())
+    clear = beyond and float(str(report.column(name)[row])) > max(nulls.values())
     cell, state = Cells("positional", report, rounded=True), report.column("state")[row]
     shown = cell(row, name, percent=True)
     held = f"the lowest frequencies hold {shown} of the energy of its unit positional vectors"
@@ -274,7 +274,7 @@ def incoherence(report: Table) -> Finding | None:
     if furthest is None:
         return None
     row, beyond, nulls = furthest
-    value = float(report.df[name][row])
+    value = float(str(report.column(name)[row]))
     above = value > max(nulls.values())
     clear = beyond and (above or value < min(nulls.values()))
     cell = Cells("contextual", report, rounded=True)
@@ -339,9 +339,13 @@ def _beside_nulls(
 ) -> str:
     """The interval of a measure in one state, its nulls, and the reliability of position, in
     words."""
-    interval = cell.interval(row, name, percent=percent, samples=report.column("blocks")[row])
+    interval = cell.interval(
+        row, name, percent=percent, samples=int(str(report.column("blocks")[row]))
+    )
     chance = [f"{cell(row, f'{name}_{null}', percent=percent)} for {NULLS[null]}" for null in nulls]
-    trust = _reliability_in_words(cell(row, "split_half"), float(report.df["split_half"][row]))
+    trust = _reliability_in_words(
+        cell(row, "split_half"), float(str(report.column("split_half")[row]))
+    )
     return f"{interval}; {', '.join(chance)}; {trust}"
 
 

@@ -104,8 +104,8 @@ def fold(
         centred = (norm_type == "LN" if center_output is None else center_output) and not raw
         written = remove_mean(weights.W_O.double(), "LN" if centred else None)
         return Factors(read(weights.W_V), written.mT)
-    scale = weights.W_Q.shape[-1] ** -0.5 if scale is None else scale
-    return Factors(scale * read(weights.W_Q), read(weights.W_K))
+    size = weights.W_Q.shape[-1] ** -0.5 if scale is None else scale
+    return Factors(size * read(weights.W_Q), read(weights.W_K))
 
 
 def rotated_block(

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
@@ -155,7 +154,7 @@ def bias_readout(
     model: ModelLike,
     *,
     layers: Iterable[int] | int | None = None,
-    heads: Iterable[Head] | Head | None = None,
+    heads: Iterable[checks.Head] | checks.Head | None = None,
     k: int = 5,
 ) -> Table:
     """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
