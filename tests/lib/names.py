@@ -279,6 +279,7 @@ ADDED = (
     "render.induction",
     "papers.published_split",
     "papers.factorisation_gap",
+    "measures.learning_curve",
 )
 """Names of version 2 that none of version 1 became."""
 
