@@ -21,9 +21,9 @@ from benchmarks.calibration_outcomes import (
 )
 from benchmarks.planted import TOPIC, D, T, World
 from tl_geometry.base.intervals import Interval, t_quantile
+from tl_geometry.base.tables import Table
 from tl_geometry.decomposition import PositionContext, decompose_activations
 from tl_geometry.measures import compare_bases, contextual_report, positional_report
-from tl_geometry.measures.state_measures import StateMeasures
 
 SHARES = ("pos", "ctx", "resid")
 Draw = Callable[[int, torch.Generator], Tensor]
@@ -74,17 +74,17 @@ def report_errors(
     draw: Callable[[int, int], PositionContext],
     contexts: int,
     repeats: int,
-    make: Callable[[PositionContext], StateMeasures],
+    make: Callable[[PositionContext], Table],
     origin: Origin,
 ) -> list[Outcome]:
     """``measure +- t error`` of every measure that has one, against the mean over repeats."""
     start, values, reaches, names = time.perf_counter(), [], [], []
     for seed in range(repeats):
-        report = make(draw(contexts, seed))
-        names = list(report.errors)
-        t = float(t_quantile(torch.tensor(report.blocks - 1.0)))
-        values.append(torch.cat([report[n] for n in names]))
-        reaches.append(t * torch.cat([report.errors[n] for n in names]))
+        report = make(draw(contexts, seed)).df
+        names = [n.removesuffix("_se") for n in report if n.endswith("_se")]
+        t = float(t_quantile(torch.tensor(report["blocks"][0] - 1.0)))
+        values.append(torch.cat([torch.tensor(report[n].to_numpy()) for n in names]))
+        reaches.append(t * torch.cat([torch.tensor(report[f"{n}_se"].to_numpy()) for n in names]))
     value, reach = torch.stack(values), torch.stack(reaches)
     hits = ((value - value.mean(0)).abs() <= reach).double()
     hits = torch.where(reach.isfinite(), hits, torch.nan)
@@ -134,12 +134,12 @@ def real(contexts: int) -> Origin:
     return Origin("embedded model", alike, f"{contexts} windows")
 
 
-def positional(basis: PositionContext) -> StateMeasures:
+def positional(basis: PositionContext) -> Table:
     """Measures of position with their errors."""
     return positional_report(basis, nulls=False)
 
 
-def contextual(basis: PositionContext) -> StateMeasures:
+def contextual(basis: PositionContext) -> Table:
     """Measures of context with their errors."""
     return contextual_report(basis, nulls=False)
 
@@ -169,10 +169,12 @@ def two_bases(name: str, contexts: int, repeats: int) -> list[Outcome]:
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
         a, b = (decompose_activations(TWO[name](contexts, g), window=(0, T)) for _ in range(2))
-        found = compare_bases(a, b)
-        below = [found.overlap < found.overlap_floor, found.procrustes < found.procrustes_floor]
-        printed = found.difference_floor.isfinite()
-        far.append(torch.where(printed, found.difference > found.difference_floor, torch.nan))
+        compared = compare_bases(a, b)
+        found = {n: torch.tensor(compared.column(n)).double() for n in compared.names}
+        below = [found[n] < found[f"{n}_floor"] for n in ("overlap", "procrustes")]
+        printed = found["difference_floor"].isfinite()
+        above = found["difference"] > found["difference_floor"]
+        far.append(torch.where(printed, above, torch.nan))
         unlike.append(torch.where(printed, torch.stack(below).double(), torch.nan).flatten())
     origin, of = planted(name, contexts), f"{name}, C = {contexts}"
     rows = {"difference above its floor": far, "overlap, similarity below their floors": unlike}
@@ -217,12 +219,14 @@ def overlap_null(
     start, hits = time.perf_counter(), []
     for seed in range(repeats):
         h = apart(contexts, turned, topic, torch.Generator().manual_seed(seed))
-        report = contextual_report(decompose_activations(h), rank=5, jackknife=False, seed=seed)
+        report = contextual_report(decompose_activations(h), rank=5, jackknife=False, seed=seed).df
         # one more draw, one-sided 5%
-        reach = float(t_quantile(torch.tensor(report.draws - 1.0), 0.90))
-        reach *= (1 + 1 / report.draws) ** 0.5
-        above = report["overlap"] - report.nulls["overlap", "flipped"]
-        hits.append((above > reach * report.spreads["overlap", "flipped"]).double())
+        draws = float(report["draws"].iloc[0])
+        reach = float(t_quantile(torch.tensor(draws - 1), 0.90)) * (1 + 1 / draws) ** 0.5
+        above = report["overlap"] - report["overlap_flipped"]
+        hits.append(
+            torch.tensor((above > reach * report["overlap_flipped_sd"]).to_numpy()).double()
+        )
     where = "noise along turned directions (not offered)" if turned else "outlier coordinates"
     where += ", topics of 8 windows" if topic else ""
     alike = f"0.95 (AR){f', topics of {TOPIC} windows' if topic else ''}"

@@ -110,7 +110,8 @@ def run(size: str) -> list[Row]:
     ]
     for name in compared + (["explained"] if screenot() is not None else []):
         expected = torch.tensor([p[name] for p in plainly], dtype=torch.float64)
-        assert torch.allclose(ours[name], expected, rtol=1e-6), (name, ours[name], expected)
+        found = torch.tensor(ours.column(name), dtype=torch.float64)
+        assert torch.allclose(found, expected, rtol=1e-6), (name, found, expected)
     routes = {
         "numpy, one basis at a time": lambda: straightforward(basis),
         "positional_report": lambda: tlg.positional_report(basis, nulls=False),

@@ -73,7 +73,7 @@ def positions(states: int, size: int) -> list[Tensor]:
 
 def geometry(
     model: list[Layer], bases: list[Tensor]
-) -> list[tuple[bilinear.Structure, low_rank_diagonal.LowRankDiagonal, Tensor]]:
+) -> list[tuple[dict[str, Tensor], low_rank_diagonal.LowRankDiagonal, Tensor]]:
     """Structure, joint fit and exact null of W_QK and W_OV of every layer."""
     out = []
     for l, (w, norm) in enumerate(model):
@@ -110,7 +110,7 @@ def check(model: list[Layer], bases: list[Tensor], svds: list[linalg.SVD]) -> fl
     (s, fit, _), V = geometry(model[:1], bases)[0], bases[0][:, : min(K, bases[0].shape[1])]
     W_o = dense - torch.diag_embed(dense.diagonal(dim1=-2, dim2=-1))
     concentration = (V.mT @ W_o @ V).square().sum((-2, -1)) / W_o.square().sum((-2, -1))
-    torch.testing.assert_close(s.concentration, concentration, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(s["concentration"], concentration, rtol=1e-8, atol=1e-12)
     residual = dense - V @ fit.L @ V.mT - torch.diag_embed(fit.delta)
     size = float(dense.abs().max())
     assert float(residual.diagonal(dim1=-2, dim2=-1).abs().max()) < 1e-9 * size

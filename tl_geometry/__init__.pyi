@@ -29,7 +29,7 @@ from .decomposition import PositionContext as PositionContext
 from .decomposition import decompose as decompose
 from .decomposition import decompose_activations as decompose_activations
 from .flow import flow_report as flow_report
-from .flow import skip_map as skip_map
+from .flow import skip_costs as skip_costs
 from .flow import trajectories as trajectories
 from .flow import truncation_kl as truncation_kl
 from .interventions import Effects as Effects
@@ -39,6 +39,7 @@ from .measures import positional_report as positional_report
 from .models import check_model as check_model
 from .models import load as load
 from .models import view as view
+from .render import plot as plot
 from .scores import split_scores as split_scores
 from .scores import split_values as split_values
 from .scores import sweep_heads as sweep_heads

@@ -111,7 +111,7 @@ def state_measures(basis: tlg.PositionContext, frequencies: int) -> Rows:
     size, place = jump(basis.pos)
     # row of the window -> position in the context, which fracture_at is too
     jumps = {"jump": size, "jump_at": place + basis.window[0]}
-    values = {name: report[name] for name in (*MEASURES, "split_half")} | jumps
+    values = {name: report.column(name) for name in (*MEASURES, "split_half")} | jumps
     return [
         {"state": state, **{name: float(value[i]) for name, value in values.items()}}
         for i, state in enumerate(basis.states)

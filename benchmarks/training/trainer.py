@@ -117,7 +117,7 @@ def _save(
         tensors |= {f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in state.items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
     header = {"schema": SCHEMA, "settings": dataclasses.asdict(settings), "records": records}
-    write_atomically(path, tensors, {k: json.dumps(v) for k, v in header.items()})
+    write_atomically(path, tensors, header)
 
 
 def _load(

@@ -363,3 +363,8 @@ def test_the_account_of_a_model(architecture: str) -> None:
     assert text in str(rows[name][0])
     assert bool(report.refused) == (architecture == "bert")
     assert "verified" in str(rows["scores of layer 1"][1])
+    first = report.rows()[0]
+    assert first[0] == "largest reconstruction error"
+    error, _, bound, *_ = str(first[1]).split()
+    assert 0 < float(error) <= float(bound)
+    assert str(report).splitlines()[2].split()[:3] == str(first[0]).split()

@@ -155,7 +155,11 @@ class World:
     @cached_property
     def edges(self) -> Any:
         return circuits.edge_scores(
-            self.model, self.ids, self.other, targets=self.targets, method="gradient"
+            self.model,
+            self.ids,
+            counterfactual=self.other,
+            answer=self.targets,
+            method="gradient",
         )
 
     @cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,12 +28,8 @@ def describe(value: object) -> str:
     ('float32 tensor of shape (2, 3)', 'sparse float32 tensor of shape (2,)')
     """
     if isinstance(value, Tensor):
-        layouts = {
-            "nested ": value.is_nested,
-            "meta ": value.is_meta,
-            "sparse ": value.layout != torch.strided and not value.is_nested,
-        }
-        layout = next((name for name, fits in layouts.items() if fits), "")
+        layout = "nested " if value.is_nested else "" if is_plain(value) else "sparse "
+        layout = "meta " if value.is_meta else layout
         # a nested tensor has no single shape
         shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
         return f"{layout}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
@@ -101,21 +98,15 @@ def heads(
     ((1, 0), (0, 1), (1, 1))
     """
     if values is None:
-        return tuple(
-            (layer, head)
-            for layer in indices(layers, n_layers, "layers")
-            for head in range(n_heads)
-        )
-    several = isinstance(values, Iterable) and not isinstance(values, str)
-    given: list[Any] = list(values) if several else [values]
+        return tuple(product(indices(layers, n_layers, "layers"), range(n_heads)))
+    given = [values] if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
     if len(given) == 2 and all(whole(v) is not None for v in given):
         given = [tuple(given)]  # two integers alone are one pair
     pairs = [_head(value, n_layers, n_heads) for value in given]
     require(len(pairs) > 0, "heads", expected="at least one head", got="none")
-    allowed = None if layers is None else set(indices(layers, n_layers, "layers"))
-    outside = [p for p in pairs if allowed is not None and p[0] not in allowed]
-    expected, got = f"heads of layers {sorted(allowed or ())}", outside
-    require(not outside, "heads", expected=expected, got=got, instead="either heads= or layers=")
+    allowed = indices(layers, n_layers, "layers")
+    outside, expected = [p for p in pairs if p[0] not in allowed], f"heads of layers {allowed}"
+    require(not outside, "heads", expected=expected, got=outside, instead="heads= or layers= alone")
     return tuple(dict.fromkeys(pairs))
 
 
@@ -127,8 +118,7 @@ def _head(value: Any, n_layers: int, n_heads: int) -> tuple[int, int]:
         match = re.fullmatch(r"L?(\d+)\.?H?(\d+)", value, re.IGNORECASE)
         pair = (int(match[1]), int(match[2])) if match else value
     if isinstance(pair, str) or not isinstance(pair, Iterable) or len(pair := tuple(pair)) != 2:
-        expected = '(layer, head) pairs or "L5H1"'
-        fail("heads", expected=expected, got=repr(value), instead='(5, 1) or "L5H1"')
+        fail("heads", expected='(layer, head) pairs such as (5, 1), or "L5H1"', got=repr(value))
     layer = index(pair[0], n_layers, f"layer of head {value!r}")
     return layer, index(pair[1], n_heads, f"head {value!r}")
 
@@ -156,8 +146,7 @@ def head_rows(
     n_layers, n_heads = (1 + max(pair[i] for pair in present) for i in (0, 1))
     chosen = heads(values, n_layers, n_heads)
     missing = [pair for pair in chosen if pair not in present]
-    layers = sorted({layer for layer, _ in present})
-    expected = f"a head of layers {layers} that the result has"
+    expected = f"heads of layers {sorted({layer for layer, _ in present})} that the result has"
     require(not missing, "heads", expected=expected, got=missing, instead=instead)
     return [present.index(pair) for pair in chosen]
 
@@ -171,12 +160,11 @@ def window(value: Any, length: int, default_start: int) -> tuple[int, int]:
     """
     if value is None:
         return (default_start if length > default_start else 0, length)
+    expected = f"(start, end) in positions, 0 <= start < end <= {length}"
     try:
         start, end = map(int, value)
-        are_whole = (start, end) == tuple(value) and bool not in map(type, value)
+        fits = (start, end) == tuple(value) and bool not in map(type, value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        fail("window", expected="(start, end) in positions", got=describe(value))
-    require(are_whole, "window", expected="whole numbers (start, end)", got=repr(value))
-    expected = f"0 <= start < end <= {length} (positions of the input)"
-    require(0 <= start < end <= length, "window", expected=expected, got=repr(value))
+        fail("window", expected=expected, got=describe(value))
+    require(fits and 0 <= start < end <= length, "window", expected=expected, got=repr(value))
     return (start, end)

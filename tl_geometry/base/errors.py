@@ -4,7 +4,6 @@ Nothing here imports torch: the command line checks its arguments before it does
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -31,10 +30,9 @@ class GeometryError(ValueError):
         instead: str | None = None,
     ) -> None:
         self.what, self.expected, self.got, self.instead = what, expected, got, instead
+        tail = f" Use {instead.rstrip('.')}." if instead else ""
         plain = expected is None and got is None and instead is None
-        super().__init__(
-            what if plain else message(what, expected=expected, got=got, instead=instead)
-        )
+        super().__init__(what if plain else f"{what}: expected {expected}, got {got}.{tail}")
 
 
 class UnsupportedModelError(GeometryError):
@@ -50,16 +48,6 @@ class BudgetError(GeometryError):
     """A request that would not fit the memory budget; the text names the cheaper request."""
 
 
-def message(what: str, *, expected: object, got: object, instead: str | None = None) -> str:
-    """The one error text of the package.
-
-    >>> message("window", expected="0 <= start < end <= 8", got="(3, 12)", instead="window=(3, 8)")
-    'window: expected 0 <= start < end <= 8, got (3, 12). Use window=(3, 8).'
-    """
-    tail = f" Use {instead.rstrip('.')}." if instead else ""
-    return f"{what}: expected {expected}, got {got}.{tail}"
-
-
 def fail(
     what: str,
     *,
@@ -68,7 +56,7 @@ def fail(
     instead: str | None = None,
     error: type[GeometryError] = GeometryError,
 ) -> NoReturn:
-    """Raise ``error`` with the text of :func:`message`."""
+    """Raise ``error``."""
     raise error(what, expected=expected, got=got, instead=instead)
 
 
@@ -93,24 +81,10 @@ def within_budget(size: int, budget: int, what: str, *, of: str, instead: str) -
 
 
 def choice(value: str, options: Sequence[str], what: str) -> str:
-    """``value`` if it is one of ``options``, else an error that lists them (:func:`listed`)."""
-    require(value in options, what, expected=f"one of {listed(options, value)}", got=repr(value))
+    """``value`` if it is one of ``options``, else an error that lists them."""
+    names = ", ".join(map(repr, options))
+    require(value in options, what, expected=f"one of {names}", got=repr(value))
     return value
-
-
-def listed(options: Sequence[str], value: object = "", *, most: int = 16) -> str:
-    """Names as a list for a message; of more than ``most`` names only their number and the three
-    nearest to ``value`` (or the first six where none is near).
-
-    >>> listed([f"column_{i}" for i in range(40)], "colunm_7")
-    "40 names, such as 'column_7', 'column_37', 'column_27'"
-    """
-    if len(options) <= most:
-        return ", ".join(map(repr, options))
-    nearest = difflib.get_close_matches(str(value), list(options), n=3, cutoff=0.3) or list(
-        options[:6]
-    )
-    return f"{len(options)} names, such as {', '.join(map(repr, nearest))}"
 
 
 def whole(value: Any) -> int | None:
@@ -129,16 +103,9 @@ def whole(value: Any) -> int | None:
         return None
 
 
-LARGEST_SEED = 2**32 - 1
-"""The largest seed that every generator takes (numpy's legacy one has 32 bits)."""
-
-
 def check_seed(value: Any, what: str = "--seed") -> None:
-    """Refuse a seed that some generator would not take, fractions and truth values among them."""
-    if value is None:
-        return
-    number = whole(value)
-    if number is None:
-        fail(what, expected="a whole number", got=repr(value))
-    expected = f"0 or more, at most {LARGEST_SEED}"
-    require(0 <= number <= LARGEST_SEED, what, expected=expected, got=number)
+    """Refuse a seed that some generator would not take (numpy's legacy one has 32 bits), fractions
+    and truth values among them."""
+    number = 0 if value is None else whole(value)
+    if number is None or not 0 <= number < 2**32:
+        fail(what, expected="a whole number, 0 or more, at most 4294967295", got=repr(value))

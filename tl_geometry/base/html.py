@@ -1,5 +1,5 @@
-"""How does a result show text and tables in a notebook, a page or a terminal? Escaped, without
-script or network; results, views and the report call these."""
+"""Text and tables as a notebook, a page or a terminal shows them: escaped, without script or
+network. Results, views and the report call these."""
 
 from __future__ import annotations
 
@@ -8,25 +8,39 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from tl_geometry.base.printable import unicode_escape
-
 STYLE = (
     "border-collapse:collapse;font:12px/1.4 ui-monospace,monospace;color:inherit",
     "padding:1px 8px;border-bottom:1px solid #8884;text-align:",
-    "padding:1px 8px;border-bottom:1px solid #8884;font-weight:600;text-align:",
 )
-"""Styles of a table, a cell and a heading; the last two end where the alignment is appended."""
+"""Styles of a table and of its cells; the alignment is appended."""
 MOST_ROWS = 60
 """Most rows of a table that are shown, as many as pandas shows by default."""
-NOTE = "font:12px/1.4 ui-monospace,monospace;max-width:110ch"
-"""Style of a caption."""
-
 HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
     "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 """Characters that are not seen but act: controls, direction marks, joiners, line separators, and
 halves of surrogate pairs."""
+
+
+def unicode_escape(character: str) -> str:
+    r"""A character as Python's escape: four digits, eight beyond U+FFFF.
+
+    >>> print(unicode_escape("\u202e"), unicode_escape("\U0001f9e0"))
+    \u202e \U0001f9e0
+    """
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def visible(text: str) -> str:
+    r"""Control characters, direction marks and lone surrogates as ``\uXXXX``, so that they act on
+    nothing; line ends and tabs stay.
+
+    >>> print(visible("a\u202eb\ud800"))
+    a\u202eb\ud800
+    """
+    return HIDDEN.sub(lambda match: unicode_escape(match[0]), text)
 
 
 def escape(text: object) -> str:
@@ -39,22 +53,12 @@ def escape(text: object) -> str:
     return html.escape(visible(str(text)), quote=True)
 
 
-def visible(text: str) -> str:
-    r"""Control characters, direction marks and lone surrogates as ``\uXXXX``, so that they act on
-    nothing; line ends and tabs stay.
-
-    >>> print(visible("a\u202eb\ud800"))
-    a\u202eb\ud800
-    """
-    return HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
 def plain(text: object) -> str:
-    r"""Text for a terminal: control characters, direction marks, line breaks and lone surrogates
-    are written out.
+    r"""Text for a terminal, a message or a file name: control characters, direction marks, line
+    breaks and bytes that are no UTF-8 are written out.
 
-    >>> print(plain("a\x1b[31m\u202eb\n"))
-    a\x1b[31m\u202eb\n
+    >>> print(plain("a\x1b[31m\u202eb\n\udce9"))
+    a\x1b[31m\u202eb\n\udce9
     """
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
@@ -94,11 +98,7 @@ def token_text(token: str) -> str:
 
 
 def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    caption: str = "",
-    of: int | None = None,
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "", of: int = 0
 ) -> str:
     """An escaped HTML table of at most 60 rows (the caption says ``of`` how many, by default all
     that are given); numbers stand to the right.
@@ -109,22 +109,14 @@ def table(
     rows = list(rows)
     # counted before the cut, for the caption
     count, rows = of or len(rows), rows[:MOST_ROWS]
-    table_style, cell, head = STYLE
     note = f" (first {MOST_ROWS} of {count} rows)" if count > MOST_ROWS else ""
-    sides = [
-        "left" if any(isinstance(row[i], str) for row in rows) or not rows else "right"
-        for i in range(len(columns))
-    ]
-    parts = [f'<div style="{NOTE}">{escape(caption + note)}</div><table style="{table_style}"><tr>']
-    parts += [
-        f'<th style="{head}{side}">{escape(c)}</th>' for c, side in zip(columns, sides, strict=True)
-    ]
-    parts.append("</tr>")
-    for row in rows:
-        cells = (
-            f'<td style="{cell}{side}">{escape(number(v))}</td>'
-            for v, side in zip(row, sides, strict=True)
-        )
-        parts.append(f"<tr>{''.join(cells)}</tr>")
-    parts.append("</table>")
-    return "".join(parts)
+    texts = [any(isinstance(row[i], str) for row in rows) for i in range(len(columns))]
+    styles = [STYLE[1] + ("left" if text or not rows else "right") for text in texts]
+
+    def line(cells: Iterable[object], tag: str) -> str:
+        pairs = zip(cells, styles, strict=True)
+        return "".join(f'<{tag} style="{s}">{escape(number(v))}</{tag}>' for v, s in pairs)
+
+    body = [line(columns, "th"), *(line(row, "td") for row in rows)]
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return f'<div>{escape(caption + note)}</div><table style="{STYLE[0]}">{lines}</table>'

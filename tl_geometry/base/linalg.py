@@ -20,6 +20,11 @@ from torch import Tensor
 
 from tl_geometry.base.errors import require
 
+Left = Float[Tensor, "*batch row rank"]
+Right = Float[Tensor, "*batch column rank"]
+Rows = Float[Tensor, "*batch d_model"]
+Values = Float[Tensor, "*batch rank"]
+
 
 class SVD(NamedTuple):
     """``U @ diag(S) @ V.mT``; ``V`` holds the right singular vectors as columns (not
@@ -30,9 +35,7 @@ class SVD(NamedTuple):
     V: Float[Tensor, "*batch column rank"]
 
 
-def fix_signs(
-    U: Float[Tensor, "*batch row rank"], V: Float[Tensor, "*batch column rank"]
-) -> tuple[Tensor, Tensor]:
+def fix_signs(U: Left, V: Right) -> tuple[Tensor, Tensor]:
     """Flip pairs of singular vectors so that the largest-magnitude coordinate (the first of equals)
     of each column of ``V`` is positive.
 
@@ -57,9 +60,7 @@ def svd(matrix: Float[Tensor, "*batch row column"]) -> SVD:
     return SVD(U, S, V)
 
 
-def product_svd(
-    left: Float[Tensor, "*batch row rank"], right: Float[Tensor, "*batch column rank"]
-) -> SVD:
+def product_svd(left: Left, right: Right) -> SVD:
     """SVD of ``left @ right.mT`` from its factors, without forming the product (rank at most the
     factors' width).
 
@@ -76,9 +77,7 @@ def product_svd(
     return SVD(U, s, V)
 
 
-def numerical_rank(
-    singular_values: Float[Tensor, "*batch rank"], shape: Sequence[int]
-) -> Int[Tensor, "*batch"]:
+def numerical_rank(singular_values: Values, shape: Sequence[int]) -> Int[Tensor, "*batch"]:
     """Number of singular values (given descending) above rounding, ``s_i > max(rows, columns) eps
     s_1``, of matrices of ``shape``: the library's one threshold, that of NumPy's ``matrix_rank``.
 
@@ -123,7 +122,7 @@ def dct_matrix(positions: int, dtype: torch.dtype = torch.float64) -> Float[Tens
     return torch.from_numpy(scipy.fft.dct(np.eye(positions), axis=0, norm="ortho")).to(dtype)
 
 
-def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
+def stable_rank(singular_values: Values) -> Float[Tensor, "*batch"]:
     """Stable rank ``sum s_i^2 / s_1^2`` of a matrix with singular values ``s`` (NaN when all are
     zero).
 
@@ -135,8 +134,8 @@ def stable_rank(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, 
 
 
 def normalize_rows(
-    rows: Float[Tensor, "*batch d_model"],
-) -> tuple[Float[Tensor, "*batch d_model"], Bool[Tensor, "*batch"]]:
+    rows: Rows,
+) -> tuple[Rows, Bool[Tensor, "*batch"]]:
     """Rows of unit Euclidean norm, and a mask of the degenerate (zero) rows, which stay zero.
 
     >>> rows, zero = normalize_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0]]))
@@ -150,9 +149,7 @@ def normalize_rows(
     return scaled / torch.where(norm > 0, norm, 1.0), largest[..., 0] == 0
 
 
-def angle(
-    a: Float[Tensor, "*batch d_model"], b: Float[Tensor, "*batch d_model"]
-) -> Float[Tensor, "*batch"]:
+def angle(a: Rows, b: Rows) -> Float[Tensor, "*batch"]:
     """Angle between vectors in radians, ``2 atan2(|a^ - b^|, |a^ + b^|)``: accurate also near 0 and
     pi. NaN where a vector is zero.
 
@@ -168,7 +165,7 @@ def angle(
 
 def principal_angles(
     a: Float[Tensor, "*batch d_model row"], b: Float[Tensor, "*batch d_model column"]
-) -> Float[Tensor, "*batch rank"]:
+) -> Values:
     """Principal angles (radians, ascending) between the subspaces spanned by orthonormal columns
     ``a`` and ``b``.
 

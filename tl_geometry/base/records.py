@@ -1,6 +1,6 @@
-"""How do the fields of a result become JSON and named tensors, and fields again? Results and
-checkpoints call :func:`encode` and :func:`decode`. A field may hold tensors, mappings, and records
-(dataclasses and named tuples) of these.
+"""Fields of a result as JSON and named tensors (:func:`encode`), and fields again
+(:func:`decode`). A field may hold tensors, mappings, and records (dataclasses and named tuples) of
+these.
 
 Each tensor gets a name (``moments|sums``), to which the JSON refers. A record is read back only as
 a class that the field's annotation names: a file cannot choose what is built.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,24 +36,17 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {TENSOR: name}
     if isinstance(value, torch.dtype):
         return {DTYPE: str(value).removeprefix("torch.")}
-    # before lists and tuples: a named tuple is a tuple too
-    if _is_record(type(value)):
-        fields = {field: getattr(value, field) for field in _fields(type(value))}
-        return {RECORD: type(value).__name__, **_encoded(fields, name, tensors)}
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return _encoded(value, name, tensors)
-    if isinstance(value, Mapping):
-        keys_fit, got = all(isinstance(key, tuple) for key in value), repr(list(value)[:3])
-        require(keys_fit, name, expected="keys that are all strings or all tuples", got=got)
+    if names := fields_of(type(value)):  # before lists and tuples: a named tuple is a tuple too
+        fields = {field: getattr(value, field) for field in names}
+        return {RECORD: type(value).__name__, **encode(fields, name, tensors)}
+    if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
         items = encode(list(value.values()), name, tensors)
-        return {MAPPING: [[list(key), item] for key, item in zip(value, items, strict=True)]}
+        return {MAPPING: list(zip(map(list, value), items, strict=True))}
+    if isinstance(value, Mapping):
+        return {key: encode(item, f"{name}|{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [encode(v, f"{name}|{i}", tensors) for i, v in enumerate(value)]
     return value
-
-
-def _encoded(value: Mapping[str, Any], name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    return {key: encode(item, f"{name}|{key}", tensors) for key, item in value.items()}
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
@@ -71,24 +64,14 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
         return {tuple(k): decode(v, tensors, known) for k, v in value[MAPPING]}
     if RECORD not in value:
         return {k: decode(v, tensors, known) for k, v in value.items()}
-    name = value[RECORD]
+    fields = dict(value)
+    name = fields.pop(RECORD)
     require(name in known, "record", expected=f"one of {', '.join(known)}", got=repr(name))
-    cls = known[name]
-    # records inside a record are those that its own annotations name
-    inside = {**known, **records_of(cls)}
-    fields = {k: v for k, v in value.items() if k != RECORD}
-    unknown = ", ".join(sorted(set(fields) - set(_fields(cls))))
+    # what a newer version wrote would be lost unseen
+    unknown = ", ".join(sorted(set(fields) - set(fields_of(known[name]))))
     require(not unknown, name, expected="fields of this version", got=unknown)
-    return cls(**{k: decode(v, tensors, inside) for k, v in fields.items()})
-
-
-def references(value: Any) -> Iterator[str]:
-    """Names of all tensors that encoded JSON refers to."""
-    if isinstance(value, dict) and TENSOR in value:
-        yield value[TENSOR]
-    elif isinstance(value, dict | list):
-        for inside in value.values() if isinstance(value, dict) else value:
-            yield from references(inside)
+    inside = {**known, **records_of(known[name])}
+    return known[name](**{k: decode(v, tensors, inside) for k, v in fields.items()})
 
 
 def records_of(cls: type) -> dict[str, type]:
@@ -96,19 +79,14 @@ def records_of(cls: type) -> dict[str, type]:
     classes: dict[str, type] = {}
     for base in cls.__mro__:
         names = vars(sys.modules[base.__module__])
-        for annotation in vars(base).get("__annotations__", {}).values():
-            for word in re.findall(r"\w+", str(annotation)):
-                if isinstance(names.get(word), type) and _is_record(names[word]):
-                    classes[word] = names[word]
+        text = " ".join(map(str, vars(base).get("__annotations__", {}).values()))
+        found = {word: names.get(word) for word in re.findall(r"\w+", text)}
+        classes |= {n: c for n, c in found.items() if isinstance(c, type) and fields_of(c)}
     return classes
 
 
-def _is_record(cls: type) -> bool:
-    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-
-
-def _fields(cls: Any) -> tuple[str, ...]:
-    """Names of the fields that are saved: those that the constructor takes."""
+def fields_of(cls: Any) -> tuple[str, ...]:
+    """Names of the fields of a record that its constructor takes; none for another class."""
     if not dataclasses.is_dataclass(cls):
-        return cls._fields
+        return getattr(cls, "_fields", ())
     return tuple(f.name for f in dataclasses.fields(cls) if f.init)

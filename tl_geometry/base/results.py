@@ -1,13 +1,12 @@
-"""What do public functions that measure something return? A frozen :class:`Result`. It saves and
-loads itself, derives its table from the axes of its fields, shows itself in a notebook, and says
-what it was computed from.
-"""
+"""What public functions return: a frozen :class:`Result`, which saves and loads itself, derives its
+table from the axes of its fields, shows itself in a notebook, and says what it was computed from
+(:class:`Provenance`); and a :class:`Table`, a DataFrame that does so."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,30 +17,22 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import listed, require
-from tl_geometry.base.files import as_path, read_file, refuse_unknown, write_atomically
-from tl_geometry.base.records import decode, encode, records_of, references
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.files import as_path, read_file, write_atomically
+from tl_geometry.base.records import RECORD, decode, encode
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SOURCES = {
-    "song2023": "Song & Zhong 2023, Uncovering hidden geometry in Transformers via disentangling "
-    "position and context, arXiv:2310.04861",
-    "sarfati2025": "Sarfati et al. 2025, Lines of Thought in Large Language Models, "
-    "arXiv:2410.01545",
-    "molina2023": "Molina 2023, Traveling Words: A Geometric Interpretation of Transformers, "
-    "arXiv:2309.07315",
-    "wang2022": "Wang et al. 2022, Interpretability in the Wild: a Circuit for Indirect Object "
-    "Identification in GPT-2 small, arXiv:2211.00593",
-    "goldowskydill2023": "Goldowsky-Dill et al. 2023, Localizing Model Behavior with Path "
-    "Patching, arXiv:2304.05969",
-    "syed2023": "Syed et al. 2023, Attribution Patching Outperforms Automated Circuit Discovery, "
-    "arXiv:2310.10348",
-    "hanna2024": "Hanna et al. 2024, Have Faith in Faithfulness: Going Beyond Circuit Overlap When "
-    "Finding Model Mechanisms, arXiv:2403.17806",
-    "mueller2025": "Mueller et al. 2025, MIB: A Mechanistic Interpretability Benchmark, "
-    "arXiv:2504.13151",
+    "song2023": "Song & Zhong 2023, Uncovering hidden geometry, arXiv:2310.04861",
+    "sarfati2025": "Sarfati et al. 2025, Lines of Thought, arXiv:2410.01545",
+    "molina2023": "Molina 2023, Traveling Words, arXiv:2309.07315",
+    "wang2022": "Wang et al. 2022, Interpretability in the Wild, arXiv:2211.00593",
+    "goldowskydill2023": "Goldowsky-Dill et al. 2023, Path Patching, arXiv:2304.05969",
+    "syed2023": "Syed et al. 2023, Attribution Patching, arXiv:2310.10348",
+    "hanna2024": "Hanna et al. 2024, Have Faith in Faithfulness, arXiv:2403.17806",
+    "mueller2025": "Mueller et al. 2025, MIB, arXiv:2504.13151",
 }
 """The works that results cite, by key."""
 
@@ -82,19 +73,12 @@ class Provenance:
 
     def line(self) -> str:
         """One line for captions."""
-        shown = [
-            self.model,
-            self.library,
-            "processed" if self.processed else None,
-            self.corpus,
-            f"{self.contexts} contexts" if self.contexts else None,
-            f"window {self.window}" if self.window else None,
-            f"preset {self.preset}" if self.preset != "exact" else None,
-            "normalised states" if self.normalized else None,
-            self.dtype,
-            *self.flags,
-        ]
-        return ", ".join(s for s in shown if s)
+        shown = [self.model, self.library, "processed" if self.processed else None, self.corpus]
+        shown.append(f"{self.contexts} contexts" if self.contexts else None)
+        shown.append(f"window {self.window}" if self.window else None)
+        shown.append(f"preset {self.preset}" if self.preset != "exact" else None)
+        shown.append("normalised states" if self.normalized else None)
+        return ", ".join(s for s in (*shown, self.dtype, *self.flags) if s)
 
 
 def hash_tokens(tokens: Tensor, previous: str = "") -> str:
@@ -168,8 +152,11 @@ class Result:
         named as the plural of the axis (``states``, ``parts``), else numbers."""
         if axis == "head" and hasattr(self, "heads"):
             return dict(zip(("layer", "head"), zip(*self.heads, strict=True), strict=True))  # type: ignore[attr-defined]
+        sizes = (
+            v.shape[axes.index(axis)] for v, axes in self.table_numbers().values() if axis in axes
+        )
         named = getattr(self, f"{axis}s", None)
-        return {axis: range(self._size(axis)) if named is None else named}
+        return {axis: range(next(sizes, 0)) if named is None else named}
 
     def table_numbers(self) -> Mapping[str, tuple[Tensor, tuple[str, ...]]]:
         """Columns of numbers: each tensor with the axes that it has."""
@@ -180,32 +167,19 @@ class Result:
         """Which rows the table has, a mask over ``table_axes``; ``None`` for all."""
         return None
 
-    def _size(self, axis: str) -> int:
-        """Length of an axis, from the first column of numbers that has it."""
-        sizes = [
-            v.shape[axes.index(axis)] for v, axes in self.table_numbers().values() if axis in axes
-        ]
-        return sizes[0] if sizes else 0
-
     def _derived(self) -> dict[str, Sequence[object]]:
         """The table by columns: labels repeated along the other axes, values broadcast to all."""
-        names = {axis: self.axis_labels(axis) for axis in self.table_axes}
-        shape = [len(next(iter(labels.values()))) for labels in names.values()]
+        labels = {axis: self.axis_labels(axis) for axis in self.table_axes}
         mask = self.table_mask()
-        chosen = slice(None) if mask is None else mask.flatten().cpu()
+        if mask is None:
+            mask = torch.ones([len(next(iter(names.values()))) for names in labels.values()])
+        rows = dict(zip(labels, mask.cpu().nonzero(as_tuple=True), strict=True))
         table: dict[str, Sequence[object]] = {}
-        for axis_number, columns in enumerate(names.values()):
-            index = torch.arange(shape[axis_number]).view(
-                [-1 if i == axis_number else 1 for i in range(len(shape))]
-            )
-            rows = index.expand(shape).flatten()[chosen].tolist()
-            table |= {name: [labels[row] for row in rows] for name, labels in columns.items()}
+        for axis, columns in labels.items():
+            table |= {name: [c[row] for row in rows[axis].tolist()] for name, c in columns.items()}
         for name, (value, axes) in self.table_numbers().items():
-            # each value in the order of the table's axes, with size one along those that it lacks
-            order = [axes.index(axis) for axis in self.table_axes if axis in axes]
-            sizes = [shape[i] if axis in axes else 1 for i, axis in enumerate(self.table_axes)]
-            broadcast = value.detach().cpu().permute(order).reshape(sizes).expand(shape)
-            table[name] = broadcast.flatten()[chosen].tolist()
+            cells = value.detach().cpu()[tuple(rows[axis] for axis in axes)]
+            table[name] = cells.expand(len(next(iter(rows.values())))).tolist()
         return table
 
     def columns(self) -> Sequence[str]:
@@ -244,39 +218,29 @@ class Result:
         ``columns`` (all), the first ``rows`` (all), ``digits`` significant digits. A comment above
         says what the numbers were computed from."""
         table = self.to_dataframe()
-        names = list(table) if columns is None else list(columns)
-        unknown = [c for c in names if c not in table]
-        expected = f"some of {listed(list(table), *unknown[:1])}"
-        require(not unknown and names, "columns", expected=expected, got=unknown or "none")
+        names = [choice(name, list(table), "columns") for name in columns or table]
         note = " ".join(f"{type(self).__name__}: {self.provenance.line()}".split())
-        shown = table[names].head(len(table) if rows is None else rows)
-        text = shown.to_latex(index=False, escape=True, float_format=f"%.{digits}g", na_rep="--")
+        options: dict[str, Any] = {"float_format": f"%.{digits}g", "na_rep": "--"}
+        text = table[names].head(rows).to_latex(index=False, escape=True, **options)
         return f"% {html.plain(note)}\n{text}"
 
     # ---- files
 
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
-        path = as_path(path)
-        tensors: dict[str, Tensor] = {}
-        fields = {
-            f.name: json.dumps(encode(getattr(self, f.name), f.name, tensors))
-            for f in dataclasses.fields(self)
-        }
-        write_atomically(path, tensors, {"schema": json.dumps(self.schema()), **fields})
+        path, tensors = as_path(path), {}
+        header = {"schema": self.schema(), "module": type(self).__module__}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        header["result"] = {n: encode(value, n, tensors) for n, value in fields.items()}
+        write_atomically(path, tensors, header)
         return path
 
     @classmethod
     def load(cls: type[R], path: str | Path) -> R:
         """Read a file that :meth:`save` wrote."""
         header, tensors = read_file(path, cls.schema())
-        names = {f.name for f in dataclasses.fields(cls)}
-        fields = {k: v for k, v in header.items() if k not in ("schema", "checksum")}
-        # what a newer version wrote would be lost unseen
-        refuse_unknown(path, fields, names, "fields")
-        refuse_unknown(path, tensors, references(fields), "tensors")
-        known = records_of(cls)
-        return cls(**{name: decode(value, tensors, known) for name, value in fields.items()})
+        record = {RECORD: cls.__name__, **header["result"]}
+        return decode(record, tensors, {cls.__name__: cls})
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
@@ -286,25 +250,18 @@ class Result:
             for row in (self.columns(), *table[:limit])
         ]
         widths = [max(len(row[i]) for row in shown) for i in range(len(shown[0]))]
-        lines = [
-            "  "
-            + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in shown
-        ]
-        n_hidden = len(table) + 1 - len(shown)
-        more = [f"  ... {n_hidden} more row{'s' * (n_hidden > 1)}"] if n_hidden else []
-        return "\n".join([html.plain(self._caption(table)), *lines, *more])
+        cells = [map(str.ljust, row, widths) for row in shown]
+        lines = ["  " + "  ".join(row).rstrip() for row in cells]
+        if hidden := len(table) + 1 - len(shown):
+            lines.append(f"  ... {hidden} more row{'s' * (hidden > 1)}")
+        return "\n".join([html.plain(self._caption(table)), *lines])
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
         """What it is, where it comes from, and how many NaN each column of the table has."""
-        counts = [
-            (name, sum(row[i] != row[i] for row in table))  # only NaN differs from itself
-            for i, name in enumerate(self.columns())
-        ]
-        nans = ", ".join(f"{name} {n}" for name, n in counts if n)
-        return f"{type(self).__name__}({self.provenance.line()})" + (
-            f"; NaN: {nans}" if nans else ""
-        )
+        # only NaN differs from itself
+        counts = {n: sum(row[i] != row[i] for row in table) for i, n in enumerate(self.columns())}
+        nans = ", ".join(f"{name} {n}" for name, n in counts.items() if n)
+        return f"{type(self).__name__}({self.provenance.line()})" + (f"; NaN: {nans}" * bool(nans))
 
     def __repr__(self) -> str:
         return self.text(limit=12)
@@ -319,14 +276,21 @@ class Result:
 R = TypeVar("R", bound=Result)
 
 
+def load(path: str | Path) -> Any:
+    """Any result of the library, from the file that it was saved to."""
+    header, _ = read_file(path)
+    module, name = str(header.get("module")), str(header["schema"]).split("/")[1]
+    ours = module.startswith("tl_geometry.")
+    cls = getattr(importlib.import_module(module), name, None) if ours else None
+    fits = isinstance(cls, type) and issubclass(cls, Result)
+    require(fits, str(path), expected="a result of tl_geometry", got=f"{module}.{name}")
+    return cls.load(path)
+
+
 def _brief(value: Any) -> str:
     """A field in one line: shape, dtype and NaN of a tensor, keys of a mapping, else its text."""
     if isinstance(value, Tensor):
-        nans = int(torch.isnan(value).sum()) if value.is_floating_point() else 0
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (
-            f", {nans} NaN" if nans else ""
-        )
-    if isinstance(value, Mapping):
-        return ", ".join(str(k) for k in value)
-    text = str(value)
+        nans = f", {int(value.isnan().sum())} NaN" if bool(value.isnan().any()) else ""
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{nans}"
+    text = ", ".join(map(str, value)) if isinstance(value, Mapping) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,26 +1,10 @@
-"""Rows of scores: the causal mask, scores centred over the keys that a query may see, and query
-rows a few at a time."""
+"""Rows of scores: the causal mask, and scores centred over the keys that a query may see."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-ROW_CELLS = 9 * 2**20
-"""Cells ``[batch head row key]`` that are held at a time: 36 MiB in float32. Tensors above 32 MiB,
-glibc's largest threshold, come from the kernel and go back to it; smaller ones of changing sizes
-leave holes in the heap."""
-
-
-def query_slices(q: Float[Tensor, "batch query head d_head"]) -> Iterator[slice]:
-    """All query rows in slices, so that ``[batch head row key]`` has at most :data:`ROW_CELLS`
-    cells (but at least one row)."""
-    batch, length, heads, _ = q.shape
-    step = max(1, ROW_CELLS // (batch * heads * length))
-    return (slice(start, start + step) for start in range(0, length, step))
 
 
 def causal_mask(

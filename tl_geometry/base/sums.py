@@ -1,5 +1,5 @@
-"""How are sums over the contexts of a corpus added, moved, saved and selected? :class:`Sums` is the
-base of them all: the moments of a decomposition, the sums of scores, those of composition.
+"""Sums over the contexts of a corpus, added, moved, saved and selected in one way: :class:`Sums` is
+the base of them all (moments of a decomposition, sums of scores, sums of composition).
 
 A subclass declares its tensors as dataclass fields, ``None`` where one is not taken::
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tl_geometry.base.axes import axes_of
 from tl_geometry.base.errors import require
-from tl_geometry.base.transfer import on_cpu
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,33 +44,21 @@ class Sums:
 
     def __add__(self: S, other: S) -> S:
         """Tensor by tensor, on this side's device."""
-        theirs = other.tensors()
-        same_names = set(self.tensors()) == set(theirs)
-        require(
-            same_names,
-            "sums",
-            expected=f"sums of {', '.join(self.tensors())}",
-            got=", ".join(theirs),
-        )
+        mine, theirs = self.tensors(), other.tensors()
+        same = mine.keys() == theirs.keys()
+        require(same, "sums", expected=f"sums of {', '.join(mine)}", got=", ".join(theirs))
         return self.mapped(lambda name, value: value + theirs[name].to(value.device))
 
     def to(self: S, device: torch.device | str) -> S:
-        """The same sums on another device; to the CPU they go together."""
-        if torch.device(device).type != "cpu":
-            return self.mapped(lambda _, value: value.to(device))
-        there = dict(zip(self.tensors(), on_cpu(list(self.tensors().values())), strict=True))
-        return self.mapped(lambda name, _: there[name])
+        """The same sums on another device."""
+        return self.mapped(lambda _, value: value.to(device))
 
     @classmethod
     def cat(cls: type[S], sums: Sequence[S], axis: str = "context") -> S:
         """Several sums side by side along an axis; tensors without it are taken from the first."""
         tensors = [s.tensors() for s in sums]
-
-        def joined(name: str, value: Tensor) -> Tensor:
-            dim = cls._axis(name, axis, value)
-            return value if dim is None else torch.cat([side[name] for side in tensors], dim)
-
-        return sums[0].mapped(joined)
+        joined = lambda name, _, dim: torch.cat([side[name] for side in tensors], dim)  # noqa: E731
+        return sums[0]._along(axis, joined)
 
     @classmethod
     def stack(cls: type[S], sums: Sequence[S]) -> S:
@@ -81,31 +68,29 @@ class Sums:
 
     def pooled(self: S) -> S:
         """The sums over all contexts, of tensors that hold one sum for each context."""
-        return self.mapped(
-            lambda name, value: (
-                value if self._axis(name, "context", value) is None else value.sum(0)
-            )
-        )
+        return self._along("context", lambda _, value, dim: value.sum(dim))
 
     def select(self: S, index: Any, axis: str = "context") -> S:
         """Some entries along an axis, by number, slice or index tensor."""
+        return self._along(axis, lambda _, value, dim: value[(slice(None),) * dim + (index,)])
 
-        def chosen(name: str, value: Tensor) -> Tensor:
+    def _along(self: S, axis: str, change: Callable[[str, Tensor, int], Tensor]) -> S:
+        """``change(name, value, dim)`` in place of the tensors that have an axis, which is their
+        ``dim``; the others as they are."""
+
+        def changed(name: str, value: Tensor) -> Tensor:
             dim = self._axis(name, axis, value)
-            return value if dim is None else value[(slice(None),) * dim + (index,)]
+            return value if dim is None else change(name, value, dim)
 
-        return self.mapped(chosen)
+        return self.mapped(changed)
 
     @classmethod
     def _axis(cls, name: str, axis: str, value: Tensor) -> int | None:
-        """Number of an axis in a tensor, ``None`` where it has none; ``*context`` may be absent."""
-        names = axes_of(cls)[name]
-        if f"*{axis}" in names:
-            return 0 if value.dim() == len(names) else None
-        if axis not in names:
-            return None
+        """Number of an axis in a tensor, ``None`` where it has none."""
+        names = [n.lstrip("*") for n in axes_of(cls)[name]]
         # counted from the end, because axes in front, such as *context, may be absent
-        return names.index(axis) - len(names) + value.dim()
+        dim = names.index(axis) - len(names) + value.dim() if axis in names else -1
+        return None if dim < 0 else dim
 
 
 S = TypeVar("S", bound=Sums)

@@ -58,10 +58,10 @@ class Table(Result):
 
     def column(self, name: str, **where: object) -> list[Cell]:
         """The values of one column, in the rows whose other columns have the given values."""
-        asked = {checks.choice(key, self.names, "column"): value for key, value in where.items()}
-        kept = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
-        name = checks.choice(name, self.names, "column")
-        return [row[name] for row in kept if asked.items() <= row.items()]
+        for asked in (name, *where):
+            checks.choice(asked, self.names, "column")
+        rows = [dict(zip(self.names, cells, strict=True)) for cells in self.cells]
+        return [row[name] for row in rows if where.items() <= row.items()]
 
     def top(self, n: int = 10, by: str | None = None) -> Table:
         """The first ``n`` rows, or those of the largest absolute value of the column ``by``."""

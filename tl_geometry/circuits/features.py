@@ -28,7 +28,7 @@ from tl_geometry.base.rows import row_center
 from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
 from tl_geometry.circuits.head_readers import Reader
 from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
-from tl_geometry.corpus.sources import TokenSource, token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
@@ -129,14 +129,14 @@ def feature_shares(
     (0.0, [[1.0, 1.0]])
     """
     view = as_view(model)
-    rows = token_rows(view, tokens, prepend_bos=prepend_bos)
+    rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     width, d_model = features.decoder.shape[1], view.d_model
     require(width == d_model, "dictionary", expected=f"a model with d_model {width}", got=d_model)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, features.layer)
     start = int(rows.has_bos) if drop is None else drop
     _check_request(features, rows, start, batch_size=batch_size, pairs=pairs, per_cell=per_cell)
     sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell)
-    stream = CorpusPass(view, TokenSource.of(view, rows), batch_size)
+    stream = CorpusPass(view, as_tokens(view, rows), batch_size)
     for batch in stream:
         contexts = slice(stream.contexts, stream.contexts + len(batch))
         take, sample = partial(sums.add, contexts=contexts), stream.sample()

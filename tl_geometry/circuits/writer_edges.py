@@ -34,7 +34,7 @@ from tl_geometry.circuits.composition_sums import (
     value_factor_of,
 )
 from tl_geometry.circuits.writer_sweep import SHARES, stream_writers
-from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import group_borders
 from tl_geometry.models.layer_view import LayerView
@@ -201,7 +201,7 @@ def composition(
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_read = sorted({layer for layer, _ in chosen})
     by_layer = {l: [head for layer, head in chosen if layer == l] for l in layers_read}
-    source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
+    source = as_tokens(view, tokens, prepend_bos=prepend_bos)
     generator = torch.Generator().manual_seed(seed)
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     at_queries = _queries(queries, tokens, source.length)
@@ -209,7 +209,7 @@ def composition(
     # an eighth of the budget holds what was written as vectors, half of it a batch
     keep, last = memory_budget // 8, max(by_layer)
     # of an iterable, whose length is not known, all prompts are one group: there is no interval
-    borders = () if source.contexts is None else group_borders(source.contexts, GROUPS)[0]
+    borders = group_borders(len(source), GROUPS)[0]
     sums = {
         l: CompositionSums(
             view, l, readers, parts, (write, read), at_queries, factor_of, keep, l == last, borders

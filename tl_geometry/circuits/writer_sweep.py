@@ -32,8 +32,8 @@ from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.base.sums import Sums
 from tl_geometry.circuits.head_readers import Reader, numerators
-from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Writer, Written, run_written, writer_names
@@ -244,7 +244,7 @@ def sweep_writers(
 
     start, provenance = stream_writers(
         view,
-        TokenSource.of(view, tokens, prepend_bos=prepend_bos),
+        as_tokens(view, tokens, prepend_bos=prepend_bos),
         chosen,
         on_layer,
         on_sample=verified,
@@ -265,7 +265,7 @@ OnStart = Callable[[int, LayerView, Written], None]
 
 def stream_writers(
     view: ModelView,
-    source: TokenSource,
+    source: TokenWindows,
     layers: Sequence[int],
     on_layer: OnStart,
     *,

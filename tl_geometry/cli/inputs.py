@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base.errors import GeometryError, choice, require
 from tl_geometry.base.printable import printable
-from tl_geometry.corpus.text_files import file_names, read_texts
+from tl_geometry.corpus.text_files import file_names, read_text
 
 if TYPE_CHECKING:
     from tl_geometry.corpus.token_windows import TokenWindows
@@ -68,7 +68,7 @@ def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -
 def check_corpus(corpus: Sequence[Path] | None) -> None:
     """Read all text files once, so that an unreadable one is refused before any work."""
     for path in corpus or ():
-        read_texts([path])
+        read_text(path, what="--corpus")
     file_names(corpus or ())
 
 

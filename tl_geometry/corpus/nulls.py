@@ -5,7 +5,7 @@ chunks of text for trajectories, :func:`gibberish` the chunks of random tokens t
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
@@ -48,20 +48,12 @@ def pseudo_sentences(
 
 
 def gibberish(
-    model: ModelLike,
-    n: int,
-    length: int = 50,
-    *,
-    like: TokenWindows | Tensor | None = None,
-    prepend_bos: bool = False,
-    seed: int = 0,
+    model: ModelLike, n: int, length: int = 50, *, prepend_bos: bool = False, seed: int = 0
 ) -> TokenWindows:
-    """Chunks of random tokens: uniform over the vocabulary (as published), or drawn from the tokens
-    of ``like``.
+    """Chunks of random tokens, uniform over the vocabulary (as published).
 
-    ``like`` keeps the token frequencies of a corpus and destroys its order: the milder null. Set
-    ``prepend_bos`` as in the chunks of text to compare with, or a missing BOS becomes part of the
-    difference. BOS counts in ``length``.
+    Set ``prepend_bos`` as in the chunks of text to compare with, or a missing BOS becomes part of
+    the difference. BOS counts in ``length``.
 
     Raises ``GeometryError`` for ``prepend_bos`` with a tokenizer that has no BOS.
 
@@ -70,21 +62,12 @@ def gibberish(
     >>> tlg.corpus.gibberish(model, 4, 10, prepend_bos=True).tokens.shape
     torch.Size([4, 10])
     """
-    view = as_view(model)
-    generator = torch.Generator().manual_seed(seed)
-    if like is None:
-        name = "gibberish, uniform"
-        tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
-    else:
-        name = "gibberish, corpus frequencies"
-        # the pool has no BOS, which belongs at position 0 only
-        rows = like.tokens[:, int(like.has_bos) :] if isinstance(like, TokenWindows) else like
-        pool = rows.reshape(-1)
-        tokens = pool[torch.randint(0, len(pool), (n, length), generator=generator)]
+    view, generator = as_view(model), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, view.d_vocab, (n, length), generator=generator)
     bos = bos_to_prepend(view, prepend_bos)
     if bos is not None:
         tokens[:, 0] = bos
-    return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus=name)
+    return TokenWindows(tokens=tokens, has_bos=prepend_bos, corpus="gibberish, uniform")
 
 
 def repeated_random_tokens(
@@ -96,40 +79,29 @@ def repeated_random_tokens(
     high: int = HIGH_TOKEN,
     seed: int = 1234,
     bos_id: int | None = None,
-    distinct: bool = True,
 ) -> Int[Tensor, "batch position"]:
-    """``batch`` rows of ``period`` random token ids from ``low`` to ``high - 1``, repeated
+    """``batch`` rows of ``period`` distinct random token ids from ``low`` to ``high - 1``, repeated
     ``copies`` times, after ``bos_id`` where one is given.
 
-    Tokens within a period are ``distinct`` by default (a row with a repeat is drawn again). The
-    other defaults, range and seed included, give the input of Song & Zhong 2023, Fig. 4: the text
+    The defaults, range and seed included, give the input of Song & Zhong 2023, Fig. 4: the text
     says "repeated twice", the published code makes three copies, 24 tokens, without BOS.
 
     >>> repeated_random_tokens()[0, :9].tolist()
     [6775, 4171, 8806, 7365, 8316, 2564, 7432, 3625, 6775]
     """
     expected, got = "at least 1 each", (period, copies, batch)
-    require(period >= 1 and copies >= 1 and batch >= 1, "sizes", expected=expected, got=got)
-    needed = period if distinct else 1  # ids in the range
-    expected, got = f"at least {needed} ids", f"{max(0, high - low)} from {low} to {high - 1}"
-    require(high - low >= needed, "low, high", expected=expected, got=got, instead="a wider range")
+    require(min(got) >= 1, "sizes", expected=expected, got=got)
+    expected, got = f"at least {period} ids", f"{max(0, high - low)} from {low} to {high - 1}"
+    require(high - low >= period, "low, high", expected=expected, got=got, instead="a wider range")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(low, high, (batch, period), generator=generator)
-    if distinct and 4 * period**2 > high - low:
+    if 4 * period**2 > high - low:
         # a row repeats a token with probability near period^2 / (2 (high - low)), here above 1 / 8:
         # not redrawn until distinct, but taken from a permutation of the range
-        permutations = [
-            torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)
-        ]
-        rows = low + torch.stack(permutations)
-    repeats = _has_repeat(rows)
-    while distinct and bool(repeats.any()):
-        rows[repeats] = torch.randint(low, high, (int(repeats.sum()), period), generator=generator)
-        repeats = _has_repeat(rows)
+        orders = [torch.randperm(high - low, generator=generator)[:period] for _ in range(batch)]
+        rows = low + torch.stack(orders)
+    # sorted, equal ids are neighbours
+    while bool((twice := (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)).any()):
+        rows[twice] = torch.randint(low, high, (int(twice.sum()), period), generator=generator)
     tokens = rows.repeat(1, copies)
     return tokens if bos_id is None else torch.cat([torch.full((batch, 1), bos_id), tokens], dim=1)
-
-
-def _has_repeat(rows: Int[Tensor, "batch position"]) -> Bool[Tensor, " batch"]:
-    # sorted, equal ids are neighbours
-    return (rows.sort(-1).values.diff(dim=-1) == 0).any(-1)

@@ -1,11 +1,12 @@
-"""What is a set of prompts of any lengths? :class:`Prompts`: rows of ids with what belongs to each
-of them (a counterfactual of the same length, an answer and another one, named positions). Passes
-run :meth:`Prompts.groups`, whose rows have one length: nothing is padded."""
+"""What is a set of prompts of any lengths? :func:`prompts` makes :class:`Prompts` of texts: rows of
+ids with what belongs to each of them (a counterfactual of the same length, an answer and another
+one, named positions). Passes run :meth:`Prompts.groups`, whose rows have one length: nothing is
+padded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base.checks import whole
+from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.results import hash_tokens
+from tl_geometry.corpus.sources import as_tokens, encoded, id_rows, is_text, text_ids
 from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 
 Rows = tuple[Int[Tensor, " _"], ...]
 """Ids of prompts, each of its own length."""
@@ -44,7 +48,6 @@ class Prompts:
     answers: Int[Tensor, " prompt"] | None = None
     others: Int[Tensor, " prompt"] | None = None
     positions: Mapping[str, Int[Tensor, " prompt"]] = field(default_factory=dict)
-    corpus: str = "prompts"
     flags: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -62,39 +65,27 @@ class Prompts:
     @property
     def tokens(self) -> Int[Tensor, "prompt position"]:
         """The ids of prompts of one length."""
-        return self._stacked(self.ids)
+        lengths, instead = sorted(set(self.lengths)), "prompts.groups(), each of one length"
+        fits, expected = len(lengths) == 1, "prompts of one length"
+        require(fits, "prompts", expected=expected, got=lengths[:8], instead=instead)
+        return torch.stack(self.ids)
 
     @property
     def counterfactuals(self) -> Int[Tensor, "prompt position"] | None:
         """The ids of the counterfactuals of prompts of one length."""
-        return None if self.counterfactual_ids is None else self._stacked(self.counterfactual_ids)
-
-    def _stacked(self, rows: Rows) -> Int[Tensor, "prompt position"]:
-        lengths, instead = sorted(set(self.lengths)), "prompts.groups(), each of one length"
-        fits, expected = len(lengths) == 1, "prompts of one length"
-        require(fits, "prompts", expected=expected, got=lengths[:8], instead=instead)
-        return torch.stack(rows)
-
-    @property
-    def token_hash(self) -> str:
-        """Hash of the ids in their order."""
-        found = ""
-        for row in self.ids:
-            found = hash_tokens(row.unsqueeze(0), found)
-        return found
+        return self.counterfactual_ids and torch.stack(self.counterfactual_ids)
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""
         pick = torch.arange(len(self))[chosen].reshape(-1)
-        changed: dict[str, Any] = {"rows": self.rows[pick]}
-        for name in ("answers", "others"):
-            value = getattr(self, name)
-            changed[name] = None if value is None else value[pick]
-        for name in ("ids", "counterfactual_ids"):
-            rows = getattr(self, name)
-            changed[name] = None if rows is None else tuple(rows[i] for i in pick.tolist())
-        changed["positions"] = {name: at[pick] for name, at in self.positions.items()}
-        return dataclasses.replace(self, **changed)
+
+        def of(value: Any) -> Any:
+            return value[pick] if isinstance(value, Tensor) else tuple(value[i] for i in pick)
+
+        names = ("ids", "rows", "counterfactual_ids", "answers", "others")
+        changed = {n: of(getattr(self, n)) for n in names if getattr(self, n) is not None}
+        positions = {name: at[pick] for name, at in self.positions.items()}
+        return dataclasses.replace(self, positions=positions, **changed)
 
     def groups(self) -> Iterator[Prompts]:
         """The prompts of each length, the shortest first."""
@@ -105,15 +96,159 @@ class Prompts:
         """The position of each prompt that a name or a number stands for (-1 is the last)."""
         if isinstance(position, str):
             return self.positions[choice(position, tuple(self.positions), "position")]
-        number, shortest = whole(position), min(self.lengths)
-        if number is None or not -shortest <= number < shortest:
-            expected = f"a name, or a number from {-shortest} to {shortest - 1}"
-            fail("position", expected=expected, got=repr(position))
-        return number + torch.tensor(self.lengths) * (number < 0)
+        return torch.tensor([_number(position, len(row), "position") for row in self.ids])
 
     def as_windows(self) -> TokenWindows:
         """The same rows as windows, for what takes prompts of one length; names stay that stand for
         one position in all prompts."""
         shared = {n: int(at[0]) for n, at in self.positions.items() if len(at.unique()) == 1}
-        about: dict[str, Any] = {"corpus": self.corpus, "notes": self.flags, "positions": shared}
+        about: dict[str, Any] = {"corpus": "prompts", "notes": self.flags, "positions": shared}
         return TokenWindows(tokens=self.tokens, has_bos=self.has_bos, **about)
+
+
+def prompts(
+    model: ModelLike,
+    texts: Any,
+    *,
+    counterfactuals: Any = None,
+    answers: Any = None,
+    others: Any = None,
+    positions: Mapping[str, Any] | None = None,
+    prepend_bos: bool | None = None,
+) -> Prompts:
+    """Prompts of any lengths, with what belongs to each of them.
+
+    Args:
+        texts: a text, a list of texts, or ids: rows of any lengths.
+        counterfactuals: for each prompt another of as many tokens (activation patching).
+        answers: a token (an id, or a text that is one token), a pair ``(answer, other)``, or a list
+            with one of these for each prompt.
+        others: the other answer, where ``answers`` are no pairs.
+        positions: names of positions: a number (-1 is the last), a piece of text that occurs once
+            (the token in which it ends), or a list with one of these for each prompt.
+        prepend_bos: whether texts begin with BOS; ``None`` takes the model's own default. A text
+            that begins with the BOS string, as chat templates give it, gets no second one.
+
+    Raises ``GeometryError`` with the number of the prompt at fault: an answer of several tokens
+    (it says which), a counterfactual of another length, a position that is not there.
+
+    >>> import tl_geometry as tlg
+    >>> found = prompts(
+    ...     tlg.zoo.embedded(),
+    ...     ["def get(x): return", "def f(value, y): return"],
+    ...     answers=[(" x", " y"), (" value", " y")],
+    ...     positions={"name": ["get", "def f"]},
+    ... )
+    >>> len(found), found.at("name").tolist()
+    (2, [2, 2])
+    """
+    view = as_view(model)
+    spoken, ids, flags = _read(view, texts, prepend_bos)
+    other_ids = None
+    if counterfactuals is not None:
+        other_ids = _read(view, counterfactuals, prepend_bos)[1]
+        lengths, got = list(map(len, ids)), list(map(len, other_ids))
+        wrong = [i for i, pair in enumerate(zip(lengths, got)) if pair[0] != pair[1]]
+        expected = f"{lengths[:8]} tokens, as many as the prompts"
+        got = f"{got[:8]}{f' (prompt {wrong[0]})' if wrong else ''}"
+        fits = not wrong and len(ids) == len(other_ids)
+        require(fits, "counterfactuals", expected=expected, got=got)
+    pairs = [] if answers is None else _each(answers, len(ids), "answers")
+    if others is not None:
+        pairs = list(zip(pairs, _each(others, len(ids), "others"), strict=True))
+    sides = [pair if isinstance(pair, tuple) else (pair,) for pair in pairs]
+    tokens = [torch.tensor([_token(view, token) for token in side]) for side in zip(*sides)]
+    names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
+    copies = len(ids) - len({tuple(r.tolist()) for r in map(torch.cat, zip(ids, other_ids or ids))})
+    flags += (f"{copies} of {len(ids)} prompts are copies of others",) if copies else ()
+    return Prompts(
+        ids=ids,
+        rows=torch.arange(len(ids)),
+        has_bos=view.bos_id is not None and all(int(row[0]) == view.bos_id for row in ids),
+        counterfactual_ids=other_ids,
+        answers=tokens[0] if tokens else None,
+        others=tokens[1] if len(tokens) > 1 else None,
+        positions=names,
+        flags=flags,
+    )
+
+
+def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
+    """Prompts as they are, or those that :func:`prompts` makes of texts or ids."""
+    if not isinstance(given, Prompts):
+        return prompts(model, given, **options)
+    said = ", ".join(name for name, value in options.items() if value is not None)
+    expected, instead = "Prompts that hold all that belongs to them", "corpus.prompts(...)"
+    require(not said, "prompts", expected=expected, got=f"{said} beside them", instead=instead)
+    return given
+
+
+def _read(
+    view: ModelView, given: Any, prepend_bos: bool | None
+) -> tuple[Sequence[str] | None, Rows, tuple[str, ...]]:
+    """The texts (``None`` of ids), the ids of each prompt, and notes."""
+    if is_text(given):
+        texts = [given] if isinstance(given, str) else list(given)
+        rows, notes = text_ids(view, texts, prepend_bos)
+        empty = [i for i, row in enumerate(rows) if not row]
+        require(not empty, "texts", expected="tokens in each prompt", got=f"none in {empty[:8]}")
+        return texts, tuple(map(torch.tensor, rows)), notes
+    several = isinstance(given, list) and len(given) > 0 and hasattr(given[0], "__len__")
+    if several and prepend_bos is None:
+        return None, tuple(row for part in given for row in id_rows(part)), ()
+    windows = as_tokens(view, given, prepend_bos=prepend_bos)
+    return None, tuple(windows.tokens), windows.notes
+
+
+def _each(given: Any, count: int, what: str) -> list[Any]:
+    """One value for each of ``count`` prompts, from a list or one for all."""
+    given = given.tolist() if isinstance(given, Tensor) else given
+    values = given if isinstance(given, list) else [given] * count
+    expected = f"one for each of {count} prompts, or one for all"
+    require(len(values) == count, what, expected=expected, got=len(values))
+    return values
+
+
+def _token(view: ModelView, value: Any) -> int:
+    """The id of a token, given as an id or as a text that is one token."""
+    if not isinstance(value, str):
+        return index(value, view.d_vocab, "answers")
+    ids = encoded(view, value)
+    pieces = view.decode(ids)
+    # the text itself, not the token that stands for unknown words
+    known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
+    expected, got = (
+        "a text that is one token",
+        f"{value!r}, which is {', '.join(map(repr, pieces))}",
+    )
+    require(known, "answers", expected=expected, got=got, instead="a token id")
+    return ids[0]
+
+
+def _number(value: Any, length: int, what: str) -> int:
+    """A position by number; -1 is the last."""
+    number = whole(value)
+    if number is None or not -length <= number < length:
+        fail(what, expected=f"a number below {length}, or a name or text", got=repr(value))
+    return number % length
+
+
+def _positions(
+    view: ModelView, name: str, given: Any, texts: Sequence[str] | None, ids: Rows
+) -> Int[Tensor, " prompt"]:
+    """A named position of every prompt: a number, or the token in which a piece of its text
+    ends."""
+    found = []
+    for i, (value, row) in enumerate(zip(_each(given, len(ids), name), ids)):
+        what = f"position {name!r} of prompt {i}"
+        if isinstance(value, str):
+            text = "" if texts is None else texts[i]
+            before = encoded(view, text[: text.find(value) + len(value)])
+            after = encoded(view, text)
+            fits = text.count(value) == 1 and after[: len(before)] == before
+            expected = "a piece of text that occurs once and ends with a token"
+            require(fits, what, expected=expected, got=repr(value), instead="a number")
+            # BOS tokens that were added, or that the text began with and lost
+            value = len(before) - 1 + len(row) - len(after)
+        found.append(_number(value, len(row), what))
+    return torch.tensor(found)

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeGuard
 
@@ -17,17 +16,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.checks import describe
+from tl_geometry.base.checks import describe, holds_integers, whole
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import row_hashes
-from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.states import state_of
 
 UNEQUAL = "tl_geometry.windows(model, texts, length), or corpus.prompts for texts of any length"
 """What errors advise in place of ragged or padded rows."""
@@ -51,20 +47,19 @@ def as_tokens(
     >>> rows.has_bos, as_tokens(zoo.embedded(), [5, 7]).tokens.tolist()
     (True, [[5, 7]])
     """
-    view = as_view(model)
+    view, about = as_view(model), dict[str, Any]()
     if is_text(tokens):
         ids, notes = text_ids(view, [tokens] if isinstance(tokens, str) else tokens, prepend_bos)
         rows = TokenWindows(tokens=id_rows(ids), has_bos=False, corpus="prompt", notes=notes)
     else:
         expected, got = "None with token ids (they are never edited)", repr(prepend_bos)
         require(prepend_bos is None, "prepend_bos", expected=expected, got=got)
-        given: Any = tokens.as_windows() if isinstance(tokens, Prompts) else tokens
+        given: Any = tokens.as_windows() if hasattr(tokens, "as_windows") else tokens
         known = isinstance(given, TokenWindows)
         rows = given if known else TokenWindows(tokens=id_rows(given), has_bos=False)
     low, high = (int(end) for end in rows.tokens.aminmax())
     expected, fits = f"ids from 0 to {view.d_vocab - 1}", 0 <= low <= high < view.d_vocab
     require(fits, "tokens", expected=expected, got=f"{low} to {high}")
-    about: dict[str, Any] = {}
     if view.bos_id is not None:
         about["has_bos"] = begins_with_bos(rows.tokens, view.bos_id)
     if labels is not None:
@@ -72,26 +67,6 @@ def as_tokens(
     about["str_tokens"] = rows.str_tokens or tuple(view.decode(rows.tokens[0].tolist()))
     rows = dataclasses.replace(rows, **about)
     return dataclasses.replace(rows, remarks=_remarks(view, rows))
-
-
-def token_rows(
-    view: ModelView, tokens: TokensLike, *, prepend_bos: bool | None = None
-) -> TokenWindows:
-    """:func:`as_tokens` of a prompt or prompts."""
-    return as_tokens(view, tokens, prepend_bos=prepend_bos)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class TokenSource(TokenWindows):
-    """The tokens of a corpus: :func:`as_tokens`, under the name that passes over a corpus use."""
-
-    @staticmethod
-    def of(
-        view: ModelView, tokens: TokensLike, labels: Any = None, prepend_bos: bool | None = None
-    ) -> TokenSource:
-        """The source behind any form of tokens."""
-        rows = as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos)
-        return TokenSource(**vars(rows))
 
 
 def _remarks(view: ModelView, rows: TokenWindows) -> tuple[str, ...]:
@@ -165,106 +140,71 @@ def encoded(view: ModelView, text: str) -> list[int]:
 
 def id_rows(tokens: Any) -> Int[Tensor, "context position"]:
     """Ids in any form but text as rows of one length, copied: a tensor, an array, lists, what a
-    tokenizer returns, or an iterable of rows or batches."""
-    given = _of_item(tokens)
-    flat = isinstance(given, Tensor | np.ndarray)
-    if isinstance(given, list | tuple) and given:
-        flat = checks.whole(given[0]) is not None
-    fits = flat or isinstance(given, Iterable) or hasattr(given, "__getitem__")
-    expected, got = "ids in rows of one length, windows or texts", describe(given)
-    require(fits, "tokens", expected=expected, got=got, instead=UNEQUAL)
-    rows = [_ids(_of_item(item)) for item in ([given] if flat else iter(given))]
-    batches = [r.unsqueeze(0) if r.dim() == 1 else r for r in rows]
-    shapes = sorted({tuple(batch.shape[1:]) for batch in batches})
-    fits = len(shapes) == 1 and len(shapes[0]) == 1 and sum(b.numel() for b in batches) > 0
-    got = f"rows of shapes {shapes[:8]}" if shapes else "none"
-    require(fits, "tokens", expected=expected, got=got, instead=UNEQUAL)
-    return torch.cat(batches)
+    tokenizer returns, or an iterable of these."""
+    given = _unpacked(tokens) if isinstance(tokens, Mapping) else tokens
+    expected, got = "integer ids in rows of one length, windows or texts", describe(tokens)
+    row = isinstance(given, list | tuple) and len(given) > 0 and whole(given[0]) is not None
+    if row or isinstance(given, Tensor | np.ndarray):
+        ids = given if isinstance(given, Tensor) else np.asarray(given)
+        if isinstance(ids, np.ndarray):
+            plain = ids.dtype.kind in "iu" and not isinstance(given, np.ma.MaskedArray)
+            ids = torch.from_numpy(ids.astype(np.int64)) if plain else torch.empty(0)
+        fits = holds_integers(ids) and ids.dim() in (1, 2) and ids.numel() > 0
+        require(fits, "tokens", expected=expected, got=got, instead=UNEQUAL)
+        return torch.atleast_2d(ids).to("cpu", torch.int64, copy=True)
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
+    rows = [id_rows(item) for item in given] if several else []
+    lengths = sorted({row.shape[1] for row in rows})
+    got = f"rows of {lengths[:8]} tokens" if rows else got
+    require(len(lengths) == 1, "tokens", expected=expected, got=got, instead=UNEQUAL)
+    return torch.cat(rows)
+
+
+def _unpacked(item: Mapping[str, Any]) -> Any:
+    """The ids of what a tokenizer returns, if nothing stands beside them but a mask of ones."""
+    beside = [str(name) for name in item if name not in ("input_ids", "attention_mask")]
+    expected, instead = "ids alone, or with a mask of ones", 'rows["input_ids"]'
+    alone = "input_ids" in item and not beside
+    require(
+        alone, ", ".join(beside[:4]) or "tokens", expected=expected, got="more", instead=instead
+    )
+    padding = sum(int((np.asarray(row) != 1).sum()) for row in item.get("attention_mask", ()))
+    got = f"{padding} zeros"
+    require(not padding, "attention_mask", expected=expected, got=got, instead=UNEQUAL)
+    # the default collation of torch makes a tensor for each position of lists of ids
+    by_column = isinstance(item["input_ids"], list) and isinstance(item["input_ids"][0], Tensor)
+    require(not by_column, "tokens", expected="ids in rows", got="ids by position")
+    return item["input_ids"]
 
 
 def is_cache(source: Any) -> bool:
     """Whether something is an activation cache: the object, or the plain dictionary that
     TransformerLens can return instead."""
-    names = map(str, source if isinstance(source, Mapping) else ())
+    values = source.items() if isinstance(source, Mapping) else ()
+    names = [str(name) for name, value in values if isinstance(value, Tensor)]
     return hasattr(source, "cache_dict") or any(re.search(r"(^|\.)hook_", n) for n in names)
 
 
-def _of_item(item: Any) -> Any:
-    """The ids of what a tokenizer or a data set returns; anything else as it is."""
-    if isinstance(item, list | tuple) and len(item) == 1:  # an item of a TensorDataset
-        return item[0] if isinstance(item[0], Tensor) and item[0].dim() > 0 else item
-    if not isinstance(item, Mapping):
-        return item
-    ids = item.get("tokens", item.get("input_ids"))
-    by_column = isinstance(ids, list | tuple) and len(ids) > 0 and isinstance(ids[0], Tensor)
-    fits = not (ids is None or by_column or {"position_ids", "inputs_embeds"} & set(item))
-    expected = "'tokens' or 'input_ids' as rows, and nothing that changes the pass"
-    require(fits, "tokens", expected=expected, got=f"columns {list(map(str, item))}")
-    for name, usual, what in (
-        ("attention_mask", 1, "attention_mask"),
-        ("token_type_ids", 0, "tokens"),
-    ):
-        others = sum(int((np.asarray(row) != usual).sum()) for row in item.get(name, ()))
-        expected, got = f"{name} of {usual} everywhere", f"{others} others"
-        require(not others, what, expected=expected, got=got, instead=UNEQUAL)
-    return ids
+def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
+    """The label of each context (a name, or a whole number) as one of the numbers 0, 1, ..., with
+    no number unused, and what each number stands for (empty where the labels are these numbers
+    already).
 
-
-def _ids(rows: Any) -> Int[Tensor, "..."]:
-    """Ids of any integer type as int64, copied: a caller may reuse its buffer."""
-    if isinstance(rows, Tensor):
-        require(checks.holds_integers(rows), "tokens", expected="integer ids", got=describe(rows))
-        return rows.to("cpu", torch.int64, copy=True)
-    try:
-        array = np.asarray(rows)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        array = np.empty(0)  # of floats: refused below
-    fits = array.dtype.kind in "iu" and not np.ma.is_masked(rows)
-    require(fits, "tokens", expected="integer ids", got=describe(rows), instead=UNEQUAL)
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def label_ids(
-    labels: Any, contexts: int, names: tuple[str, ...] = ()
-) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """The label of each context as one of the numbers 0, 1, ..., with no number unused, and what
-    each number stands for (empty where the labels given are these numbers already).
-
-    Labels are strings, or whole numbers; with ``names``, the label ``i`` stands for ``names[i]``.
-
-    >>> label_ids([7, 10**9, 7], 3)
-    (tensor([0, 1, 0]), ('7', '1000000000'))
+    >>> label_ids([7, 10**9, 7], 3), label_ids(["b", "a"], 2)
+    ((tensor([0, 1, 0]), ('7', '1000000000')), (tensor([0, 1]), ('b', 'a')))
     """
     if labels is None:
         return None, ()
-    if is_text(labels):
-        names = tuple(dict.fromkeys(labels))
-        labels = [names.index(name) for name in labels]
-    try:
-        given = torch.as_tensor(labels).cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        given = torch.empty(0)  # of floats: refused below
-    fits = checks.holds_integers(given) and given.shape == (contexts,) and int(given.min()) >= 0
+    values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
+    fits = isinstance(values, list | tuple) and len(values) == contexts
+    named = fits and all(isinstance(value, str) for value in values)
+    fits = named or (fits and all((whole(v) or 0) >= 0 and whole(v) is not None for v in values))
     expected = f"a name or a number, 0 or more, for each of {contexts} contexts"
     require(fits, "labels", expected=expected, got=describe(labels))
-    values, dense = given.long().unique(return_inverse=True)
-    if names:
-        return dense, tuple(names[v] for v in values.tolist())
-    same = torch.equal(values, torch.arange(len(values)))
-    return dense, () if same else tuple(map(str, values.tolist()))
-
-
-def state_indices(values: Any, count: int, hooks: Sequence[str] = ()) -> tuple[int, ...]:
-    """States as numbers below ``count`` (all for ``None``). The name of a hook that holds a state
-    (``"blocks.1.hook_resid_pre"``) is taken as its number.
-
-    >>> state_indices(["blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", 0], 4)
-    (1, 2, 0)
-    """
-    given = [values] if isinstance(values, str) else values
-    if isinstance(given, Iterable) and not isinstance(given, Tensor | np.ndarray):
-        given = [state_of(v, count, hooks) if isinstance(v, str) else v for v in given]
-    return checks.indices(given, count, "states")
+    order = list(dict.fromkeys(values)) if named else sorted(set(map(int, values)))
+    number = {value: i for i, value in enumerate(order)}
+    dense = order == list(range(len(order)))
+    return torch.tensor([number[v] for v in values]), () if dense else tuple(map(str, order))
 
 
 def batches(

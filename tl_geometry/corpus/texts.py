@@ -8,19 +8,17 @@ import bisect
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from tl_geometry.base.checks import describe, whole
 from tl_geometry.base.errors import require
 from tl_geometry.corpus.sources import bos_to_prepend, encoded, label_ids, without
-from tl_geometry.corpus.text_files import read_piece, require_files
+from tl_geometry.corpus.text_files import read_text, require_files
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -35,10 +33,10 @@ TRIES, MORE = 16, 256
 """For n windows at most ``TRIES * n + MORE`` pieces are read, because some hold no window."""
 PIECES = "windows of random pieces of the text, cut at white space"
 """Note of windows of a corpus that was not read whole."""
-RowsOf = Callable[[str], Int[Tensor, "context position"]]
+Cut = Callable[[str], list[list[int]]]
 """Cuts a text into windows, without their BOS."""
-Cut = tuple[Int[Tensor, "context position"], Int[Tensor, " context"]]
-"""Windows without BOS, and the document of each."""
+Row = tuple[list[int], int]
+"""A window without BOS, and the number of its document."""
 
 
 def windows(
@@ -64,8 +62,7 @@ def windows(
     Texts of up to 4 million characters in all are tokenised whole, and every window is equally
     likely. Of more text, if ``n`` windows are a small part of it, random pieces are read, cut at
     white space, and one window is taken from each, so that memory does not grow with the text (a
-    note says so; the first or last token of a piece may differ from that of the whole text). Of an
-    iterator, which may have no end, only as many texts are read as hold ``n`` windows.
+    note says so; the first or last token of a piece may differ from that of the whole text).
 
     Raises ``GeometryError`` when no text is long enough, when ``n`` exceeds the windows there are,
     or when a file is no text.
@@ -77,23 +74,32 @@ def windows(
     (16, True)
     """
     view = as_view(model)
-    given = {"length": (length, 2), "n": (1 if n is None else n, 1), "seed": (seed, 0)}
-    for name, (value, low) in given.items():
+    for name, value, low in (
+        ("length", length, 2),
+        ("n", 1 if n is None else n, 1),
+        ("seed", seed, 0),
+    ):
         number = whole(value)
         fits = number is not None and low <= number < 2**64
         require(fits, name, expected=f"a whole number, {low} or more", got=repr(value))
     bos = bos_to_prepend(view, prepend_bos)
-    rows_of = partial(_rows, view, body=length - int(bos is not None), bos=bos)
-    documents, notes = _documents(rows_of, texts, n)
+    given: Any = [texts] if isinstance(texts, str | Path) else texts
+    fits = hasattr(given, "__len__") and all(isinstance(text, str | Path) for text in given)
+    expected, instead = "texts, or a pathlib.Path of each", 'a list, or data["text"] of a data set'
+    require(fits and len(given), "texts", expected=expected, got=describe(texts), instead=instead)
+    documents = list(given)
+    require_files([document for document in documents if isinstance(document, Path)])
     label_of, names = label_ids(labels, len(documents))
     sizes = [len(d) if isinstance(d, str) else d.stat().st_size for d in documents]
-    piece, cut = max(SHORTEST, PER_TOKEN * length), None
+    cut = partial(_rows, view, length - int(bos is not None), bos)
+    piece, found, notes = max(SHORTEST, PER_TOKEN * length), list[Row](), (PIECES,)
     if n is not None and max(WHOLE, n * piece) < sum(sizes):
-        cut = _drawn(rows_of, documents, sizes, piece, n, seed)
-        notes = (*notes, PIECES) if cut else notes
-    rows, of = cut or _chosen(rows_of, documents, n, seed)
-    if bos is not None:
-        rows = torch.cat([torch.full((len(rows), 1), bos), rows], dim=1)
+        found = _drawn(cut, documents, sizes, piece, n, seed)
+    if not found:
+        found, notes = _chosen(cut, documents, n, seed), ()
+    first = [] if bos is None else [bos]
+    rows = torch.tensor([first + row for row, _ in found])
+    of = torch.tensor([document for _, document in found])
     return TokenWindows(
         tokens=rows,
         has_bos=begins_with_bos(rows, view.bos_id),
@@ -105,73 +111,42 @@ def windows(
     )
 
 
-def _documents(
-    rows_of: RowsOf, texts: Any, n: int | None
-) -> tuple[list[str | Path], tuple[str, ...]]:
-    """Texts and files; of an iterator as many as hold ``n`` windows, with a note."""
-    table = isinstance(texts, Mapping) or hasattr(texts, "columns")
-    given: Any = [texts] if isinstance(texts, str | Path) or table else texts
-    stream, found, documents = n is not None and not hasattr(given, "__len__"), 0, []
-    for text in given if isinstance(given, Iterable) else [given]:
-        expected, instead = "texts, or a pathlib.Path of each", 'data["text"] of a data set'
-        fits = isinstance(text, str | Path)
-        require(fits, "texts", expected=expected, got=describe(text), instead=instead)
-        documents.append(text)
-        found += len(rows_of(_read(text))) if stream else 0
-        if n is not None and found >= n:
-            break
-    require(documents, "texts", expected="at least one text", got="none")
-    require_files([d for d in documents if isinstance(d, Path)])
-    note = f"the first {len(documents)} texts of a stream, which hold {n} windows"
-    return documents, (note,) if stream else ()
-
-
 def _read(document: str | Path, start: int = 0, stop: int | None = None) -> str:
     """A part of a document, in characters of a text or bytes of a file."""
-    if isinstance(document, str):
-        return document[start:stop]
-    require_files([document])
-    return read_piece(document, start, document.stat().st_size if stop is None else stop)
+    return document[start:stop] if isinstance(document, str) else read_text(document, start, stop)
 
 
-def _rows(
-    view: ModelView, text: str, *, body: int, bos: int | None
-) -> Int[Tensor, "context position"]:
+def _rows(view: ModelView, body: int, bos: int | None, text: str) -> list[list[int]]:
     """Consecutive windows of a text, without those that begin with BOS where windows get their
     own."""
     ids = encoded(view, text)
     ids = ids if bos is None else without(ids, bos)
-    count = len(ids) // body
-    rows = torch.tensor(ids[: count * body], dtype=torch.int64).view(count, body)
-    return rows if bos is None else rows[rows[:, 0] != bos]
+    starts = range(0, len(ids) - body + 1, body)
+    return [ids[i : i + body] for i in starts if bos is None or ids[i] != bos]
 
 
-def _chosen(rows_of: RowsOf, documents: Sequence[str | Path], n: int | None, seed: int) -> Cut:
+def _chosen(cut: Cut, documents: Sequence[str | Path], n: int | None, seed: int) -> list[Row]:
     """A uniform choice of ``n`` windows of all texts, in their order (``None``: all)."""
-    parts = [rows_of(_read(document)) for document in documents]
-    rows, of = torch.cat(parts), torch.repeat_interleave(torch.tensor(list(map(len, parts))))
+    rows = [(row, of) for of, document in enumerate(documents) for row in cut(_read(document))]
     expected, instead = "a text of at least one window", "a shorter length="
-    require(len(rows), "texts", expected=expected, got="none", instead=instead)
-    if n is None:
-        return rows, of
+    require(rows, "texts", expected=expected, got="none", instead=instead)
     expected, instead = f"1 to {len(rows)} windows", "n=None for all, or more text"
-    require(n <= len(rows), "n", expected=expected, got=n, instead=instead)
-    generator = torch.Generator().manual_seed(seed)
-    pick = torch.randperm(len(rows), generator=generator)[:n].sort().values
-    return rows[pick], of[pick]
+    require(n is None or n <= len(rows), "n", expected=expected, got=n, instead=instead)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return rows if n is None else [rows[i] for i in sorted(order[:n].tolist())]
 
 
 def _drawn(
-    rows_of: RowsOf,
+    cut: Cut,
     documents: Sequence[str | Path],
     sizes: Sequence[int],
     piece: int,
     n: int,
     seed: int,
-) -> Cut | None:
+) -> list[Row]:
     """One window from each of ``n`` random pieces of about ``piece`` characters, in their order;
-    ``None`` where too few hold a window."""
-    draws, found = random.Random(seed), dict[int, tuple[Tensor, int]]()
+    none where too few hold a window."""
+    draws, found = random.Random(seed), dict[int, Row]()
     starts = [0, *itertools.accumulate(max(1, size // piece) for size in sizes)]
     for cell in draws.sample(range(starts[-1]), min(starts[-1], TRIES * n + MORE)):
         of = bisect.bisect_right(starts, cell) - 1
@@ -181,40 +156,32 @@ def _drawn(
         # from the first to the last place where white space follows a word
         text = re.sub(r"(?s)\A.*?(?<=\S)(?=\s)", "", text, count=1) if low else text
         inside = re.match(r"(?s).*(?<=\S)(?=\s)", text) if high < sizes[of] else None
-        rows = rows_of(text if inside is None else inside[0])
-        if len(rows):
+        rows = cut(text if inside is None else inside[0])
+        if rows:
             found[cell] = rows[draws.randrange(len(rows))], of
         if len(found) == n:
-            cut, owners = zip(*(found[key] for key in sorted(found)))
-            return torch.stack(cut), torch.tensor(owners)
-    return None
+            return [found[key] for key in sorted(found)]
+    return []
 
 
-def splice(source: TokenWindows, *, piece: int | None = None, seed: int = 0) -> TokenWindows:
+def splice(source: TokenWindows, *, seed: int = 0) -> TokenWindows:
     """Windows spliced from pieces of random windows of the same corpus: the null for the context
     share.
 
-    Each piece of ``piece`` tokens (by default an eighth of the window) comes from a random window,
-    drawn anew for each piece, and keeps its positions; a BOS at position 0 stays. Over the corpus
-    the tokens at each position stay the same, so that any context share of the spliced windows
-    comes from slow variation within a piece, not from a common context.
+    Each piece, an eighth of a window, comes from a random window, drawn anew for each piece, and
+    keeps its positions; a BOS at position 0 stays. Over the corpus the tokens at each position stay
+    the same, so that any context share of the spliced windows comes from slow variation within a
+    piece, not from a common context.
 
-    >>> import tl_geometry as tlg
     >>> windows = TokenWindows(tokens=torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]), has_bos=True)
-    >>> tlg.corpus.splice(windows, piece=1).tokens.sort(0).values.equal(windows.tokens)
+    >>> splice(windows).tokens.sort(0).values.equal(windows.tokens)
     True
     """
-    tokens, first = source.tokens, int(source.has_bos)
-    contexts, length = tokens.shape
-    size = max(1, length // 8) if piece is None else piece
-    require(1 <= size <= length, "piece", expected=f"1 to {length} tokens", got=piece)
-    generator = torch.Generator().manual_seed(seed)
-    pieces = [
-        part[torch.randperm(contexts, generator=generator)]
-        for part in tokens[:, first:].split(size, dim=1)
-    ]
+    first, generator = int(source.has_bos), torch.Generator().manual_seed(seed)
+    parts = source.tokens[:, first:].split(max(1, source.length // 8), dim=1)
+    pieces = [part[torch.randperm(len(source), generator=generator)] for part in parts]
     return TokenWindows(
-        tokens=torch.cat([tokens[:, :first], *pieces], dim=1),
+        tokens=torch.cat([source.tokens[:, :first], *pieces], dim=1),
         has_bos=source.has_bos,
         corpus=f"{source.corpus}, spliced",
         notes=source.notes,

@@ -4,7 +4,7 @@ what :func:`tl_geometry.windows` returns and every function that runs a model ta
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, holds_integers, index, whole
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import choice, require
 from tl_geometry.base.html import plain
 from tl_geometry.base.results import hash_tokens
 
@@ -43,13 +43,12 @@ class TokenWindows:
     positions: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, axes in (("tokens", "[context position]"), ("labels", "[context]")):
+        checked = {"tokens": 2} if self.labels is None else {"tokens": 2, "labels": 1}
+        for name, axes in checked.items():
             value = getattr(self, name)
-            if name == "labels" and value is None:
-                continue
             fits = isinstance(value, Tensor) and holds_integers(value) and value.numel() > 0
-            fits = fits and value.dim() == len(axes.split()) and len(value) == len(self.tokens)
-            expected = f"a tensor of integers {axes}, at least one context"
+            fits = fits and value.dim() == axes and len(value) == len(self.tokens)
+            expected = f"a tensor of integers with {axes} axes, at least one context"
             require(fits, f"TokenWindows: {name}", expected=expected, got=describe(value))
             # cloned, because a caller may write into its tensor later
             object.__setattr__(self, name, value.clone())
@@ -58,31 +57,22 @@ class TokenWindows:
         return len(self.tokens)
 
     @property
-    def contexts(self) -> int:
-        """Number of contexts."""
-        return len(self.tokens)
-
-    @property
     def length(self) -> int:
         """Positions of each context."""
         return self.tokens.shape[1]
 
     def __getitem__(self, contexts: Any) -> TokenWindows:
-        """The chosen contexts, in the given order: a slice, a list, a tensor or a mask; a number
+        """The contexts that a slice, numbers or a mask choose, as a tensor is indexed; a number
         gives windows of one context."""
-        chosen = _chosen(contexts, len(self))
-        same_first = len(chosen) > 0 and int(chosen[0]) == 0
+        chosen = torch.arange(len(self))[contexts].reshape(-1)
+        first = len(chosen) > 0 and int(chosen[0]) == 0
         return dataclasses.replace(
             self,
             tokens=self.tokens[chosen],
             labels=None if self.labels is None else self.labels[chosen],
-            str_tokens=self.str_tokens if same_first else (),
+            str_tokens=self.str_tokens if first else (),
             remarks=(),
         )
-
-    def batches(self, size: int) -> Iterator[Int[Tensor, "batch position"]]:
-        """The tokens of at most ``size`` contexts at a time."""
-        return iter(self.tokens.split(size))
 
     @property
     def token_hash(self) -> str:
@@ -108,33 +98,10 @@ class TokenWindows:
         return index(self.length + value if from_end else value, self.length, "position")
 
     def __repr__(self) -> str:
-        text, ids = "".join(self.str_tokens)[:60], self.tokens[0, :8].tolist()
-        parts = [
-            f"{self.contexts} contexts of {self.length} tokens",
-            "with BOS" if self.has_bos else "no BOS",
-            f"corpus {self.corpus[:60]!r}",
-            repr(text) if self.str_tokens else str(ids),
-        ]
-        return f"TokenWindows({plain('; '.join([*parts, *self.flags]))})"
-
-
-def _chosen(contexts: Any, size: int) -> Int[Tensor, " batch"]:
-    """Numbers of the contexts that a slice, a number, numbers or a mask choose among ``size``."""
-    everything = torch.arange(size)
-    shape = getattr(contexts, "shape", ())  # a tensor [1] is a list of one
-    if isinstance(contexts, slice) or (whole(contexts) is not None and not shape):
-        # torch raises IndexError past the end, which ends a for loop over the windows
-        return everything[contexts].reshape(-1)
-    try:
-        given = torch.as_tensor(contexts if isinstance(contexts, Tensor) else list(contexts)).cpu()
-        fits = given.shape == (size,) or (given.dtype != torch.bool and len(given) > 0)
-        chosen = everything[given if given.dtype == torch.bool else given.long()] if fits else None
-    except (TypeError, ValueError, IndexError, RuntimeError):
-        given, chosen = None, None
-    if given is None or chosen is None or given.is_floating_point():
-        expected = f"a slice, numbers from 0 to {size - 1}, or a mask of {size}"
-        fail("contexts", expected=expected, got=describe(contexts))
-    return chosen
+        bos, ids = "with BOS" if self.has_bos else "no BOS", self.tokens[0, :8].tolist()
+        text = repr("".join(self.str_tokens)[:60]) if self.str_tokens else str(ids)
+        said = f"{len(self)} contexts of {self.length} tokens; {bos}; corpus {self.corpus[:60]!r}"
+        return f"TokenWindows({plain('; '.join([said, text, *self.flags]))})"
 
 
 def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> bool:
@@ -150,5 +117,5 @@ def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> b
 TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows` or ``Prompts`` of one length;
 ids ``[context position]`` as a tensor, an array or lists (one row ``[position]`` is one context);
-a text or texts of equal token length; what a tokenizer returns; an iterable of rows or batches,
-such as a ``DataLoader``, which is read first. Ids are never edited."""
+a text or texts of equal token length; what a tokenizer returns; an iterable of these rows or
+batches, such as a ``DataLoader``, which is read first. Ids are never edited."""

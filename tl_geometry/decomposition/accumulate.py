@@ -26,7 +26,6 @@ from tl_geometry.decomposition import largest
 from tl_geometry.decomposition.groups import group_borders
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext
-from tl_geometry.models.batches import device_of
 
 KEEP_LIMIT = 2**30
 """Bytes that samples may take; with ``"auto"`` also second moments, and context means, each."""
@@ -56,7 +55,8 @@ class Accumulation:
             require(fits, name, expected=f"a whole number, at least {least}", got=got)
         self.states, self.length, self.labels, self.options = states, length, labels, options
         self.group, self.rank, self.size, self.there = _process(group)
-        count, there = len(states), device_of(device, "cpu")
+        # MPS has no float64, so the sums live on the CPU
+        count, there = len(states), "cpu" if torch.device(device).type == "mps" else device
         self.borders, remarks = group_borders(self.contexts, groups, labels)
         self.flags = list(remarks)
         room = KEEP_LIMIT // (4 * count * length * width)

@@ -14,12 +14,13 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import GeometryError, fail, require
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, row_hashes
-from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids, state_indices
+from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.accumulate import Accumulation
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.decomposition.variance import spans
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
@@ -31,7 +32,7 @@ def decompose(
     model: ModelLike,
     tokens: TokensLike | None = None,
     *,
-    states: Sequence[int | str] | int | None = None,
+    states: Sequence[int] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     normalize: bool = False,
@@ -41,7 +42,6 @@ def decompose(
     keep: int = 0,
     labels: Any = None,
     progress: bool = True,
-    device: torch.device | str | None = None,
     seed: int = 0,
     prepend_bos: bool | None = None,
     group: Any = None,
@@ -58,8 +58,8 @@ def decompose(
         model: a TransformerLens model, or a view of one.
         tokens: windows, ids ``[context position]``, an iterable of rows or batches, or texts of
             equal token length. A context that occurs more than once counts once (a flag says so).
-        states: which states, 0 (embedding output) to n_layers (before the final norm), or hooks
-            that hold them (``"blocks.1.hook_resid_pre"``); ``None`` for all.
+        states: which states, 0 (embedding output) to n_layers (before the final norm); ``None`` for
+            all.
         window: half-open positions of the statistics; by default ``(1, T)``, because position 0 is
             an attention sink (its sums are kept all the same).
         batch_size: contexts of one forward pass; by default about 4,096 tokens on a CPU, 16,384 on
@@ -76,7 +76,6 @@ def decompose(
             exceed 1 GiB).
         labels: a document label for each context, numbers or names.
         progress: show a progress bar.
-        device: where the sums live, by default the model's device.
         seed: seed of the sample that ``keep`` asks for.
         prepend_bos: whether texts get the BOS token; ``None`` takes the model's own default.
         group: a ``torch.distributed`` process group (``torch.distributed.group.WORLD``), all of
@@ -97,16 +96,14 @@ def decompose(
         fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
     rows, hashes = _each_once(view, as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos))
-    chosen = state_indices(states, view.n_layers + 1, view.state_hooks)
+    chosen = checks.indices(states, view.n_layers + 1, "states")
     norms, flags = state_norms(view, chosen) if normalize else ({}, ())
     options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
     positions = checks.window(window, rows.length, 1)
-    # MPS has no float64, so the sums live on the CPU
-    there = "cpu" if view.device.type == "mps" else view.device
-    options |= {"device": there if device is None else device}
-    sizes = (rows.contexts, rows.length, view.d_model)
-    work = Accumulation(chosen, positions, sizes, labels=rows.labels, group=group, **options)
+    sizes = (len(rows), rows.length, view.d_model)
+    options |= {"device": view.device, "labels": rows.labels, "group": group}
+    work = Accumulation(chosen, positions, sizes, **options)
     settings = (chosen, positions, normalize, groups, keep, seed, second_moments, batch_size)
     work.require_same(view.fingerprint, rows.token_hash, *settings)
     hidden = not progress or work.rank > 0
@@ -139,7 +136,7 @@ def _each_once(view: ModelView, rows: TokenWindows) -> tuple[TokenWindows, Tenso
     # the smallest index of each value
     first = torch.full_like(values, len(hashes))
     first = first.scatter_reduce(0, number, torch.arange(len(hashes)), "amin").sort().values
-    remark = f"{copies} of {len(hashes)} contexts are copies of others: each counts once"
+    remark = f"{copies} of {len(hashes)} contexts are copies of others: {len(values)} are counted"
     kept = as_tokens(view, rows[first])
     return dataclasses.replace(kept, remarks=(*kept.remarks, remark)), hashes[first]
 
@@ -164,27 +161,17 @@ def state_norms(
     """For each state the norm through which it is read, by row: that of the block's attention, or
     for the last state the final norm; and remarks that name the states without one (models with
     norms after their blocks, output heads that are not a norm and a linear map)."""
-    norms: dict[int, NormWeights] = {}
-    bare: list[int] = []
-    for row, state in enumerate(states):
-        norm = view.attention_norm(state) if state < view.n_layers else view.final_norm()
-        if norm is None or norm.norm_type is None:
-            bare.append(state)
-        else:
-            norms[row] = norm
-    flags = []
-    read = ", ".join(str(s) for s in bare if s < view.n_layers)
-    if read:
-        flags.append(f"states {read} as they are: their blocks read them without a norm")
-    if view.n_layers in bare:
-        flags.append(f"state {view.n_layers} as it is: no norm in front of a linear output head")
-    return norms, tuple(flags)
+    read = [view.attention_norm(s) if s < view.n_layers else view.final_norm() for s in states]
+    norms = {row: norm for row, norm in enumerate(read) if norm is not None and norm.norm_type}
+    bare = [state for row, state in enumerate(states) if row not in norms]
+    flag = f"states {spans(bare)} as they are: nothing reads them through a norm"
+    return norms, (flag,) if bare else ()
 
 
 def decompose_activations(
     source: Any,
     *,
-    states: Sequence[int | str] | int | None = None,
+    states: Sequence[int] | int | None = None,
     window: Sequence[SupportsIndex | float] | None = None,
     batch_size: int | None = None,
     second_moments: bool | str = "auto",
@@ -192,7 +179,6 @@ def decompose_activations(
     groups: int = 8,
     keep: int = 0,
     labels: Any = None,
-    device: torch.device | str | None = None,
     seed: int = 0,
 ) -> PositionContext:
     """The basis of activations held in memory: h = mean + pos + ctx + resid, as
@@ -202,10 +188,9 @@ def decompose_activations(
         source: a tensor ``[context position d_model]`` (one state) or
             ``[state context position d_model]``, or a TransformerLens ``ActivationCache`` with
             every residual stream state (or the plain dictionary of ``return_cache_object=False``).
-        states: which of them, as numbers or hook names; ``None`` for all.
+        states: which of them; ``None`` for all.
         window: half-open positions of the statistics; by default all.
         batch_size: contexts that are summed at a time.
-        device: where the sums live, by default that of the activations.
 
     The other arguments are those of :func:`decompose`. A basis of a tensor does not know its model:
     results that use it with one say so. Raises ``GeometryError`` for anything but activations, NaN,
@@ -217,13 +202,12 @@ def decompose_activations(
     (torch.Size([1, 5, 4]), torch.Size([1, 6, 4]), (0, 5))
     """
     h, provenance = _activations(source)
-    chosen = state_indices(states, len(h))
+    chosen = checks.indices(states, len(h), "states")
     numbers, names = label_ids(labels, h.shape[1])
     options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
-    options |= {"device": h.device if device is None else device}
     positions, sizes = checks.window(window, h.shape[2], 0), (h.shape[1], h.shape[2], h.shape[3])
-    work = Accumulation(chosen, positions, sizes, labels=numbers, **options)
+    work = Accumulation(chosen, positions, sizes, device=h.device, labels=numbers, **options)
     for at in work.batches(h.device):
         for row, state in enumerate(chosen):
             work.add(row, at, h[state, at])
@@ -234,23 +218,17 @@ def _activations(
     source: Any,
 ) -> tuple[Float[Tensor, "state context position d_model"], Provenance]:
     """The states of a tensor or cache, and their provenance."""
-    about: dict[str, Any] = {"corpus": type(source).__name__}
+    corpus = type(source).__name__
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         expected = "floating [context position d_model] or [state context position d_model]"
         instead = "decompose(model, tokens) for token ids"
         require(fits, "activations", expected=expected, got=describe(source), instead=instead)
-        about["corpus"] = "activations"
+        corpus = "activations"
     else:
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
         fits, got = is_cache(source), describe(source)
         require(fits, "activations", expected=expected, got=got, instead=instead)
-        h, model = states_from_cache(source), getattr(source, "model", None)
-        try:
-            known = None if model is None else as_view(model).provenance()
-        except GeometryError:  # a model that is not supported
-            known, about["model"] = None, type(model).__name__
-        names = ("model", "fingerprint", "library", "processed")
-        about |= {} if known is None else {name: getattr(known, name) for name in names}
-    return h.detach(), Provenance(dtype=str(h.dtype).removeprefix("torch."), **about)
+        h = states_from_cache(source)
+    return h.detach(), Provenance(dtype=str(h.dtype).removeprefix("torch."), corpus=corpus)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-
-from tl_geometry.base.results import Result
 
 KEPT = 32
 """Tokens of largest norm that are kept for each state."""
@@ -49,27 +46,22 @@ def take_in(
     first: int,
 ) -> None:
     """Take in the window of a batch of one state (``row``), in place; ``first`` is the number of
-    its first context. Batches come in order: of equal norms the earlier token stays."""
+    its first context."""
     start, end = window
-    inside = norms[:, start:end]
+    inside = norms[:, start:end].reshape(-1)
     # stable, because a norm may occur many times (the same first token in every context)
-    order = inside.reshape(-1).argsort(descending=True, stable=True)[:KEPT]
-    context, position = order // (end - start), order % (end - start)
-    new = {"norm": inside[context, position], "context": context + first}
-    new["position"] = position + start
-    new["coordinate"] = h.to(norms.device)[context, position + start].abs().argmax(-1)
-    both = {name: torch.cat([values[row], new[name]]) for name, values in places.items()}
-    best = both["norm"].argsort(descending=True, stable=True)[:KEPT]
+    order = inside.argsort(descending=True, stable=True)[:KEPT]
+    context, position = order // (end - start), order % (end - start) + start
+    new = {"norm": inside[order], "context": context + first, "position": position}
+    new["coordinate"] = h.to(norms.device)[context, position].abs().argmax(-1)
+    both = top([{n: v[row : row + 1] for n, v in places.items()}, {n: new[n][None] for n in new}])
     for name, values in places.items():
-        values[row] = both[name][best]
+        values[row] = both[name][0]
 
 
-def top(parts: Sequence[Places], starts: Sequence[int] | None = None) -> Places:
-    """The largest tokens of all parts; ``starts`` are the numbers that the first context of each
-    part has in the whole corpus."""
-    first = starts or [0] * len(parts)
-    moved = [p | {"context": p["context"] + start} for p, start in zip(parts, first)]
-    both = {name: torch.cat([part[name] for part in moved], 1) for name in parts[0]}
+def top(parts: Sequence[Places]) -> Places:
+    """The largest tokens of all parts, of equal norms those of earlier contexts and positions."""
+    both = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     # one number that orders by context and position; a stable sort by norm keeps that order
     order = (both["context"] * 2**32 + both["position"]).argsort(dim=1, stable=True)
     by_norm = both["norm"].gather(1, order).argsort(dim=1, descending=True, stable=True)
@@ -78,18 +70,11 @@ def top(parts: Sequence[Places], starts: Sequence[int] | None = None) -> Places:
 
 
 class Sinks(NamedTuple):
-    """How much of the raw sum of squares the largest 0.1% of the tokens of one state (at least one,
-    at most 32) hold.
+    """The ``share`` of the raw sum of squares that the largest 0.1% of the tokens of one state (at
+    least one, at most 32) hold, and the sentence that tables show where it is more than
+    :data:`SINK_SHARE` (and :data:`CONCENTRATED` times their share of the tokens), else empty."""
 
-    ``tokens`` of ``of`` tokens hold ``share``; ``positions`` are theirs, the most frequent first.
-    ``remark`` is the sentence that tables show where they hold more than :data:`SINK_SHARE` (and
-    :data:`CONCENTRATED` times their share of the tokens), else empty.
-    """
-
-    tokens: int
-    of: int
     share: float
-    positions: tuple[int, ...]
     remark: str
 
 
@@ -99,51 +84,14 @@ def sinks_of(
     """The sinks of one state of so many ``tokens`` with the sum of squares ``total``; ``texts`` are
     tokens as text, by id."""
     count = min(KEPT, max(1, tokens // ONE_IN))
-    squares = float(places["norm"][row, :count].square().sum())
-    share = squares / total if total > 0 else torch.nan
-    positions = [p for p, _ in Counter(places["position"][row, :count].tolist()).most_common()]
-    shown = [f"position{'s' * (len(positions) > 1)} {', '.join(map(str, positions[:3]))}"]
-    if "token" in places:
-        ids = [t for t, _ in Counter(places["token"][row, :count].tolist()).most_common(3)]
-        shown.append(", ".join(repr(texts.get(str(t), f"<{t}>")) for t in ids))
-    where = ", ".join(shown)
-    sentence = f"{count} of {tokens} tokens hold {share:.0%} of the sum of squares ({where})"
-    remark = sentence if share > max(SINK_SHARE, CONCENTRATED * count / tokens) else ""
-    return Sinks(count, tokens, share, tuple(positions), remark)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LargestTokens(Result):
-    """The tokens of largest norm inside the window, a row per state and token, descending within
-    each state.
-
-    ``share`` is the token's part of the state's raw sum of squares, ``rms`` the root mean square of
-    the norms of all ``tokens``, ``coordinate`` the index of the largest entry, ``token`` an id (-1
-    where ids are not known). ``top_share`` is what the largest 0.1% hold together.
-    """
-
-    states: tuple[int, ...]
-    tokens: int
-    norm: Float[Tensor, "state kept"]
-    context: Int[Tensor, "state kept"]
-    position: Int[Tensor, "state kept"]
-    token: Int[Tensor, "state kept"]
-    coordinate: Int[Tensor, "state kept"]
-    share: Float[Tensor, "state kept"]
-    rms: Float[Tensor, " state"]
-    top_share: Float[Tensor, " state"]
-    str_tokens: tuple[tuple[str, ...], ...] = ()
-
-    def columns(self) -> Sequence[str]:
-        where = ["context", "position", "token", "text", "coordinate"]
-        return ["state", "norm", "rms", "share", *where]
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        table: list[list[Any]] = []
-        for i, state in enumerate(self.states):
-            for k in range(self.norm.shape[1]):
-                text = self.str_tokens[i][k] if self.str_tokens else None
-                place = [int(v[i, k]) for v in (self.context, self.position, self.token)]
-                numbers = [float(self.norm[i, k]), float(self.rms[i]), float(self.share[i, k])]
-                table.append([state, *numbers, *place, text, int(self.coordinate[i, k])])
-        return table
+    largest = {name: values[row, :count] for name, values in places.items()}
+    share = float(largest["norm"].square().sum()) / total if total > 0 else torch.nan
+    if not share > max(SINK_SHARE, CONCENTRATED * count / tokens):
+        return Sinks(share, "")
+    positions = [str(p) for p, _ in Counter(largest["position"].tolist()).most_common()]
+    where = f"position{'s' * (len(positions) > 1)} {', '.join(positions[:3])}"
+    if "token" in largest:
+        ids = [t for t, _ in Counter(largest["token"].tolist()).most_common(3)]
+        where += "".join(f", {texts.get(str(t), f'<{t}>')!r}" for t in ids)
+    held = f"{count} of {tokens} tokens hold {share:.0%} of the sum of squares"
+    return Sinks(share, f"{held} ({where})")

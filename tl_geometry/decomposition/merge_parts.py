@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_geometry.base.errors import require
+from tl_geometry.corpus.sources import label_ids
 from tl_geometry.decomposition import largest
 from tl_geometry.decomposition.moments import Moments
 
@@ -48,8 +50,9 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
     known = None if None in hashes else "+".join(map(str, hashes))
     about = {"contexts": starts[-1], "token_hash": known}
     labels, names = _labels(parts)
-    columns = set.intersection(*(set(part.largest) for part in parts))
-    places = [{name: part.largest[name] for name in columns} for part in parts]
+    known_in_all = set.intersection(*(set(part.largest) for part in parts))
+    places = [{name: part.largest[name] for name in known_in_all} for part in parts]
+    places = [p | {"context": p["context"] + start} for p, start in zip(places, starts)]
     numbers = [None if p.sampled is None else p.sampled + s for p, s in zip(parts, starts)]
     return {
         "provenance": dataclasses.replace(first.provenance, **about).flagged(*flags),
@@ -61,7 +64,7 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
         "sampled": _together(numbers),
         "sample_states": _together([part.sample_states for part in parts]),
         "token_hashes": _together([part.token_hashes for part in parts]),
-        "largest": largest.top(places, starts[:-1]),
+        "largest": largest.top(places),
         "token_texts": {key: text for part in parts for key, text in part.token_texts.items()},
         "lean": any(part.lean for part in parts),
     }
@@ -81,10 +84,10 @@ def _labels(
     labels = [part.labels for part in parts if part.labels is not None]
     if len(labels) < len(parts):
         return None, ()
-    names = tuple(dict.fromkeys(name for part in parts for name in part.label_names))
     if all(part.label_names for part in parts):
-        of = [torch.tensor([names.index(name) for name in part.label_names]) for part in parts]
-        return torch.cat([numbers[label] for numbers, label in zip(of, labels)]), names
+        of = zip(parts, labels)
+        each = [part.label_names[label] for part, numbers in of for label in numbers.tolist()]
+        return label_ids(each, len(each))
     starts = accumulate([int(label.max()) + 1 for label in labels[:-1]], initial=0)
     return torch.cat([label + start for label, start in zip(labels, starts)]), ()
 
@@ -108,14 +111,13 @@ def _shared(parts: Sequence[PositionContext]) -> int:
     """How many contexts are in two parts; a shard given twice is refused, recognised by equal sums
     or by the hashes of its tokens."""
     shared, instead = 0, "each shard once, or decompose over all tokens"
-    for i, part in enumerate(parts):
-        for k, other in enumerate(parts[:i]):
-            same = torch.equal(other.moments.sums, part.moments.sums)
-            common = 0
-            if part.token_hashes is not None and other.token_hashes is not None:
-                common = int(torch.isin(part.token_hashes, other.token_hashes).sum())
-            same = same or common > MOST_SHARED * min(part.contexts, other.contexts)
-            expected, got = "disjoint contexts", f"the same ones in parts {k} and {i}"
-            require(not same, "merge", expected=expected, got=got, instead=instead)
-            shared += common
+    for (k, first), (i, second) in itertools.combinations(enumerate(parts), 2):
+        hashes, other = first.token_hashes, second.token_hashes
+        known = hashes is not None and other is not None
+        common = int(torch.isin(hashes, other).sum()) if known else 0
+        same = torch.equal(first.moments.sums, second.moments.sums)
+        same = same or common > MOST_SHARED * min(first.contexts, second.contexts)
+        expected, got = "disjoint contexts", f"the same ones in parts {k} and {i}"
+        require(not same, "merge", expected=expected, got=got, instead=instead)
+        shared += common
     return shared

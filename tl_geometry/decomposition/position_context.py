@@ -19,9 +19,10 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Result
+from tl_geometry.base.tables import Table
 from tl_geometry.decomposition import merge_parts
 from tl_geometry.decomposition.groups import jackknife_blocks
-from tl_geometry.decomposition.largest import LargestTokens, Places, Sinks, sinks_of
+from tl_geometry.decomposition.largest import Places, Sinks, sinks_of
 from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.parts import Parts
 from tl_geometry.decomposition.variance import (
@@ -52,8 +53,8 @@ class PositionContext(Result):
     and second moments use ``window``, half-open in absolute positions. Everything is float64 on the
     CPU; the sampled states are float32. What properties return are copies.
 
-    Groups of contexts are contiguous blocks (:attr:`group_of`). ``context_means`` are the means of
-    h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
+    Groups of contexts are contiguous blocks (:attr:`group_counts`). ``context_means`` are the means
+    of h over the window of each context (``ctx`` plus the mean). ``labels`` are the numbers of the
     contexts' documents, ``label_names`` what the numbers mean. ``sampled`` are the numbers of the
     contexts whose states are kept (:attr:`samples`). ``token_hashes`` has one hash for each context
     (``None`` for activations), ``largest`` the places of the tokens of largest norm
@@ -94,25 +95,9 @@ class PositionContext(Result):
         return self.moments.sums.shape[2]
 
     @property
-    def group_sums(self) -> Float[Tensor, "group state position d_model"]:
-        """Sum of h over the contexts of each group, for every position."""
-        return self.moments.sums.clone()
-
-    @property
     def group_counts(self) -> Int[Tensor, " group"]:
         """Contexts of each group."""
         return self.moments.counts.clone()
-
-    @property
-    def group_of(self) -> Int[Tensor, " context"]:
-        """Number of each context's group; groups are contiguous blocks."""
-        return torch.repeat_interleave(self.moments.counts)
-
-    @property
-    def samples(self) -> Float[Tensor, "sample state position d_model"] | None:
-        """States of the sampled contexts at all positions (float32); ``None`` where no context was
-        kept."""
-        return None if self.sample_states is None else self.sample_states.clone()
 
     @cached_property
     def _mean(self) -> Float[Tensor, "state d_model"]:
@@ -239,15 +224,13 @@ class PositionContext(Result):
         """How much of a state's sum of squares its largest tokens hold, in numbers and words.
 
         >>> h = torch.ones(4, 50, 3)
-        >>> h[:, 1] += 99
+        >>> h[0, 1] += 99
         >>> from tl_geometry import decompose_activations
-        >>> held = decompose_activations(h).sinks(0)
-        >>> held.tokens, held.of, round(held.share, 2), held.positions
-        (1, 200, 0.25, (1,))
+        >>> decompose_activations(h).sinks(0).remark
+        '1 of 200 tokens hold 98% of the sum of squares (position 1)'
         """
         row, tokens = self.index(state), self.contexts * (self.window[1] - self.window[0])
-        total = float(self._squares()[row])
-        return sinks_of(self.largest, row, tokens, total, self.token_texts)
+        return sinks_of(self.largest, row, tokens, float(self._squares()[row]), self.token_texts)
 
     def flags(self) -> tuple[str, ...]:
         """What a reader of anything made from this basis should know: states in which few tokens
@@ -262,23 +245,28 @@ class PositionContext(Result):
             flags.append(f"in states {spans(list(massive))} few tokens hold much: {remark}")
         return tuple(flags)
 
-    def largest_tokens(self) -> LargestTokens:
-        """The tokens of largest norm in the window, a row per state and token; see :meth:`sinks`
-        for what they do to sums."""
+    def largest_tokens(self) -> Table:
+        """The tokens of largest norm inside the window, a row per state and token, descending
+        within each state; see :meth:`sinks` for what they do to sums.
+
+        ``share`` is the token's part of the state's raw sum of squares, ``rms`` the root mean
+        square of the norms of all tokens, ``coordinate`` the index of the largest entry, ``token``
+        an id (-1 where ids are not known).
+        """
+        import pandas as pd
+
         tokens, total = self.contexts * (self.window[1] - self.window[0]), self._squares()
-        places = {name: values.clone() for name, values in self.largest.items()}
-        ids = places.setdefault("token", torch.full_like(places["context"], -1))
-        known = [[self.token_texts.get(str(i), f"<{i}>") for i in row] for row in ids.tolist()]
-        return LargestTokens(
-            provenance=self.provenance.flagged(*self.flags()),
-            states=self.states,
-            tokens=tokens,
-            share=places["norm"].square() / torch.where(total > 0, total, torch.nan)[:, None],
-            rms=(total / tokens).sqrt(),
-            top_share=self._top_share(),
-            str_tokens=tuple(map(tuple, known)) if self.token_texts else (),
-            **places,
-        )
+        found: dict[str, Tensor] = {"norm": self.largest["norm"]}
+        found["rms"] = (total / tokens).sqrt().unsqueeze(1)
+        found["share"] = found["norm"].square() / torch.where(total > 0, total, torch.nan)[:, None]
+        unknown = torch.full_like(self.largest["context"], -1)
+        names = ("context", "position", "token", "coordinate")
+        found |= {name: self.largest.get(name, unknown) for name in names}
+        of = {"state": torch.tensor(self.states).unsqueeze(1)} | found
+        frame = pd.DataFrame({n: v.expand_as(unknown).flatten().numpy() for n, v in of.items()})
+        texts = [self.token_texts.get(str(i), "") for i in frame.token]
+        frame.insert(7, "text", texts)
+        return Table.of(frame, self.provenance.flagged(*self.flags()))
 
     def transform(
         self,
@@ -300,16 +288,14 @@ class PositionContext(Result):
         states, d_model = self._mean.shape
         fits = h.dim() == 4 and h.shape[0] == states and h.shape[3] == d_model
         expected = f"[state batch position d_model] with {states} states and d_model {d_model}"
-        got, instead = describe(activations), "basis.states to see which states it holds"
-        require(fits, "activations", expected=expected, got=got, instead=instead)
+        require(fits, "activations", expected=expected, got=describe(activations))
         checks.finite(h, "activations")
         if positions is None:
             window_wide = h.shape[2] == self.window[1] - self.window[0]
             positions = range(*self.window) if window_wide else range(h.shape[2])
-        places = torch.as_tensor(list(positions))
-        fits = len(places) == h.shape[2] and bool(((places >= 0) & (places < self.length)).all())
-        expected = f"{h.shape[2]} from 0 to {self.length - 1}"
-        require(fits, "positions", expected=expected, got=places.tolist()[:8])
+        places = torch.tensor([checks.index(at, self.length, "positions") for at in positions])
+        expected, got = f"{h.shape[2]} positions", len(places)
+        require(got == h.shape[2], "positions", expected=expected, got=got)
         mean, pos = self.mean.to(h.device), self._pos_seen[:, places].to(h.device)
         cvec = h.double() - mean[:, None, None] - pos.unsqueeze(1)
         ctx = reduce(cvec, "... position d_model -> ... d_model", "mean")
@@ -331,13 +317,6 @@ class PositionContext(Result):
         raw, got = not self.provenance.normalized, "one of normalised states"
         instead = "decompose(..., normalize=False)"
         require(raw, what, expected="a basis of raw states", got=got, instead=instead)
-
-    def require_groups(self, what: str) -> None:
-        """Raise unless there are two groups of contexts, where ``what`` compares them."""
-        groups = int((self.moments.counts > 0).sum())
-        instead = KEEPS if self.lean else "decompose(..., groups=8)"
-        expected = "sums of at least 2 groups of contexts"
-        require(groups > 1, what, expected=expected, got=groups, instead=instead)
 
     def check_model(self, view: ModelView, has_bos: bool | None = None) -> None:
         """Raise unless this basis was computed from the weights of ``view`` (and with the same BOS
@@ -415,20 +394,12 @@ class PositionContext(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         return self._table.rows()
 
-    @property
-    def kept(self) -> str:
-        """What is held besides sums, in words for the repr."""
-        parts = ["second moments"] if self.has_second_moments else []
-        parts += ["ctx"] if self.context_means is not None else []
-        parts += [f"{len(self.sampled)} sampled contexts"] if self.sampled is not None else []
-        return ", ".join(parts) or "sums"
-
     def __repr__(self) -> str:
-        outside = self.length - (self.window[1] - self.window[0])
-        excluded = f"{outside} of {self.length} positions outside the window"
-        note = excluded if outside else "all positions in the statistics"
+        held = {"second moments": self.moments.second, "ctx": self.context_means}
+        held |= {"sampled contexts": self.sampled}
+        kept = ", ".join(name for name, value in held.items() if value is not None)
         states = f"states {self.states[0]}..{self.states[-1]}"
-        shown = [self.provenance.line(), states, note, f"kept: {self.kept}"]
+        shown = [self.provenance.line(), states, f"kept: {kept or 'sums'}"]
         return f"PositionContext({'; '.join(shown)})"
 
     def _repr_html_(self) -> str:

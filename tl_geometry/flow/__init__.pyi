@@ -1,19 +1,15 @@
-from .alignment import fit_aligned_bases as fit_aligned_bases
+from .bases import fit_aligned_bases as fit_aligned_bases
 from .ensemble import Trajectories as Trajectories
 from .ensemble import trajectories as trajectories
 from .langevin import LangevinModel as LangevinModel
+from .maps import flow_map as flow_map
 from .noise import fit_noise_law as fit_noise_law
-from .reports import FlowReport as FlowReport
-from .reports import compare_ensembles as compare_ensembles
-from .reports import flow_report as flow_report
-from .residuals import fit_map as fit_map
-from .residuals import flow_map as flow_map
-from .separation import ensembles_apart as ensembles_apart
+from .noise import layer_anomalies as layer_anomalies
+from .report import compare_ensembles as compare_ensembles
+from .report import flow_report as flow_report
 from .separation import separability as separability
-from .separation import true_against_extrapolated as true_against_extrapolated
-from .skipping import SkipMap as SkipMap
-from .skipping import skip_map as skip_map
-from .truncation import TruncationCurve as TruncationCurve
+from .skipping import skip_costs as skip_costs
+from .truncation import directions_needed as directions_needed
 from .truncation import truncation_kl as truncation_kl
 
 __all__: list[str]

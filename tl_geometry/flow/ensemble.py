@@ -1,11 +1,12 @@
 """How does one token of many texts travel through the blocks? :func:`trajectories` records the
 ensemble of such paths, one for each chunk (a text of fixed length in tokens). Every function of the
 stochastic-flow view (Sarfati et al. 2025) takes such an ensemble; its splits into fitted and
-held-out chunks are here too."""
+held-out chunks and its shape (straight, parallel, outlying) are here too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -17,13 +18,13 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.checks import finite, index
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import TokenSource, state_indices
+from tl_geometry.base.linalg import normalize_rows
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.tables import Table
+from tl_geometry.corpus.sources import as_tokens, state_indices
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
-from tl_geometry.flow import ensemble_shape, residuals
-from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
-from tl_geometry.flow.langevin import LangevinModel
-from tl_geometry.flow.noise import fit_noise_law
+from tl_geometry.flow import maps
+from tl_geometry.flow.bases import AlignedBases, fit_aligned_bases
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -34,6 +35,8 @@ AFTER_NORM = "last state after the final norm"
 """Flag of an ensemble from :meth:`Trajectories.after_norm`."""
 FOLDED = "processed model: the final norm lacks the gain and bias folded into the unembedding"
 """Flag of post-norm states that differ from Hugging Face's last hidden state."""
+MAD_TO_SD = 1.4826
+"""Standard deviation of a Gaussian over its median absolute deviation."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,9 +48,7 @@ class Trajectories(Result):
     token of an encoder. ``tokens`` are the chunks, ``labels`` their documents. ``post_norm`` is the
     last state after the model's own final norm, where it was asked for. It equals Hugging Face's
     last hidden state, except for processed models (flagged), whose norm has its gain and bias
-    folded into the unembedding. The methods are shortcuts to the functions of
-    :mod:`tl_geometry.flow.ensemble_shape`, ``residuals``, ``noise`` and ``langevin``, which
-    document them.
+    folded into the unembedding.
     """
 
     X: Float[Tensor, "trajectory state d_model"]
@@ -78,12 +79,27 @@ class Trajectories(Result):
         return replace(self, X=self.X[rows], provenance=provenance, **chosen)
 
     def split(self, share: float = 0.5, *, seed: int = 0) -> tuple[Trajectories, Trajectories]:
-        """Two disjoint parts, the first with about ``share`` of the trajectories. Where chunks have
-        document labels, each document is in one part only, but for chunks that equal one of the
-        first part: these move to it.
+        """Two disjoint parts, the first with about ``share`` of the trajectories; with at least two
+        document labels each document is in one part only. A chunk of the second part that equals
+        one of the first moves to it, so that nothing held out was fitted on.
         """
-        first, second = split_rows(len(self), self.labels, share, seed, self.tokens)
-        return self.pick(first), self.pick(second)
+        n, generator = len(self), torch.Generator().manual_seed(seed)
+        expected = "a share between 0 and 1 of at least 2 trajectories"
+        require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
+        documents = torch.arange(n) if self.labels is None else self.labels
+        # one document is no whole that could be kept
+        documents = documents if len(documents.unique()) > 1 else torch.arange(n)
+        order = documents.unique()
+        order = order[torch.randperm(len(order), generator=generator)]
+        sizes = torch.stack([(documents == document).sum() for document in order]).cumsum(0)
+        # neither part may be empty
+        most = min(max(int((sizes <= share * n).sum()), 1), len(order) - 1)
+        in_first = torch.isin(documents, order[:most])
+        if self.tokens is not None:
+            in_first = in_first | shared_rows(self.tokens, self.tokens[in_first])
+        expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
+        require(not bool(in_first.all()), "split", expected=expected, got=got)
+        return self.pick(in_first.nonzero()[:, 0]), self.pick((~in_first).nonzero()[:, 0])
 
     def after_norm(self) -> Trajectories:
         """The same ensemble with the last state after the final norm, as published for Llama and
@@ -105,32 +121,22 @@ class Trajectories(Result):
     def _bases(self) -> dict[tuple[str, bool], AlignedBases]:
         return {}
 
-    def bundle(self, *, k: int = 10) -> ensemble_shape.Bundle:
-        """Straightness, parallelism and neighbour preservation."""
-        return ensemble_shape.bundle(self.X, k=k)
+    def residuals(self) -> Table:
+        """What rotation and stretch leave of this same ensemble: a row per pair of states with
+        :func:`tl_geometry.flow.maps.residual_statistics` and
+        :func:`tl_geometry.flow.maps.score_map` (held out: :func:`tl_geometry.flow_report`)."""
+        aligned, rows = self.aligned_bases(), []
+        for i, j in itertools.combinations(range(len(self.states)), 2):
+            found, _ = maps.measured(maps.flow_map(aligned, i, j), self.X[:, i], self.X[:, j])
+            rows.append({"start": self.states[i], "end": self.states[j], **found})
+        chance = "In-sample errors: 0 where rotation and stretch explain all."
+        return table_of(rows, self.provenance, chance)
 
-    def residuals(self) -> residuals.Maps:
-        """Statistics of what rotation and stretch leave of this same ensemble, for all pairs of
-        states (held out: :func:`tl_geometry.flow_report`)."""
-        return residuals.residual_maps(self.X, partial(residuals.flow_map, self.aligned_bases()))
 
-    def langevin(self, *, noise: tuple[float, float] | str = "asymptotic") -> LangevinModel:
-        """The fitted stochastic flow. ``noise="asymptotic"`` or ``"increment"`` takes alpha and
-        lambda from that law of the residuals (as published), a pair is taken as given."""
-        provenance = replace(self.provenance, dtype="float64")
-        if isinstance(noise, str):
-            log_variance = self.residuals().log_variance
-            law = fit_noise_law(log_variance, law=noise, times=self.times)
-            noise = (law.alpha, law.rate)
-            # the flow's noise variance is alpha lambda e^{lambda t}; that of the increment law
-            # has |lambda|
-            if law.rate < 0 and law.law == "increment":
-                noise = (-law.alpha, law.rate)
-            elif law.rate <= 0:
-                noise = (0.0, 0.0)
-                none = f"noise law has lambda {law.rate:.3g}, not above 0: no noise"
-                provenance = provenance.flagged(none)
-        return LangevinModel.fit(self.X, noise=noise, times=self.times, provenance=provenance)
+def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance, chance: str) -> Table:
+    """A table of rows by column name."""
+    cells = tuple(tuple(row.values()) for row in rows)
+    return Table(names=tuple(rows[0]), cells=cells, provenance=provenance, chance=chance)
 
 
 def require_trajectories(value: object, what: str) -> None:
@@ -140,49 +146,40 @@ def require_trajectories(value: object, what: str) -> None:
     require(ok, what, expected="Trajectories", got=type(value).__name__, instead=instead)
 
 
-def split_rows(
-    n: int, labels: Tensor | None, share: float, seed: int, tokens: Tensor | None = None
-) -> tuple[Int[Tensor, " trajectory"], Int[Tensor, " sample"]]:
-    """Rows of two disjoint parts, the first with about ``share`` of them; with at least two labels
-    each document is in one part only.
-
-    A chunk of the second part whose ``tokens`` occur in the first moves to the first, so that
-    nothing held out was fitted on.
-    """
-    expected = "a share between 0 and 1 of at least 2 trajectories"
-    require(0 < share < 1 and n >= 2, "split", expected=expected, got=f"{share} of {n}")
-    generator = torch.Generator().manual_seed(seed)
-    in_first = torch.zeros(n, dtype=torch.bool)
-    documents = torch.empty(0) if labels is None else labels.unique()
-    if labels is None or len(documents) < 2:
-        # neither part may be empty
-        n_first = min(max(1, round(share * n)), n - 1)
-        in_first[torch.randperm(n, generator=generator)[:n_first]] = True
-    else:
-        order = documents[torch.randperm(len(documents), generator=generator)]
-        cumulated_sizes = torch.stack([(labels == document).sum() for document in order]).cumsum(0)
-        n_documents = min(max(int((cumulated_sizes <= share * n).sum()), 1), len(order) - 1)
-        in_first = torch.isin(labels, order[:n_documents])
-    if tokens is not None:
-        in_first = in_first | shared_rows(tokens, tokens[in_first])
-        expected, got = "chunks that differ, to hold some out", f"{n} that repeat each other"
-        require(not bool(in_first.all()), "split", expected=expected, got=got)
-    return in_first.nonzero()[:, 0], (~in_first).nonzero()[:, 0]
+def require_fitting(
+    view: ModelView, ensemble: Trajectories, states: Sequence[int], chunks: Tensor
+) -> None:
+    """Refuse an ensemble of another model, of states after the final norm, without some of
+    ``states``, of another token than the last that is read of ``chunks [sample position]``, and
+    chunks with BOS for an ensemble without or the other way round."""
+    require_trajectories(ensemble, "ensemble")
+    about, has_bos = ensemble.provenance, begins_with_bos(chunks, view.bos_id)
+    position, missing = ensemble.position, sorted(set(states) - set(ensemble.states))
+    last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    # an ensemble made from plain tensors has no fingerprint to compare, and may not know of BOS
+    same_model, same_bos = (None, view.fingerprint), (None, has_bos)
+    for fits, expected, got in (
+        (about.fingerprint in same_model, f"trajectories of {view.name}", f"of {about.model}"),
+        (not missing, f"states {list(states)}", f"no {missing}"),
+        (AFTER_NORM not in about.flags, "states before the final norm", AFTER_NORM),
+        (position in (-1, last), "trajectories of the last token read", f"position {position}"),
+        (about.has_bos in same_bos, f"has_bos={has_bos}, as tokens", f"has_bos={about.has_bos}"),
+    ):
+        instead = "trajectories(model, chunks, states=...)"
+        require(fits, "ensemble", expected=expected, got=got, instead=instead)
 
 
 def shared_rows(
     rows: Int[Tensor, "row position"], fitted: Int[Tensor, "sample position"]
 ) -> Bool[Tensor, " row"]:
-    """Which of ``rows`` also occur among ``fitted``, compared token by token (none where their
-    lengths differ).
+    """Which of ``rows`` also occur among ``fitted``, compared up to the length of the shorter.
 
     >>> shared_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[3, 4], [5, 6]])).tolist()
     [False, True]
     """
-    if rows.shape[1] != fitted.shape[1]:
-        return torch.zeros(len(rows), dtype=torch.bool)
-    fitted_rows = {tuple(row) for row in fitted.tolist()}
-    return torch.tensor([tuple(row) in fitted_rows for row in rows.tolist()], dtype=torch.bool)
+    length = min(rows.shape[1], fitted.shape[1])
+    known = {tuple(row) for row in fitted[:, :length].tolist()}
+    return torch.tensor([tuple(row) in known for row in rows[:, :length].tolist()])
 
 
 def too_few(fitted: int, d_model: int, what: str) -> tuple[str, ...]:
@@ -238,52 +235,51 @@ def trajectories(
     torch.Size([8, 4, 128])
     """
     view = as_view(model)
-    source = TokenSource.of(view, tokens, labels, prepend_bos)
-    followed = _position(view, position, source.length)
+    rows = as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos)
+    followed = _position(view, position, rows.length)
     requested = range(1, view.n_layers + 1) if states is None else states
     chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     expected = f"states that include the last one, {view.n_layers}"
     require(not post_norm or view.n_layers in chosen, "post_norm", expected=expected, got=chosen)
-    X, ids = _follow(view, source, followed, chosen, batch_size, progress)
+    # on the CPU, at least in float32
+    dtype = torch.promote_types(view.dtype, torch.float32)
+    X = torch.empty(len(rows), len(chosen), view.d_model, dtype=dtype)
+    at = 0
+
+    def keep(h: Tensor, row: int) -> None:
+        X[at : at + len(h), row] = h[:, followed].to(X)
+
+    hooks = {view.state_hooks[s]: partial(keep, row=i) for i, s in enumerate(chosen)}
+    with tqdm(total=len(rows), unit="chunk", disable=not progress, desc=view.name) as bar:
+        for batch in rows.tokens.split(batch_of(batch_size, rows.length, view.device)):
+            view.run(batch, hooks)
+            at += len(batch)
+            bar.update(len(batch))
     # summed over states, one check covers them all: a NaN or infinity makes its sum not finite
     finite(X.sum(1), "states of the followed token")
-    flags: list[str] = []
-    if followed == 0:
-        flags.append("first token followed")
-    elif not view.causal:
+    flags = ["first token followed"] if followed == 0 else []
+    if followed and not view.causal:
         summary = "it does not gather the text before it"
         flags.append(f"a token of an encoder is not a pilot: {summary}")
-    provenance = view.provenance(
-        corpus=source.corpus,
-        token_hash=hash_tokens(ids),
-        has_bos=begins_with_bos(ids, view.bos_id),
-        window=(0, source.length),
-        contexts=len(X),
-        sources=SOURCE,
-        flags=tuple(flags),
-    )
-    normed = _normed(view, X[:, -1]) if post_norm else None
-    provenance = provenance.flagged(FOLDED) if normed is not None and view.processed else provenance
+    normed = None
+    if post_norm:
+        norm = view.final_norm() if view.causal else None
+        if norm is None:
+            expected, got = "a decoder with a final norm", f"{view.class_name} {view.name}"
+            fail("post_norm", expected=expected, got=got, instead="post_norm=False")
+        normed = norm.apply(X[:, -1].to(norm.gain)).to(X)
+        flags += [FOLDED] if view.processed else []
+    window = (0, rows.length)
     return Trajectories(
         X=X,
         states=chosen,
         position=followed,
-        tokens=ids,
-        labels=source.labels,
+        tokens=rows.tokens,
+        labels=rows.labels,
         post_norm=normed,
-        provenance=provenance,
+        provenance=view.provenance(rows, window=window, sources=SOURCE, flags=tuple(flags)),
     )
-
-
-def _normed(view: ModelView, states: Tensor) -> Float[Tensor, "trajectory d_model"]:
-    """Last states after the final norm (without gain and bias where those were folded into the
-    unembedding)."""
-    norm = view.final_norm() if view.causal else None
-    if norm is None:
-        expected, got = "a decoder with a final norm", f"{view.class_name} {view.name}"
-        fail("post_norm", expected=expected, got=got, instead="post_norm=False")
-    return norm.apply(states.to(norm.gain)).to(states)
 
 
 def _position(view: ModelView, position: str | int | None, length: int) -> int:
@@ -297,33 +293,88 @@ def _position(view: ModelView, position: str | int | None, length: int) -> int:
     return position if position == -1 else index(position, length, "position")
 
 
-def _follow(
-    view: ModelView,
-    source: TokenSource,
-    position: int,
-    states: tuple[int, ...],
-    batch: int | None,
-    progress: bool,
-) -> tuple[Float[Tensor, "trajectory state d_model"], Int[Tensor, "trajectory position"]]:
-    """States of the followed position, one row per chunk, and the tokens of the chunks."""
-    ids, parts = [], []
-    with tqdm(total=source.contexts, unit="chunk", disable=not progress, desc=view.name) as bar:
-        for rows in source.batches(batch_of(batch, source.length, view.device)):
-            parts.append(states_at(view, rows, position, states))
-            ids.append(rows)
-            bar.update(len(rows))
-    return torch.cat(parts), torch.cat(ids)
+# ---- the shape of an ensemble
 
 
-def states_at(
-    view: ModelView, tokens: Int[Tensor, "batch position"], position: int, states: Sequence[int]
-) -> Float[Tensor, "batch state d_model"]:
-    """Some states at one position of every row, on the CPU, at least in float32."""
-    dtype = torch.promote_types(view.dtype, torch.float32)
-    found = torch.empty(len(tokens), len(states), view.d_model, dtype=dtype, device=view.device)
+def entropy_rank(S: Float[Tensor, "state rank"]) -> Float[Tensor, " state"]:
+    """Number of directions over which the energy of each state spreads: ``exp(-sum p ln p)`` with
+    ``p = s^2 / sum s^2``.
 
-    def keep(h: Tensor, row: int) -> None:
-        found[:, row] = h[:, position]
+    >>> entropy_rank(torch.ones(1, 5)).round(decimals=4).tolist()
+    [5.0]
+    """
+    energy = S.double().square()
+    share = energy / energy.sum(-1, keepdim=True)
+    return (-torch.xlogy(share, share).sum(-1)).exp()
 
-    view.run(tokens, {view.state_hooks[s]: partial(keep, row=i) for i, s in enumerate(states)})
-    return found.cpu()
+
+def bundle(X: Float[Tensor, "trajectory state d_model"], *, k: int = 10) -> dict[str, Tensor]:
+    """Straightness, parallelism and neighbour preservation of a bundle of N trajectories, to be
+    compared with those of a null ensemble.
+
+    ``straightness [trajectory]``: ``|sum of steps| / sum of |step|``, 1 for a straight line, about
+    ``1/sqrt(steps)`` for a random walk, NaN for a path that stands still. One number per step:
+    ``parallel``, the mean cosine between the steps of two trajectories (0 for unrelated directions;
+    steps of length zero are left out), and ``neighbours``, the share of each trajectory's ``k``
+    nearest neighbours (at most N - 2) that are still among them after the step;
+    ``neighbours_chance`` = ``k / (N - 1)`` if neighbours were drawn at random. Raises
+    ``GeometryError`` for a single state or fewer than three trajectories.
+
+    >>> X = torch.randn(5, 1, 2, generator=torch.Generator().manual_seed(0))
+    >>> straight = bundle(torch.cat([X, X + 1, X + 2], dim=1), k=2)
+    >>> straight["parallel"].round(decimals=4).tolist(), straight["neighbours"].tolist()
+    ([1.0, 1.0], [1.0, 1.0])
+    """
+    n, states, _ = X.shape
+    expected, got = "at least three trajectories of two states", f"{n} of {states}"
+    require(states >= 2 and n >= 3, "trajectories", expected=expected, got=got)
+    # with all n - 1 others as neighbours none could be lost
+    k = min(k, n - 2)
+    net_length = torch.linalg.vector_norm(X[:, -1].double() - X[:, 0].double(), dim=-1)
+    path_length = torch.zeros_like(net_length)
+    parallel, kept, before = [], [], _nearest(X[:, 0].double(), k)
+    for s in range(states - 1):
+        step = X[:, s + 1].double() - X[:, s].double()
+        path_length += torch.linalg.vector_norm(step, dim=-1)
+        unit, degenerate = normalize_rows(step)
+        moving = n - int(degenerate.sum())
+        # |sum of unit steps|^2 is the sum of cosines over all ordered pairs, self-pairs included
+        cosines, pairs = unit.sum(0).square().sum() - moving, moving * (moving - 1)
+        parallel.append(cosines / pairs if pairs > 0 else torch.full_like(cosines, torch.nan))
+        after = _nearest(X[:, s + 1].double(), k)
+        kept.append((before[:, :, None] == after[:, None]).any(-1).double().mean())
+        before = after
+    return {
+        "straightness": torch.where(path_length > 0, net_length / path_length, torch.nan),
+        "parallel": torch.stack(parallel),
+        "neighbours": torch.stack(kept),
+        "neighbours_chance": torch.tensor(k / (n - 1), dtype=torch.float64),
+    }
+
+
+def _nearest(rows: Float[Tensor, "trajectory d_model"], k: int) -> Int[Tensor, "trajectory rank"]:
+    """The ``k`` nearest other trajectories of each."""
+    distances = torch.cdist(rows, rows).fill_diagonal_(torch.inf)
+    return distances.topk(k, largest=False).indices
+
+
+def outliers(
+    X: Float[Tensor, "trajectory state d_model"], *, factor: float = 10.0
+) -> tuple[int, ...]:
+    """Rows of the trajectories whose norm r is far from the others' at some state:
+    ``|r - median(r)| > factor * 1.4826 * MAD(r)`` (Sarfati et al. 2025: factor 10). Nothing is
+    dropped.
+
+    Where the median absolute deviation (MAD) is 0, every norm other than the median is an outlier.
+
+    >>> X = torch.ones(5, 1, 1) + torch.arange(5).view(5, 1, 1) / 10
+    >>> X[3] = 50.0
+    >>> outliers(X)
+    (3,)
+    """
+    norms = [torch.linalg.vector_norm(state.double(), dim=-1) for state in X.unbind(1)]
+    r = torch.stack(norms, dim=1)
+    # quantile: of an even count, torch.median takes the lower of the two middle values
+    deviation = (r - r.quantile(0.5, dim=0)).abs()
+    far = (deviation > factor * MAD_TO_SD * deviation.quantile(0.5, dim=0)).any(1)
+    return tuple(far.nonzero()[:, 0].tolist())

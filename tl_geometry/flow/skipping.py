@@ -1,288 +1,211 @@
-"""How many layers can be skipped for how much loss? :func:`skip_map` replaces blocks of the live
+"""How many layers can be skipped for how much loss? :func:`skip_costs` replaces blocks of the live
 model by a fitted map between their states."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.errors import choice, require
-from tl_geometry.base.results import Result, hash_tokens
-from tl_geometry.corpus.sources import TokenSource
+from tl_geometry.base.errors import require
+from tl_geometry.base.tables import Table
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.flow.alignment import AlignedBases, fit_aligned_bases
-from tl_geometry.flow.ensemble import SOURCE, shared_rows, split_rows, states_at, too_few
-from tl_geometry.flow.replacing import METRICS, Job, Key, Pair, SkipCosts
-from tl_geometry.flow.residuals import ALWAYS, VECTOR_MAPS, LayerMap, MapsFrom, flow_map
-from tl_geometry.models.batches import batch_of
+from tl_geometry.flow import ensemble as paths
+from tl_geometry.flow.maps import LayerMap, MapsFrom, flow_map, map_names
+from tl_geometry.flow.pilots import Pilot, pilots
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.next_token import output_batch, require_output
+from tl_geometry.models.next_token import require_output
+from tl_geometry.models.output_head import distances, token_losses
 from tl_geometry.models.reader import as_view
 
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
-"""Maps that replace blocks: the published flow, the flow with the best signs, and the baselines of
-:func:`tl_geometry.flow.fit_map`."""
-SKIPS = (1, 2, 4)
-"""Numbers of consecutive blocks that are skipped unless pairs are given."""
-PART = 32
-"""Test chunks that are measured at a time: bounds the memory of their states and outputs."""
+"""Maps that replace blocks: the published flow, the flow with the best signs, and baselines of
+:class:`tl_geometry.flow.maps.MapsFrom`."""
+SKIPS, STARTS = (1, 2, 4), 12
+"""Numbers of consecutive blocks that are skipped unless pairs are given, and from how many evenly
+spaced starts each: 31 pairs of states in a model of 30 blocks."""
+VARIANTS = 256
+"""Maps that are run in one pass: bounds the memory of their outputs (0.1 GiB for 50,000 tokens)."""
 NEAR_CHANCE = 0.75
 """Share of ``ln(d_vocab)``, the loss of a uniform guess, above which a model is flagged: it does
 not predict this text, so that skipping blocks may even lower its loss. Trained models are below
 half."""
+Pair = tuple[int, int]
+"""States a < b: a map of state a replaces state b."""
+Job = tuple[Pair, str]
+"""A pair and the type of map."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SkipMap(Result):
-    """The cost of replacing blocks ``a .. b-1`` by a map from state a to state b, on chunks that
-    the map was not fitted on.
-
-    ``values["flow", "kl"]`` is ``[state state]`` with row a and column b (NaN unless measured).
-    Metrics compare the output after the last token read, averaged over test chunks: ``kl`` =
-    KL(own | replaced) in nats (the direction of ``kl_reverse`` in a
-    :class:`~tl_geometry.flow.TruncationCurve`, whose ``kl`` is the published KL(truncated | own)),
-    ``kl_se`` its standard error over chunks, ``top1`` and ``top5`` the shares of most likely tokens
-    that agree, ``loss_increase`` in nats for the true next token. ``loss`` is the model's own loss;
-    ``train`` and ``test`` count chunks.
-    """
-
-    values: Mapping[Key, Float[Tensor, "state state"]]
-    loss: float
-    map_types: tuple[str, ...]
-    train: int
-    test: int
-
-    def table(self, map_type: str, metric: str = "kl") -> Float[Tensor, "state state"]:
-        """One metric of one type of map: row a, column b."""
-        choice(map_type, self.map_types, "map_type")
-        choice(metric, METRICS, "metric")
-        return self.values[map_type, metric]
-
-    def pairs(self) -> list[Pair]:
-        """Measured pairs of states."""
-        measured = torch.stack([torch.isfinite(table) for table in self.values.values()]).any(0)
-        return [(int(a), int(b)) for a, b in measured.nonzero()]
-
-    def columns(self) -> tuple[str, ...]:
-        return ("map_type", "from_layer", "to_layer", "skipped", *METRICS, "own_loss")
-
-    def rows(self) -> list[tuple[object, ...]]:
-        table_rows: list[tuple[object, ...]] = []
-        for map_type in self.map_types:
-            tables = [self.table(map_type, metric) for metric in METRICS]
-            for a, b in self.pairs():
-                numbers = [float(t[a, b]) for t in tables]
-                table_rows.append((map_type, a, b, b - a, *numbers, self.loss))
-        return table_rows
-
-
-def skip_map(
+def skip_costs(
     model: ModelLike,
     tokens: TokensLike,
+    ensemble: paths.Trajectories,
     *,
-    test: Any = None,
     pairs: Sequence[Pair] | str | None = None,
-    map_types: Sequence[str] = MAP_TYPES,
+    map_types: Sequence[str] = ("flow", "ridge", "identity", "mean"),
     align: str = "greedy",
-    train_share: float = 0.5,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
-    seed: int = 0,
     progress: bool = True,
-) -> SkipMap:
+) -> Table:
     """Skip blocks: for pairs of states a < b, replace state b by a map of state a and finish the
     forward pass.
 
-    The maps are fitted on some chunks and measured on others (in-sample the best linear map would
-    win by construction). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1) with the
-    published signs, ``"flow-signed"`` with the signs that fit best; ``"linear"`` and ``"ridge"``
-    are the best linear and affine maps; ``"shift"`` adds the mean step; ``"identity"`` deletes the
-    blocks; ``"mean"`` is the constant mean of state b, which any map must beat. Ridge and identity
-    are always measured beside a flow. The last token of a chunk is only a target; the state is
-    replaced at the last token that is read, the one before it. There later blocks attend to the
-    true earlier states, which are run once for all maps.
+    The maps are fitted on ``ensemble`` and measured on other chunks (in-sample the best linear map
+    would win by construction). ``"flow"`` is rotation and stretch (Sarfati et al. 2025, Eq. 1) with
+    the published signs, ``"flow-signed"`` with the signs that fit best; ``"linear"`` and
+    ``"ridge"`` are the best linear and affine maps; ``"shift"`` adds the mean step; ``"identity"``
+    deletes the blocks; ``"mean"`` is the constant mean of state b, which any map must beat. Ridge
+    and identity are always measured. The last token of a chunk is only a target; the
+    state is replaced at the last token that is read, the one before it. There later blocks attend
+    to the true earlier states, which are run once for all maps.
 
     Args:
-        tokens: chunks of at least three tokens. Maps are fitted on a share ``train_share`` of them
-            (whole documents where they are labelled), or on all where ``test`` is given.
-        test: chunks to measure on. Those that also occur in ``tokens`` are left out, with a flag.
+        tokens: chunks of at least three tokens. Those whose read tokens the ensemble holds too are
+            left out, with a flag.
+        ensemble: trajectories of the last token read, with the states of ``pairs``:
+            ``trajectories(model, others[:, :-1], states=range(n_layers + 1))``.
         pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
-            skips of 1, 2 and 4 blocks.
+            skips of 1, 2 and 4 blocks, of each at most 12 with evenly spaced starts.
         align: order and signs of the flow's directions, see
-            :func:`tl_geometry.flow.alignment.align_directions`.
+            :func:`tl_geometry.flow.fit_aligned_bases`.
+        batch_size: chunks whose keys and values are held at a time, by default 16.
+
+    Returns a row per map type and pair: ``map_type``, ``from_layer`` a, ``to_layer`` b,
+    ``skipped`` = b - a, then means over test chunks that compare the output after the last token
+    read: ``kl`` = KL(own | replaced) in nats (the direction of ``kl_reverse`` in
+    :func:`tl_geometry.truncation_kl`, whose ``kl`` is the published KL(truncated | own)), ``kl_se``
+    its standard error over chunks, ``top1`` and ``top5`` the shares of most likely tokens that
+    agree, ``loss_increase`` in nats for the true next token; ``own_loss`` is the model's own loss,
+    ``train`` and ``test`` count chunks.
 
     Raises ``GeometryError`` where no test chunk is left that was not fitted on, and for encoders
     and models without a trained head.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=24)
-    >>> skips = tlg.skip_map(model, windows, pairs=[(3, 4)], map_types="identity", progress=False)
-    >>> skips.columns()[:3]
-    ('map_type', 'from_layer', 'to_layer')
+    >>> tokens = tlg.zoo.default_windows(model, 16, n=24).tokens
+    >>> paths = tlg.trajectories(model, tokens[:16, :-1], states=range(5), progress=False)
+    >>> costs = tlg.skip_costs(model, tokens[16:], paths, pairs=[(3, 4)], progress=False)
+    >>> costs.column("map_type")
+    ['flow', 'ridge', 'identity', 'mean']
     """
     view = as_view(model)
-    require_output(view, "skip_map")
-    map_types = _names(map_types)
-    if any(t.startswith("flow") for t in map_types):
-        map_types = (*map_types, *(t for t in ALWAYS if t not in map_types))
-    source, train, held_out, flags = _chunks(view, tokens, test, prepend_bos, train_share, seed)
-    chosen = _pairs(view, pairs)
-    if pairs is None and view.n_layers > 2:
-        flags.append(f"skips of {', '.join(map(str, SKIPS))} blocks only")
-    default = output_batch(view, source.length, all_positions=False)
-    limit = default if batch_size is None else batch_of(batch_size, source.length, view.device)
-    states = sorted({s for pair in chosen for s in pair})
-    jobs = _jobs(chosen, map_types)
-    fits_matrix = not set(map_types) <= set(VECTOR_MAPS)
-    passes = len(jobs) * len(held_out)
-    with tqdm(total=passes, disable=not progress, desc="skipping", unit="pass") as bar:
-        bar.set_postfix_str("fitting")
-        # the state of the last token read; the token after it is the target
-        parts = [states_at(view, rows[:, :-1], -1, states) for rows in train.split(limit)]
-        X = torch.cat(parts)
-        maps = _fit(X, states, jobs, align)
-        # maps are fitted in float64; float32 halves the memory of the many d_model^2 matrices
-        if view.dtype != torch.float64:
-            maps = {job: layer_map.single() for job, layer_map in maps.items()}
-        flags += too_few(len(X), view.d_model, "maps") if fits_matrix else ()
-        bar.set_postfix_str("measuring")
-        measure = SkipCosts(view, jobs, chosen, limit, bar)
-        for chunks in held_out.split(PART):
-            measure.add(chunks, maps)
-    values, loss = measure.finish(map_types)
-    flags += _near_chance(loss, view.d_vocab)
-    provenance = view.provenance(
-        corpus=source.corpus,
-        token_hash=hash_tokens(held_out),
-        window=(0, source.length),
-        contexts=len(held_out),
-        seed=seed,
-        sources=SOURCE,
-        flags=tuple(flags),
-    )
-    return SkipMap(
-        values=values,
-        loss=loss,
-        map_types=map_types,
-        train=len(train),
-        test=len(held_out),
-        provenance=provenance,
-    )
-
-
-def _near_chance(loss: float, d_vocab: int) -> list[str]:
-    """The flag of a model whose loss is near that of a uniform guess, where this is so."""
-    chance = math.log(d_vocab)
-    if loss <= NEAR_CHANCE * chance:
-        return []
-    return [
-        f"the model's own loss, {loss:.2f} nats, is near chance ({chance:.2f}): is BOS missing?"
-    ]
-
-
-def _names(value: Sequence[str]) -> tuple[str, ...]:
-    """One type of map or several."""
-    names = (value,) if isinstance(value, str) else tuple(value)
-    require(len(names) > 0, "map_types", expected=f"some of {', '.join(MAP_TYPES)}", got="none")
-    for name in names:
-        choice(name, MAP_TYPES, "map_type")
-    return tuple(dict.fromkeys(names))  # a repeat would count every chunk twice
-
-
-def _chunks(
-    view: ModelView,
-    tokens: TokensLike,
-    test: TokensLike | None,
-    prepend_bos: bool | None,
-    share: float,
-    seed: int,
-) -> tuple[
-    TokenSource, Int[Tensor, "trajectory position"], Int[Tensor, "sample position"], list[str]
-]:
-    """Chunks to fit on and others to measure on; flags say which were left out."""
-    for chunks in (tokens, test):
-        wrong = isinstance(chunks, Result)
-        expected, instead = "chunks of tokens", "the chunks it was made from"
-        require(not wrong, "tokens", expected=expected, got=type(chunks).__name__, instead=instead)
-    source = TokenSource.of(view, tokens, None, prepend_bos)
+    require_output(view, "skip_costs")
+    types, chosen = map_names(map_types, MAP_TYPES), _pairs(view.n_layers, pairs)
+    rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
     expected = "at least 3 tokens (the last is a target)"
-    require(source.length >= 3, "tokens", expected=expected, got=source.length)
-    rows = torch.cat(list(source.batches(1024)))
-    if test is None:
-        # chunks are equal if the tokens that are read are: the last one is only a target
-        train_rows, test_rows = split_rows(len(rows), source.labels, share, seed, rows[:, :-1])
-        return source, rows[train_rows], rows[test_rows], []
-    test_source = TokenSource.of(view, test, None, prepend_bos)
-    expected = f"chunks of {source.length} tokens, as those that maps are fitted on"
-    got = f"chunks of {test_source.length}"
-    require(test_source.length == source.length, "test", expected=expected, got=got)
-    held_out = torch.cat(list(test_source.batches(1024)))
-    shared = shared_rows(held_out[:, :-1], rows[:, :-1])
-    n_shared = int(shared.sum())
-    expected = "chunks that maps are not fitted on"
-    got = f"{n_shared} of {len(held_out)} that also stand in tokens"
-    instead = "other chunks, or test=None to split these"
-    require(n_shared < len(held_out), "test", expected=expected, got=got, instead=instead)
-    flags = (
-        [f"{n_shared} of {len(held_out)} test chunks left out: maps are fitted on them"]
-        if n_shared
-        else []
-    )
-    return test_source, rows, held_out[~shared], flags  # the provenance is of what is measured
+    require(rows.length >= 3, "tokens", expected=expected, got=rows.length)
+    states = sorted({s for pair in chosen for s in pair})
+    paths.require_fitting(view, ensemble, states, rows.tokens)
+    same = torch.zeros(len(rows), dtype=torch.bool)
+    if ensemble.tokens is not None:
+        same = paths.shared_rows(rows.tokens[:, :-1], ensemble.tokens)
+    count, flags = int(same.sum()), paths.too_few(len(ensemble), view.d_model, "maps")
+    expected, got = "chunks that maps are not fitted on", f"{count} that the ensemble holds too"
+    require(count < len(rows), "tokens", expected=expected, got=got, instead="other chunks")
+    if count:
+        flags += (f"{count} of {len(rows)} test chunks left out: maps are fitted on them",)
+        rows = rows[~same]
+    maps = _fit(ensemble, [(pair, kind) for kind in types for pair in chosen], align, view)
+    items = list(maps.items())
+    parts = [dict(items[i : i + VARIANTS]) for i in range(0, len(items), VARIANTS)]
+    found, chunks = [], pilots(view, rows.tokens[:, :-1], batch_size)
+    with tqdm(total=len(rows), disable=not progress, desc="skipping", unit="chunk") as bar:
+        for pilot, target in zip(chunks, rows.tokens[:, -1], strict=True):
+            found.append(torch.cat([_measure(pilot, target, part) for part in parts]))
+            bar.update()
+    costs = torch.stack(found)
+    errors, own_loss = costs[..., 0].std(0) / len(rows) ** 0.5, float(costs[:, 0, -1].mean())
+    by_job = {job: (costs[:, i].mean(0).tolist(), float(errors[i])) for i, job in enumerate(maps)}
+    table = []
+    for kind, (a, b) in itertools.product(types, chosen):
+        (kl, top1, top5, increase, _), error = by_job[(a, b), kind]
+        row = {"map_type": kind, "from_layer": a, "to_layer": b, "skipped": b - a, "kl": kl}
+        row |= {"kl_se": error, "top1": top1, "top5": top5, "loss_increase": increase}
+        counts = {"train": len(ensemble), "test": len(rows)}
+        table.append({**row, "own_loss": own_loss, **counts})
+    chance = math.log(view.d_vocab)
+    if own_loss > NEAR_CHANCE * chance:
+        text = f"the model's own loss, {own_loss:.2f} nats, is near chance ({chance:.2f})"
+        flags += (f"{text}: is BOS missing?",)
+    provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
+    null = "The map 'mean' forgets the state: what every other must beat."
+    return paths.table_of(table, provenance.flagged(*flags), null)
 
 
-def _pairs(view: ModelView, pairs: Sequence[Pair] | str | None) -> list[Pair]:
+def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     """Pairs of states, the shortest skips first."""
-    n_layers = view.n_layers
-    all_pairs = [(a, b) for a in range(n_layers) for b in range(a + 1, n_layers + 1)]
     if isinstance(pairs, str):
         require(pairs == "all", "pairs", expected='"all", or states (a, b)', got=repr(pairs))
-        chosen = all_pairs
+        chosen = list(itertools.combinations(range(n_layers + 1), 2))
+    elif pairs is None:
+        chosen = []
+        for skip in (n for n in SKIPS if n <= n_layers):
+            starts = torch.linspace(0, n_layers - skip, min(STARTS, n_layers - skip + 1)).round()
+            chosen += [(int(a), int(a) + skip) for a in starts]
     else:
-        default = [(a, b) for a, b in all_pairs if b - a in SKIPS]
-        chosen = default if pairs is None else sorted(set(pairs))
+        chosen = sorted(set(pairs))
     valid = bool(chosen) and all(0 <= a < b <= n_layers for a, b in chosen)
     require(valid, "pairs", expected=f"states 0 <= a < b <= {n_layers}", got=chosen)
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
-def _jobs(pairs: Sequence[Pair], map_types: Sequence[str]) -> list[Job]:
-    """What is run, in order. The constant map does not depend on the start: it is run once for each
-    end."""
-    seen: set[int] = set()
-    jobs: list[Job] = []
-    for pair in pairs:
-        jobs += [(pair, t) for t in map_types if t != "mean" or pair[1] not in seen]
-        seen.add(pair[1])
-    return jobs
-
-
 def _fit(
-    X: Float[Tensor, "trajectory state d_model"], states: list[int], jobs: Sequence[Job], align: str
+    ensemble: paths.Trajectories, jobs: list[Job], align: str, view: ModelView
 ) -> dict[Job, LayerMap]:
-    """The map of every job; ``states`` are those of the state axis of ``X``. What depends on the
-    start alone is computed once."""
-    flows = any(map_type.startswith("flow") for _, map_type in jobs)
-    aligned: AlignedBases | None = fit_aligned_bases(X, align=align) if flows else None
+    """The map of every job, on the model's device, sorted by the state that it replaces. Fitted in
+    float64; float32 halves their memory, and bases that maps share stay shared."""
+    dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
+    casts: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        # the original is held too, so that no other tensor gets its memory
+        key = (value.data_ptr(), value.shape)
+        return casts.setdefault(key, (value, value.to(view.device, dtype)))[1]
+
+    aligned, starts = ensemble.aligned_bases(align=align), {}
     maps: dict[Job, LayerMap] = {}
-    for i, state in enumerate(states):
-        start = MapsFrom(X[:, i])
-        for (a, b), map_type in jobs:
-            if a != state:
-                continue
-            j = states.index(b)
-            if map_type.startswith("flow") and aligned is not None:
-                layer_map = flow_map(aligned, i, j, signs="U" if map_type == "flow" else "V")
-            else:
-                layer_map = start.to(X[:, j], map_type)
-            maps[(a, b), map_type] = layer_map
+    for (a, b), kind in sorted(jobs, key=lambda job: job[0][::-1]):
+        i, j = ensemble.row(a), ensemble.row(b)
+        if kind.startswith("flow"):
+            found = flow_map(aligned, i, j, signs="U" if kind == "flow" else "V")
+        else:
+            start = starts[i] = starts.get(i) or MapsFrom(ensemble.X[:, i])
+            found = start.to(ensemble.X[:, j], kind)
+        maps[(a, b), kind] = LayerMap(**{name: cast(v) for name, v in vars(found).items()})
     return maps
+
+
+def _measure(
+    pilot: Pilot, target: Tensor, maps: Mapping[Job, LayerMap]
+) -> Float[Tensor, "row column"]:
+    """KL(own | replaced), whether the most likely tokens agree, the share of five that do, the
+    increase of the loss, and the model's own loss, a row for each map on one chunk."""
+    clean: dict[int, Tensor] = {}
+
+    def edit(h: Tensor, state: int) -> Tensor:
+        clean[state] = h[:1].to(torch.promote_types(h.dtype, torch.float32), copy=True)
+        ending = [layer_map(clean[a]) for ((a, b), _), layer_map in maps.items() if b == state]
+        return torch.cat([h, *ending])
+
+    edits = {s: partial(edit, state=s) for s in sorted({s for pair, _ in maps for s in pair})}
+    log_probs = pilot(edits, 1 + len(maps))
+    own, changed = log_probs[:1], log_probs[1:]
+    compared = distances(changed, own.expand_as(changed))
+    losses = token_losses(log_probs, target.expand(len(log_probs)))
+    # distances() counts the tokens in common
+    shares = compared.top5 / min(5, own.shape[-1])
+    columns = (compared.kl_reverse, compared.top1, shares, losses[1:] - losses[0])
+    return torch.stack((*columns, losses[:1].expand(len(changed))), dim=1).double().cpu()

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import fail, require
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edits import LiveEdit, NamedHook
@@ -40,14 +40,14 @@ class Known:
         counterfactual: TokensLike | None = None,
         prepend_bos: bool | None = None,
     ) -> Known:
-        """Prompts as users give them (:func:`~tl_geometry.corpus.sources.token_rows`);
+        """Prompts as users give them (:func:`~tl_geometry.corpus.sources.as_tokens`);
         counterfactuals are as many prompts of the same length."""
         if isinstance(prompts, Known):
             return prompts
-        rows = token_rows(view, prompts, prepend_bos=prepend_bos)
+        rows = as_tokens(view, prompts, prepend_bos=prepend_bos)
         if counterfactual is None:
             return cls(view, rows)
-        others = token_rows(view, counterfactual, prepend_bos=prepend_bos).tokens
+        others = as_tokens(view, counterfactual, prepend_bos=prepend_bos).tokens
         shape, got = tuple(rows.tokens.shape), tuple(others.shape)
         expected = f"counterfactuals {shape}, one for each prompt"
         require(got == shape, "counterfactuals", expected=expected, got=got)

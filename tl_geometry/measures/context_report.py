@@ -1,28 +1,31 @@
 """Are position and context orthogonal, and do contexts of one document cluster?
 :func:`tl_geometry.contextual_report` gives every measure of the context basis, a row per state,
-with its uncertainty and its nulls."""
+with its uncertainty and its nulls. Does a measure of either basis depend on the size of the corpus?
+:func:`learning_curve`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
+from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import label_ids
 from tl_geometry.decomposition.groups import BLOCK
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
-from tl_geometry.decomposition.resampling import Subsets, subsets, window_means
+from tl_geometry.decomposition.resampling import subsets, window_means
 from tl_geometry.decomposition.variance import reliability
 from tl_geometry.measures import contextual
 from tl_geometry.measures.contextual import Space
-from tl_geometry.measures.state_measures import Nulls, StateMeasures, Values, state_fields
+from tl_geometry.measures.position_report import position_states
+from tl_geometry.measures.state_tables import Nulls, Values, report_table, table_of
 
 LEAST = FEWEST_GROUPS * BLOCK
 """Contexts below which no error is given: fewer than four blocks do not show how much contexts vary
@@ -30,30 +33,137 @@ LEAST = FEWEST_GROUPS * BLOCK
 SIMILARITY_LIMIT = 1024
 """Contexts whose pairwise cosines are averaged, since the cost grows with the square of their
 number. Of more contexts, that many are taken at even distances (a flag says so)."""
+CHANCE = (
+    "_random: isotropic directions; _flipped: random signs of coordinates; _exchanged: windows "
+    "without a context; _shuffled: labels in random order"
+)
+SIMILARITIES = ("intra", "inter", "intra_signed", "inter_signed", "intra_reference")
+Labels = Int[Tensor, "..."] | Sequence[int] | Sequence[str]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ContextualReport(StateMeasures):
-    """What :func:`contextual_report` returns; ``similarity [state label label]`` holds the mean
-    |cosine| between context vectors of the documents ``names``."""
+class ContextState:
+    """Measures of the context basis of one state, of the whole corpus and of a part of its
+    contexts, and of nulls.
 
-    names: tuple[str, ...]
-    similarity: Float[Tensor, "state label label"] | None
+    ``z`` are the documents of the contexts (``None`` without documents), ``chosen`` the contexts
+    whose similarities are averaged, ``rank`` the directions whose overlap is measured.
+    """
+
+    def __init__(
+        self, basis: PositionContext, row: int, means: Tensor, z: Tensor | None, rank: int
+    ) -> None:
+        self.basis, self.row, self.means, self.z, self.rank = basis, row, means, z, rank
+        self.pos, self.ctx = basis.pos[row], means - basis.mean[row]
+        most = min(basis.contexts, SIMILARITY_LIMIT)
+        self.chosen = torch.linspace(0, basis.contexts - 1, most).long()
+
+    def over(self, member: Bool[Tensor, "sample group"]) -> Values:
+        """All measures but compactness, for sets of groups of contexts."""
+        per_set: list[Values] = []
+        bases = window_means(self.basis, self.row, member.double())
+        for rows, inside in zip(bases, member[:, self.basis.group_of], strict=True):
+            pos, ctx = rows - rows.mean(0), self.means - rows.mean(0)
+            cosines = contextual.incoherence(pos, ctx[inside])._asdict()
+            values = {f"incoherence_{name}": value for name, value in cosines.items()}
+            values["overlap"] = contextual.subspace_overlap(pos, ctx[inside], self.rank)
+            if self.z is not None:
+                compared = self.chosen[inside[self.chosen]]
+                similar = contextual.cluster_similarity(ctx[compared], self.z[compared])._asdict()
+                values |= {name: similar[name] for name in SIMILARITIES}
+            per_set.append(values)
+        return {name: torch.stack([v[name] for v in per_set]) for name in per_set[0]}
+
+    def compactness(self, orders: Sequence[Tensor], space: Space) -> Values:
+        """Compactness of cvec and raw for each of the given labellings of the contexts; NaN without
+        second moments."""
+        names = ("compactness_cvec", "compactness_raw")
+        if not self.basis.has_second_moments:
+            return dict.fromkeys(names, torch.full((len(orders),), torch.nan))
+        # relative rounding of the stored second moments: smaller eigenvalues count as zero
+        accuracy = 1e-12 if self.basis.provenance.dtype == "float64" else 1e-6
+        second = self.basis.second_moment(self.basis.states[self.row])
+        measure = partial(contextual.compactness, second, self.pos, self.ctx, space=space)
+        found = [torch.stack(measure(labels, accuracy=accuracy)) for labels in orders]
+        return dict(zip(names, torch.stack(found, 1), strict=True))
+
+    def nulls(self, orders: Sequence[Tensor], draws: int, seed: int) -> Nulls:
+        """Measures by (measure, null): of each draw, or one number known without drawing.
+        ``orders`` are the documents in random order."""
+        generator = torch.Generator().manual_seed(seed)
+        pos, d_model = self.pos.expand(draws, *self.pos.shape), self.pos.shape[1]
+        signs = torch.randint(2, (draws, 1, d_model), generator=generator) * 2.0 - 1
+        # one sign per coordinate keeps the sizes of coordinates, which both bases share
+        flipped = self.ctx * signs
+        found: Nulls = {
+            ("overlap", "random"): torch.tensor(self.rank / d_model or torch.nan).double(),
+            ("overlap", "flipped"): contextual.subspace_overlap(pos, flipped, self.rank),
+        }
+        random = contextual.cosine_baseline(d_model, len(self.pos) * len(self.ctx))
+        by_null = {"flipped": contextual.incoherence(pos, flipped), "random": random}
+        if self.basis.sampled is not None and len(self.basis.sampled) >= FEWEST:
+            by_null["exchanged"] = contextual.incoherence(pos, self._exchanged(draws, generator))
+        for null, cosines in by_null.items():
+            # a maximum depends on how many contexts are compared
+            for name in ("avg", "rms") if null == "exchanged" else ("max", "avg", "rms"):
+                value = torch.as_tensor(getattr(cosines, name), dtype=torch.float64)
+                found[f"incoherence_{name}", null] = value
+        ctx = self.ctx[self.chosen]
+        drawn = [contextual.cluster_similarity(ctx, order[self.chosen]) for order in orders]
+        for name in ("intra", "intra_signed", "intra_reference") if drawn else ():
+            found[name, "shuffled"] = torch.stack([getattr(similar, name) for similar in drawn])
+        return found
+
+    def _exchanged(self, draws: int, generator: torch.Generator) -> Tensor:
+        """Context vectors [sample context d_model] of windows in which each position comes from
+        another of the sampled contexts: states vary as before, but share no context."""
+        states = self.basis.sample_states
+        assert states is not None  # for the type checker: nulls() asked
+        window = slice(*self.basis.window)
+        h = states[:, self.row, window].double() - self.pos - self.basis.mean[self.row]
+        keys = torch.rand(draws, *h.shape[:2], generator=generator)
+        # a random order of the contexts at each position
+        places = torch.arange(h.shape[1])
+        return torch.stack([h[order, places].mean(1) for order in keys.argsort(1)])
+
+
+def context_states(
+    basis: PositionContext, *, labels: Labels | None = None, rank: int = 10
+) -> tuple[list[ContextState], list[str]]:
+    """What measures each state of a basis, and remarks."""
+    means = basis.context_means
+    if means is None:
+        instead = "decompose(..., keep_ctx=True)"
+        fail("basis", expected="context vectors", got="a basis without", instead=instead)
+    basis.require_identifiable("contextual_report")
+    require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
+    z = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
+    z = z.long() if z is not None and len(z.unique()) >= 2 else None
+    # all states use as many directions as each has; a state without any does not count
+    bases = (basis.pos, means - basis.mean[:, None])
+    ranks = torch.minimum(*(numerical_rank(torch.linalg.svdvals(x), x.shape) for x in bases))
+    # n centred rows have at most n - 1 directions
+    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *ranks[ranks > 0].tolist())
+    used, flags = min(rank, most), []
+    if z is not None and basis.contexts > SIMILARITY_LIMIT:
+        flags.append(f"similarities from {SIMILARITY_LIMIT} contexts")
+    if used < rank:
+        flags.append(f"overlap of {used} of {rank} directions (some state has no more)")
+    if z is not None and not basis.has_second_moments:
+        flags.append("no second moments: no compactness")
+    return [ContextState(basis, row, x, z, used) for row, x in enumerate(means)], flags
 
 
 def contextual_report(
     basis: PositionContext,
-    labels: Int[Tensor, "..."] | Sequence[int] | Sequence[str] | None = None,
+    labels: Labels | None = None,
     *,
     rank: int = 10,
-    norm: str = "N",
     space: Space = "full",
-    ridge: float | None = None,
     jackknife: bool = True,
     nulls: bool = True,
     draws: int = 8,
     seed: int = 0,
-) -> ContextualReport:
+) -> Table:
     """Every measure of the context basis, a row per state (Song & Zhong 2023, sections 2 to 4 and
     Table 1).
 
@@ -70,26 +180,25 @@ def contextual_report(
     - ``intra`` and ``inter``, the mean |cos| within and between documents, self-pairs left out;
       ``intra_signed`` and ``inter_signed``; ``intra_reference`` with self-pairs, as published;
     - ``compactness_cvec`` and ``compactness_raw``, the cluster compactness of the states without
-      and with their positional part (``norm``, ``space`` and ``ridge`` as in
-      :func:`tl_geometry.measures.contextual.compactness_from_moments`; NaN and a flag where the
-      within-document covariance is singular or second moments are missing).
+      and with their positional part (``space`` as in
+      :func:`tl_geometry.measures.contextual.compactness`; NaN and a flag where the within-document
+      covariance is singular or second moments are missing).
 
-    Nulls:
+    Beside a measure stand ``_se``, its delete-one jackknife standard error over ``blocks`` of
+    contexts, given from 32 contexts on, and its nulls, each the mean over ``draws`` draws with
+    their spread ``_sd``. Windows of one document are not independent, so with few documents errors
+    hold for these documents only. Nulls:
 
-    - ``random``: isotropic directions (analytic);
-    - ``flipped``: context vectors with random signs of their coordinates. This keeps outlier
+    - ``_random``: isotropic directions (analytic);
+    - ``_flipped``: context vectors with random signs of their coordinates. This keeps outlier
       coordinates, but not the directions in which averages of states vary most. Where those are not
       coordinate axes and pos has fewer than ``rank`` directions, noise along them fills both
       subspaces, and this null is too low: 49 to 90% of independent pos and ctx exceeded it at level
       5%. Choose a ``rank`` that pos has;
-    - ``exchanged``: windows in which each position comes from another of the sampled contexts.
+    - ``_exchanged``: windows in which each position comes from another of the sampled contexts.
       Their context vectors hold no context, only the noise of averages, which lies along the
       directions in which states vary most;
-    - ``shuffled``: the labels in random order.
-
-    Errors are delete-one jackknife errors over blocks of contexts, given from 32 contexts on.
-    Windows of one document are not independent, so with few documents errors hold for these
-    documents only.
+    - ``_shuffled``: the labels in random order.
 
     Args:
         labels: the document of each context, as numbers or names.
@@ -102,238 +211,84 @@ def contextual_report(
     >>> h = torch.randn(16, 5, 6, generator=torch.Generator().manual_seed(0))
     >>> h[:8] += 9 * torch.eye(6)[0]
     >>> from tl_geometry import decompose_activations
-    >>> report = contextual_report(decompose_activations(h), labels=[0] * 8 + [1] * 8)
-    >>> chance = report.nulls["compactness_raw", "shuffled"]
-    >>> bool(report["intra"] > 0.9), bool(report["compactness_raw"] > chance)
-    (True, True)
+    >>> report = contextual_report(decompose_activations(h), labels=[0] * 8 + [1] * 8).df
+    >>> bool(report["intra"][0] > 0.9)
+    True
+    >>> bool(report["compactness_raw"][0] > report["compactness_raw_shuffled"][0])
+    True
     """
     require_basis(basis)
-    means = basis.context_means
-    if means is None:
-        instead = "decompose(..., keep_ctx=True)"
-        fail("basis", expected="context vectors", got="a basis without", instead=instead)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
-    z, names = _labels(basis, labels)
-    basis.require_identifiable("contextual_report")
-    context_subsets = subsets(basis, jackknife=jackknife)
-    chosen = torch.linspace(0, basis.contexts - 1, min(basis.contexts, SIMILARITY_LIMIT)).long()
-    n_directions = _overlap_rank(basis, rank)
-    flags = _flags(basis, z, len(chosen), n_directions, rank)
-    orders = [] if z is None else [z, *(_shuffles(z, draws, seed) if nulls else [])]
-    per_state, similarities = [], []
-    halves = reliability(basis.moments)
-    singular_states: list[int] = []
-    for row, state in enumerate(basis.states):
-        values = _over_subsets(basis, row, context_subsets, z, chosen, n_directions)
+    kind, k = ("pca", 1) if space == "full" else tuple(space)[:2]
+    most = basis.mean.shape[1]
+    valid = kind == "pca" and isinstance(k, int) and 1 <= k <= most
+    expected = f'"full" or ("pca", k) with k from 1 to {most}'
+    require(valid, "space", expected=expected, got=repr(space))
+    states, flags = context_states(basis, labels=labels, rank=rank)
+    sets, halves, z = subsets(basis, jackknife=jackknife), reliability(basis.moments), states[0].z
+    generator = torch.Generator().manual_seed(seed)
+    n_orders = draws if nulls and z is not None else 0
+    orders = [torch.randperm(basis.contexts, generator=generator) for _ in range(n_orders)]
+    shuffled = [] if z is None else [z[order] for order in orders]
+    per_state: list[tuple[Values, Nulls]] = []
+    singular: list[int] = []
+    for row, state in enumerate(states):
+        values = state.over(sets.member[: sets.jackknife.stop])
         values["split_half"] = halves[row : row + 1]
-        null_values = (
-            _contextual_nulls(basis, row, z, chosen, n_directions, draws, seed) if nulls else {}
-        )
+        null_values = state.nulls(shuffled, draws, seed) if nulls else {}
         if z is not None:
-            try:
-                compact = _compactness(basis, row, orders, norm=norm, space=space, ridge=ridge)
-            except contextual.SingularError:
-                singular_states.append(state)
-                compact = _no_compactness(orders)
-            values |= {n: v[:1] for n, v in compact.items()}
+            compact = state.compactness([z, *shuffled], space)
+            values |= {name: value[:1] for name, value in compact.items()}
             null_values |= {(n, "shuffled"): v[1:] for n, v in compact.items() if nulls}
-            ctx = means[row, chosen] - basis.mean[row]
-            similarities.append(contextual.cluster_similarity(ctx, z[chosen]).table)
+            if basis.has_second_moments and bool(compact["compactness_cvec"].isnan().any()):
+                singular.append(basis.states[row])
         per_state.append((values, null_values))
-    if singular_states:
-        flags.append(
-            f"within-document covariance singular at states {singular_states}: "
-            "compactness needs space=('pca', k) or ridge="
-        )
-    # the table of similarities has rows only for labels that the chosen contexts have
-    similarity = torch.stack(similarities) if similarities else None
-    compared = [] if z is None else z[chosen].unique().tolist()
-    names = tuple(names[label] for label in compared) if names else ()
-    fields = state_fields(basis, context_subsets, per_state, flags=flags, least=LEAST, draws=draws)
-    return ContextualReport(**fields, names=names, similarity=similarity)
+    if singular:
+        remedy = "compactness needs space=('pca', k)"
+        flags.append(f"within-document covariance singular at states {singular}: {remedy}")
+    return report_table(basis, sets, per_state, flags, LEAST, draws * nulls, CHANCE)
 
 
-def _labels(
-    basis: PositionContext, labels: Tensor | Sequence[int] | Sequence[str] | None
-) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
-    """The documents of the contexts and their names, or ``None`` where there are fewer than two."""
-    known = (basis.labels, basis.contexts, basis.label_names)
-    ids, names = label_ids(*known) if labels is None else label_ids(labels, basis.contexts)
-    has_documents = ids is not None and len(ids.unique()) >= 2
-    return (ids.long(), names) if has_documents and ids is not None else (None, ())
+MEASURES = {"position": position_states, "context": context_states}
 
 
-def _flags(
-    basis: PositionContext, z: Tensor | None, compared: int, rank: int, requested_rank: int
-) -> list[str]:
-    """What the report leaves out, and why."""
-    flags = []
-    if z is not None and compared < basis.contexts:
-        flags.append(f"similarities from {compared} contexts")
-    if rank < requested_rank:
-        flags.append(f"overlap of {rank} of {requested_rank} directions (some state has no more)")
-    if z is not None and not basis.has_second_moments:
-        flags.append("no second moments: no compactness")
-    return flags
+def learning_curve(basis: PositionContext, of: str = "position", **options: Any) -> Table:
+    """The measures of :func:`tl_geometry.positional_report` (of ``"position"``) or
+    :func:`tl_geometry.contextual_report` (of ``"context"``) at fewer contexts.
 
+    At an eighth, a quarter and half of the contexts (as far as there are enough groups), the mean
+    over disjoint blocks of so many; the last rows are the whole basis. The noise of an average over
+    C contexts falls as 1/sqrt(C), so that ranks and norms depend on C: a measure that still changes
+    at its end depends on the size of the corpus.
 
-def _over_subsets(
-    basis: PositionContext, row: int, sets: Subsets, z: Tensor | None, chosen: Tensor, rank: int
-) -> Values:
-    """Measures of one state [sample], for every subset of the contexts (the first is all)."""
-    assert basis.context_means is not None
-    group_of, means = basis.group_of, basis.context_means[row]
-    per_set: list[Values] = []
-    bases = window_means(basis, row, sets.member.double())
-    for rows, member in zip(bases, sets.member, strict=True):
-        inside = member[group_of]
-        compared = chosen[inside[chosen]]
-        pos, ctx = rows - rows.mean(0), means - rows.mean(0)
-        values = _incoherence_and_overlap(pos, ctx[inside], rank)
-        per_set.append(
-            values if z is None else values | _cluster_similarities(ctx[compared], z[compared])
-        )
-    return {n: torch.stack([v[n] for v in per_set]) for n in per_set[0]}
+    Args:
+        basis: a decomposition.
+        of: which measures.
+        options: those of the report that change a measure (``k``, ``strategy`` and ``frequencies``,
+            or ``labels`` and ``rank``).
 
+    Returns a row per number of ``contexts`` and ``state``.
+    Raises ``GeometryError`` for a basis of one context.
 
-def _overlap_rank(basis: PositionContext, rank: int) -> int:
-    """``rank``, or fewer where pos or ctx (both centred) of some state has fewer directions; states
-    without any do not count."""
-    require(rank >= 1, "rank", expected="at least 1 direction", got=rank)
-    assert basis.context_means is not None
-    ranks = []
-    for pos, means, mean in zip(basis.pos, basis.context_means, basis.mean, strict=True):
-        point_sets = (pos, means - mean)
-        ranks.append(
-            min(
-                int(numerical_rank(torch.linalg.svdvals(points), points.shape))
-                for points in point_sets
-            )
-        )
-    # centred rows have one direction fewer than rows; a state without any does not count
-    return min(
-        rank,
-        basis.pos.shape[1] - 1,
-        basis.contexts - 1,
-        *(state_rank for state_rank in ranks if state_rank > 0),
-    )
-
-
-def _incoherence_and_overlap(pos: Tensor, ctx: Tensor, rank: int) -> Values:
-    """Incoherence and overlap of the two bases; overlap is NaN where centred rows have fewer
-    directions than ``rank``."""
-    cosines = contextual.incoherence(pos, ctx)
-    # n centred rows have at most n - 1 directions
-    overlap = cosines.avg.new_tensor(torch.nan)
-    if 1 <= rank < min(len(pos), len(ctx)):
-        overlap = contextual.subspace_overlap(pos, ctx, rank)
-    return {
-        "incoherence_max": cosines.max,
-        "incoherence_avg": cosines.avg,
-        "incoherence_rms": cosines.rms,
-        "incoherence_signed": cosines.signed,
-        "overlap": overlap,
-    }
-
-
-def _exchanged(basis: PositionContext, row: int, draws: int, generator: torch.Generator) -> Tensor:
-    """Context vectors [sample context d_model] of windows in which each position comes from another
-    of the sampled contexts: states vary as before, but share no context."""
-    assert basis.sample_states is not None
-    window = slice(*basis.window)
-    h = basis.sample_states[:, row, window].double() - basis.pos[row] - basis.mean[row]
-    keys = torch.rand(draws, *h.shape[:2], generator=generator)
-    orders = keys.argsort(1)  # a random order of the contexts at each position
-    return torch.stack([h[order, torch.arange(h.shape[1])].mean(1) for order in orders])
-
-
-def _cluster_similarities(ctx: Tensor, labels: Tensor) -> Values:
-    """Similarities within and between documents."""
-    exact = contextual.cluster_similarity(ctx, labels)
-    signed = contextual.cluster_similarity(ctx, labels, signed=True)
-    reference = contextual.cluster_similarity(ctx, labels, preset="reference")
-    return {
-        "intra": exact.intra,
-        "inter": exact.inter,
-        "intra_signed": signed.intra,
-        "inter_signed": signed.inter,
-        "intra_reference": reference.intra,
-    }
-
-
-def _compactness(
-    basis: PositionContext, row: int, orders: Sequence[Tensor], **options: Any
-) -> Values:
-    """Compactness of cvec and raw [sample] for each of the given labellings of the contexts."""
-    if not basis.has_second_moments:
-        return _no_compactness(orders)
-    assert basis.context_means is not None
-    # relative rounding of the stored second moments: smaller eigenvalues count as zero
-    accuracy = 1e-12 if basis.provenance.dtype == "float64" else 1e-6
-    second, compactness_pairs = basis.second_moment(basis.states[row]), []
-    for labelling in orders:
-        counts = torch.bincount(labelling)
-        sums = torch.zeros(len(counts), basis.mean.shape[1], dtype=torch.float64)
-        sums.index_add_(0, labelling, basis.context_means[row].double())
-        means = sums / counts.clamp(min=1)[:, None] - basis.mean[row]
-        compact = contextual.compactness_from_moments(
-            second, basis.pos[row], means, counts, accuracy=accuracy, **options
-        )
-        compactness_pairs.append(compact)
-    return {
-        "compactness_cvec": torch.stack([pair.cvec for pair in compactness_pairs]),
-        "compactness_raw": torch.stack([pair.raw for pair in compactness_pairs]),
-    }
-
-
-def _no_compactness(orders: Sequence[Tensor]) -> Values:
-    return {
-        f"compactness_{n}": torch.full((len(orders),), torch.nan, dtype=torch.float64)
-        for n in ("cvec", "raw")
-    }
-
-
-def _shuffles(z: Tensor, draws: int, seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [z[torch.randperm(len(z), generator=generator)] for _ in range(draws)]
-
-
-def _contextual_nulls(
-    basis: PositionContext,
-    row: int,
-    z: Tensor | None,
-    chosen: Tensor,
-    rank: int,
-    draws: int,
-    seed: int,
-) -> Nulls:
-    """Measures of one state by (measure, null): of each draw, or one number known without
-    drawing."""
-    assert basis.context_means is not None
-    pos, ctx = basis.pos[row], basis.context_means[row] - basis.mean[row]
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (draws, 1, pos.shape[1]), generator=generator) * 2.0 - 1
-    flipped = contextual.incoherence(pos.expand(draws, *pos.shape), ctx * signs)
-    baseline = contextual.cosine_baseline(pos.shape[1], len(pos) * len(ctx))
-    random = {f"incoherence_{n}": getattr(baseline, n) for n in ("max", "avg", "rms")}
-    random["overlap"] = rank / pos.shape[1] or torch.nan  # see subspace_overlap
-    null_values = {(n, "random"): torch.tensor(v, dtype=torch.float64) for n, v in random.items()}
-    for n in ("max", "avg", "rms"):
-        null_values[f"incoherence_{n}", "flipped"] = getattr(flipped, n)
-    if basis.sampled is not None and len(basis.sampled) >= FEWEST:
-        exchanged = _exchanged(basis, row, draws, generator)
-        noise_incoherence = contextual.incoherence(pos.expand(draws, *pos.shape), exchanged)
-        for n in ("avg", "rms"):  # a maximum depends on how many contexts are compared
-            null_values[f"incoherence_{n}", "exchanged"] = getattr(noise_incoherence, n)
-    # one sign per coordinate keeps the sizes of coordinates, which both bases share
-    overlaps = [_incoherence_and_overlap(pos, ctx * sign, rank)["overlap"] for sign in signs]
-    null_values["overlap", "flipped"] = torch.stack(overlaps)
-    if z is not None:
-        shuffled_clusters = [
-            _cluster_similarities(ctx[chosen], order[chosen]) for order in _shuffles(z, draws, seed)
-        ]
-        null_values |= {
-            (n, "shuffled"): torch.stack([clusters[n] for clusters in shuffled_clusters])
-            for n in ("intra", "intra_signed", "intra_reference")
-        }
-    return null_values
+    >>> from tl_geometry import decompose_activations
+    >>> noise = torch.randn(16, 9, 6, generator=torch.Generator().manual_seed(0))
+    >>> curve = learning_curve(decompose_activations(noise))
+    >>> curve.column("contexts")
+    [2, 4, 8, 16]
+    """
+    require_basis(basis)
+    choice(of, tuple(MEASURES), "of")
+    states, flags = MEASURES[of](basis, **options)
+    sets = subsets(basis)
+    first = sets.jackknife.stop
+    member = torch.cat([sets.member[:1], sets.member[first:]])
+    levels = [(n, slice(r.start - first + 1, r.stop - first + 1)) for n, r in sets.levels]
+    levels.append((basis.contexts, slice(0, 1)))
+    by_state = [state.over(member) for state in states]
+    contexts = torch.tensor([n for n, _ in levels]).repeat_interleave(len(basis.states))
+    columns = {"contexts": contexts, "state": torch.tensor(basis.states).repeat(len(levels))}
+    for name in by_state[0]:
+        if name != "fracture_at":  # a position, whose mean over blocks says nothing
+            means = [values[name][rows].mean() for _, rows in levels for values in by_state]
+            columns[name] = torch.stack(means)
+    return table_of(basis, columns, flags, "")

@@ -17,19 +17,12 @@ from jaxtyping import Float, Int
 from scipy.special import betaincinv
 from torch import Tensor
 
-from tl_geometry.base import checks
-from tl_geometry.base.errors import GeometryError, fail, require
 from tl_geometry.base.linalg import normalize_rows, numerical_rank, principal_angles, svd
 
 BLOCK = 1024
 """Contexts whose cosines with all other rows exist at one time: bounds the memory."""
 
 Space = str | tuple[str, int]
-"""``"full"``, or ``("pca", k)``: the k leading principal components of the points given."""
-
-
-class SingularError(GeometryError):
-    """A within-cluster covariance without an inverse."""
 
 
 class CosineBaseline(NamedTuple):
@@ -61,13 +54,12 @@ def cosine_baseline(d_model: int, pairs: int = 1) -> CosineBaseline:
 
 class Incoherence(NamedTuple):
     """Cosines of all (position, context) pairs: largest and mean absolute value, root mean square,
-    signed mean, and pairs counted."""
+    signed mean."""
 
     max: Float[Tensor, "*batch"]
     avg: Float[Tensor, "*batch"]
     rms: Float[Tensor, "*batch"]
     signed: Float[Tensor, "*batch"]
-    pairs: Int[Tensor, "*batch"]
 
 
 def incoherence(
@@ -83,13 +75,13 @@ def incoherence(
     a zero row.
 
     >>> i = incoherence(torch.eye(2)[:1], torch.tensor([[3.0, 4.0], [0.0, -1.0]]))
-    >>> [round(float(x), 3) for x in i[:4]]
+    >>> [round(float(x), 3) for x in i]
     [0.6, 0.3, 0.424, 0.3]
     """
     unit_pos, zero_pos = normalize_rows(pos)
     unit_ctx, zero_ctx = normalize_rows(ctx)
     sums = torch.zeros(3, *pos.shape[:-2], dtype=pos.dtype, device=pos.device)
-    largest = torch.zeros(pos.shape[:-2], dtype=pos.dtype, device=pos.device)
+    largest = torch.zeros_like(sums[0])
     # block by block: cosines of all contexts with all positions never exist at once
     for block in unit_ctx.split(BLOCK, dim=-2):
         cosine = unit_pos @ block.mT
@@ -97,10 +89,8 @@ def incoherence(
         sums += torch.stack([values.sum((-2, -1)) for values in (size, cosine.square(), cosine)])
         largest = torch.maximum(largest, size.amax((-2, -1)))
     pairs = (~zero_pos).sum(-1) * (~zero_ctx).sum(-1)
-    avg, square, signed = torch.where(pairs > 0, sums / pairs, torch.nan)
-    return Incoherence(
-        torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed, pairs
-    )
+    avg, square, signed = _ratio(sums, pairs)
+    return Incoherence(torch.where(pairs > 0, largest, torch.nan), avg, square.sqrt(), signed)
 
 
 def subspace_overlap(
@@ -109,106 +99,87 @@ def subspace_overlap(
     rank: int,
 ) -> Float[Tensor, "*batch"]:
     """Mean of cos^2 over the principal angles between the spans of the ``rank`` leading directions
-    of pos and of ctx: between 0 (orthogonal) and 1 (equal); random subspaces of d dimensions have
-    ``rank / d``. NaN where pos or ctx has numerically fewer directions than ``rank``: n centred
-    rows have at most n - 1.
+    of pos and of ctx (both centred): between 0 (orthogonal) and 1 (equal); random subspaces of d
+    dimensions have ``rank / d``. NaN where pos or ctx has numerically fewer directions than
+    ``rank``: n centred rows have at most n - 1.
 
-    >>> round(float(subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)), 3)
-    0.5
+    >>> x = torch.eye(3) - 1 / 3
+    >>> round(float(subspace_overlap(x, x[:, [1, 2, 0]], 2)), 3)
+    1.0
     """
-    decompositions = [(svd(rows), rows.shape) for rows in (pos, ctx)]
-    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in decompositions]
-    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in decompositions))
-    return torch.where(enough[0] & enough[1], angles.cos().square().mean(-1), torch.nan)
+    factors = [svd(rows) for rows in (pos, ctx)]
+    shapes = (pos.shape, ctx.shape)
+    ranks = [numerical_rank(f.S, shape) for f, shape in zip(factors, shapes, strict=True)]
+    enough = (torch.minimum(*ranks) >= rank) & (rank < min(pos.shape[-2], ctx.shape[-2]))
+    angles = principal_angles(*(f.V[..., :rank] for f in factors))
+    return torch.where(enough, angles.cos().square().mean(-1), torch.nan)
 
 
 class ClusterSimilarity(NamedTuple):
-    """Mean cosine between contexts of one document (``intra``) and of different ones (``inter``),
-    and of every pair of documents (the labels that occur, ascending)."""
+    """Mean |cos| between contexts of one document (``intra``) and of different ones (``inter``),
+    the mean cosines, ``intra`` with self-pairs (``intra_reference``), and the mean |cos| of every
+    pair of documents (the labels that occur, ascending)."""
 
     intra: Float[Tensor, "*batch"]
     inter: Float[Tensor, "*batch"]
+    intra_signed: Float[Tensor, "*batch"]
+    inter_signed: Float[Tensor, "*batch"]
+    intra_reference: Float[Tensor, "*batch"]
     table: Float[Tensor, "*batch label label"]
 
 
 def cluster_similarity(
-    ctx: Float[Tensor, "*batch context d_model"],
-    labels: Int[Tensor, " context"],
-    *,
-    preset: str = "exact",
-    signed: bool = False,
+    ctx: Float[Tensor, "*batch context d_model"], labels: Int[Tensor, " context"]
 ) -> ClusterSimilarity:
     """Mean |cos| over pairs of contexts with the same label, and with different labels (Song &
     Zhong 2023, Table 1).
 
-    ``"exact"`` leaves self-pairs out; ``"reference"`` is the published number: absolute values with
-    the self-pairs counted in ``intra``, so that ``intra_ref = ((n - 1) intra + 1) / n`` for
-    clusters of n. ``signed=True`` averages cosines instead of their sizes, from the sums over each
-    label alone. A label with fewer than two directions has NaN on the diagonal of ``table``.
+    Self-pairs are left out. The published number counts them, so that
+    ``intra_reference = ((n - 1) intra + 1) / n`` for clusters of n. A label with fewer than two
+    directions has NaN on the diagonal of ``table``.
 
     The 1.00 published for Llama-2 is an artefact: all 64 windows of a document were the same text.
 
     >>> ctx = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -2.0]])
-    >>> labels = torch.tensor([0, 0, 1, 1])
-    >>> s, signed = (cluster_similarity(ctx, labels, signed=yes) for yes in (False, True))
-    >>> float(s.intra), float(s.inter), float(signed.intra)
+    >>> s = cluster_similarity(ctx, torch.tensor([0, 0, 1, 1]))
+    >>> float(s.intra), float(s.inter), float(s.intra_signed)
     (1.0, 0.0, 0.0)
     """
     unit, zero = normalize_rows(ctx)
     # only labels that occur, in ascending order
     member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).to(unit)
-    if signed:
-        sums = einsum(unit, member, "... context d_model, context label -> ... label d_model")
-        # the sum of cosines over pairs is the product of the sums of unit rows; that of absolute
-        # cosines needs every pair
-        totals = sums @ sums.mT
-    else:
-        blocks = zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True)
-        block_totals = [
-            einsum(
-                (block @ unit.mT).abs(),
-                block_member,
-                "... row context, row label -> ... label context",
-            )
-            @ member
-            for block, block_member in blocks
-        ]
-        totals = torch.stack(block_totals).sum(0)
+    sums = torch.zeros(2, *unit.shape[:-2], *[member.shape[1]] * 2).to(unit)
+    # block by block: cosines of all contexts with all others never exist at once
+    for block, block_member in zip(unit.split(BLOCK, dim=-2), member.split(BLOCK), strict=True):
+        cosine = block @ unit.mT
+        sums += torch.stack([block_member.mT @ x @ member for x in (cosine.abs(), cosine)])
     counts = einsum((~zero).to(unit), member, "... context, context label -> ... label")
     pairs = counts.unsqueeze(-1) * counts.unsqueeze(-2)
     # each nonzero row of a label makes one self-pair, with cosine 1
-    if preset == "exact":
-        totals, pairs = totals - torch.diag_embed(counts), pairs - torch.diag_embed(counts)
-    is_diagonal = torch.eye(member.shape[1], dtype=torch.bool, device=unit.device)
-    intra, inter = (
-        _ratio((totals * cells).sum((-2, -1)), (pairs * cells).sum((-2, -1)))
-        for cells in (is_diagonal, ~is_diagonal)
-    )
-    return ClusterSimilarity(intra, inter, _ratio(totals, pairs))
+    own, within = torch.diag_embed(counts), torch.eye(member.shape[1]).to(unit)
+
+    def mean(total: Tensor, count: Tensor, cells: Tensor) -> Tensor:
+        return _ratio((total * cells).sum((-2, -1)), (count * cells).sum((-2, -1)))
+
+    intra, intra_signed = (mean(x - own, pairs - own, within) for x in sums)
+    inter, inter_signed = (mean(x, pairs, 1 - within) for x in sums)
+    reference, table = mean(sums[0], pairs, within), _ratio(sums[0] - own, pairs - own)
+    return ClusterSimilarity(intra, inter, intra_signed, inter_signed, reference, table)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, torch.nan)
 
 
-class CompactnessPair(NamedTuple):
-    """Cluster compactness of the states without their positional part, and of the raw states."""
-
-    cvec: Float[Tensor, "*batch"]
-    raw: Float[Tensor, "*batch"]
-
-
-def compactness_from_moments(
-    second_moment: Float[Tensor, "*batch d_model d_model"],
-    pos: Float[Tensor, "*batch position d_model"],
-    label_means: Float[Tensor, "*batch label d_model"],
-    label_counts: Int[Tensor, " label"],
+def compactness(
+    second_moment: Float[Tensor, "d_model d_model"],
+    pos: Float[Tensor, "position d_model"],
+    ctx: Float[Tensor, "context d_model"],
+    labels: Int[Tensor, " context"],
     *,
-    norm: str = "N",
     space: Space = "full",
-    ridge: float | None = None,
     accuracy: float = 1e-12,
-) -> CompactnessPair:
+) -> tuple[Tensor, Tensor]:
     """Separation of labelled clusters, ``tr(S_B S_W^-1)``: between-cluster over within-cluster
     covariance, of cvec and of the raw states of a corpus, from accumulated sums alone (Song & Zhong
     2023, section 4).
@@ -217,89 +188,61 @@ def compactness_from_moments(
     the mean of all,
     ``S_W = (1/N) sum_k sum_(i in k) (x_i - m_k)(x_i - m_k)^T`` and
     ``S_B = (1/N) sum_k n_k (m_k - m)(m_k - m)^T``. The source gives neither normaliser nor space:
-    ``norm="dof"`` multiplies by (N - K) / (K - 1), ``space=("pca", 2)`` is what its figure plots.
+    times (N - K) / (K - 1) it is the ratio per degree of freedom, and ``space=("pca", 2)`` is what
+    its figure plots.
     The value is at least 0, is 0 only for equal means, and is unchanged by any invertible affine
-    map of the points. Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. S_W must be
-    invertible: with ``N - K < d_model`` (or clusters in a subspace) a GeometryError asks for PCA or
-    ``ridge``, which adds ridge * tr(S_W) / d to the diagonal of S_W.
+    map of the points. Computed as ``|L^-1 M|_F^2`` with S_W = L L^T and S_B = M M^T. NaN where S_W
+    has no inverse: with ``N - K < d_model``, or clusters in a subspace.
 
-    ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space without a ridge
+    ``S_W(raw) = S_W(cvec) + P^T P / T`` with S_B the same, so in the full space
     **cvec is never less compact than raw**: what the paper observes at three layers is an
     inequality. In a PCA space each side uses its own components and the inequality need not hold.
 
     Args:
         second_moment: the sum of (h - mean)(h - mean)^T over C contexts and T positions.
         pos: the positional basis.
-        label_means: mean of h over each label's contexts minus the mean over all.
-        label_counts: contexts of each label (every context has one).
+        ctx: mean of h over each context minus the mean over all.
+        labels: the cluster of each context.
+        space: ``"full"``, or ``("pca", k)``: the k leading principal components of the points.
         accuracy: relative accuracy of ``second_moment`` (about 1e-6 for float32 products): an
             eigenvalue of the within-cluster correlations below it counts as zero. States after a
             LayerNorm (BERT) have one such eigenvalue.
 
     >>> x = torch.tensor([[0.0], [2.0], [10.0], [12.0]]).double() - 6  # two clusters of two
-    >>> means, counts = torch.tensor([[-5.0], [5.0]]).double(), torch.tensor([2, 2])
-    >>> pair = compactness_from_moments(x.mT @ x, torch.zeros(1, 1).double(), means, counts)
-    >>> round(float(pair.raw), 6)
+    >>> cvec, raw = compactness(x.mT @ x, 0 * x[:1], x, torch.tensor([0, 0, 1, 1]))
+    >>> round(float(raw), 6)
     25.0
     """
-    positions, contexts = pos.shape[-2], label_counts.sum()
-    occurs = label_counts > 0
-    means, counts = label_means[..., occurs, :], (label_counts[occurs] * positions).to(pos)
-    between = einsum(counts, means, means, "label, ... label i, ... label j -> ... i j")
-    raw = second_moment - between
-    cvec = raw - contexts * pos.mT @ pos
-    checks.choice(norm, ("N", "dof"), "norm")
-    size = pos.shape[-1]
-    valid = space == "full"
-    if isinstance(space, tuple) and len(space) == 2:
-        valid = space[0] == "pca" and 1 <= space[1] <= size
-    expected = f'"full" or ("pca", k) with k from 1 to {size}'
-    require(valid, "space", expected=expected, got=repr(space))
-    factor = (counts.sqrt()[:, None] * means).mT  # S_B = factor factor^T / N
-    degrees_of_freedom = float(counts.sum()) - len(counts)
-    values = [
-        _separation(within, factor, degrees_of_freedom, space, ridge, accuracy)
-        for within in (cvec, raw)
-    ]
-    scale = degrees_of_freedom / (len(counts) - 1) if norm == "dof" else 1.0
-    return CompactnessPair(*(scale * value for value in values))
+    member = torch.nn.functional.one_hot(labels.unique(return_inverse=True)[1]).to(pos)
+    counts = member.sum(0)
+    # S_B = factor factor^T / N
+    factor = (ctx.to(pos).mT @ member) * (len(pos) / counts).sqrt()
+    raw = second_moment - factor @ factor.mT
+    cvec = raw - len(ctx) * pos.mT @ pos
+    freedom = float(len(ctx) * len(pos) - len(counts))
+    found = [_separation(within, factor, freedom, space, accuracy) for within in (cvec, raw)]
+    return found[0], found[1]
 
 
 def _separation(
-    within: Tensor,
-    factor: Tensor,
-    degrees_of_freedom: float,
-    space: Space,
-    ridge: float | None,
-    accuracy: float,
+    within: Tensor, factor: Tensor, freedom: float, space: Space, accuracy: float
 ) -> Tensor:
     """``tr(S_B S_W^-1)`` from N S_W ``[d_model d_model]`` and the factor of N S_B ``[d_model
-    label]``; ``degrees_of_freedom`` is N - K."""
+    label]``; ``freedom`` is N - K."""
     if space != "full":
         # eigh ascends: the last k are the leading ones of the total covariance, N S_W + N S_B
-        axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[..., -int(space[1]) :]
+        axes = torch.linalg.eigh(within + factor @ factor.mT).eigenvectors[:, -int(space[1]) :]
         within, factor = axes.mT @ within @ axes, axes.mT @ factor
-    size = within.shape[-1]
-    variance = within.diagonal(dim1=-2, dim2=-1)
-    if ridge is not None:
-        variance = variance + ridge * variance.mean(-1, keepdim=True)
-        within = within + torch.diag_embed(variance - within.diagonal(dim1=-2, dim2=-1))
+    variance, size = within.diagonal(), len(within)
     # scaled to unit variances (correlations), so that outlier coordinates do not spoil the
     # conditioning
-    scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(-1)
+    scale = torch.where(variance > 0, variance, 1.0).rsqrt().unsqueeze(1)
     correlation = scale * (within + within.mT) / 2 * scale.mT
     root, info = torch.linalg.cholesky_ex(correlation)
-    singular = bool((info > 0).any())
-    pivots = root.diagonal(dim1=-2, dim2=-1).square()
+    singular = int(info) > 0 or freedom < size
     # small pivots only suggest a singular matrix: then its smallest eigenvalue decides
-    if not singular and not bool((pivots > accuracy * size).all()):
-        singular = not bool((torch.linalg.eigvalsh(correlation)[..., 0] > accuracy).all())
-    if singular or (ridge is None and degrees_of_freedom < size):
-        points = f"N - K >= {size} points in general position"
-        expected = f"within-cluster covariance of full rank ({points})"
-        got = f"N - K = {degrees_of_freedom:.0f}, or dependent points"
-        instead = 'space=("pca", k) or ridge='
-        fail(
-            "cluster compactness", expected=expected, got=got, instead=instead, error=SingularError
-        )
-    return torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum((-2, -1))
+    if not singular and not bool((root.diagonal().square() > accuracy * size).all()):
+        singular = float(torch.linalg.eigvalsh(correlation)[0]) <= accuracy
+    if singular:
+        return within.new_tensor(torch.nan)
+    return torch.linalg.solve_triangular(root, scale * factor, upper=False).square().sum()

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.linalg import dct_matrix, gram_spectrum, normalize_rows
+from tl_geometry.base.errors import require
+from tl_geometry.base.linalg import dct_matrix, normalize_rows
 
 
 def explained_ratio(
@@ -37,34 +38,6 @@ def explained_ratio(
     is_leading = torch.arange(values.shape[-1], device=values.device) < leading
     total = values.sum(-1)
     return torch.where(total > 0, (values * is_leading).sum(-1) / total, torch.nan)
-
-
-def relative_norm(
-    singular_values: Float[Tensor, "*batch rank"],
-    second_moment: Float[Tensor, "*batch d_model d_model"],
-    contexts: int,
-) -> Float[Tensor, "*batch"]:
-    """Operator norm of the positional part relative to that of all states,
-    ``sqrt(C) s_1(P) / s_1(M)``, from accumulated moments; M ``[C T, d_model]`` holds all states.
-
-    Args:
-        singular_values: those of P.
-        second_moment: ``M^T M``. With the sum over C contexts and T positions of
-            (h - mean)(h - mean)^T the result is the paper's measure (section 2): in [0, 1] in
-            sample, 1 if the strongest direction is purely positional. With the sum of h h^T it is
-            what the published Table 5 (and the column of Table 1) contains, whose code takes the
-            raw stream: in sample never larger, and far smaller where the stream has a large mean.
-        contexts: C.
-
-    No matrix of C T rows is formed. 0 for P = 0, NaN for M = 0.
-
-    >>> P = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    >>> M = 3 * P.T @ P + torch.diag(torch.tensor([2.0, 0.0]))
-    >>> round(float(relative_norm(torch.linalg.svdvals(P), M, 3)), 4)
-    0.866
-    """
-    size = gram_spectrum(second_moment)[..., 0]
-    return torch.where(size > 0, math.sqrt(contexts) * singular_values[..., 0] / size, torch.nan)
 
 
 def normalized_gram(
@@ -195,3 +168,35 @@ def winding_number(curve: Float[Tensor, "*batch position column"]) -> Float[Tens
     turns = torch.atan2(cross, (before * after).sum(-1)).sum(-1) / (2 * math.pi)
     through_origin = (curve == 0).all(-1).any(-1)
     return torch.where(through_origin, torch.nan, turns)
+
+
+def smoothness(
+    pos: Float[Tensor, "*batch position d_model"], m: int = 1
+) -> Float[Tensor, "*batch"]:
+    """Size of the m-th differences relative to the Gram matrix,
+    ``|Delta^(m,m) G~|_max / |G|_max``: small for a smooth basis. Song & Zhong 2023, section 3.
+
+    The Gram matrix ``G = P P^T`` of a centred basis, extended evenly to period 2T, is
+    ``G~ = P~ P~^T`` with the reflected rows ``P~ = [P; J P]`` (J reverses the order). Differences
+    of G~ along both of its axes are differences of the rows, ``Delta^(m,m) G~ = X X^T``, X the
+    m-fold periodic backward difference of P~, times T each. As X X^T is positive semidefinite, its
+    largest entry is the largest squared row norm of X. Only this factored form is used: iterating
+    the two-dimensional stencil multiplies rounding errors by (4 T^2)^m and is useless in float64
+    from m = 4 on.
+
+    Dimensionless and invariant to rotation and scale of d_model; a curve of one DCT frequency j has
+    about (pi j)^(2m). Sampling noise of C contexts adds about ``2 T^2 tr(noise covariance) / C`` to
+    the numerator at m = 1, so values are comparable at one C only. NaN for a zero basis.
+
+    >>> t = (torch.arange(64) + 0.5) / 64
+    >>> round(float(smoothness(torch.cos(torch.pi * t)[:, None].double())), 2)
+    9.87
+    """
+    require(m >= 0, "m", expected="0 or more differences", got=m)
+    largest = torch.linalg.vector_norm(pos, dim=-1).amax(-1)
+    # [P; J P]: repeated periodically, these rows have no jump at the ends
+    rows = torch.cat([pos, pos.flip(-2)], dim=-2)
+    for _ in range(m):
+        rows = pos.shape[-2] * (rows - rows.roll(1, dims=-2))
+    size = torch.linalg.vector_norm(rows, dim=-1).amax(-1)
+    return torch.where(largest > 0, (size / largest).square(), torch.nan)

@@ -47,33 +47,27 @@ def usable_k(k: int, smaller_side: int) -> int:
     return min(k, (smaller_side - 2) // 2)
 
 
-def pseudo_noise(
-    singular_values: Float[Tensor, "*batch rank"], k: int, strategy: str = "i"
-) -> Float[Tensor, "*batch rank"]:
+def _pseudo_noise(s: Tensor, k: int, strategy: str) -> Tensor:
     """Singular values with the k largest replaced by values of noise.
 
     ``"i"``: ``f_l = s_(k+1) + a_l (s_(k+1) - s_(2k+1))`` with
     ``a_l = (1 - ((l - 1) / k)^(2/3)) / (2^(2/3) - 1)``, l = 1..k: the l-th largest value of a noise
     spectrum lies below its edge by an amount that grows as l^(2/3). ``"w"``: ``f_l = s_(k+1)``;
     ``"0"``: zero. Needs k < p, for ``"i"`` 2k + 1 < p, with p singular values.
-
-    >>> pseudo_noise(torch.tensor([9.0, 8.0, 3.0, 2.0, 1.0]), 2, "w").tolist()
-    [3.0, 3.0, 3.0, 2.0, 1.0]
     """
     checks.choice(strategy, STRATEGIES, "strategy")
-    p = singular_values.shape[-1]
+    p = s.shape[-1]
     needed, shown = (2 * k + 1, "2k + 1") if strategy == "i" else (k, "k")
     expected = f"k >= 1 and {shown} < {p} (the smaller side of the matrix)"
     instead = f"k={max(1, usable_k(k, p))}"
     require(k >= 1 and needed < p, "k", expected=expected, got=k, instead=instead)
-    edge = singular_values[..., k : k + 1]
+    edge = s[..., k : k + 1]
+    head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
     if strategy == "i":
-        l = torch.arange(1, k + 1, dtype=singular_values.dtype, device=singular_values.device)
-        a = (1 - ((l - 1) / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)
-        head = edge + a * (edge - singular_values[..., 2 * k : 2 * k + 1])
-    else:
-        head = edge.expand(*edge.shape[:-1], k) * (strategy == "w")
-    return torch.cat([head, singular_values[..., k:]], dim=-1)
+        l = torch.arange(k, dtype=s.dtype, device=s.device)
+        a = (1 - (l / k) ** (2 / 3)) / (2 ** (2 / 3) - 1)
+        head = edge + a * (edge - s[..., 2 * k : 2 * k + 1])
+    return torch.cat([head, s[..., k:]], dim=-1)
 
 
 def _psi(y: Tensor, f: Tensor, ratio: float) -> Tensor:
@@ -116,21 +110,15 @@ def screenot(
     >>> int(screenot(torch.linalg.svdvals(noise), (60, 80), k=10).rank)
     2
     """
-    rank_limit = min(shape)
-    s = singular_values.double()
-    expected = f"{rank_limit} of a matrix of shape {shape}"
-    require(
-        s.shape[-1] == rank_limit,
-        "singular_values",
-        expected=expected,
-        got=describe(singular_values),
-    )
-    noise = pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
+    most, s = min(shape), singular_values.double()
+    expected, got = f"{most} of a matrix of shape {shape}", describe(singular_values)
+    require(s.shape[-1] == most, "singular_values", expected=expected, got=got)
+    noise = _pseudo_noise(checks.finite(s, "singular_values"), k, strategy)
     edge = noise.amax(-1)
     # a zero matrix in the batch is searched with f = 1, and its threshold set to 0 afterwards
     scale = torch.where(edge > 0, edge, 1.0)
     scaled = torch.where(edge[..., None] > 0, noise / scale[..., None], 1.0)
-    ratio = rank_limit / max(shape)
+    ratio = most / max(shape)
     low, high = torch.ones_like(edge), torch.full_like(edge, 2.0)
     # Psi increases with y: while it is below -4 at the upper end, that end doubles
     while bool((below := _psi(high, scaled, ratio) < -4).any()):

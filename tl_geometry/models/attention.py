@@ -12,7 +12,7 @@ modules at each pass, so that gradients reach the parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,9 @@ from torch.nn.functional import pad
 
 from tl_geometry.models.norms import NormReading, NormWeights, read_norm
 from tl_geometry.models.parameters import HeadWeights, inner, part, upcast
+
+Stream = Float[Tensor, "*batch d_model"]
+Heads = Float[Tensor, "*batch head d_head"]
 
 ROTATIONS = ("half", "adjacent")
 """Pairs of coordinates that rotate together: (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
@@ -113,16 +116,6 @@ class Attention:
         """The factor of products of queries and keys."""
         return self.reading.scale
 
-    def every(self, group_size: int) -> Attention:
-        """The first of every ``group_size`` heads: where groups share their keys and values, one
-        head of each."""
-        names = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")
-        some = {name: getattr(self.weights, name)[::group_size] for name in names}
-        qk = self.qk_norm
-        if qk is not None:
-            qk = replace(qk, gain={w: gain[::group_size] for w, gain in qk.gain.items()})
-        return replace(self, weights=replace(self.weights, **some), qk_norm=qk)
-
     def matrix(self, which: str) -> Float[Tensor, "head d_model d_head"]:
         """W_Q, W_K or W_V."""
         return getattr(self.weights, f"W_{which.upper()}")
@@ -132,16 +125,12 @@ class Attention:
         bias = getattr(self.weights, f"b_{which.upper()}")
         return einsum(self.norm.bias, self.matrix(which), "d, h d e -> h e") + bias
 
-    def projected(
-        self, parts: Float[Tensor, "*part position d_model"], which: str
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def projected(self, parts: Stream, which: str) -> Heads:
         """Centring, gain and weight matrix of additive parts: linear, without any scale."""
         x = self.norm.centre(parts) * self.norm.gain
         return einsum(x, self.matrix(which), "... d, h d e -> ... h e")
 
-    def turned(
-        self, x: Float[Tensor, "... position head d_head"], which: str, turn: Rotation | None
-    ) -> Float[Tensor, "... position head d_head"]:
+    def turned(self, x: Heads, which: str, turn: Rotation | None) -> Heads:
         """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys;
         values as they are."""
         if which == "v":
@@ -150,36 +139,24 @@ class Attention:
             x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
         return x if turn is None else rotate(x, *turn)
 
-    def raw(
-        self, h: Float[Tensor, "*batch d_model"], which: str
-    ) -> Float[Tensor, "*batch head d_head"]:
+    def raw(self, h: Stream, which: str) -> Heads:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
         hold it."""
         return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
 
-    def entering(
-        self, raw: Float[Tensor, "*batch position head d_head"], which: str, turn: Rotation | None
-    ) -> Float[Tensor, "*batch position head d_head"]:
+    def entering(self, raw: Heads, which: str, turn: Rotation | None) -> Heads:
         """Query or key as it enters the score, of what :meth:`raw` gives."""
         if which != "v" and self.qk_norm is not None:
             raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
         return self.turned(raw, which, turn)
 
-    def sizes(
-        self, h: Float[Tensor, "*batch d_model"], which: str
-    ) -> Float[Tensor, "*batch head d_head"]:
+    def sizes(self, h: Stream, which: str, *, entering: bool = False) -> Heads:
         """:meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``: rounding
-        grows with these."""
+        grows with these. With ``entering`` after any QK-norm."""
         x = (self.norm.normalize(h) * self.norm.gain).abs()
         read = einsum(x, self.matrix(which).abs(), "... d, h d e -> ... h e")
-        return read + self.constant(which).abs()
-
-    def entering_sizes(
-        self, h: Float[Tensor, "*batch d_model"], which: str
-    ) -> Float[Tensor, "*batch head d_head"]:
-        """:meth:`sizes` of a query or key as it enters the score, after any QK-norm."""
-        size = self.sizes(h, which)
-        if self.qk_norm is None:
+        size = read + self.constant(which).abs()
+        if not entering or self.qk_norm is None:
             return size
         frozen = self.qk_norm.scale(self.raw(h, which)).unsqueeze(-1)
         return size / frozen * self.qk_norm.gain[which].abs()
@@ -188,29 +165,27 @@ class Attention:
 def attention_of(module: Any, ln1: Any, weights: HeadWeights, reading: Reading) -> Attention:
     """The tensors of one layer, of the dtype and on the device of ``weights``; ``ln1`` is the norm
     module in front of it."""
-    like, qk_norm = weights.W_Q, None
+    (heads, _, d_head), qk_norm = weights.W_Q.shape, None
+    like = weights.W_Q[0, :, 0]
+
+    def gain(which: str, shift: float) -> Float[Tensor, "head d_head"]:
+        value = part(inner(qk_norm_module(module, which)), "weight", "w")
+        if value is None:
+            return like.new_ones(heads, d_head)
+        # one of all heads alike, of a group of heads, or of all heads in a row
+        rows = upcast(value).to(like).reshape(-1, d_head) + shift
+        return rows.repeat_interleave(heads // len(rows), 0)
+
     if reading.qk is not None:
-        gains = {w: part(inner(qk_norm_module(module, w)), "weight", "w") for w in "qk"}
-        gain = {w: _head_gain(value, reading.qk.shift, like) for w, value in gains.items()}
-        qk_norm = QKNorm(reading.qk, gain)
+        qk_norm = QKNorm(reading.qk, {w: gain(w, reading.qk.shift) for w in "qk"})
     sinks = part(inner(module), "sinks")
     return Attention(
         reading=reading,
-        norm=read_norm(ln1, reading.norm, like[0, :, 0]),
+        norm=read_norm(ln1, reading.norm, like),
         weights=weights,
         qk_norm=qk_norm,
         sinks=None if sinks is None else upcast(sinks).reshape(-1).to(like),
     )
-
-
-def _head_gain(gain: Tensor | None, shift: float, like: Tensor) -> Float[Tensor, "head d_head"]:
-    """The gain of each head: that of all heads alike, of a group of heads, or one of all heads in a
-    row."""
-    heads, _, d_head = like.shape
-    if gain is None:
-        return like.new_ones(heads, d_head)
-    rows = upcast(gain).to(like).reshape(-1, d_head) + shift
-    return rows.repeat_interleave(heads // len(rows), 0)
 
 
 def qk_norm_module(attn: Any, which: str) -> Any:
@@ -219,9 +194,7 @@ def qk_norm_module(attn: Any, which: str) -> Any:
     return part(attn, names[0]) or part(inner(attn), *names)
 
 
-def rotate(
-    x: Float[Tensor, "... position head d_head"], cos: Tensor, sin: Tensor, pairing: str
-) -> Float[Tensor, "... position head d_head"]:
+def rotate(x: Heads, cos: Tensor, sin: Tensor, pairing: str) -> Heads:
     """Rotary embedding of the first coordinates, linear in ``x``: each pair (a, b) becomes
     ``(a cos - b sin, b cos + a sin)``. ``cos`` and ``sin`` are ``[position rotary_dim]``."""
     size, rest = cos.shape[-1], x.shape[-1] - cos.shape[-1]
@@ -236,24 +209,45 @@ def rotate(
     return out
 
 
-def rotation_of(
-    module: Any, cached: Mapping[str, Tensor], prefix: str, length: int, reading: Reading
-) -> Rotation | None:
-    """The rotation of a layer of a forward pass, from its activations (``cached``) or its buffers;
-    ``None`` without one, or without tables."""
-    if reading.rotation is None:
-        return None
-    cos, sin = cached.get(f"{prefix}hook_cos"), cached.get(f"{prefix}hook_sin")
+def cached(activations: Mapping[str, Tensor], name: str, heads: int) -> Tensor | None:
+    """An activation, at least float32, with grouped heads expanded, ``None`` where it is not
+    there."""
+    value = activations.get(name)
+    if value is not None and name[-6:] in ("hook_q", "hook_k", "hook_v"):
+        groups = heads // value.shape[-2]
+        value = value if groups == 1 else value.repeat_interleave(groups, -2)
+    return None if value is None else upcast(value)
+
+
+def rotary_tables(
+    attn: Any, activations: Mapping[str, Tensor], prefix: str, length: int
+) -> Float[Tensor, "side position column"] | None:
+    """Cosines and sines of a forward pass, from its activations or from the buffers of the layer;
+    ``None`` where there are none."""
+    source, cos = inner(attn), activations.get(f"{prefix}hook_cos")
+    sin, rotary = activations.get(f"{prefix}hook_sin"), part(source, "rotary")
     if cos is None or sin is None:
-        cos, sin = rotary_tables(module, length)
-    if cos is None or sin is None:
-        return None
+        if part(attn, "rotary_cos") is not None:  # HookedTransformer
+            cos, sin = attn.rotary_cos[:length], attn.rotary_sin[:length]
+        elif part(source, "embed_positions") is not None:  # GPT-J: sines, then cosines
+            tables = repeat(source.embed_positions[:length], "t n -> t (n two)", two=2)
+            sin, cos = tables.chunk(2, dim=-1)
+        elif part(rotary, "cos_cached") is not None:  # boot_native
+            cos, sin = rotary.cos_cached[:length], rotary.sin_cached[:length]
+        else:
+            return None
     # of a batch the first: positions are the same in all
-    cos, sin = (upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin))
+    return torch.stack([upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin)])
+
+
+def rotation_of(tables: Tensor | None, reading: Reading, like: Tensor) -> Rotation | None:
+    """The rotation by :func:`rotary_tables`, ``None`` without one."""
+    if tables is None or reading.rotation is None:
+        return None
     if not reading.each_angle_twice:
         widen = "t n -> t (two n)" if reading.rotation == "half" else "t n -> t (n two)"
-        cos, sin = repeat(cos, widen, two=2), repeat(sin, widen, two=2)
-    return Rotation(cos, sin, reading.rotation)
+        tables = torch.stack([repeat(table, widen, two=2) for table in tables])
+    return Rotation(*tables.to(like), reading.rotation)
 
 
 def each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:
@@ -262,21 +256,6 @@ def each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:
     pairs = cos.shape[-1] // 2
     halves = cos.shape[-1] == 1 or torch.equal(cos[:, :pairs], cos[:, pairs:])
     return halves or torch.equal(cos[:, ::2], cos[:, 1::2])
-
-
-def rotary_tables(attn: Any, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """Cosines and sines ``[position column]`` of the first positions, from the buffers of a layer
-    that has them, else ``None``."""
-    source = inner(attn)
-    if part(attn, "rotary_cos") is not None:  # HookedTransformer
-        return attn.rotary_cos[:length], attn.rotary_sin[:length]
-    if part(source, "embed_positions") is not None:  # GPT-J: sines, then cosines
-        sin, cos = source.embed_positions[:length].chunk(2, dim=-1)
-        return repeat(cos, "t n -> t (n two)", two=2), repeat(sin, "t n -> t (n two)", two=2)
-    rotary = part(source, "rotary")
-    if part(rotary, "cos_cached") is not None:  # boot_native
-        return rotary.cos_cached[:length], rotary.sin_cached[:length]
-    return None, None
 
 
 def scores_of(
@@ -303,39 +282,18 @@ def alibi(
     return line + rest.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
 
 
-def unmasked(
-    scores: Float[Tensor, "*batch query key"], ignore: Tensor | None
-) -> Bool[Tensor, "*batch query key"]:
-    """Where the model's scores are those of allowed keys. A masked key has a score below
-    :data:`MASKED`, or exactly ``ignore``.
-
-    >>> unmasked(torch.tensor([[3.0, -1e5, -torch.inf]]), torch.tensor(-1e5)).tolist()
-    [[True, False, False]]
-    """
-    seen = scores > MASKED[scores.dtype]
-    return seen if ignore is None else seen & (scores != ignore.to(scores))
-
-
-def ignore_of(attn: Any) -> Tensor | None:
-    """The score that a layer gives to masked keys (a buffer of HookedTransformer): -1e5 in older
-    checkpoints, else minus infinity."""
-    value = part(attn, "IGNORE")
-    return value if isinstance(value, Tensor) else None
-
-
 def allowed_cells(
     attn: Any, reading: Reading, length: int, causal: bool, scores: Tensor | None, like: Tensor
 ) -> Bool[Tensor, "query key"]:
     """Which keys each query may attend to: by the model's masked scores, or, where it shows none,
     by ``causal`` and the window of its settings."""
-    # windows have no padding, so that all contexts and heads have one mask: that of the first
-    # context. One that differs elsewhere is refused when the layer is verified
     if scores is not None:
-        return unmasked(scores[0], ignore_of(attn)).any(0)
+        # windows have no padding, so that all contexts and heads have one mask: that of the first
+        # context. One that differs elsewhere is refused when the layer is verified
+        seen = scores[0] > MASKED[scores.dtype]
+        ignore = part(attn, "IGNORE")  # of HookedTransformer: -1e5 in older checkpoints
+        return (seen & (scores[0] != ignore.to(scores)) if ignore is not None else seen).any(0)
     places = torch.arange(length, device=like.device)
-    i, j = places[:, None], places[None, :]
-    allowed = (j <= i) if causal else torch.ones_like(j <= i)
-    if reading.window is not None:
-        width = reading.window
-        allowed = allowed & (i - j < width) & (True if causal else (j - i < width))
-    return allowed
+    offset = places[:, None] - places
+    allowed = offset >= 0 if causal else torch.ones_like(offset, dtype=torch.bool)
+    return allowed if reading.window is None else allowed & (offset.abs() < reading.window)

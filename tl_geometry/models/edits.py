@@ -36,6 +36,9 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import put_on, require_points, take_away
 from tl_geometry.models.write_spec import by_head
 
+Heads = Float[Tensor, "batch position head d_head"]
+Scores = Float[Tensor, "batch head query key"]
+
 HookFunction = Callable[[Tensor, Any], Tensor | None]
 """A hook as TransformerLens calls it, with an activation and its hook point."""
 NamedHook = tuple[str, HookFunction]
@@ -115,13 +118,11 @@ class RunningHeads:
     heads: tuple[int, ...]
 
     @cached_property
-    def total(self) -> Float[Tensor, "batch head query key"]:
+    def total(self) -> Scores:
         """Their own scores, before any soft cap."""
         return self.scores(self.own("q"), self.own("k"))
 
-    def scores(
-        self, q: Float[Tensor, "batch query head d_head"], k: Float[Tensor, "batch key head d_head"]
-    ) -> Float[Tensor, "batch head query key"]:
+    def scores(self, q: Heads, k: Heads) -> Scores:
         """Scores of other queries and keys of these heads, ALiBi included."""
         products = scores_of(q, k, self.layer.scale)
         return products if self.bias is None else products + self.bias
@@ -131,15 +132,15 @@ class RunningHeads:
         """What is added to the scores by position (ALiBi)."""
         return None if self.layer.bias is None else self.layer.bias[list(self.heads)]
 
-    def own(self, which: str) -> Float[Tensor, "batch position head d_head"]:
+    def own(self, which: str) -> Heads:
         """Their queries (``"q"``), keys or values."""
         return getattr(self.layer, which)[:, :, list(self.heads)]
 
     def mixed(
         self,
-        scores: Float[Tensor, "batch head query key"],
-        v: Float[Tensor, "batch key head d_head"],
-    ) -> Float[Tensor, "batch query head d_head"]:
+        scores: Scores,
+        v: Heads,
+    ) -> Heads:
         """``softmax(scores) @ v``."""
         return einsum(self.layer.pattern_of(scores, self.heads), v, "b h i j, b j h e -> b i h e")
 
@@ -158,12 +159,9 @@ def edited_attention(
     """Hooks under which some heads of a layer attend by other scores, other values, or both (the
     module's formula)."""
     view.layer_facts(layer)  # inferred now, because a model cannot run inside its own hooks
-    z_name, seen = f"blocks.{layer}.attn.hook_z", {}
+    seen: dict[str, Tensor] = {}
     unread = ("hook_pattern", "hook_attn_scores", "hook_z")
     names = [name for name in view.layer_hooks(layer) if not name.endswith(unread)]
-
-    def read(value: Tensor, hook: Any, name: str) -> None:
-        seen[name] = value
 
     def write(value: Tensor, hook: Any) -> Tensor:
         run = _running(view, layer, tuple(heads), dict(seen))
@@ -171,15 +169,13 @@ def edited_attention(
         z, v = by_head(value, view.n_heads).clone(), run.own("v")
         before = run.mixed(run.total, v)
         _require_close(run, view, "mixed values", before, z[:, :, heads])
-        new = run.mixed(
-            run.total if scores is None else scores(run), v if values is None else values(run)
-        )
+        new = run.mixed(scores(run) if scores else run.total, values(run) if values else v)
         z[:, :, heads] = z[:, :, heads] + (new - before).to(z.dtype)
         return z.reshape(value.shape)
 
     # a name is bound now: a loop variable would be the last one in every reader
-    readers = [(name, lambda value, hook, name=name: read(value, hook, name)) for name in names]
-    return [*readers, (z_name, write)]
+    readers = [(n, lambda value, hook, n=n: seen.update({n: value})) for n in names]
+    return [*readers, (view.z_hooks[layer], write)]
 
 
 def _running(
@@ -192,17 +188,16 @@ def _running(
     require(fits, what, expected=WHOLE, got=f"positions {lengths}", instead="model(tokens)")
     layer = view.layer(at, seen, verify=False)
     run = RunningHeads(layer, heads)
-    for which, name in (("q", "queries"), ("k", "keys")):
-        project, constant = getattr(layer, f"project_{which}"), getattr(layer, f"{which}_constant")
+    for which, project in (("q", layer.project_q), ("k", layer.project_k)):
         with torch.no_grad():
-            own = (project(layer.h) + constant)[:, :, list(heads)]
-        _require_close(run, view, name, own, run.own(which), which)
+            own = project(layer.h) + getattr(layer, f"{which}_constant")
+        _require_close(run, view, which, own[:, :, list(heads)], run.own(which))
     return run
 
 
 @torch.no_grad()
 def _require_close(
-    run: RunningHeads, view: ModelView, name: str, own: Tensor, model: Tensor, which: str = ""
+    run: RunningHeads, view: ModelView, name: str, own: Tensor, model: Tensor
 ) -> None:
     """Refuse numbers of the edited heads that are not the model's own. Scores that are off by e
     change a probability by at most 2 e (its own score, and the sum that it is divided by), in the
@@ -210,31 +205,25 @@ def _require_close(
     covers."""
     layer, roundoff, heads = run.layer, run.layer.roundoff, list(run.heads)
     error = float((own - model).abs().max())
-    if which:
-        bound = reconstruction_bound(roundoff, float(own.abs().max()))
-        if error > bound:  # large products that cancel round by their own size
-            bound = reconstruction_bound(roundoff, float(layer.sizes(which)[:, :, heads].max()))
+    if name in "qk":
+        size = float(layer.sizes(name)[:, :, heads].max())
+        bound = reconstruction_bound(roundoff, max(size, float(own.abs().max())))
     else:
         # the largest that a score can be (Cauchy-Schwarz), at least 1
         q, k = (run.own(side).norm(dim=-1).max() for side in "qk")
-        size = float(layer.scale * q * k)
-        size += 0.0 if layer.bias is None else float(layer.bias.abs().max())
+        size = float(layer.scale * q * k + (0.0 if layer.bias is None else layer.bias.abs().max()))
         bound = 4 * reconstruction_bound(roundoff, max(size, 1.0)) + 32 * roundoff
         bound *= float(run.own("v").abs().max())
-    require(
-        error <= bound,
-        f"{name} of layer {layer.layer} of {view.name} inside an edit",
-        expected=f"what its scores and values (or its input) make, within {bound:.2g}",
-        got=f"{error:.2g} off",
-        instead=f"{WHOLE}, and no other hook on these heads",
-        error=ReconstructionError,
-    )
+    what = f"{name} of layer {layer.layer} of {view.name} inside an edit"
+    expected, got = f"what its input or scores make, within {bound:.2g}", f"{error:.2g} off"
+    instead, kind = f"{WHOLE}, and no other hook on these heads", ReconstructionError
+    require(error <= bound, what, expected=expected, got=got, instead=instead, error=kind)
 
 
 def reread(view: ModelView, layer: LayerView, h: Float[Tensor, "..."]) -> LayerView:
     """A layer of the running pass as it would read another stream ``h [batch position d_model]``,
     with everything live: norm, QK-norm, queries, keys and values."""
-    attention = view._layers.attention(layer.layer, h)
+    attention = view._attention(layer.layer, h)
     raw = {which: attention.raw(h, which) for which in "qkv"}
     fields = frozen_fields(attention, h, raw, layer.turn)
     return replace(layer, attention=attention, h=h, v=raw["v"], **fields)

@@ -105,21 +105,14 @@ def _settings(model: Any) -> dict[str, Any]:
     original = getattr(model, "original_model", None)
     config = getattr(original, "config", None)
     read = config.to_dict() if config is not None else vars(model.cfg)
-    root = original if original is not None else model
-    acts = {
-        type(f).__name__ if isinstance(f, nn.Module) else getattr(f, "__name__", str(f))
-        for f in _acts(root)
-    }
+    acts = set()
+    for module in (original if original is not None else model).modules():
+        for name in ("act", "act_fn", "activation_fn"):
+            act = vars(module).get(name) or module._modules.get(name)
+            known = type(act) if isinstance(act, nn.Module) else act
+            acts |= {getattr(known, "__name__", str(known))} if callable(act) else set()
     acting = {k: str(v) for k, v in read.items() if v is not None and not _left_out(k, v)}
     return {"class": type(model).__name__, "settings": acting, "activations": sorted(acts)}
-
-
-def _acts(root: nn.Module) -> Iterator[Any]:
-    for module in root.modules():
-        for name in ("act", "act_fn", "activation_fn"):
-            found = vars(module).get(name) or module._modules.get(name)
-            if callable(found):
-                yield found
 
 
 def _left_out(name: str, value: Any) -> bool:
@@ -128,21 +121,10 @@ def _left_out(name: str, value: Any) -> bool:
 
 def require_numbers(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
-    problem, instead = "", "the model without quantisation"
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            problem = f"{name} on the meta device, without values"
-            instead = "a model whose weights are loaded"
-        elif p.dtype not in DTYPES:
-            problem = f"{name} in {str(p.dtype).removeprefix('torch.')}"
-        if problem:
-            break
+    bad = [f"{n}, on the meta device" for n, p in model.named_parameters() if p.is_meta]
+    bad += [f"{n}, {p.dtype}" for n, p in model.named_parameters() if p.dtype not in DTYPES]
     kinds = {f"{type(m).__module__}.{type(m).__name__}": name for name, m in model.named_modules()}
-    quantised = [f"{n}, a {k}" for k, n in kinds.items() if any(q in k.lower() for q in QUANTISED)]
-    problem = problem or next(iter(quantised), "")
-    if problem:
-        what, expected = (
-            f"weights of {type(model).__name__}",
-            "floating-point numbers, not quantised",
-        )
-        fail(what, expected=expected, got=problem, instead=instead, error=UnsupportedModelError)
+    bad += [f"{n}, a {k}" for k, n in kinds.items() if any(q in k.lower() for q in QUANTISED)]
+    if bad:
+        what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
+        fail(what, expected=expected, got=bad[0], error=UnsupportedModelError)

@@ -32,14 +32,11 @@ class PrefixCache:
     def times(self, copies: int) -> ModelView:
         """A view that runs one token for each row of ``copies`` copies of the chunks, behind the
         tokens before it."""
-        hooked = self.view.class_name == "HookedTransformer"
-        repeat = _hooked_copies if hooked else batch_copies
-        repeated = repeat(self.cache, copies)
 
         def run(tokens: Tensor, hooks: Mapping[str, Hook], **options: Any) -> Tensor | None:
-            # a cache of transformers grows with each pass, a frozen one of TransformerLens does not
-            cache = repeated if hooked else batch_copies(repeated, 1)
-            return self.view._layers.runner.behind(cache, tokens)(tokens, hooks, **options)
+            # a cache grows with each pass
+            cache = batch_copies(self.cache, copies)
+            return self.view._runner.behind(cache, tokens)(tokens, hooks, **options)
 
         return dataclasses.replace(self.view, _run=run)
 
@@ -47,49 +44,38 @@ class PrefixCache:
 def behind(view: ModelView, tokens: Int[Tensor, "batch position"]) -> PrefixCache | None:
     """The keys and values of all but the last token of the chunks, run once; ``None`` where the
     class has no cache of them."""
-    runner, hooked = view._layers.runner, view.class_name == "HookedTransformer"
+    runner = view._runner
     if not (view.causal and tokens.shape[1] >= 2):
         return None
-    if not hooked and "use_cache" not in runner.kwargs:
+    if view.class_name == "TransformerBridge" and "use_cache" not in runner.kwargs:
         return None
-    config = None if hooked else view._model.original_model.config
-    cache, prefix = runner.empty_cache(len(tokens), config), tokens[:, :-1].to(view.device)
+    cache, prefix = runner.empty_cache(len(tokens)), tokens[:, :-1].to(view.device)
     # a hook that does nothing at the last state: without any the runner would stop at the first
     runner.behind(cache, prefix)(prefix, {view.state_hooks[-1]: lambda h: None})
-    tensors = _tensors(cache, hooked)
-    if not all(isinstance(t, Tensor) and t.shape[0] == len(tokens) for t in tensors):
+    tensors = [value for entry in _entries(cache) for value in _of(entry).values()]
+    if not tensors or any(getattr(t, "shape", [0])[0] != len(tokens) for t in tensors):
         return None  # a class that ignores its cache
-    return PrefixCache(view, cache, sum(t.numel() * t.element_size() for t in tensors))
+    return PrefixCache(view, cache, sum(t.nbytes for t in tensors))
 
 
-def _tensors(cache: Any, hooked: bool) -> list[Any]:
-    """Keys and values in a cache; ``[None]`` for a cache of transformers that was never filled,
-    which the caller refuses."""
-    if hooked:
-        return [t for entry in cache.entries for t in (entry.past_keys, entry.past_values)]
-    return [t for layer in cache.layers for t in (layer.keys, layer.values)] or [None]
+def _entries(cache: Any) -> list[Any]:
+    """What a cache of TransformerLens, or of transformers, holds for each layer."""
+    return cache.entries if hasattr(cache, "entries") else cache.layers
+
+
+def _of(entry: Any) -> dict[str, Any]:
+    """Keys and values of a layer by the names of their attributes."""
+    names = ("past_keys", "past_values") if hasattr(entry, "past_keys") else ("keys", "values")
+    return {name: getattr(entry, name) for name in names}
 
 
 def batch_copies(cache: Any, copies: int) -> Any:
-    """A cache of transformers with its rows repeated; appending to the new one leaves the old one
-    alone."""
-    out = copy.copy(cache)
-    out.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in out.layers if copies > 1 else ():
-        layer.keys, layer.values = (
-            t.repeat(copies, *[1] * (t.dim() - 1)) for t in (layer.keys, layer.values)
-        )
-    return out
-
-
-def _hooked_copies(cache: Any, copies: int) -> Any:
-    """The same for a cache of TransformerLens, frozen, so that runs add nothing to it."""
-    out = copy.copy(cache)
-    out.entries = [copy.copy(entry) for entry in cache.entries]
-    for entry in out.entries:
-        entry.past_keys, entry.past_values = (
-            t.repeat(copies, 1, 1, 1) for t in (entry.past_keys, entry.past_values)
-        )
-    out.previous_attention_mask = cache.previous_attention_mask.repeat(copies, 1)
-    out.freeze()
+    """A cache with its rows repeated; appending to the new one leaves the old one alone."""
+    out, entries = copy.copy(cache), [copy.copy(entry) for entry in _entries(cache)]
+    setattr(out, "entries" if hasattr(cache, "entries") else "layers", entries)
+    for entry in entries:
+        for name, value in _of(entry).items():
+            setattr(entry, name, value.repeat(copies, *[1] * (value.dim() - 1)))
+    if hasattr(cache, "previous_attention_mask"):
+        out.previous_attention_mask = cache.previous_attention_mask.repeat(copies, 1)
     return out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.models.attention import Attention, Rotation, scores_of
 from tl_geometry.models.norms import NormWeights
@@ -21,6 +22,10 @@ from tl_geometry.models.reconstruction import (
 )
 from tl_geometry.models.rotary import RotaryPlanes, planes_of_tables
 from tl_geometry.models.softmax import masked_softmax, soft_cap
+
+Stream = Float[Tensor, "*batch d_model"]
+Heads = Float[Tensor, "*batch head d_head"]
+Scores = Float[Tensor, "batch head query key"]
 
 SUMMANDS = 256
 """Up to this many keys the sum of a row of the pattern rounds no more than one number does; beyond,
@@ -113,51 +118,37 @@ class LayerView:
 
     # ---- parts of the stream as queries, keys and values
 
-    def projected(
-        self, parts: Float[Tensor, "*part position d_model"], which: str
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def projected(self, parts: Stream, which: str) -> Heads:
         """Centring, gain and weight matrix of additive parts, for ``"q"``, ``"k"`` or ``"v"``."""
         return self.attention.projected(parts, which)
 
-    def turned(
-        self, x: Float[Tensor, "... position head d_head"], which: str
-    ) -> Float[Tensor, "... position head d_head"]:
+    def turned(self, x: Heads, which: str) -> Heads:
         """The linear part of QK-norm, then the rotation, of what :meth:`projected` gives."""
         return self.attention.turned(x, which, self.turn)
 
-    def q_map(
-        self, parts: Float[Tensor, "*part position d_model"]
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def q_map(self, parts: Stream) -> Heads:
         """Queries of parts, without scale and constant."""
         return self.turned(self.projected(parts, "q"), "q")
 
-    def k_map(
-        self, parts: Float[Tensor, "*part position d_model"]
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def k_map(self, parts: Stream) -> Heads:
         """Keys of parts, without scale and constant."""
         return self.turned(self.projected(parts, "k"), "k")
 
-    def v_map(
-        self, parts: Float[Tensor, "*part position d_model"]
-    ) -> Float[Tensor, "*part position head d_head"]:
+    def v_map(self, parts: Stream) -> Heads:
         """Values of parts, without scale and constant."""
         return self.projected(parts, "v")
 
-    def project_q(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_q(self, parts: Stream) -> Heads:
         """Queries of additive parts (without the constant)."""
         return self.q_map(parts) * self.q_scale.unsqueeze(-1)
 
-    def project_k(
-        self, parts: Float[Tensor, "*part batch position d_model"]
-    ) -> Float[Tensor, "*part batch position head d_head"]:
+    def project_k(self, parts: Stream) -> Heads:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
 
     def sizes(self, which: str) -> Float[Tensor, "batch position head d_head"]:
         """What rounding of queries (``"q"``) or keys grows with."""
-        return self.attention.entering_sizes(self.h, which)
+        return self.attention.sizes(self.h, which, entering=True)
 
     def without_norm(
         self, scale: Float[Tensor, "batch position head"]
@@ -185,39 +176,20 @@ class LayerView:
 
     # ---- scores and pattern
 
-    def logits(
-        self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What the model takes the softmax of, and where: scores after any soft cap, a sink as one
-        more key that is always allowed.
-
-        ``heads`` names the heads on the head axis (all of the layer's for ``None``).
-        """
+    def logits(self, scores: Scores, heads: Any = slice(None)) -> tuple[Tensor, Tensor]:
+        """What the model takes the softmax of, and where: scores of some heads after any soft cap,
+        a sink as one more key that is always allowed."""
         scores, allowed = soft_cap(scores, self.softcap), self.allowed.to(scores.device)
         if self.sinks is None:
             return scores, allowed
-        sinks = self.sinks if heads is None else self.sinks[list(heads)]
-        sink = sinks[:, None, None].expand(*scores.shape[:-1], 1).to(scores)
-        seen = torch.cat([allowed, torch.ones_like(allowed[:, :1])], -1)
-        return torch.cat([scores, sink], -1), seen
+        sink = self.sinks[heads, None, None].expand(*scores.shape[:-1], 1).to(scores)
+        return torch.cat([scores, sink], -1), pad(allowed, (0, 1), value=True)
 
-    def pattern_of(
-        self, scores: Float[Tensor, "batch head query key"], heads: Sequence[int] | None = None
-    ) -> Float[Tensor, "batch head query key"]:
-        """The pattern that the layer makes of scores: soft cap, mask, sinks, softmax."""
-        capped, allowed = self.logits(scores, heads)
+    def pattern_of(self, scores: Scores, heads: Sequence[int] | None = None) -> Scores:
+        """The pattern that the layer makes of scores of some heads (all for ``None``): soft cap,
+        mask, sinks, softmax."""
+        capped, allowed = self.logits(scores, slice(None) if heads is None else list(heads))
         return masked_softmax(capped, allowed)[..., : self.allowed.shape[-1]]
-
-    def _total_and_size(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """Scores ``[batch head query key]``, and their size A: the same products of absolute
-        values, ``|q - q0| + |q0|`` of a query with constant q0, and keys alike."""
-        q, q0, k, k0 = (x[:, :, heads] for x in (self.q, self.q_constant, self.k, self.k_constant))
-        total = scores_of(q, k, self.scale)
-        size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), self.scale)
-        if self.bias is None:
-            return total, size
-        bias = self.bias[heads]
-        return total + bias, size + bias.abs()
 
     def report(
         self, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]
@@ -225,16 +197,17 @@ class LayerView:
         """Queries, keys, scores and pattern against the model's own. ``raw`` holds queries and keys
         before QK-norm and rotation, ``hooked`` the model's, where they are known."""
         checks: dict[str, tuple[float, float]] = {}
-        sizes: dict[str, float] = {}
-        for w in "qk":
-            value, size = hooked[w], self.attention.sizes(self.h, w)
+        for w, value in hooked.items():
             if value is not None:
+                size = float(self.attention.sizes(self.h, w).max())
                 error = float((raw[w] - value).abs().max())
-                checks[w] = error, reconstruction_bound(self.roundoff, float(size.max()))
-            plain = self.attention.qk_norm is None
-            sizes[w] = float((size if plain else self.sizes(w)).max())
-        found = self._score_errors()
-        scale = found.pop("scale", 0.0)
+                checks[w] = error, reconstruction_bound(self.roundoff, size)
+        heads, cells = self.q.shape[2], self.q.shape[0] * self.allowed.numel()
+        step = max(1, CHUNK // cells)
+        found = [self._errors(slice(i, i + step)) for i in range(0, heads, step)]
+        # torch's max, because a NaN stays
+        worst = {n: float(torch.stack([errors[n] for errors in found]).max()) for n in found[0]}
+        scale = worst.pop("scale")
         # softmax rounds by a few units however small the scores; rows sum to one, but a sink's
         # share depends on the scores and rounds as they do
         of_sums = 1.0 if self.sinks is None else max(scale, 1.0)
@@ -244,34 +217,34 @@ class LayerView:
             # in float32
             of_sums *= max(1.0, self.k.shape[1] / SUMMANDS) ** 0.5
         allowed = {"scores": scale, "pattern": max(scale, 1.0), "pattern sum": of_sums}
-        for name, error in found.items():
+        for name, error in worst.items():
             checks[name] = error, reconstruction_bound(self.roundoff, allowed[name])
+        sizes = {w: float(self.sizes(w).max()) for w in "qk"}
         return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
 
-    def _score_errors(self) -> dict[str, float]:
-        """The largest errors of scores and pattern, a few heads at a time, and the size A of the
-        scores (``"scale"``)."""
-        batch, length, heads = self.q.shape[:3]
-        step = max(1, CHUNK // (batch * length * self.k.shape[1]))
-        worst: dict[str, float] = {}
-        for start in range(0, heads, step):
-            some = slice(start, min(start + step, heads))
-            total, size = self._total_and_size(some)
-            errors = {"scale": torch.where(self.allowed, size, 0.0).max()}
-            capped = soft_cap(total, self.softcap)
-            if self.scores is not None:
-                gap = capped - self.scores[:, some]
-                errors["scores"] = torch.where(self.allowed, gap, 0.0).abs().max()
-            if self.pattern is not None:
-                pattern = self.pattern[:, some]
-                errors["pattern"] = pattern_error(capped, pattern, self.allowed, self.roundoff)
-                sinks = None if self.sinks is None else self.sinks[some]
-                errors["pattern sum"] = _sum_error(pattern, capped, self.allowed, sinks)
-            for name, error in errors.items():
-                # a NaN stays
-                largest = torch.maximum(error, error.new_tensor(worst.get(name, 0.0)))
-                worst[name] = float(largest)
-        return worst
+    def _errors(self, heads: slice) -> dict[str, Tensor]:
+        """The largest errors of scores and pattern of some heads, and the size A of the scores
+        (``"scale"``): the same products of absolute values, ``|q - q0| + |q0|`` of a query with
+        constant q0, and keys alike."""
+        q, q0, k, k0 = (x[:, :, heads] for x in (self.q, self.q_constant, self.k, self.k_constant))
+        total = scores_of(q, k, self.scale)
+        size = scores_of((q - q0).abs() + q0.abs(), (k - k0).abs() + k0.abs(), self.scale)
+        if self.bias is not None:
+            total, size = total + self.bias[heads], size + self.bias[heads].abs()
+        capped, errors = soft_cap(total, self.softcap), {"scale": size[..., self.allowed].max()}
+        if self.scores is not None:
+            gap = (capped - self.scores[:, heads]).abs()
+            errors["scores"] = gap[..., self.allowed].max()
+        if self.pattern is not None:
+            pattern = self.pattern[:, heads]
+            errors["pattern"] = pattern_error(capped, pattern, self.allowed, self.roundoff)
+            # row-centred logarithms do not see what the rows sum to: one, less the sink's share
+            whole = torch.ones(())
+            if self.sinks is not None:
+                with_sink, seen = self.logits(total, heads)
+                whole = masked_softmax(with_sink.double(), seen)[..., :-1].sum(-1)
+            errors["pattern sum"] = (pattern.sum(-1, dtype=torch.float64) - whole).abs().max()
+        return errors
 
     def planes(self) -> RotaryPlanes:
         """Which coordinates of a head turn together, and how fast.
@@ -306,17 +279,6 @@ def frozen_fields(
         fields[f"{w}_scale"] = scale
         fields[f"{w}_constant"] = attention.turned(constant, w, turn)
     return fields | {w: attention.entering(raw[w], w, turn) for w in "qk"}
-
-
-def _sum_error(pattern: Tensor, scores: Tensor, allowed: Tensor, sinks: Tensor | None) -> Tensor:
-    """How far rows of the pattern are from summing to one (less the sink's share), which
-    row-centred logarithms do not see."""
-    sums = pattern.sum(-1, dtype=torch.float64)
-    if sinks is None:
-        return (sums - 1).abs().max()
-    without_sink = torch.where(allowed, scores, -torch.inf).double().logsumexp(-1)
-    with_sink = torch.logaddexp(without_sink, sinks[:, None].double())
-    return (sums - (without_sink - with_sink).exp()).abs().max()
 
 
 LayerHook = Callable[[LayerView], None]

@@ -1,18 +1,20 @@
-"""How a forward pass went through the attention layers of a model: :class:`Layers` reads each layer
-once on the probe, makes its view (:class:`~tl_geometry.models.layer_view.LayerView`) from the
-activations of any pass, and compares it with the model's own numbers."""
+"""How a forward pass went through the attention layers of a model: :class:`Layers`, the half of a
+:class:`tl_geometry.models.ModelView` that reads each layer once on the probe, makes its view
+(:class:`~tl_geometry.models.layer_view.LayerView`) from the activations of any pass, and compares
+it with the model's own numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import ReconstructionError, UnsupportedModelError, fail, require
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.attention import (
     Attention,
@@ -20,6 +22,8 @@ from tl_geometry.models.attention import (
     alibi,
     allowed_cells,
     attention_of,
+    cached,
+    rotary_tables,
     rotation_of,
     scores_of,
 )
@@ -30,14 +34,7 @@ from tl_geometry.models.parameters import Parameters, inner, part, upcast
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
 from tl_geometry.models.runner import Hook, Runner, brief, hooked_points, keep
 
-CORE = (
-    "attn.hook_q",
-    "attn.hook_k",
-    "attn.hook_v",
-    "attn.hook_z",
-    "attn.hook_pattern",
-    "attn.hook_attn_scores",
-)
+CORE = tuple(f"attn.hook_{n}" for n in ("q", "k", "v", "z", "pattern", "attn_scores"))
 TABLES = ("attn.hook_cos", "attn.hook_sin")
 """Hooks of a layer, beside its input, that a view is made from: ``CORE`` in every class, rotary
 ``TABLES`` where there are any."""
@@ -45,63 +42,65 @@ OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 """Receives a layer, and its activations by hook name."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Layers:
-    """The attention layers of one model; behind the methods of
-    :class:`tl_geometry.models.ModelView` that are about layers. ``found`` keeps what was inferred,
-    by name, as long as the weights stay the same."""
+    """What :class:`tl_geometry.models.ModelView` can say about the attention layers of its model.
+    ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
-    parameters: Parameters
-    runner: Runner
-    probe: Mapping[str, Tensor]
     causal: bool
-    found: dict[Any, Any] = field(default_factory=dict)
-
-    def reading(self, layer: int) -> Reading:
-        """How one layer is read, inferred on first use."""
-        index(layer, len(self.parameters.model.blocks), "layer")
-        key = ("attention", layer)
-        if key not in self.found:
-            self.parameters.attention(layer)
-            names = [f"blocks.{layer}.{name}" for name in CORE]
-            missing = [name for name in names if name not in self.probe]
-            if missing:
-                what, got = f"layer {layer} of {self.parameters.name}", f"no {', '.join(missing)}"
-                expected = "hooks of queries, keys and pattern"
-                instead = "a model with eager attention"
-                fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-            self.found[key] = infer_layer(self.parameters, layer, self.probe, self.causal)
-        return self.found[key]
-
-    def attention(self, layer: int, like: Tensor) -> Attention:
-        """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
-        module, ln1 = self.parameters.attention(layer), part(self.parameters.block(layer), "ln1")
-        weights = self.parameters.weights(layer).to(like)
-        return attention_of(module, ln1, weights, self.reading(layer))
+    _parameters: Parameters
+    _runner: Runner
+    _probe: Mapping[str, Tensor]
+    _found: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights."""
-        return next(iter(self.parameters.model.parameters())).dtype
+    def _model(self) -> Any:
+        return self._parameters.model
+
+    @property
+    def roundoff(self) -> float:
+        """Unit roundoff of the model's arithmetic, never below that of float32: models in float64
+        compute in float32 in places."""
+        dtype = next(iter(self._model.parameters())).dtype
+        return max(unit_roundoff(dtype), unit_roundoff(torch.float32))
+
+    def layer_facts(self, layer: int) -> Reading:
+        """How one attention layer is read, inferred on first use and verified."""
+        index(layer, len(self._model.blocks), "layer")
+        key = ("attention", layer)
+        if key not in self._found:
+            self._parameters.attention(layer)
+            missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
+            if missing:
+                what, got = f"layer {layer} of {self._parameters.name}", f"no {', '.join(missing)}"
+                expected = "hooks of queries, keys and pattern, as eager attention has"
+                fail(what, expected=expected, got=got, error=UnsupportedModelError)
+            self._found[key] = infer_layer(self._parameters, layer, self._probe, self.causal)
+        return self._found[key]
+
+    def _attention(self, layer: int, like: Tensor) -> Attention:
+        """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
+        block, weights = self._parameters.block(layer), self._parameters.weights(layer).to(like)
+        return attention_of(block.attn, part(block, "ln1"), weights, self.layer_facts(layer))
 
     @torch.no_grad()
-    def norm(self, layer: int) -> NormWeights:
+    def attention_norm(self, layer: int) -> NormWeights:
         """The norm in front of the projections of one layer, as the model has it."""
-        like = upcast(next(iter(self.parameters.model.parameters())))
-        return self.attention(layer, like).norm
+        return self._attention(layer, upcast(next(iter(self._model.parameters())))).norm
 
-    def has_sinks(self, layer: int) -> bool:
+    def _has_sinks(self, layer: int) -> bool:
         """Whether the heads of a layer have one more logit each."""
-        return part(inner(self.parameters.attention(layer)), "sinks") is not None
+        return part(inner(self._parameters.attention(layer)), "sinks") is not None
 
     def key_heads(self, layer: int) -> int:
-        """How many heads of keys and values a layer has."""
-        return self.probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
+        """How many heads of keys and values one layer has: fewer than query heads where groups of
+        these share them."""
+        return self._probe[f"blocks.{layer}.attn.hook_k"].shape[-2]
 
-    def describe(self, layer: int) -> dict[str, str]:
-        """How a layer makes its scores, in words."""
-        reading, heads = self.reading(layer), self.probe[f"blocks.{layer}.attn.hook_q"].shape[-2]
-        qk = reading.qk
+    def describe_layer(self, layer: int) -> dict[str, str]:
+        """:meth:`layer_facts` in words, for a reader."""
+        reading, hooked = self.layer_facts(layer), self._probe[f"blocks.{layer}.attn.hook_q"]
+        qk, heads = reading.qk, hooked.shape[-2]
         over = "" if qk is None else f" over {'all heads' if qk.flat else 'each head'}"
         pairs = {None: "none", "half": "pairs (i, i + n/2)", "adjacent": "pairs (2i, 2i+1)"}
         return {
@@ -111,28 +110,29 @@ class Layers:
             "rotation": pairs[reading.rotation],
             "score scale": f"{reading.scale:.6g}",
             "soft cap": "none" if reading.softcap is None else f"{reading.softcap:g}",
-            "sinks": "one logit for each head" if self.has_sinks(layer) else "none",
+            "sinks": "one logit for each head" if self._has_sinks(layer) else "none",
             "score bias": "none" if reading.slopes is None else "ALiBi",
             "sliding window": "none" if reading.window is None else f"{reading.window} positions",
             "hook_attn_scores holds": "scores" if reading.has_scores else "the pattern",
         }
 
-    def hooks(self, layer: int) -> tuple[str, ...]:
-        """Hooks that a cache must hold for :meth:`view`."""
-        reading = self.reading(layer)
+    def layer_hooks(self, layer: int) -> tuple[str, ...]:
+        """Hooks that a cache must hold for :meth:`layer`."""
+        reading = self.layer_facts(layer)
         names = [h for h in CORE if h != "attn.hook_attn_scores" or reading.has_scores]
         if reading.rotation is not None:
-            names += [h for h in TABLES if f"blocks.{layer}.{h}" in self.probe]
+            names += [h for h in TABLES if f"blocks.{layer}.{h}" in self._probe]
         return (f"blocks.{layer}.hook_resid_pre", *(f"blocks.{layer}.{h}" for h in names))
 
-    def view(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
-        """The layer as this forward pass went through it, verified. Without ``verify`` pattern,
-        scores and z may be missing, and gradients pass through the activations and weights.
+    def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
+        """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
+        :meth:`layer_hooks`, verified. Without ``verify`` pattern, scores and z may be missing, and
+        gradients pass through the activations and weights.
 
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
         """
-        names = self.hooks(layer)
+        names = self.layer_hooks(layer)
         # an ActivationCache is no Mapping
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
         activations = {name: entries[name] for name in names if name in entries}
@@ -145,66 +145,47 @@ class Layers:
         h = activations[names[0]]
         expected, got = "a batch dimension", describe(h)
         require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
-        return self.build(layer, activations, verify=verify)
+        return self._build(layer, activations, verify=verify)
 
-    def sampled(
+    def _sampled(
         self, layer: int, activations: Mapping[str, Tensor], row: int
     ) -> tuple[LayerView, LayerView]:
         """Two views of a layer: of the context ``row`` alone, verified, and of the whole batch, not
         verified."""
         tables = ("hook_cos", "hook_sin")  # those of all contexts
         one = {k: v if k.endswith(tables) else v[row : row + 1] for k, v in activations.items()}
-        return self.build(layer, one, verify=True), self.build(layer, activations, verify=False)
+        return self._build(layer, one, verify=True), self._build(layer, activations, verify=False)
 
-    def build(self, layer: int, activations: Mapping[str, Tensor], *, verify: bool) -> LayerView:
+    def _build(self, layer: int, activations: Mapping[str, Tensor], *, verify: bool) -> LayerView:
         """The view of a layer from its activations by hook name."""
-        if not verify:
-            return self._build(layer, activations, verify)
-        with torch.no_grad():
-            return self._build(layer, activations, verify)
-
-    def _build(self, layer: int, activations: Mapping[str, Tensor], verify: bool) -> LayerView:
-        prefix, reading = f"blocks.{layer}.attn.", self.reading(layer)
+        if verify and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._build(layer, activations, verify=True)
+        prefix, reading = f"blocks.{layer}.attn.", self.layer_facts(layer)
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
-        attention, length = self.attention(layer, h), h.shape[1]
-        heads = len(attention.weights.W_Q)
-
-        def cached(name: str) -> Tensor | None:
-            """The model's activation, if it is there, with grouped heads expanded."""
-            value = activations.get(f"{prefix}hook_{name}")
-            if value is not None and name in "qkv" and value.shape[-2] != heads:
-                value = value.repeat_interleave(heads // value.shape[-2], -2)
-            return None if value is None else upcast(value)
-
-        hooked = {w: cached(w) for w in "qk"}
+        module = self._model.blocks[layer].attn
+        attention, length = self._attention(layer, h), h.shape[1]
+        names, heads = (f"blocks.{layer}.{n}" for n in CORE), len(attention.weights.W_Q)
+        q, k, v, z, pattern, scores = (cached(activations, name, heads) for name in names)
         # queries and keys are the model's own where they are not verified
-        raw = {
-            w: x if x is not None and not verify else attention.raw(h, w) for w, x in hooked.items()
-        }
-        module = self.parameters.attention(layer)
-        turn = rotation_of(module, activations, prefix, length, reading)
-        turn = None if turn is None else turn._replace(cos=turn.cos.to(h), sin=turn.sin.to(h))
+        raw = {w: attention.raw(h, w) if verify or x is None else x for w, x in zip("qk", (q, k))}
+        turn = rotation_of(rotary_tables(module, activations, prefix, length), reading, h)
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
         allowed = allowed_cells(module, reading, length, self.causal, masked, h)
-        scores, frozen = (
-            cached("attn_scores") if reading.has_scores else None,
-            frozen_fields(attention, h, raw, turn),
-        )
-        bias, own = None, None
+        scores = None if masked is None else _detached(scores)
+        frozen, bias = frozen_fields(attention, h, raw, turn), None
         if reading.slopes is not None:
             own = scores_of(frozen["q"][:1].detach(), frozen["k"][:1].detach(), reading.scale)
-            slopes = own.new_tensor(reading.slopes)
-            bias = alibi(slopes, own, None if scores is None else scores.detach(), allowed)
-        pattern, z = (None if t is None else t.detach() for t in (cached("pattern"), cached("z")))
+            bias = alibi(own.new_tensor(reading.slopes), own, scores, allowed)
         view = LayerView(
             layer=layer,
             attention=attention,
             h=h,
             **frozen,
-            v=cached("v"),
-            z=z,
-            pattern=pattern,
-            scores=None if scores is None else scores.detach(),
+            v=v,
+            z=_detached(z),
+            pattern=_detached(pattern),
+            scores=scores,
             bias=bias,
             allowed=allowed,
             turn=turn,
@@ -213,43 +194,16 @@ class Layers:
         )
         if not verify:
             return view
-        report = view.report(raw, hooked)
-        if not report.adds_up:
-            self._refuse(view, report)
-        return replace(view, reconstruction=report)
-
-    def _refuse(self, view: LayerView, report: ReconstructionReport) -> NoReturn:
-        """Say why a layer does not add up: a mask that differs between prompts or heads, user
-        hooks, or by how much."""
-        prefix = f"blocks.{view.layer}."
-        hooks = [name for name in hooked_points(self.parameters.model) if name.startswith(prefix)]
+        report = view.report(raw, {"q": q, "k": k})
+        hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
-        what = f"layer {view.layer} of {self.parameters.name}{acting}"
-        if view.scores is not None:
-            # no query and key of these sizes make a score that low
-            hidden = view.scores < -2 * max(report.scale, 1.0)
-            masked = int((hidden == view.allowed).flatten(1).any(1).sum())
-            if masked:
-                expected = "one mask for all prompts and heads, of minus infinity"
-                got = f"other masked keys in {masked} of {len(view.h)} prompts, as padding makes"
-                instead = "prompts of one length without padding"
-                instead += ", or the model without these hooks" if hooks else ""
-                options = {"instead": instead, "error": ReconstructionError}
-                fail(f"mask of {what}", expected=expected, got=got, **options)
-        require_reconstruction(
-            [(view.layer, name, *pair) for name, pair in report.checks.items()], what
-        )
-        raise AssertionError("a report that does not add up names a check")
-
-    @property
-    def roundoff(self) -> float:
-        """Unit roundoff of the model's arithmetic, never below that of float32: models in float64
-        compute in float32 in places."""
-        return max(unit_roundoff(self.dtype), unit_roundoff(torch.float32))
+        checks = [(layer, name, *pair) for name, pair in report.checks.items()]
+        require_reconstruction(checks, f"layer {layer} of {self._parameters.name}{acting}")
+        return replace(view, reconstruction=report)
 
     # ---- passes
 
-    def run(
+    def run_layers(
         self,
         tokens: Tensor,
         layers: Sequence[int],
@@ -258,20 +212,27 @@ class Layers:
         verify: bool = True,
         sample: tuple[int, LayerHook] | None = None,
     ) -> None:
-        """One forward pass; each layer is handed over at its end and let go."""
+        """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
+        holding one layer at a time.
+
+        With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
+        and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
+        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
+        function): that context alone is verified, by itself in the same pass, and its view given to
+        the function.
+        """
 
         def take(layer: int, activations: Mapping[str, Tensor]) -> None:
             if sample is None:
-                on_layer(self.build(layer, activations, verify=verify))
+                on_layer(self._build(layer, activations, verify=verify))
                 return
-            row, on_sample = sample
-            one, every = self.sampled(layer, activations, row)
-            on_sample(one)
+            one, every = self._sampled(layer, activations, sample[0])
+            sample[1](one)
             on_layer(every)
 
-        self.stream(tokens, {layer: self.hooks(layer) for layer in layers}, take)
+        self._stream(tokens, {layer: self.layer_hooks(layer) for layer in layers}, take)
 
-    def stream(
+    def _stream(
         self,
         tokens: Tensor,
         names: Mapping[int, Sequence[str]],
@@ -281,20 +242,20 @@ class Layers:
         """One forward pass that hands over each layer's activations (``names``) once the layer is
         done, and lets them go; returns the activation of the hook ``last``."""
         held: dict[str, Tensor] = {}
-        hooks = {name: keep(held, name) for of_layer in names.values() for name in of_layer}
-        if last is not None:
-            hooks[last] = keep(held, last)
+        of_layers = [name for of_layer in names.values() for name in of_layer]
+        hooks = {name: keep(held, name) for name in (*of_layers, *([last] if last else []))}
 
-        def finish(layer: int, record: Hook | None) -> Hook:
-            def hook(value: Tensor) -> None:
-                take(layer, {name: held.pop(name) for name in names[layer]})
-                if record is not None:  # the output of this layer is the input of the next
-                    record(value)
-
-            return hook
+        def finish(layer: int, record: Hook | None, value: Tensor) -> None:
+            take(layer, {name: held.pop(name) for name in names[layer]})
+            if record is not None:  # the output of this layer is the input of the next
+                record(value)
 
         for layer in names:
-            end = self.runner.state_hooks[layer + 1]
-            hooks[end] = finish(layer, hooks.get(end))
-        self.runner(tokens, hooks)
-        return None if last is None else held[last]
+            end = self._runner.state_hooks[layer + 1]
+            hooks[end] = partial(finish, layer, hooks.get(end))
+        self._runner(tokens, hooks)
+        return held[last] if last else None
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()

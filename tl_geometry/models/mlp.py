@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -28,12 +27,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tl_geometry.base.errors import UnsupportedModelError, fail
-from tl_geometry.models.infer import TIE
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, no_norm, norms_of
 from tl_geometry.models.parameters import inner, part, upcast
-from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.write_spec import attention_of, writing_of
+
+Stream = Float[Tensor, "*batch d_model"]
+Hidden = Float[Tensor, "*batch d_mlp"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -53,13 +54,12 @@ CONFIGURED: dict[str, str] = dict.fromkeys(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLPSpec:
-    """The MLP of one block. ``W_gate`` is what the activation is applied to, ``W_in`` the other
-    factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output; ``parallel``
-    says that it reads the stream before attention.
+    """The MLP of one block. ``stored_gate`` is what the activation is applied to, ``stored_in`` the
+    other factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output;
+    ``parallel`` says that it reads the stream before attention.
 
     Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
-    no second copy of its MLPs in float32. ``W_gate``, ``W_in`` and ``W_out`` convert them to the
-    dtype of the biases at each use."""
+    no second copy of its MLPs in float32; they are converted at each use."""
 
     before: NormWeights
     after: NormWeights
@@ -73,16 +73,6 @@ class MLPSpec:
     b_out: Float[Tensor, " d_model"]
 
     @property
-    def W_gate(self) -> Float[Tensor, "d_model d_mlp"]:
-        """The matrix in front of the activation."""
-        return self.stored_gate.to(self.b_gate)
-
-    @property
-    def W_in(self) -> Float[Tensor, "d_model d_mlp"] | None:
-        """The matrix of the other factor, ``None`` without a gate."""
-        return None if self.stored_in is None else self.stored_in.to(self.b_gate)
-
-    @property
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
         """The matrix behind the activation."""
         return self.stored_out.to(self.b_gate)
@@ -91,26 +81,18 @@ class MLPSpec:
         """The activation."""
         return ACTIVATIONS[self.activation](x)
 
-    def hidden(
-        self, x: Float[Tensor, "*batch d_model"]
-    ) -> tuple[Float[Tensor, "*batch d_mlp"], Float[Tensor, "*batch d_mlp"] | None]:
+    def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
-        gate = x @ self.W_gate + self.b_gate
-        W_in = self.W_in  # once: each access converts the matrix
-        if W_in is None or self.b_in is None:
+        gate = x @ self.stored_gate.to(self.b_gate) + self.b_gate
+        if self.stored_in is None or self.b_in is None:
             return gate, None
-        return gate, x @ W_in + self.b_in
+        return gate, x @ self.stored_in.to(self.b_gate) + self.b_in
 
-    def out(
-        self, gate: Float[Tensor, "*batch d_mlp"], linear: Float[Tensor, "*batch d_mlp"] | None
-    ) -> Float[Tensor, "*batch d_model"]:
-        """The output, before the last norm, of what :meth:`hidden` gives."""
-        hidden = self.act(gate) if linear is None else self.act(gate) * linear
-        return hidden @ self.W_out + self.b_out
-
-    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def apply(self, h: Stream) -> Stream:
         """The MLP's output for the stream ``h`` that it reads."""
-        return self.after.apply(self.out(*self.hidden(self.before.apply(h))))
+        gate, linear = self.hidden(self.before.apply(h))
+        hidden = self.act(gate) if linear is None else self.act(gate) * linear
+        return self.after.apply(hidden @ self.W_out + self.b_out)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,13 +105,13 @@ class MLPModule:
     parallel: bool
     module: nn.Module
 
-    def run(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def run(self, x: Stream) -> Stream:
         """The module's output for a normed input, computed in the module's own dtype."""
         output = self.module(x.to(next(self.module.parameters()).dtype))
         # some modules return the choice of their router too
         return (output[0] if isinstance(output, tuple) else output).to(x)
 
-    def apply(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+    def apply(self, h: Stream) -> Stream:
         """The MLP's output for the stream ``h`` that it reads."""
         return self.after.apply(self.run(self.before.apply(h)))
 
@@ -140,7 +122,7 @@ def live_mlp(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
 
     Raises ``UnsupportedModelError`` where the block's MLP gives neither.
     """
-    found, key = view._layers.found, ("mlp", layer)
+    found, key = view._found, ("mlp", layer)
     if key not in found:
         found[key] = _infer(view, layer)
     return found[key]
@@ -154,161 +136,95 @@ def mlp_spec(view: ModelView, layer: int) -> MLPSpec | None:
     """
     found = live_mlp(view, layer)
     if isinstance(found, MLPModule):
-        fail(
-            f"MLP of block {layer} of {view.name}",
-            expected="two or three matrices with an activation between them",
-            got=type(inner(found.module)).__name__,
-            instead='trace_logit(..., mlp="leaf"), with MLPs as inputs',
-            error=UnsupportedModelError,
-        )
+        what, got = f"MLP of block {layer} of {view.name}", type(inner(found.module)).__name__
+        expected = "two or three matrices with an activation between them"
+        instead = 'trace_logit(..., mlp="leaf"), with MLPs as inputs'
+        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return found
-
-
-class _Probe(NamedTuple):
-    """What a few tokens give at one block: its input, the stream after attention, the MLP's output;
-    and how those numbers are rounded."""
-
-    block_input: Float[Tensor, "batch position d_model"]
-    after_attention: Float[Tensor, "batch position d_model"]
-    output: Float[Tensor, "batch position d_model"]
-    roundoff: float
-
-
-def _probe(view: ModelView, layer: int) -> _Probe | None:
-    """What the probe of :func:`writing_of` gives at one block, ``None`` where it has no MLP."""
-    spec = writing_of(view).blocks[layer]
-    if spec.mlp_hook is None:
-        return None
-    activations, roundoff = writing_of(view).probe, view._layers.roundoff
-    h = activations[f"blocks.{layer}.hook_resid_pre"]
-    attention = attention_of(view, layer, activations)
-    if spec.after_attention is not None:
-        attention = spec.after_attention.apply(attention)
-    return _Probe(h, h + attention, activations[spec.mlp_hook], roundoff)
 
 
 @torch.no_grad()
 def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
-    """The first reading of a block's MLP that reproduces the probe: by matrices, else by its
-    module."""
-    memo, probe = view._layers.found, _probe(view, layer)
-    if probe is None:
+    """The reading of a block's MLP that reproduces the probe of :func:`writing_of`: by matrices,
+    else by its module."""
+    writing, block = writing_of(view), view._model.blocks[layer]
+    spec, activations = writing.blocks[layer], writing.probe
+    if spec.mlp_hook is None:
         return None
-    block = view._model.blocks[layer]
-    for candidates in (_candidates, _modules):
-        best = _best(candidates(view, block, probe.block_input, memo.get("mlp way")), probe)
-        if best is not None:
-            memo["mlp way"], found = best
-            return found
-    return fail(
-        f"MLP of block {layer} of {view.name}",
-        expected="what its module gives for a norm of the stream",
-        got=f"another output of {type(inner(block.mlp)).__name__}",
-        error=UnsupportedModelError,
-    )
+    h, output = activations[f"blocks.{layer}.hook_resid_pre"], activations[spec.mlp_hook]
+    attention = attention_of(view, layer, activations)
+    if spec.after_attention is not None:
+        attention = spec.after_attention.apply(attention)
+    rounding = reconstruction_bound(view.roundoff, float(output.abs().max()))
+
+    def error(candidate: MLPSpec | MLPModule) -> float:
+        read = h if candidate.parallel else h + attention
+        return float((candidate.apply(read) - output).abs().max())
+
+    for candidates in (_matrices(view, block, h), _modules(view, block, h)):
+        tried = ((candidate, error(candidate)) for candidate in candidates)
+        best, least = nearest(tried, enough=rounding)
+        # two products of matrices and an activation round more than one product; 1e-5 is for
+        # outputs near zero. Readings that are closer to one another than this (gelu and gelu_tanh
+        # on small inputs) are told apart by the smaller error, then by the order.
+        if least <= 8 * rounding + 1e-5:
+            return best
+    what, expected = f"MLP of block {layer} of {view.name}", "what its module gives for a norm"
+    got = f"another output of {type(inner(block.mlp)).__name__}"
+    return fail(what, expected=expected, got=got, error=UnsupportedModelError)
 
 
-Found = TypeVar("Found", bound=MLPSpec | MLPModule)
-Way = tuple[int, ...]
-"""Which of its choices a reading takes, by number: 0 is the likeliest one."""
-
-
-def _ways(sizes: tuple[int, ...], fitted: Way | None) -> list[Way]:
-    """All readings: first the one that ``fitted`` the block before, since blocks are alike; then
-    the others, those with the smallest numbers first. What fitted a block of the other kind
-    (matrices, module) has another length and equals none."""
-    ways = product(*map(range, sizes))
-    return sorted(ways, key=lambda way: (way != fitted, sum(way)))
-
-
-def _best(candidates: Iterator[tuple[Way, Found]], probe: _Probe) -> tuple[Way, Found] | None:
-    """The nearest candidate to the output of the probe (the first within rounding), ``None`` where
-    none comes near."""
-    rounding = reconstruction_bound(probe.roundoff, float(probe.output.abs().max()))
-    best, least = None, torch.inf
-    for way, candidate in candidates:
-        read = probe.block_input if candidate.parallel else probe.after_attention
-        error = float((candidate.apply(read) - probe.output).abs().max())
-        if error < least * TIE:
-            best, least = (way, candidate), error
-        if least <= rounding:
-            break
-    # two products of matrices and an activation round more than one product; 1e-5 is for outputs
-    # near zero. Readings that are closer to one another than this (gelu and gelu_tanh on small
-    # inputs) are told apart by the smaller error, then by the order.
-    return best if least <= 8 * rounding + 1e-5 else None
-
-
-def _candidates(
-    view: ModelView, block: object, h: Tensor, fitted: Way | None
-) -> Iterator[tuple[Way, MLPSpec]]:
-    """Readings of an MLP by its matrices."""
+def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
+    """Readings of an MLP by its matrices, the likeliest first."""
     mlp = part(block, "mlp")
     W_in, W_gate, W_out = (part(mlp, name) for name in ("W_in", "W_gate", "W_out"))
     if W_in is None or W_out is None or W_in.dim() != 2:
         return
-    gated = W_gate is not None
-    first = (W_gate if gated else W_in).detach()
 
     def bias(name: str, width: int) -> Tensor:
         value = part(mlp, name)
         return h.new_zeros(width) if value is None else upcast(value).to(h)
 
-    width = first.shape[1]
-    W_in, W_out = W_in.detach(), W_out.detach()
-    b_in, b_out, no_bias = bias("b_in", width), bias("b_out", h.shape[-1]), h.new_zeros(width)
+    gated, (d_model, width) = W_gate is not None, W_in.shape
+    b_in, b_out = bias("b_in", width), bias("b_out", d_model)
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
-        biases.append((no_bias, b_out + b_in @ W_out.to(h)))
+        biases.append((torch.zeros_like(b_in), b_out + b_in @ W_out.to(h)))
     # what the configuration calls the activation is tried first, and believed only if it fits
     configured = str(getattr(view._model.cfg, "act_fn", ""))
     configured = CONFIGURED.get(configured, configured)
     activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
-    b_gate = bias("b_gate", width) if gated else b_in
-    before, after = _norms(view, block, h)
-    sizes = (len(after), 2, len(activations), len(biases), len(before))
-    for way in _ways(sizes, fitted):
-        norm_after, parallel, activation, biased, norm_before = way
-        b_in, b_out = biases[biased]
-        yield (
-            way,
-            MLPSpec(
-                before=before[norm_before],
-                after=after[norm_after],
-                parallel=bool(parallel),
-                activation=activations[activation],
-                stored_gate=first,
-                b_gate=b_gate,
-                stored_in=W_in if gated else None,
-                b_in=b_in if gated else None,
-                stored_out=W_out,
-                b_out=b_out,
-            ),
+    for activation, (before, after, parallel), (b_in, b_out) in product(
+        activations, _surroundings(view, block, h), biases
+    ):
+        yield MLPSpec(
+            before=before,
+            after=after,
+            parallel=parallel,
+            activation=activation,
+            stored_gate=(W_gate if gated else W_in).detach(),
+            b_gate=bias("b_gate", width) if gated else b_in,
+            stored_in=W_in.detach() if gated else None,
+            b_in=b_in if gated else None,
+            stored_out=W_out.detach(),
+            b_out=b_out,
         )
 
 
-def _modules(
-    view: ModelView, block: object, h: Tensor, fitted: Way | None
-) -> Iterator[tuple[Way, MLPModule]]:
+def _modules(view: ModelView, block: object, h: Tensor) -> Iterator[MLPModule]:
     """Readings of an MLP as its own module."""
-    before, after = _norms(view, block, h)
-    for way in _ways((len(after), 2, len(before)), fitted):
-        norm_after, parallel, norm_before = way
-        yield (
-            way,
-            MLPModule(
-                before=before[norm_before],
-                after=after[norm_after],
-                parallel=bool(parallel),
-                module=part(block, "mlp"),
-            ),
-        )
+    module = part(block, "mlp")
+    for before, after, parallel in _surroundings(view, block, h):
+        yield MLPModule(before=before, after=after, parallel=parallel, module=module)
 
 
-def _norms(
+def _surroundings(
     view: ModelView, block: object, h: Tensor
-) -> tuple[list[NormWeights], list[NormWeights]]:
-    """Readings of the norms of an MLP's input and of its output, the likeliest first."""
+) -> Iterator[tuple[NormWeights, NormWeights, bool]]:
+    """Readings of the norms of an MLP's input and of its output, and of what it reads, the
+    likeliest first."""
     cfg, like = view._model.cfg, h[0, 0]
     ln1, ln2, post = (norms_of(part(block, n), cfg, like) for n in ("ln1", "ln2", "ln2_post"))
-    return [*ln2, *ln1, no_norm(like)], [*post, no_norm(like), *ln2]
+    afters, befores = [*post, no_norm(like), *ln2], [*ln2, *ln1, no_norm(like)]
+    for after, parallel, before in product(afters, (False, True), befores):
+        yield before, after, parallel

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,20 +13,19 @@ from torch import Tensor
 
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.models.attention import Reading
 from tl_geometry.models.fingerprint import fingerprint
-from tl_geometry.models.layer_view import LayerHook, LayerView
+from tl_geometry.models.layer_view import LayerHook
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead, infer_head, read_head
 from tl_geometry.models.parameters import HeadWeights, part, upcast
-from tl_geometry.models.runner import Hook, brief, collect, hooked_points
+from tl_geometry.models.runner import NOTHING, Hook, brief, collect, hooked_points
 
-NO_HOOKS: Mapping[str, Hook] = MappingProxyType({})
+BEFORE_UNEMBEDDING = ("unembed.hook_in", "ln_final.hook_normalized")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ModelView:
+class ModelView(Layers):
     """What the package knows about a model, read from the model object and verified against its own
     activations; made by :func:`tl_geometry.view`.
 
@@ -37,7 +35,7 @@ class ModelView:
     ``position`` is the position scheme (``"standard"``, ``"rotary"``, ``"alibi"``, ...), ``norm``
     the type of the model's norms (``"LN"``, ``"RMS"`` or ``None``), ``class_name`` that of
     TransformerLens, ``library`` the installed version of it. ``bos_id`` is the token that begins a
-    text (BERT's CLS), and ``notes`` are remarks for a reader. ``pad_id`` is the tokenizer's padding
+    text (BERT's CLS). ``pad_id`` is the tokenizer's padding
     token, often that which ends a text too.
     """
 
@@ -52,7 +50,6 @@ class ModelView:
     d_head: int
     d_vocab: int
     n_ctx: int
-    causal: bool
     position: str
     norm: str | None
     dtype: torch.dtype
@@ -60,16 +57,17 @@ class ModelView:
     head_trained: bool
     bos_id: int | None
     state_hooks: tuple[str, ...]
-    notes: tuple[str, ...] = ()
     pad_id: int | None = None
-    _model: Any
     _run: Callable[..., Tensor | None]
-    _layers: Layers
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
         about = f"{self.class_name}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
         return f"ModelView({self.name} ({self.fingerprint}), {about})"
+
+    @property
+    def _layers(self) -> ModelView:  # what circuits reads of the layers
+        return self
 
     def is_of_model(self, other: ModelView) -> bool:
         """Whether two views are of one model object."""
@@ -111,64 +109,43 @@ class ModelView:
     # ---- forward passes
 
     def run(
-        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, *, logits: bool = False
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook] = NOTHING,
+        *,
+        logits: bool = False,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
         """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
 
         ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
         With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
-        fire is an error.
+        fire is an error. ``forward`` are further arguments of the model's forward().
         """
-        return self._run(tokens, hooks, logits=logits)
+        return self._run(tokens, hooks, logits=logits, forward=forward)
 
     def logits(
-        self, tokens: Tensor, hooks: Mapping[str, Hook] = NO_HOOKS, position: int | None = None
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook] = NOTHING,
+        position: int | None = None,
+        *,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of one forward pass ``[batch position d_vocab]``, at one ``position`` if it is
         given: no other is unembedded, where the model has a hook in front of its unembedding."""
-        point = None
-        if position is not None and self.causal:
-            points = ("unembed.hook_in", "ln_final.hook_normalized")
-            point = next((name for name in points if name in self._model.hook_dict), None)
-        if point is not None:
-            hooks = {**hooks, point: lambda h: h[:, [position]]}
-        logits = self.run(tokens, hooks, logits=True)
+        points = [n for n in BEFORE_UNEMBEDDING if n in self._model.hook_dict]
+        early = position is not None and self.causal and points != []
+        if early:
+            hooks = {**hooks, points[0]: lambda h: h[:, [position]]}
+        logits = self.run(tokens, hooks, logits=True, forward=forward)
         assert logits is not None
-        return logits if position is None or point is not None else logits[:, [position]]
+        return logits if position is None or early else logits[:, [position]]
 
     def activations(self, tokens: Tensor, hooks: Sequence[str]) -> dict[str, Tensor]:
         """Activations of one forward pass by hook name, detached."""
         return collect(self.run, tokens, hooks)
-
-    def run_layers(
-        self,
-        tokens: Tensor,
-        layers: Sequence[int],
-        on_layer: LayerHook,
-        *,
-        verify: bool = True,
-        sample: tuple[int, LayerHook] | None = None,
-    ) -> None:
-        """Run the model once over ``tokens`` and call ``on_layer`` for each of ``layers`` in order,
-        holding one layer at a time.
-
-        With ``verify`` each layer's scores, patterns, queries and keys are recomputed and compared,
-        and a layer that does not add up raises ``ReconstructionError``; without it queries and keys
-        are the model's own, from its hooks, and nothing is recomputed. ``sample`` is a pair (row,
-        function): that context alone is verified, by itself in the same pass, and its view given to
-        the function.
-        """
-        self._layers.run(tokens, layers, on_layer, verify=verify, sample=sample)
-
-    def layer(self, layer: int, cache: Any, *, verify: bool = True) -> LayerView:
-        """View of a layer from a TransformerLens ``ActivationCache``, or any mapping that holds its
-        :meth:`layer_hooks`; without ``verify`` pattern, scores and z may be missing."""
-        return self._layers.view(layer, cache, verify=verify)
-
-    def layer_hooks(self, layer: int) -> tuple[str, ...]:
-        """Hooks that a cache must hold for :meth:`layer`."""
-        return self._layers.hooks(layer)
 
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""
@@ -179,24 +156,7 @@ class ModelView:
     @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._layers.parameters.weights(layer)
-
-    def attention_norm(self, layer: int) -> NormWeights:
-        """The norm in front of the projections of one layer, as the model has it."""
-        return self._layers.norm(layer)
-
-    def layer_facts(self, layer: int) -> Reading:
-        """How one attention layer is read, found once and verified."""
-        return self._layers.reading(layer)
-
-    def key_heads(self, layer: int) -> int:
-        """How many heads of keys and values one layer has: fewer than query heads where groups of
-        these share them."""
-        return self._layers.key_heads(layer)
-
-    def describe_layer(self, layer: int) -> dict[str, str]:
-        """:meth:`layer_facts` in words, for a reader."""
-        return self._layers.describe(layer)
+        return self._parameters.weights(layer)
 
     @torch.no_grad()
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -206,22 +166,22 @@ class ModelView:
     @torch.no_grad()
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._layers.parameters.unembed()
+        return self._parameters.unembed()
 
     @torch.no_grad()
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._layers.parameters.unembed_bias()
+        return self._parameters.unembed_bias()
 
     @torch.no_grad()
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
         where the output is not a linear readout of a norm of the last state."""
-        found, parameters = self._layers.found, self._layers.parameters
-        if "head" not in found:
-            found["head"] = infer_head(parameters, self._layers.runner)
+        if "head" not in self._found:
+            self._found["head"] = infer_head(self._parameters, self._runner)
         like = next(iter(self._model.parameters())).new_empty(self.d_model)
-        return None if found["head"] is None else read_head(parameters, found["head"], like)
+        reading = self._found["head"]
+        return None if reading is None else read_head(self._parameters, reading, like)
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""
@@ -255,8 +215,7 @@ class ModelView:
     def require_unchanged(self) -> None:
         """Raise unless the weights and settings are still those of this view: sums over a pass in
         which they changed belong to no model. Edits by this library change neither."""
-        now = fingerprint(self._model)
-        what = f"a result or an edit of {self.name}"
+        now, what = fingerprint(self._model), f"a result or an edit of {self.name}"
         expected = f"the weights that it was made for ({self.fingerprint})"
         got = f"others ({now}): they changed during the pass, or since the edit was made"
         instead = "a copy of the model (copy.deepcopy) while it is trained or processed"
@@ -271,21 +230,16 @@ class ModelView:
         view was made (:meth:`require_unchanged`).
         """
         self.require_unchanged()
-        about: dict[str, Any] = {
-            "model": self.name,
-            "fingerprint": self.fingerprint,
-            "library": f"{self.class_name}, {self.library}",
-            "processed": self.processed,
-            "dtype": self.dtype_name,
-            "hooks": self.hooked(),
-        }
+        about: dict[str, Any] = {"model": self.name, "fingerprint": self.fingerprint}
+        about |= {"library": f"{self.class_name}, {self.library}", "processed": self.processed}
+        about |= {"dtype": self.dtype_name, "hooks": self.hooked()}
         if rows is not None:
             about |= {"corpus": rows.corpus, "token_hash": rows.token_hash}
             about |= {"has_bos": rows.has_bos, "contexts": len(rows)}
-            fields["flags"] = tuple(dict.fromkeys([*rows.flags, *fields.get("flags", ())]))
+            fields["flags"] = (*rows.flags, *fields.get("flags", ()))
         provenance = Provenance(**(about | fields))
-        hooks = provenance.hooks
-        return provenance.flagged(f"under hooks at {brief(hooks)}") if hooks else provenance
+        hooks = [f"under hooks at {brief(provenance.hooks)}"] if provenance.hooks else []
+        return provenance.flagged(*hooks)
 
 
 __all__ = ["Hook", "LayerHook", "ModelView"]

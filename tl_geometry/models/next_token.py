@@ -14,7 +14,6 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.kv_cache import PrefixCache, behind
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.runner import Hook
 
 ELEMENTS = 2**27
@@ -27,33 +26,19 @@ rows."""
 def require_output(view: ModelView, what: str) -> None:
     """Refuse output-based measures where they would mean nothing: no causal language model, or a
     newly initialised head."""
-    require(
-        view.head_trained,
-        what,
-        expected="a model with a trained output head",
-        got=f"{view.name}, whose head was newly initialised",
-        instead="the measures of states",
-        error=UnsupportedModelError,
-    )
-    expected = "a causal language model"
-    got, instead = f"{view.name}, an encoder", "the measures of states"
-    require(
-        view.causal, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError
-    )
+    expected, got = "a causal language model", f"{view.name}, an encoder"
+    if not view.head_trained:
+        expected = "a model with a trained output head"
+        got = f"{view.name}, whose head was newly initialised"
+    fits, instead = view.head_trained and view.causal, "the measures of states"
+    kind = UnsupportedModelError
+    require(fits, what, expected=expected, got=got, instead=instead, error=kind)
 
 
 def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int:
     """Rows of one forward pass whose logits are wanted, at all ``positions`` or at one."""
     fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
     return max(1, min(default_batch(positions, view.device), fit))
-
-
-def next_token_loss(
-    view: ModelView, tokens: Int[Tensor, "batch position"], *, rows: int = 8
-) -> float:
-    """Mean next-token loss of a live model in nats, ``rows`` prompts at a time."""
-    losses = [next_token_losses(view.logits(part), part).cpu() for part in tokens.split(rows)]
-    return float(torch.cat(losses).double().mean())
 
 
 def log_probabilities(

@@ -15,9 +15,11 @@ from torch import Tensor
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.norms import NormReading, NormWeights, norm_readings, read_norm
 from tl_geometry.models.parameters import Parameters, part, upcast
-from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.runner import Runner, keep, without_hooks
 from tl_geometry.models.softmax import soft_cap
+
+LogProbabilities = Float[Tensor, "*batch d_vocab"]
 
 
 class OutputHead(NamedTuple):
@@ -29,7 +31,7 @@ class OutputHead(NamedTuple):
     b_U: Float[Tensor, " d_vocab"]
     softcap: float | None = None
 
-    def logits(self, h: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_vocab"]:
+    def logits(self, h: Float[Tensor, "*batch d_model"]) -> LogProbabilities:
         """Logits of last states, in their dtype."""
         readout = einsum(self.norm.apply(h), self.W_U.to(h), "... d_model, d_model v -> ... v")
         return soft_cap(readout + self.b_U.to(h), self.softcap)
@@ -73,16 +75,12 @@ def infer_head(parameters: Parameters, runner: Runner) -> HeadReading | None:
     bound = 1e3 * reconstruction_bound(u, float(exact.abs().max())) + 1e-4
     # Cohere multiplies its logits; processing folds the number into the unembedding
     factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
-    best, least = None, torch.inf
     readings = norm_readings(part(model, "ln_final"), model.cfg)
-    for norm, factor in itertools.product(readings, factors):
-        reading = HeadReading(norm, factor, cap)
-        error = float((read_head(parameters, reading, h).logits(h) - exact).abs().max())
-        if error < least:
-            best, least = reading, error
-        # in half precision several norms lie within the bound: the nearest is taken
-        if least <= bound and u <= 2**-24:
-            break
+    options = [HeadReading(norm, f, cap) for norm, f in itertools.product(readings, factors)]
+    errors = (read_head(parameters, option, h).logits(h) - exact for option in options)
+    pairs = ((option, float(error.abs().max())) for option, error in zip(options, errors))
+    # in half precision several norms lie within the bound: the nearest is taken
+    best, least = nearest(pairs, enough=bound if u <= 2**-24 else 0.0)
     return best if least <= bound else None
 
 
@@ -97,7 +95,7 @@ def read_head(parameters: Parameters, reading: HeadReading, like: Tensor) -> Out
 
 
 def token_losses(
-    log_p: Float[Tensor, "*batch d_vocab"], targets: Int[Tensor, "*batch"]
+    log_p: LogProbabilities, targets: Int[Tensor, "*batch"]
 ) -> Float[Tensor, "*batch"]:
     """``-log p(target)`` in nats, on the device of the log-probabilities.
 
@@ -134,9 +132,7 @@ class Distances(NamedTuple):
     """Tokens among the five most likely of both (0 to 5)."""
 
 
-def distances(
-    changed: Float[Tensor, "*batch d_vocab"], own: Float[Tensor, "*batch d_vocab"]
-) -> Distances:
+def distances(changed: LogProbabilities, own: LogProbabilities) -> Distances:
     """Compare log-probabilities.
 
     >>> p = Tensor([[0.5, 0.25, 0.25]]).log()

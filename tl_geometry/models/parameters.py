@@ -86,30 +86,22 @@ class Parameters:
         """Head weights of one layer."""
         attn = self.attention(layer)
         W_Q, W_O = upcast(attn.W_Q), upcast(attn.W_O)
-        fits = W_Q.dim() == 3 and W_O.dim() == 3
+        fits, got = W_Q.dim() == 3 and W_O.dim() == 3, describe(W_Q)
         what, expected = f"block {layer} of {self.name}", "W_Q [head d_model d_head]"
-        require(fits, what, expected=expected, got=describe(W_Q), error=UnsupportedModelError)
-        heads, d_model, d_head = W_Q.shape
+        require(fits, what, expected=expected, got=got, error=UnsupportedModelError)
 
-        def expanded(value: Tensor) -> Tensor:
-            value = upcast(value)
-            return value if len(value) == heads else value.repeat_interleave(heads // len(value), 0)
-
-        def bias(name: str, width: int) -> Tensor:
+        def of_heads(name: str, width: int = 0) -> Tensor:
+            """Weights or biases of all heads, zeros where there are none."""
             value = part(attn, name)
-            return W_Q.new_zeros(heads, width) if value is None else expanded(value)
+            value = W_Q.new_zeros(len(W_Q), width) if value is None else upcast(value)
+            groups = len(W_Q) // len(value)
+            return value if groups == 1 else value.repeat_interleave(groups, 0)
 
-        W_V, b_O = expanded(part(attn, "W_V")), part(attn, "b_O")
-        return HeadWeights(
-            W_Q=W_Q,
-            W_K=expanded(part(attn, "W_K")),
-            W_V=W_V,
-            W_O=W_O,
-            b_Q=bias("b_Q", d_head),
-            b_K=bias("b_K", d_head),
-            b_V=bias("b_V", W_V.shape[-1]),
-            b_O=W_Q.new_zeros(d_model) if b_O is None else upcast(b_O),
-        )
+        W = {"Q": W_Q, "K": of_heads("W_K"), "V": of_heads("W_V")}
+        b = {f"b_{w}": of_heads(f"b_{w}", matrix.shape[-1]) for w, matrix in W.items()}
+        b_O = part(attn, "b_O")
+        b["b_O"] = W_O.new_zeros(W_O.shape[-1]) if b_O is None else upcast(b_O)
+        return HeadWeights(W_Q=W_Q, W_K=W["K"], W_V=W["V"], W_O=W_O, **b)
 
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """Unembedding matrix."""

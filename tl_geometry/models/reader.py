@@ -13,37 +13,36 @@ import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
-from tl_geometry.models.layers import CORE, TABLES, Layers
+from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import Parameters, part
 from tl_geometry.models.runner import (
     Runner,
     brief,
     collect,
-    hooked_points,
     require_full_precision,
     without_hooks,
 )
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
+SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
 CLASS_NAMES = ("HookedTransformer", "TransformerBridge")
 PROBE_BATCH, PROBE_LENGTH = 2, 12
 """Size of the probe: two sequences of random tokens."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Probe:
+class Probe(NamedTuple):
     """The activations of one forward pass over random tokens, without user hooks, and what was
-    inferred from them (:attr:`Layers.found`); valid for one fingerprint on one device."""
+    inferred from them (``ModelView._found``); valid for one fingerprint on one device."""
 
     made_of: tuple[str, torch.device]
     activations: Mapping[str, Tensor]
@@ -58,19 +57,14 @@ def class_of(model: Any) -> str:
     """The TransformerLens class behind a model object, or an error that says what would help."""
     names = {c.__name__ for c in type(model).__mro__}
     class_name = next((name for name in CLASS_NAMES if name in names), None)
-    if class_name is None:
-        instead = "a model loaded with TransformerLens"
+    if class_name is None or len(getattr(model, "blocks", ())) == 0:
+        instead = "a model loaded with TransformerLens, or tl_geometry.load(model)"
         if hasattr(model, "_orig_mod"):
             instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
         elif "HookedEncoder" in names:
             instead = "the same checkpoint as a TransformerBridge"
-        elif hasattr(model, "config") and hasattr(model, "forward"):
-            instead = "tl_geometry.load(model)"
-        expected, got = " or ".join(CLASS_NAMES), type(model).__name__
+        expected, got = f"{' or '.join(CLASS_NAMES)} with blocks", type(model).__name__
         fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    fits, what = len(getattr(model, "blocks", ())) > 0, type(model).__name__
-    expected, instead = "a stack of blocks", "a decoder or encoder"
-    require(fits, what, expected=expected, got="none", instead=instead, error=UnsupportedModelError)
     return class_name
 
 
@@ -92,7 +86,7 @@ def view(model: Any) -> ModelView:
         if (now.fingerprint, now.device) != (model.fingerprint, model.device):
             return now
         # what the model object itself does not say stays as it is in the view
-        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id, notes=now.notes)
+        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id)
     class_name = class_of(model)
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
@@ -102,8 +96,7 @@ def view(model: Any) -> ModelView:
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, name, run, made_of)
-    parameters = Parameters(model, class_name, name)
-    normalization = cfg.normalization_type
+    normalization, sizes = cfg.normalization_type, {name: int(getattr(cfg, name)) for name in SIZES}
     pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
     return ModelView(
         name=name,
@@ -112,11 +105,7 @@ def view(model: Any) -> ModelView:
         processed=_processed(model, class_name),
         fingerprint=digits,
         n_layers=len(model.blocks),
-        n_heads=int(cfg.n_heads),
-        d_model=int(cfg.d_model),
-        d_head=int(cfg.d_head),
-        d_vocab=int(cfg.d_vocab),
-        n_ctx=int(cfg.n_ctx),
+        **sizes,
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
         norm=None if normalization is None else str(normalization).removesuffix("Pre"),
@@ -125,24 +114,30 @@ def view(model: Any) -> ModelView:
         head_trained=head_trained(model),
         bos_id=_bos_id(model),
         state_hooks=hooks,
-        notes=_notes(model, class_name),
         pad_id=None if pad is None else int(pad),
-        _model=model,
         _run=run,
-        _layers=Layers(parameters, run, probe.activations, probe.causal, probe.found),
+        _parameters=Parameters(model, class_name, name),
+        _runner=run,
+        _probe=probe.activations,
+        _found=probe.found,
     )
 
 
-@cache
-def _library_version() -> str:
-    """TransformerLens's version, which is read from a file of its installation."""
-    return importlib.metadata.version("transformer-lens")
+_library_version = cache(partial(importlib.metadata.version, "transformer-lens"))
+"""TransformerLens's version, which is read from a file of its installation."""
 
 
 def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     """Run the model on random tokens, without user hooks, and check what every other number
     relies on."""
-    _require_weights(model, name)
+    # the least element is NaN where any is, and takes no memory. HookedTransformer keeps a position
+    # table that ALiBi does not use, and never fills it
+    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
+    unused = "pos_embed.W_pos" if alibi else ""
+    named = [(n, p) for n, p in model.named_parameters() if n != unused and p.numel()]
+    bad = [n for n, p in named if bool(p.detach().amin().isnan())]
+    what, got = f"weights of {name}", f"NaN in {brief(bad)}"
+    require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
     states, length = run.state_hooks, min(PROBE_LENGTH, run.n_ctx)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=generator)
@@ -154,41 +149,19 @@ def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]
         with without_hooks(model):
             activations = collect(run, ids, list(dict.fromkeys(wanted)))
     except RuntimeError as error:
-        text = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        expected = f"a model that runs in {next(iter(model.parameters())).dtype}"
-        instead = "another dtype, or processed=False"
-        fail(name, expected=expected, got=text, instead=instead, error=UnsupportedModelError)
-    shape = (PROBE_BATCH, length, int(model.cfg.d_model))
-    wrong = {h: tuple(activations[h].shape) for h in states if tuple(activations[h].shape) != shape}
-    what = f"states of {name}"
-    require(not wrong, what, expected=f"shape {shape}", got=wrong, error=UnsupportedModelError)
-    broken = [
-        l
-        for l, end in enumerate(ends)
-        # a model spread over several devices hands the stream on
-        if not torch.equal(activations[end], activations[states[l + 1]].to(activations[end].device))
-    ]
-    expected = "the output of block l to be the input of block l+1"
+        expected, got = "a model that runs in its dtype", str(error).splitlines()[0][:160]
+        fail(name, expected=expected, got=got, error=UnsupportedModelError)
+    # a model spread over several devices hands the stream on
+    pairs = [(activations[end].cpu(), activations[h].cpu()) for end, h in zip(ends, states[1:])]
+    broken = [l for l, (end, start) in enumerate(pairs) if not torch.equal(end, start)]
+    expected = "one residual stream, the output of block l the input of block l+1"
     got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
-    instead = "a model with one residual stream"
-    options = {"instead": instead, "error": UnsupportedModelError}
-    require(not broken, what, expected=expected, got=got, **options)
+    what = f"states of {name}"
+    require(not broken, what, expected=expected, got=got, error=UnsupportedModelError)
     patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
     # a single position cannot tell, and counts as bidirectional
     causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
     return Probe(made_of, activations, causal, {})
-
-
-def _require_weights(model: Any, name: str) -> None:
-    """Refuse weights that are no numbers, by the name of the first."""
-    # HookedTransformer keeps a position table that ALiBi does not use, and never fills it
-    unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    named = [(n, p) for n, p in model.named_parameters() if n != "pos_embed.W_pos" or not unused]
-    # the least element is NaN where any is, and takes no memory
-    bad = [n for n, p in named if p.numel() and bool(p.detach().amin().isnan())]
-    what, expected = f"weights of {name}", "numbers"
-    got, instead = f"NaN in {brief(bad)}", "a checkpoint without NaN"
-    require(not bad, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
 
 
 def _processed(model: Any, class_name: str) -> bool:
@@ -212,21 +185,6 @@ def _bos_id(model: Any) -> int | None:
     tokenizer = getattr(model, "tokenizer", None)
     ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
     return next((int(i) for i in ids if i is not None), None)
-
-
-def _notes(model: Any, class_name: str) -> tuple[str, ...]:
-    """Remarks about the model for a reader."""
-    notes = []
-    heads, scheme = model.cfg.n_heads, getattr(model.cfg, "positional_embedding_type", "")
-    if class_name == "HookedTransformer" and scheme == "alibi" and heads & (heads - 1):
-        notes.append(
-            "HookedTransformer's ALiBi slopes differ from Hugging Face's when n_heads is not a "
-            "power of two"
-        )
-    if hooked := hooked_points(model):
-        where = brief(hooked)
-        notes.append(f"the model carries hooks of its own, which act in every number: {where}")
-    return tuple(notes)
 
 
 as_view = view

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from einops import rearrange
@@ -17,8 +18,10 @@ from tl_geometry.base.rows import row_center
 
 Check = tuple[int, str, float, float]
 """(layer, what was compared, largest error, largest error allowed)."""
-CHUNK = 2**25
-"""Cells of scores that are compared at a time (128 MiB in float32)."""
+T = TypeVar("T")
+TIE = 0.99
+"""A later candidate must be better by 1%: equal ones differ by rounding, and the first is the one
+that the module itself declares."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,6 +83,22 @@ def reconstruction_bound(roundoff: float, scale: float) -> float:
     True
     """
     return (32 if roundoff <= 2**-24 else 4) * max(roundoff, 2**-24) * scale
+
+
+def nearest(candidates: Iterable[tuple[T, float]], enough: float = 0.0) -> tuple[T | None, float]:
+    """Of (candidate, error) the candidate of least error, and its error (``None`` and infinity of
+    none); the search ends at an error within ``enough``.
+
+    >>> nearest([("a", 1.0), ("b", 0.995), ("c", 0.5)])
+    ('c', 0.5)
+    """
+    best, least = None, math.inf
+    for place, (candidate, error) in enumerate(candidates):
+        if place == 0 or error < least * TIE:
+            best, least = candidate, math.inf if math.isnan(error) else error
+        if least <= enough:
+            break
+    return best, least
 
 
 def pattern_error(

@@ -11,19 +11,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,22 +26,13 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
-K = TypeVar("K", bound=Hashable)
-OWN = (
-    "transformer_lens.model_bridge.",
-    "transformer_lens.hook_points.",
-    "transformer_lens.components.",
-    "transformer_lens.Hooked",
-    "torch.",
-    "transformers.",
-    "accelerate.",
-    "tl_geometry.models.runner.",
-)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+OWN = ("transformer_lens.", "tl_geometry.models.runner")
 """Beginnings of the names of Python modules whose hooks are not a user's: they belong to a model,
-or to the pass that asks. A dot is added to a module's name before it is compared."""
+or to the pass that asks."""
 
 
-def keep(into: MutableMapping[K, Tensor], key: K) -> Hook:
+def keep(into: MutableMapping[Any, Tensor], key: Any) -> Hook:
     """A hook that keeps an activation, detached (the first one, where the hook fires several
     times)."""
 
@@ -82,10 +65,14 @@ class Runner:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.class_name == "TransformerBridge":
-            accepted = inspect.signature(self.model.original_model.forward).parameters
-            # else transformers keeps the keys and values of every layer
-            self.kwargs = {"use_cache": False} if "use_cache" in accepted else {}
+        # else transformers keeps the keys and values of every layer
+        self.kwargs = {"use_cache": False} if "use_cache" in self.accepted else {}
+
+    @property
+    def accepted(self) -> Mapping[str, Any]:
+        """What the forward() of the model inside a bridge takes, by name."""
+        original = getattr(self.model, "original_model", None)
+        return {} if original is None else inspect.signature(original.forward).parameters
 
     def has(self, name: str) -> bool:
         """Whether the model has a hook of that name."""
@@ -94,26 +81,27 @@ class Runner:
         return name in self.points
 
     def __call__(
-        self, tokens: Tensor, hooks: Mapping[str, Hook], *, logits: bool = False
+        self,
+        tokens: Tensor,
+        hooks: Mapping[str, Hook],
+        *,
+        logits: bool = False,
+        forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
-        ids = self.checked(tokens)
-        known = {name: name for name in hooks if self.has(name)}
+        ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
+        adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
+        known = {name: name for name, _ in adding if self.has(name)}
         require_points(known, hooks, self.name, self.class_name)
-        fired: set[str] = set()
-        last = self._last_state(hooks, logits)
-        handles = [self._add(name, hook, fired) for name, hook in hooks.items()]
+        handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
-            if last is not None:
-                handles.append(self._add(self.state_hooks[last], _stop, set()))
             with torch.no_grad():
-                out = self._forward(ids, logits)
+                out = self._forward(ids, logits, forward)
         except Stop:
             out = None
         finally:
             for point, handle in handles:
                 take_away(point, handle)
-        silent = sorted(set(hooks) - fired)
-        if silent:
+        if silent := sorted(set(hooks) - fired):
             expected, got = "each to fire in a forward pass", f"silent: {', '.join(silent)}"
             what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
             fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
@@ -127,64 +115,57 @@ class Runner:
             # without a mask it asks its tokenizer for one, and may have no tokenizer
             runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
             return runner
-        accepted = inspect.signature(self.model.original_model.forward).parameters
         # transformers 5.24 has given the argument another name
-        name = "past_key_values" if "past_key_values" in accepted else "cache"
+        name = "past_key_values" if "past_key_values" in self.accepted else "cache"
         runner.kwargs = {"use_cache": True, name: cache}
         return runner
 
-    def empty_cache(self, batch: int, config: Any = None) -> Any:
-        """A cache without keys. Layers with a sliding window that a ``config`` of transformers
-        names forget the keys outside of it."""
+    def empty_cache(self, batch: int) -> Any:
+        """A cache without keys. Layers with a sliding window forget the keys outside of it."""
         if self.class_name == "HookedTransformer":
             from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
             return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, batch)
         from transformers import DynamicCache
 
-        return DynamicCache(config=config)
+        return DynamicCache(config=self.model.original_model.config)
 
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
         require_full_precision(self.device, self.name)
         training = training_module(self.model)
-        got = f"training mode ({training})"
-        expected, instead = "evaluation mode", "model.eval()"
-        require(not training, self.name, expected=expected, got=got, instead=instead)
+        got, instead = f"training mode ({training})", "model.eval()"
+        require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
         ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
-        expected = "integer ids [batch position]"
-        got, instead = describe(tokens), "tl_geometry.windows(...)"
-        require(ids and tokens.numel() > 0, "tokens", expected=expected, got=got, instead=instead)
-        length = tokens.shape[1]
-        expected = f"at most {self.n_ctx} positions (n_ctx of {self.name})"
-        instead = "shorter windows"
-        require(length <= self.n_ctx, "tokens", expected=expected, got=length, instead=instead)
+        expected, instead = "integer ids [batch position]", "tl_geometry.windows(...)"
+        fits = ids and tokens.numel() > 0
+        require(fits, "tokens", expected=expected, got=describe(tokens), instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
-        expected = f"ids from 0 to {self.d_vocab - 1} (the vocabulary of {self.name})"
-        got, instead = f"ids from {low} to {high}", "this model's tokenizer"
-        fits = low >= 0 and high < self.d_vocab
+        fits = tokens.shape[1] <= self.n_ctx and low >= 0 and high < self.d_vocab
+        expected, got = f"at most {self.n_ctx} ids below {self.d_vocab}", describe(tokens)
+        got, instead = f"{got}, from {low} to {high}", f"shorter windows, of {self.name}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
         return tokens.to(self.device, torch.int64)
 
-    def _forward(self, ids: Tensor, logits: bool) -> Tensor | None:
+    def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
-        kwargs, tokenizer = self.kwargs, getattr(self.model, "tokenizer", None)
+        given, tokenizer = {**self.kwargs, **forward}, getattr(self.model, "tokenizer", None)
         hooked = self.class_name == "HookedTransformer"
         if hooked and getattr(tokenizer, "padding_side", None) == "left":
             # else it masks ids equal to the pad token, and windows have no padding
-            kwargs = kwargs | {"attention_mask": torch.ones_like(ids)}
-        out = self.model(ids, return_type="logits" if logits else None, **kwargs)
+            given["attention_mask"] = torch.ones_like(ids)
+        out = self.model(ids, return_type="logits" if logits else None, **given)
         return out if logits else None
 
-    def _add(self, name: str, call: Hook, fired: set[str]) -> tuple[Any, Any]:
-        """Add a hook that notes its name in ``fired``; its point and its handle."""
+    def _add(self, name: str, call: Hook, fired: set[str]) -> Any:
+        """Add a hook that notes its name in ``fired``; its handle."""
 
         def wrapped(value: Tensor, hook: Any) -> Tensor | None:
             fired.add(name)
             return call(value)
 
-        return self.points[name], put_on(self.points[name], wrapped)
+        return put_on(self.points[name], wrapped)
 
     def _last_state(self, hooks: Mapping[str, Hook], logits: bool) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
@@ -206,11 +187,9 @@ def require_points(
     points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
 ) -> None:
     """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
-    missing = [name for name in names if name not in points]
-    what, expected = f"hooks of {model_name}", f"hooks of this {class_name}"
-    got, instead = f"no {', '.join(missing)}", "check_model(model) to see what is supported"
-    options = {"instead": instead, "error": UnsupportedModelError}
-    require(not missing, what, expected=expected, got=got, **options)
+    missing = ", ".join(name for name in names if name not in points)
+    what, expected, got = f"hooks of {model_name}", f"hooks of this {class_name}", f"no {missing}"
+    require(not missing, what, expected=expected, got=got, error=UnsupportedModelError)
 
 
 def put_on(point: Any, hook: Callable[..., Any], **options: Any) -> Any:
@@ -255,49 +234,36 @@ def training_module(model: Any) -> str:
 def require_full_precision(device: torch.device, name: str) -> None:
     """Raise under ``torch.autocast``, and where float32 matrices are multiplied in TF32 or
     bfloat16: numbers would be rounded to 11 or 8 bits, and labelled with the model's dtype."""
-    types = [t for t in dict.fromkeys((device.type, "cpu")) if torch.is_autocast_enabled(t)]
-    got = f"autocast on {', '.join(types)}"
-    instead = "the model without autocast, or one that was loaded with dtype=torch.bfloat16"
-    require(not types, name, expected="no torch.autocast", got=got, instead=instead)
-    precision = _product_precision(device)
-    instead = 'torch.set_float32_matmul_precision("highest")'
-    expected = "float32 products in float32"
-    require(not precision, name, expected=expected, got=precision, instead=instead)
-
-
-def _product_precision(device: torch.device) -> str:
-    """In what float32 products are rounded, an empty string for float32 itself."""
-    if device.type != "cuda":
-        # "medium" lets a CPU multiply in bfloat16
-        return "bfloat16" if torch.get_float32_matmul_precision() == "medium" else ""
+    got = "autocast" if any(map(torch.is_autocast_enabled, {device.type, "cpu"})) else ""
     matmul = torch.backends.cuda.matmul
-    # the older switch, the only one before torch 2.9, cannot be read once the newer one was used
-    if hasattr(matmul, "fp32_precision"):
-        return "TF32, of 11 bits" if matmul.fp32_precision == "tf32" else ""
-    return "TF32, of 11 bits" if matmul.allow_tf32 else ""
+    if device.type != "cuda" and torch.get_float32_matmul_precision() == "medium":
+        got = "bfloat16"  # lets a CPU multiply so
+    elif device.type == "cuda":
+        # the older switch, the only one before torch 2.9, cannot be read once the newer was used
+        tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else None
+        got = "TF32" if (matmul.allow_tf32 if tf32 is None else tf32) else got
+    instead = 'torch.set_float32_matmul_precision("highest"), without autocast'
+    require(not got, name, expected="products in the dtype of the model", got=got, instead=instead)
 
 
 # ---- hooks of the user
 
 
-def _foreign(hook: Any) -> bool:
-    """Whether a hook is a user's: defined outside of the modules in :data:`OWN`."""
-    # the function inside: a partial object belongs to functools
-    while isinstance(hook, partial):
-        hook = hook.func
-    hook = getattr(hook, "__func__", hook)
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return not f"{home}.".startswith(OWN)
+def _user_handles(point: Any) -> list[Any]:
+    """Handles of the hooks of a point that are a user's: defined outside of :data:`OWN`."""
 
+    def home(hook: Any) -> str:
+        # the function inside: a partial object belongs to functools
+        return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
-def _foreign_handles(point: Any) -> list[Any]:
-    return [handle for handle in getattr(point, "fwd_hooks", ()) if _foreign(handle.user_hook)]
+    handles = getattr(point, "fwd_hooks", ())
+    return [handle for handle in handles if not home(handle.user_hook).startswith(OWN)]
 
 
 def hooked_points(model: Any) -> tuple[str, ...]:
     """Hook points at which a user's hooks act, by the names that HookedTransformer gives them."""
     # a point has several names in a bridge: the last one, TransformerLens's alias, stays
-    names = {id(point): name for name, point in model.hook_dict.items() if _foreign_handles(point)}
+    names = {id(point): name for name, point in model.hook_dict.items() if _user_handles(point)}
     return tuple(sorted(names.values()))
 
 
@@ -305,19 +271,17 @@ def hooked_points(model: Any) -> tuple[str, ...]:
 def without_hooks(model: Any) -> Iterator[None]:
     """The model as it is by itself: a user's hooks do nothing inside ``with``, also on
     exceptions."""
-    silenced = []
-    for point in {id(point): point for point in model.hook_dict.values()}.values():
-        table, ids = point._forward_hooks, [h.hook.id for h in _foreign_handles(point)]
-        if ids:
-            silenced.append((table, dict(table)))
-            for i in ids:
-                table.pop(i, None)
+    points = {id(point): point for point in model.hook_dict.values()}.values()
+    hooked = {point: dict(point._forward_hooks) for point in points if _user_handles(point)}
+    for point in hooked:
+        for handle in _user_handles(point):
+            point._forward_hooks.pop(handle.hook.id, None)
     try:
         yield
     finally:
-        for table, before in silenced:
-            table.clear()
-            table.update(before)
+        for point, before in hooked.items():
+            point._forward_hooks.clear()
+            point._forward_hooks.update(before)
 
 
 def brief(names: Sequence[str], most: int = 4) -> str:

@@ -3,8 +3,7 @@ holds."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +21,6 @@ def state_hooks(n_layers: int) -> tuple[str, ...]:
     """Hooks of states 0 to n_layers."""
     inputs = [f"blocks.{layer}.{BEFORE}" for layer in range(n_layers)]
     return (*inputs, f"blocks.{n_layers - 1}.{AFTER}")
-
-
-def state_of(name: str, count: int, hooks: Sequence[str] = ()) -> int:
-    """Number of the state that a hook holds, of ``count`` states; ``hooks`` are those of the
-    model's states, where they are known.
-
-    >>> state_of("blocks.1.hook_resid_pre", 4), state_of("blocks.1.hook_resid_post", 4)
-    (1, 2)
-    """
-    if name in hooks:
-        return hooks.index(name)
-    match = re.fullmatch(rf"blocks\.(\d+)\.({BEFORE}|{AFTER})", name)
-    state = -1 if match is None else int(match[1]) + int(match[2] == AFTER)
-    expected = f'a number from 0 to {count - 1} or a hook such as "blocks.1.{BEFORE}"'
-    require(0 <= state < count, "states", expected=expected, got=repr(name))
-    return state
 
 
 def other_states(setting: Callable[[str], Any], state: int) -> list[str]:
@@ -60,12 +43,9 @@ def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model
     Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
     was removed.
     """
-    entries = cache.cache_dict if hasattr(cache, "cache_dict") else cache
-    model = getattr(cache, "model", None)
-    inputs = [h for h in entries if h.startswith("blocks.") and h.endswith(f".{BEFORE}")]
-    cached = [int(h.split(".")[1]) for h in inputs]
-    n_layers = len(model.blocks) if model is not None else 1 + max(cached, default=0)
-    names = state_hooks(n_layers)
+    entries, model = getattr(cache, "cache_dict", cache), getattr(cache, "model", None)
+    cached = [int(h.split(".")[1]) for h in entries if h.endswith(f".{BEFORE}")]
+    names = state_hooks(len(model.blocks) if model is not None else 1 + max(cached, default=0))
     missing = [h for h in names if h not in entries]
     got = f"no {brief(missing)}"
     instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"

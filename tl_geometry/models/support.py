@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.results import Result
+from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
-from tl_geometry.models.states import AFTER
+from tl_geometry.models.runner import brief
 
 Row = tuple[str, str, str]
 
@@ -47,18 +48,16 @@ def check_model(model: ModelLike) -> ModelReport:
     """Run a model on a few random tokens and report what the package supports, has verified, and
     refuses for it.
 
-    Verified are the residual stream (state l+1 is the output of block l) and, layer by layer, the
-    exact split of attention scores: recomputed queries, keys, scores and patterns against the
-    model's own, as a fraction of the reconstruction error allowed. The additive identity
-    ``resid_pre + attn_out + mlp_out = resid_post`` is reported (BERT and others break it) and never
-    a reason to refuse.
-
+    The first row is the largest reconstruction error of all layers beside what is allowed:
+    recomputed queries, keys, scores and patterns against the model's own. Scores of the last layer
+    are computed once more in float64 on the CPU, so that a device that multiplies wrongly is seen.
     Raises ``UnsupportedModelError`` for models that are refused altogether.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> tlg.check_model(model).refused
-    ()
+    >>> report = tlg.check_model(model)
+    >>> report.findings[0][0], report.refused
+    ('largest reconstruction error', ())
     """
     view = as_view(model)
     weights = "processed" if view.processed else "as trained"
@@ -75,15 +74,15 @@ def check_model(model: ModelLike) -> ModelReport:
     states = f"{view.n_layers + 1}, last {view.state_hooks[-1]}"
     rows.insert(-1, ("states", states, "verified, state l+1 is the output of block l"))
     rows.append(_head(view))
-    tokens = torch.randint(
-        0, view.d_vocab, (2, min(16, view.n_ctx)), generator=torch.Generator().manual_seed(0)
-    )
+    generator, shape = torch.Generator().manual_seed(0), (2, min(16, view.n_ctx))
+    tokens = torch.randint(0, view.d_vocab, shape, generator=generator)
     try:
-        rows += _layers(view, tokens)
-        rows.append(("additive identity", _additive(view, tokens), "reported"))
+        first, *scores = _scores(view, tokens)
+        rows = [first, *rows, *_facts(view), *scores]
     except GeometryError as error:
         rows.append(("scores", "not split", f"refused: {error}"))
-    rows += [("note", note, "reported") for note in view.notes]
+    if hooked := view.hooked():
+        rows.append(("hooks of the user", brief(hooked), "reported, they act in every number"))
     return ModelReport(provenance=view.provenance(), findings=tuple(rows))
 
 
@@ -91,69 +90,58 @@ def _head(view: ModelView) -> Row:
     """The row of the output head."""
     norm = view.final_norm() if view.head_trained else None
     if not view.head_trained:
-        value, verdict = "newly initialised", "refused for every output-based measure: load a "
-        verdict += "checkpoint that has its output head"
-    elif norm is None:
-        value, verdict = "not one norm and one linear map", "refused for direct effects on logits; "
-        verdict += "losses and logits are supported"
-    else:
-        value = f"{norm.norm_type or 'no'} norm, then linear"
-        verdict = "verified against the model's logits"
-    return ("output head", value, verdict)
+        return "output head", "newly initialised", "refused for every output-based measure"
+    if norm is None:
+        return "output head", "not one norm and one linear map", "refused for effects on logits"
+    value = f"{norm.norm_type or 'no'} norm, then linear"
+    return "output head", value, "verified against the model's logits"
 
 
-def _layers(view: ModelView, tokens: Tensor) -> list[Row]:
-    """Facts of the layers, those that agree in one row, and the reconstruction error of each."""
+@torch.no_grad()
+def _scores(view: ModelView, tokens: Tensor) -> list[Row]:
+    """The largest reconstruction error, beside that of the last layer computed in float64 on the
+    CPU; then each layer."""
+    layers: list[LayerView] = []
+    rows: list[Row] = []
+    for layer in range(view.n_layers):
+        name, value, verdict = f"scores of layer {layer}", "do not add up", "verified"
+        try:
+            view.run_layers(tokens, [layer], layers.append)
+            value = f"sizes up to {layers[-1].reconstruction.scale:.3g}"
+        except GeometryError as error:
+            verdict = f"refused: {error}"
+        rows.append((name, value, verdict))
+    if not layers:
+        return rows
+    worst, last = max(layers, key=lambda layer: layer.reconstruction.worst), layers[-1]
+    what, error, bound = worst.reconstruction.nearest or ("nothing", 0.0, 0.0)
+    h, turn = last.h.cpu().double(), last.turn
+    exact = view._attention(last.layer, h)
+    if turn is not None:
+        turn = turn._replace(cos=turn.cos.to(h), sin=turn.sin.to(h))
+    q, k = (exact.entering(exact.raw(h, which), which, turn) for which in "qk")
+    gap = scores_of(last.q, last.k, last.scale).cpu() - scores_of(q, k, last.scale)
+    off, limit = (
+        float(gap.abs().max()),
+        2 * reconstruction_bound(view.roundoff, last.reconstruction.scale),
+    )
+    if off > limit:  # two kinds of arithmetic, each within its bound
+        rows.append(("this device", f"off by {off:.1e}", "refused: its products are wrong"))
+    value = f"{error:.1e} of {bound:.1e} allowed, {what} of layer {worst.layer}"
+    verdict = f"reported; {off:.1e} of {limit:.1e} from float64 on the CPU, in layer {last.layer}"
+    return [("largest reconstruction error", value, verdict), *rows]
+
+
+def _facts(view: ModelView) -> list[Row]:
+    """Facts of the layers, those that agree in one row."""
     facts = [view.describe_layer(layer) for layer in range(view.n_layers)]
     rows: list[Row] = []
-    notes = {
-        "soft cap": "supported: scores are split before the cap",
-        "sinks": "supported: scores exact, patterns with the sink's share",
-    }
     for name in facts[0]:
         layers_of: dict[str, list[str]] = {}
         for layer, fact in enumerate(facts):
-            layers_of.setdefault(str(fact[name]), []).append(str(layer))
+            layers_of.setdefault(fact[name], []).append(str(layer))
         shown = [f"{value} in layers {', '.join(which)}" for value, which in layers_of.items()]
-        value = "; ".join(shown) if len(shown) > 1 else next(iter(layers_of))
-        rows.append((name, value, "supported" if value == "none" else notes.get(name, "supported")))
-    for layer in range(view.n_layers):
-        views: list[LayerView] = []
-        try:
-            view.run_layers(tokens, [layer], views.append)
-        except GeometryError as error:
-            rows.append((f"scores of layer {layer}", "do not add up", f"refused: {error}"))
-            continue
-        worst, error, bound = views[0].reconstruction.nearest or ("nothing", 0.0, 0.0)
-        sizes = f"sizes up to {views[0].reconstruction.scale:.3g}"
-        verdict = f"verified, {worst} within {error:.1e} (allowed {bound:.1e})"
-        rows.append((f"scores of layer {layer}", sizes, verdict))
+        rows.append(
+            (name, "; ".join(shown) if len(shown) > 1 else next(iter(layers_of)), "supported")
+        )
     return rows
-
-
-def _additive(view: ModelView, tokens: Tensor) -> str:
-    """Largest ``|resid_pre + attn_out + mlp_out - resid_post|`` over layers, where the class has
-    those hooks, beside the stream's size.
-
-    Judged as every number of a model is
-    (:func:`tl_geometry.models.reconstruction.reconstruction_bound`), A being the stream's largest
-    state.
-    """
-    worst, size = 0.0, 0.0
-    for layer in range(view.n_layers):
-        names = [
-            view.state_hooks[layer],
-            view.attention_hooks[layer],
-            view.mlp_hooks[layer],
-            f"blocks.{layer}.{AFTER}",
-        ]
-        try:
-            activations = view.activations(tokens, names)
-        except GeometryError:
-            return f"hooks missing in layer {layer}"
-        pre, attn, mlp, post = (activations[name].double() for name in names)
-        worst = max(worst, float((pre + attn + mlp - post).abs().max()))
-        size = max(size, float(post.abs().max()), float(pre.abs().max()))
-    holds = worst <= reconstruction_bound(view._layers.roundoff, size)
-    verdict = "holds within" if holds else "does not hold, off by up to"
-    return f"{verdict} {worst:.2g} in a stream of up to {size:.3g}"

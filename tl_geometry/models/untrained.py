@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import choice
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -41,27 +40,25 @@ def reinitialized(
     ...     control.name
     'tl-geometry-embedded, untrained (init)'
     """
-    choice(how, ("init", "shuffle"), "how")
+    checks.choice(how, ("init", "shuffle"), "how")
     view = as_view(model)
     chosen = None if blocks is None else checks.indices(blocks, view.n_layers, "blocks")
     root = view._model
     parts: list[nn.Module] = [root] if chosen is None else [root.blocks[i] for i in chosen]
-    named: dict[int, tuple[str, Tensor]] = {}
-    for part in parts:
-        named |= {id(p): (name, p) for name, p in part.named_parameters()}
+    named = {id(p): (name, p) for part in parts for name, p in part.named_parameters()}
     trained = [(name, p, p.detach().clone()) for name, p in named.values()]
     if how == "shuffle":
         # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
         trained.sort(key=lambda entry: -entry[1].numel())
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
-    label = f"{view.name}, {what} ({how})"
+    trained_head = chosen is not None and view.head_trained
     try:
         with torch.no_grad():
             for name, value, old in trained:
                 value.copy_(_redrawn(name, old, how, std, generator))
-        trained_head = chosen is not None and view.head_trained
-        yield dataclasses.replace(as_view(root), name=label, head_trained=trained_head)
+        name = f"{view.name}, {what} ({how})"
+        yield dataclasses.replace(as_view(root), name=name, head_trained=trained_head)
     finally:
         with torch.no_grad():
             for _, value, old in trained:
@@ -74,7 +71,7 @@ def _redrawn(name: str, value: Tensor, how: str, std: float, generator: torch.Ge
         order = torch.randperm(value.numel(), generator=generator).to(value.device)
         return value.reshape(-1)[order].view_as(value)
     leaf = name.rsplit(".", 1)[-1]
-    if leaf == "bias" or leaf.startswith("b_") or leaf == "b":
+    if leaf in ("bias", "b") or leaf.startswith("b_"):
         return torch.zeros_like(value)
     if value.dim() == 1:
         return torch.ones_like(value)

@@ -20,11 +20,11 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, norms_of
 from tl_geometry.models.parameters import part, upcast
-from tl_geometry.models.reconstruction import reconstruction_bound
+from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.runner import without_hooks
 
 EMBED = ("hook_embed", "embed.hook_embed", "embed.hook_out")
@@ -82,7 +82,7 @@ def writing_of(view: ModelView) -> Writing:
     Raises ``UnsupportedModelError`` for a block whose output is no sum of what its attention and
     its MLP give.
     """
-    found = view._layers.found
+    found = view._found
     if "writing" not in found:
         found["writing"] = _infer(view)
     return found["writing"]
@@ -99,95 +99,76 @@ def require_decoder(view: ModelView, what: str) -> None:
 def _infer(view: ModelView) -> Writing:
     """:func:`writing_of` from one forward pass over eight tokens."""
     require_decoder(view, f"writers of {view.name}")
-    runner = view._layers.runner
+    runner = view._runner
     embeds = [name for name in EMBED if runner.has(name)]
     in_stream = view.position == "standard"  # other schemes add no positions to the stream
     added = [name for name in POSITION if in_stream and runner.has(name)][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
-    mlps = [
-        f"blocks.{layer}.hook_mlp_out" if part(block, "mlp") is not None else None
-        for layer, block in enumerate(view._model.blocks)
-    ]
-    z = [f"blocks.{layer}.attn.hook_z" for layer in range(view.n_layers)]
-    ids = torch.arange(8).unsqueeze(0) % view.d_vocab
-    names = [*runner.state_hooks, *embeds, *added, *z, *(mlp for mlp in mlps if mlp)]
-    ids, names = ids[:, : view.n_ctx], list(dict.fromkeys(names))
+    has_mlp = [part(block, "mlp") is not None for block in view._model.blocks]
+    mlps = [hook if has else None for hook, has in zip(view.mlp_hooks, has_mlp, strict=True)]
+    names = [*runner.state_hooks, *embeds, *added, *view.z_hooks, *(mlp for mlp in mlps if mlp)]
+    ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
     with without_hooks(view._model):
-        seen = view.activations(ids, names)
-    activations, u = {name: upcast(x) for name, x in seen.items()}, view._layers.roundoff
-    blocks = [_block(view, layer, activations, mlp, u) for layer, mlp in enumerate(mlps)]
-    return Writing(*_embedding(view, activations, embeds, added, u), tuple(blocks), activations)
+        seen = view.activations(ids, list(dict.fromkeys(names)))
+    probe = {name: upcast(x) for name, x in seen.items()}
+    blocks = tuple(_block(view, layer, probe, mlp) for layer, mlp in enumerate(mlps))
+    return Writing(*_embedding(view, probe, embeds, added), blocks, probe)
 
 
-def _tolerance(roundoff: float, h: Tensor) -> float:
-    """Far above rounding (of sums of three parts, each rounded by itself, and 1e-5 for streams near
-    zero), far below another norm or a missing bias."""
-    return 8 * reconstruction_bound(roundoff, float(h.abs().max())) + 1e-5
+def _require_sum(view: ModelView, gap: Tensor, h: Tensor, what: str) -> None:
+    """Refuse a stream that no candidate gives. What is allowed is far above rounding (of sums of
+    three parts, each rounded by itself, and 1e-5 for streams near zero), far below another norm or
+    a missing bias."""
+    bound = 8 * reconstruction_bound(view.roundoff, float(h.abs().max())) + 1e-5
+    expected = "a sum of what embeddings, heads and MLPs write, perhaps each normed"
+    got, fits = f"a stream that is off by {float(gap.abs().max()):.2g}", gap.abs().max() <= bound
+    instead = "parts of your own, split_scores(..., parts={name: tensor})"
+    what, error = f"{what} of {view.name}", UnsupportedModelError
+    require(fits, what, expected=expected, got=got, instead=instead, error=error)
 
 
 def _embedding(
-    view: ModelView,
-    activations: Mapping[str, Tensor],
-    embeds: list[str],
-    added: list[str],
-    roundoff: float,
+    view: ModelView, probe: Mapping[str, Tensor], embeds: list[str], added: list[str]
 ) -> tuple[tuple[tuple[str, str], ...], NormWeights | None]:
     """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
-    h = activations[view.state_hooks[0]]
-    model = view._model
+    h, model = probe[view.state_hooks[0]], view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
     norms = [None, *norms_of(module, model.cfg, h[0, 0])]
-    for count, norm, embed in product(range(len(added), -1, -1), norms, embeds):
-        hooks = [embed, *added[:count]]
-        total = sum((activations[name] for name in hooks), torch.zeros_like(h))
-        total = total if norm is None else norm.apply(total)
-        if float((total - h).abs().max()) <= _tolerance(roundoff, h):
-            return tuple(zip(("embed", "pos_embed"), hooks)), norm
-    return fail(
-        f"embeddings of {view.name}",
-        expected="a sum of token and position embeddings, perhaps normed",
-        got="another first state",
-        instead="parts of your own, split_scores(..., parts={name: tensor})",
-        error=UnsupportedModelError,
-    )
+
+    def gap(hooks: list[str], norm: NormWeights | None) -> Tensor:
+        total = torch.stack([probe[name].expand_as(h) for name in hooks]).sum(0)
+        return (total if norm is None else norm.apply(total)) - h
+
+    counts = range(len(added), -1, -1)
+    ways = [([e, *added[:n]], norm) for n, norm, e in product(counts, norms, embeds)]
+    best, _ = nearest((way, float(gap(*way).abs().max())) for way in ways)
+    hooks, norm = best or ([], None)
+    _require_sum(view, gap(hooks, norm) if hooks else h, h, "embeddings")
+    return tuple(zip(("embed", "pos_embed"), hooks)), norm
 
 
 def _block(
-    view: ModelView,
-    layer: int,
-    activations: Mapping[str, Tensor],
-    mlp: str | None,
-    roundoff: float,
+    view: ModelView, layer: int, probe: Mapping[str, Tensor], mlp: str | None
 ) -> BlockWriting:
     """The candidate for a block that reproduces its output."""
-    h = activations[f"blocks.{layer}.hook_resid_pre"]
-    after = activations[view.state_hooks[layer + 1]]
-    attention = attention_of(view, layer, activations)
-    mlp_out = torch.zeros_like(h) if mlp is None else activations[mlp]
-    block = view._model.blocks[layer]
-    b_out = part(part(block, "mlp"), "b_out")
-    b_out = h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
-    candidates: list[tuple[Tensor, BlockWriting]] = []
+    h, after = probe[f"blocks.{layer}.hook_resid_pre"], probe[view.state_hooks[layer + 1]]
+    attention, block = attention_of(view, layer, probe), view._model.blocks[layer]
+    rest = after - h - (0 if mlp is None else probe[mlp])
+
+    def gap(norm: NormWeights | None) -> Tensor:
+        return (attention if norm is None else norm.apply(attention)) - rest
+
     # OLMo 2 calls the norm behind attention ln1
     modules, cfg = (part(block, name) for name in ("ln1_post", "ln1")), view._model.cfg
-    behind = [norm for module in modules for norm in norms_of(module, cfg, h[0, 0])]
-    for norm in (None, *behind):
-        total = h + (attention if norm is None else norm.apply(attention)) + mlp_out
-        # such models have a norm behind the MLP too, whose output its hook holds: b_out, in front
-        # of that norm, cannot be separated
-        bias = b_out if norm is None else torch.zeros_like(b_out)
-        candidates.append((total - after, BlockWriting(norm, mlp, bias)))
+    norms = [None, *(norm for module in modules for norm in norms_of(module, cfg, h[0, 0]))]
     # errors are divided by the size of their token, then averaged: one token of enormous norm
-    # rounds by more than attention writes. min() takes the first of equal candidates. 1e-30 stands
-    # for the size of a token of zeros
+    # rounds by more than attention writes. 1e-30 stands for the size of a token of zeros
     size = after.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    error, best = min(candidates, key=lambda pair: float((pair[0] / size).abs().mean()))
-    if float(error.abs().max()) <= _tolerance(roundoff, after):
-        return best
-    return fail(
-        f"block {layer} of {view.name}",
-        expected="the sum of its heads, its MLP and its input, with or without norms behind them",
-        got="another output",
-        instead="parts of your own, split_scores(..., parts={name: tensor})",
-        error=UnsupportedModelError,
+    norm, _ = nearest((norm, float((gap(norm) / size).abs().mean())) for norm in norms)
+    _require_sum(view, gap(norm), after, f"block {layer}")
+    # models with a norm behind attention have one behind the MLP too, whose output its hook holds:
+    # b_out, in front of that norm, cannot be separated
+    b_out = part(part(block, "mlp"), "b_out") if norm is None else None
+    return BlockWriting(
+        norm, mlp, h.new_zeros(h.shape[-1]) if b_out is None else upcast(b_out).to(h)
     )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import choice
@@ -34,6 +34,8 @@ from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
 from tl_geometry.models.runner import brief
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
+
+Parts = Float[Tensor, "part batch position d_model"]
 
 CONSTANTS = "constants"
 """The writer that holds b_O, b_out, the biases of norms behind writes, and the constant writes of
@@ -60,13 +62,10 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     writing = writing_of(view)
     writers = [Writer(name, -1, -1) for name, _ in writing.embeddings]
     writers.append(Writer(CONSTANTS, -1, -1))
-    for at in range(layer):
-        if grain == "writers":
-            writers += [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
-        else:
-            writers.append(Writer(f"attn{at}", at, -1))
-        if writing.blocks[at].mlp_hook is not None:
-            writers.append(Writer(f"mlp{at}", at, -1))
+    for at, block in enumerate(writing.blocks[:layer]):
+        heads = [Writer(f"L{at}H{head}", at, head) for head in range(view.n_heads)]
+        writers += heads if grain == "writers" else [Writer(f"attn{at}", at, -1)]
+        writers += [Writer(f"mlp{at}", at, -1)] if block.mlp_hook is not None else []
     return tuple(writers)
 
 
@@ -84,17 +83,6 @@ class HeadWrites:
         """Every head's write as a vector of the stream."""
         scaled = self.z * self.scale[..., None, None]
         return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
-
-    def some(
-        self, heads: Int[Tensor, " row"], positions: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row d_model"]:
-        """In the first context: what head ``heads[r]`` wrote at position ``positions[r]``, a row
-        for each r."""
-        # zeros at the other heads: W[heads] would copy [row d_head d_model]
-        at_head = self.z.new_zeros(len(heads), *self.z.shape[2:])
-        at_head[torch.arange(len(heads)), heads] = self.z[0, positions, heads]
-        scale = self.scale[0, positions].unsqueeze(-1)
-        return scale * einsum(at_head, self.W, "r h e, h e d -> r d")
 
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """The sum over heads."""
@@ -138,46 +126,34 @@ class Written:
     def extend(self, activations: Mapping[str, Tensor]) -> None:
         """Take in what the next block wrote."""
         layer, block = self.layer, self.writing.blocks[self.layer]
-        h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
-        z = by_head(upcast(activations[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads).to(h)
-        heads, constant, b_O = self._heads(layer, z, activations)
-        attention = heads.whole() + constant + b_O
+        z = by_head(upcast(activations[f"blocks.{layer}.attn.hook_z"]), self.view.n_heads)
+        z = z.to(self.constants)
+        weights, norm = self.view.weights(layer).to(z), self.view.attention_norm(layer)
+        value = einsum(norm.bias.to(z), weights.W_V, "d, h d e -> h e") + weights.b_V
+        constant = value.expand_as(z)
+        if self.view._has_sinks(layer):  # a sink takes its share of what rows sum to
+            pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
+            constant = pattern.sum(-1).mT.to(z).unsqueeze(-1) * value
+        heads = HeadWrites(layer, z - constant, weights.W_O, torch.ones_like(z[..., 0, 0]))
+        rest = einsum(constant, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
         if block.after_attention is not None:
             norm = block.after_attention
-            scale = norm.scale(attention)
-            heads.W, heads.scale = norm.centre(heads.W) * norm.gain.to(h), heads.scale / scale
-            constant = _normed(constant + b_O, norm, scale) + norm.bias.to(h)
-        else:
-            constant = constant + b_O
+            scale = norm.scale(heads.whole() + rest)
+            heads.W, heads.scale = norm.centre(heads.W) * norm.gain.to(z), heads.scale / scale
+            rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
-        self.constants = self.constants + constant
         if block.mlp_hook is not None:
-            mlp = upcast(activations[block.mlp_hook]).to(h)
-            self.dense[f"mlp{layer}"] = mlp - block.b_out.to(h)
-            self.constants = self.constants + block.b_out.to(h)
-
-    def _heads(
-        self, layer: int, z: Tensor, activations: Mapping[str, Tensor]
-    ) -> tuple[HeadWrites, Tensor, Tensor]:
-        """The heads' writes without their constant parts, the sum of these over heads
-        ``[batch position d_model]``, and b_O."""
-        weights, norm = self.view.weights(layer), self.view.attention_norm(layer)
-        value = einsum(norm.bias.to(weights.W_V), weights.W_V, "d, h d e -> h e") + weights.b_V
-        value, W_O = value.to(z), weights.W_O.to(z)
-        if not self.view._layers.has_sinks(layer):
-            row_sums = z.new_ones(z.shape[:3])
-        else:  # a sink takes its share
-            pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
-            row_sums = pattern.sum(-1).mT.to(z)
-        constant = row_sums.unsqueeze(-1) * value
-        heads = HeadWrites(layer, z - constant, W_O, torch.ones_like(z[..., 0, 0]))
-        return heads, einsum(constant, W_O, "b i h e, h e d -> b i d"), weights.b_O.to(z)
+            self.dense[f"mlp{layer}"] = upcast(activations[block.mlp_hook]).to(z) - block.b_out.to(
+                z
+            )
+            rest = rest + block.b_out.to(z)
+        self.constants = self.constants + rest
 
     def context(self, row: int) -> Written:
         """What was written in one context of the batch."""
         return self._each(lambda x: x[row : row + 1])
 
-    def tokens(self, some: slice) -> Written:
+    def tokens(self, some: Any) -> Written:
         """What was written at the tokens ``some``, counted over all contexts one after another, as
         one context."""
         return self._each(lambda x: x.flatten(0, 1)[some].unsqueeze(0))
@@ -185,12 +161,11 @@ class Written:
     def along(self, directions: Float[Tensor, "column d_model"]) -> Written:
         """What was written along each of ``directions``: the same writers, with an axis of
         directions in place of d_model."""
-        some, onto = copy(self), directions.to(self.constants).mT
-        some._kept, some._summed = {}, None
-        some.dense = {name: value @ onto for name, value in self.dense.items()}
-        some.constants = self.constants @ onto
-        some.heads = [replace(x, W=x.W @ onto) for x in self.heads]
-        return some
+        onto, written = directions.to(self.constants).mT, self._each(lambda x: x)
+        written.dense = {name: value @ onto for name, value in self.dense.items()}
+        written.constants = self.constants @ onto
+        written.heads = [replace(x, W=x.W @ onto) for x in self.heads]
+        return written
 
     def _each(self, pick: Callable[[Tensor], Tensor]) -> Written:
         """What was written at some contexts or positions."""
@@ -208,18 +183,11 @@ class Written:
     def parts(self, grain: str = "writers") -> dict[str, Float[Tensor, "batch position d_model"]]:
         """Every writer's part of the stream by name; they sum to it."""
         names = [writer.name for writer in self.names(grain)]
-        first = [self.dense[name] for name, _ in self.writing.embeddings] + [self.constants]
-        blocks = (part for of in self._by_blocks(grain) for part in of)
-        return dict(zip(names, (*first, *blocks), strict=True))
+        return dict(zip(names, self.stacked(grain), strict=True))
 
-    def stacked(
-        self, grain: str = "writers", out: Tensor | None = None
-    ) -> Float[Tensor, "part batch position d_model"]:
-        """:meth:`parts` as one tensor, which is ``out`` where that is given."""
-        shape = (len(self.names(grain)), *self.constants.shape)
-        stack = self.constants.new_empty(shape) if out is None else out
-        self._fill(stack, grain, 0)
-        return stack
+    def stacked(self, grain: str = "writers", out: Tensor | None = None) -> Parts:
+        """:meth:`parts` as one tensor, written into ``out`` where that is given."""
+        return torch.cat([self._first(), *self._by_blocks(grain)], out=out)
 
     def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
         """:meth:`stacked` with the tokens of all contexts one after another, kept while the stream
@@ -228,27 +196,22 @@ class Written:
         parts = len(writer_names(self.view, self.view.n_layers, grain))
         if parts * self.constants.nbytes > most:
             return None
-        if grain not in self._kept:
-            self._kept[grain] = 0, self.constants.new_empty(parts, *self.constants.shape)
-        layers, stack = self._kept[grain]
-        self._fill(stack, grain, layers)
+        empty = self.constants.new_empty(
+            parts if grain not in self._kept else 0, *self.constants.shape
+        )
+        since, stack = self._kept.get(grain, (0, empty))
+        start, end = len(writer_names(self.view, since, grain)), len(self.names(grain))
+        stack[: len(self.writing.embeddings) + 1] = self._first()
+        if end > start:
+            stack[start:end] = torch.cat(list(self._by_blocks(grain, since)))
         self._kept[grain] = self.layer, stack
-        return stack[: len(self.names(grain))].flatten(1, 2)
+        return stack[:end].flatten(1, 2)
 
-    def _fill(self, stack: Tensor, grain: str, since: int) -> None:
-        """Write into ``stack`` what was written before the first block, constants, and what the
-        blocks from ``since`` on wrote."""
-        for at, (name, _) in enumerate(self.writing.embeddings):
-            stack[at] = self.dense[name]
-        stack[len(self.writing.embeddings)] = self.constants
-        start = len(writer_names(self.view, since, grain))
-        for part in self._by_blocks(grain, since):
-            stack[start : start + len(part)] = part
-            start += len(part)
+    def _first(self) -> Parts:
+        """What was written before the first block, and the constants."""
+        return torch.stack([*(self.dense[n] for n, _ in self.writing.embeddings), self.constants])
 
-    def _by_blocks(
-        self, grain: str, since: int = 0
-    ) -> Iterator[Float[Tensor, "part batch position d_model"]]:
+    def _by_blocks(self, grain: str, since: int = 0) -> Iterator[Parts]:
         """What the blocks from ``since`` on wrote, in the order of :meth:`names`."""
         for heads in self.heads[since:]:
             yield heads.each() if grain == "writers" else heads.whole().unsqueeze(0)
@@ -263,21 +226,17 @@ class Written:
         """
         # what earlier blocks wrote was added up when their outputs were checked
         if self._summed is None:
-            first = torch.stack([self.dense[name] for name, _ in self.writing.embeddings])
+            first = self._first()[:-1]
             self._summed = 0, first.sum(0, dtype=torch.float64), first.abs().sum(0)
         since, total, size = self._summed
         for parts in self._by_blocks("writers", since):
             total = total + parts.sum(0, dtype=torch.float64)
             size = size + parts.abs().sum(0)
         self._summed = self.layer, total, size
-        total, size = total + self.constants, size + self.constants.abs()
-        what = f"the stream before block {self.layer}"
-        if self.layer == self.view.n_layers:
-            what = "the last state"
-        error = float((total - h.double()).abs().max())
-        bound = reconstruction_bound(roundoff, float(size.max()))
+        error = float((total + self.constants - h.double()).abs().max())
+        bound = reconstruction_bound(roundoff, float((size + self.constants.abs()).max()))
         checks = [(self.layer, "sum of the writers", error, bound)]
-        require_reconstruction(checks, f"{what} of {self.view.name}")
+        require_reconstruction(checks, f"state {self.layer} of {self.view.name}")
 
 
 def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]) -> Tensor:
@@ -309,7 +268,7 @@ def run_written(
     added up and compared with the stream. ``sample`` is a pair (row, function): that context alone
     is verified, by itself in the same pass, and given to the function.
     """
-    writing, wanted, made = writing_of(view), set(layers), view._layers
+    writing, wanted = writing_of(view), set(layers)
     until = view.n_layers if on_end is not None else max(wanted)
     written: list[Written] = []
 
@@ -317,14 +276,13 @@ def run_written(
         if layer == 0:
             written.append(Written(view, writing, activations))
         if layer in wanted and sample is not None:
-            row, on_sample = sample
-            one, every = made.sampled(layer, activations, row)
-            context = written[0].context(row)
+            one, every = view._sampled(layer, activations, sample[0])
+            context = written[0].context(sample[0])
             context.check(one.h, one.roundoff)
-            on_sample(one, context)
+            sample[1](one, context)
             on_layer(every, written[0])
         elif layer in wanted:
-            every = made.view(layer, activations, verify=verify)
+            every = view.layer(layer, activations, verify=verify)
             if verify:
                 written[0].check(every.h, every.roundoff)
             on_layer(every, written[0])
@@ -334,24 +292,25 @@ def run_written(
     names: dict[int, list[str]] = {}
     for layer in range(min(until + 1, view.n_layers)):
         hooks = view.layer_hooks(layer) if layer in wanted else ()
-        if made.has_sinks(layer):
-            hooks = (*hooks, f"blocks.{layer}.attn.hook_pattern")
-        names[layer] = list(dict.fromkeys([*hooks, *writing.hooks(layer)]))
+        sinks = [view.pattern_hooks[layer]] if view._has_sinks(layer) else []
+        names[layer] = list(dict.fromkeys([*hooks, *sinks, *writing.hooks(layer)]))
     last = view.state_hooks[-1] if on_end is not None else None
     if cache is None:
-        end = made.stream(tokens, names, take, last)
+        end = view._stream(tokens, names, take, last)
     else:
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        needed = [*(name for of_layer in names.values() for name in of_layer), last]
-        missing = [name for name in needed if name is not None and name not in entries]
-        got = f"no {brief(missing)}"
+        needed = [
+            *(name for of_layer in names.values() for name in of_layer),
+            *([last] * bool(last)),
+        ]
+        got = f"no {brief([name for name in needed if name not in entries])}"
+        fits = all(name in entries for name in needed)
         instead = "model.run_with_cache(tokens), without filter"
-        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
+        require(fits, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():
             take(layer, {name: entries[name] for name in of_layer})
         end = None if last is None else entries[last]
     if on_end is not None and end is not None:
-        h = upcast(end)
         if verify:
-            written[0].check(h, made.roundoff)
-        on_end(h, written[0])
+            written[0].check(upcast(end), view.roundoff)
+        on_end(upcast(end), written[0])

@@ -24,9 +24,10 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tl_geometry.base.errors import require
+from tl_geometry.base.linalg import gram_spectrum
 from tl_geometry.base.tables import Table
 from tl_geometry.measures.contextual import cluster_similarity, incoherence
-from tl_geometry.measures.positional import relative_norm
+from tl_geometry.measures.rank import screenot, usable_k
 from tl_geometry.models.as_published import attending_left, with_final_norm
 
 QUIRKS = {
@@ -132,7 +133,7 @@ def song_zhong(
         basis, measured = _position(run, ids[0])
         if ids[1:]:
             measured |= _topics(run, basis, ids[1:])
-    k = tlg.measures.usable_k(size["k"], min(basis.pos.shape[1:]))
+    k = usable_k(size["k"], min(basis.pos.shape[1:]))
     flags += [f"rank bound k={k} of {size['k']}"] if k < size["k"] else []
     provenance = replace(basis.provenance.flagged(*flags), preset="reference", seed=size["seed"])
     names = ("table", "cell", "ours", "published", "tolerance", "verdict")
@@ -215,13 +216,13 @@ def _position(
     basis, *fresh = (run.decompose(rows, window=window) for rows in drawn)
     denominator = fresh[0] if raw else basis
     moments = [denominator.second_moment(state, centered=not raw) for state in basis.states]
-    values = torch.linalg.svdvals(basis.pos)
+    values, size = torch.linalg.svdvals(basis.pos), gram_spectrum(torch.stack(moments))[:, 0]
     shape = (basis.pos.shape[1], basis.pos.shape[2])
-    k = tlg.measures.usable_k(run.size["k"], min(shape))
+    k = usable_k(run.size["k"], min(shape))
     return basis, {
-        "rank": tlg.measures.screenot(values, shape, k=k).rank.double(),
+        "rank": screenot(values, shape, k=k).rank.double(),
         "stable_rank": (values / values[:, :1]).square().sum(-1),
-        "relative_norm": relative_norm(values, torch.stack(moments), denominator.contexts),
+        "relative_norm": values[:, 0] / size * denominator.contexts**0.5,
     }
 
 
@@ -249,11 +250,11 @@ def _topics(
     # the mean over these positions alone, so that pos sums to zero over the shorter window
     centre = means.mean(1, keepdim=True)
     ctx = topics.ctx + topics.mean[:, None] - centre
-    pairs = "reference" if "absolute_with_self" in run.quirks else "exact"
     labels = torch.arange(len(documents)).repeat_interleave(n)
-    similar = cluster_similarity(ctx, labels, preset=pairs)
+    similar = cluster_similarity(ctx, labels)
+    intra = similar.intra_reference if "absolute_with_self" in run.quirks else similar.intra
     between = incoherence(means - centre, ctx).avg
-    return {"inter": similar.inter, "intra": similar.intra, "incoherence": between}
+    return {"inter": similar.inter, "intra": intra, "incoherence": between}
 
 
 def _cells(

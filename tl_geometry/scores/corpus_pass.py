@@ -22,8 +22,7 @@ from tqdm.auto import tqdm
 
 from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance, hash_tokens
-from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import begins_with_bos
+from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
 from tl_geometry.models.batches import another_row, batch_of
 from tl_geometry.models.model_view import ModelView
 
@@ -51,7 +50,7 @@ class CorpusPass:
     """
 
     view: ModelView
-    source: TokenSource
+    source: TokenWindows
     rows: int
     progress: bool = False
     seed: int = 0
@@ -62,9 +61,9 @@ class CorpusPass:
 
     def __iter__(self) -> Iterator[Int[Tensor, "batch position"]]:
         draws = torch.Generator().manual_seed(self.seed)
-        hidden, total = not self.progress, self.source.contexts
+        hidden, total = not self.progress, len(self.source)
         with tqdm(total=total, unit="ctx", disable=hidden, desc=self.view.name) as bar:
-            for batch in self.source.batches(self.rows):
+            for batch in self.source.tokens.split(self.rows):
                 self.begins_with_bos &= begins_with_bos(batch, self.view.bos_id)
                 self.row = another_row(self.row, len(batch), draws)
                 yield batch

@@ -99,7 +99,7 @@ def group_basis(
     the contexts."""
     used = basis.group_counts.nonzero().flatten()
     counts = basis.group_counts[used].double()
-    means = basis.group_sums[used, basis.index(layer)] / counts[:, None, None]
+    means = basis.moments.sums[used, basis.index(layer)] / counts[:, None, None]
     mean = means[:, slice(*basis.window)].mean(1)
     return mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum()
 

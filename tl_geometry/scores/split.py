@@ -26,7 +26,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require, within_budget
 from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
@@ -113,7 +113,7 @@ def split_scores(
     (True, torch.Size([2, 1, 16, 16]))
     """
     view = as_view(model)
-    prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
+    prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = sorted({layer for layer, _ in chosen})
     family = family_of(view, parts, basis, layers_of)

@@ -32,8 +32,8 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import ReconstructionError, fail, require
 from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.sources import TokenSource
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import APART, BLOCK, CUT
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.models.batches import batch_of
@@ -178,7 +178,7 @@ def sweep_heads(
     require(fits, "parts", expected=expected, got=parts, instead="split_scores(..., parts=...)")
     require(seed >= 0, "seed", expected="a whole number, at least 0", got=seed)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    source = TokenSource.of(view, windows, prepend_bos=prepend_bos)
+    source = as_tokens(view, windows, prepend_bos=prepend_bos)
     basis.require_identifiable("sweep_heads")
     require_positions(basis, source.length)
     drop, blocks = basis.window[0], sorted({layer for layer, _ in chosen})
@@ -209,7 +209,7 @@ def sweep_heads(
 
 def _pass(
     view: ModelView,
-    source: TokenSource,
+    source: TokenWindows,
     basis: PositionContext,
     sums: dict[int, LayerSums],
     *,

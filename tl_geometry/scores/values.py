@@ -30,7 +30,7 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail, require, within_budget
 from tl_geometry.base.results import Result
-from tl_geometry.corpus.sources import token_rows
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
@@ -145,7 +145,7 @@ def split_values(
     True
     """
     view = as_view(model)
-    prompts = token_rows(view, tokens, prepend_bos=prepend_bos)
+    prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = sorted({layer for layer, _ in chosen})
     family = family_of(view, parts, basis, layers_of)

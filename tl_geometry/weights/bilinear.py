@@ -5,8 +5,8 @@ A head's matrix is kept as two factors, ``W = left @ right.mT`` with ``left, rig
 d_head]``; no d_model x d_model product of a head is formed. With V a basis of the stream (top
 singular directions of the positional means) and ``W_o = W - diag(W)``:
 
-1. :func:`structure`: diag(W), the block V^T W_o V, mean and standard deviation of all entries of
-   W_o rotated into a basis that starts with V, the threshold, the entries above the threshold;
+1. :func:`structure`: the block V^T W_o V, mean and standard deviation of all entries of W_o rotated
+   into a basis that starts with V, the threshold, the entries above the threshold;
 2. :func:`haar_null`: the share of ``|W_o|^2`` that a random subspace is expected to hold;
 3. :func:`tl_geometry.weights.low_rank_diagonal.fit_low_rank_diagonal`: the best L and D in
    ``W = V L V^T + D``, jointly.
@@ -20,22 +20,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.parameters import HeadWeights
 
 PRODUCT = "... d_model d_head, ... d_head -> ... d_model"
 """Pattern of a product: the factor of each head times a vector of that head."""
 MATRICES = ("QK", "OV")
 """W_QK = W_Q W_K^T and W_OV = W_V W_O."""
+
+
+def share(part: Tensor, whole: Tensor) -> Tensor:
+    """``part / whole``, NaN where the whole is zero."""
+    return torch.where(whole > 0, part / whole, torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +60,7 @@ class Factors:
     @cached_property
     def diagonal(self) -> Float[Tensor, "*batch head d_model"]:
         """``diag(W)``: dot products of corresponding rows of the factors."""
-        return einsum(
-            self.left, self.right, "... d_model d_head, ... d_model d_head -> ... d_model"
-        )
+        return (self.left * self.right).sum(-1)
 
     @cached_property
     def energy(self) -> Float[Tensor, "*batch head"]:
@@ -66,17 +68,11 @@ class Factors:
         return ((self.left.mT @ self.left) * (self.right.mT @ self.right)).sum((-2, -1))
 
     @cached_property
-    def trace_of_square(self) -> Float[Tensor, "*batch head"]:
-        """``tr(W W) = tr((right^T left)^2)``."""
-        product = self.right.mT @ self.left
-        return (product * product.mT).sum((-2, -1))
-
-    @cached_property
     def off_diagonal_energy(self) -> Float[Tensor, "*batch head"]:
         """``|W_o|_F^2``, W_o the matrix without its diagonal; exactly zero where it is only the
         rounding (below 1e-12) of ``|W|^2``, from which it is subtracted."""
-        energy_off_diagonal = self.energy - self.diagonal.square().sum(-1)
-        return torch.where(energy_off_diagonal > 1e-12 * self.energy, energy_off_diagonal, 0.0)
+        rest = self.energy - self.diagonal.square().sum(-1)
+        return torch.where(rest > 1e-12 * self.energy, rest, 0.0)
 
 
 def fold(
@@ -97,41 +93,19 @@ def fold(
     ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model whose
     LayerNorm comes after attention, the output is centred although the input is not.
     """
-    gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
-    layer_norm = norm.norm_type == "LN" and not raw
+    gain = torch.ones_like(norm.gain) if raw else norm.gain
+    norm_type = None if raw else norm.norm_type
 
     def read(weight: Tensor) -> Tensor:
-        # a copy: the products below are in place, and must not change the model's weights
-        product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))
-        return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
+        product = weight.double() * gain.double()[:, None]
+        return product - product.mean(-2, keepdim=True) if norm_type == "LN" else product
 
     if matrix == "OV":
-        written = weights.W_O.to(torch.float64, copy=True)
-        if not raw and (layer_norm if center_output is None else center_output):
-            written.sub_(written.mean(-1, keepdim=True))
-        right = rearrange(written, "head d_head d_model -> head d_model d_head")
-        return Factors(read(weights.W_V), right)
-    left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
-    return Factors(left, read(weights.W_K))
-
-
-def project(
-    basis: Float[Tensor, "... d_model rank"], factor: Float[Tensor, "*batch head d_model d_head"]
-) -> Float[Tensor, "*batch head rank d_head"]:
-    """``V^T W`` of every head, ``[*batch head rank d_head]``."""
-    return einsum(
-        basis, factor, "... d_model rank, ... head d_model d_head -> ... head rank d_head"
-    )
-
-
-def rotate_diagonal(
-    left: Float[Tensor, "... d_model row"],
-    diag: Float[Tensor, "*batch head d_model"],
-    right: Float[Tensor, "... d_model column"],
-) -> Float[Tensor, "*batch head row column"]:
-    """``V_left^T diag V_right`` of every head, ``[*batch head row column]``."""
-    pattern = "... d row, ... head d, ... d column -> ... head row column"
-    return einsum(left, diag, right, pattern)
+        centred = (norm_type == "LN" if center_output is None else center_output) and not raw
+        written = remove_mean(weights.W_O.double(), "LN" if centred else None)
+        return Factors(read(weights.W_V), written.mT)
+    size = weights.W_Q.shape[-1] ** -0.5 if scale is None else scale
+    return Factors(size * read(weights.W_Q), read(weights.W_K))
 
 
 def rotated_block(
@@ -141,12 +115,14 @@ def rotated_block(
     *,
     remove: Float[Tensor, "*batch head d_model"] | None = None,
 ) -> Float[Tensor, "*batch head row column"]:
-    """``V_left^T (W - diag(remove)) V_right``; ``remove`` defaults to the diagonal of W, and
-    ``right`` to ``left``."""
+    """``V_left^T (W - diag(remove)) V_right`` of every head; ``remove`` defaults to the diagonal of
+    W, and ``right`` to ``left``."""
     right = left if right is None else right
     diag = factors.diagonal if remove is None else remove
-    product = project(left, factors.left) @ project(right, factors.right).mT
-    return product - rotate_diagonal(left, diag, right)
+    pattern = "... d_model rank, ... head d_model d_head -> ... head rank d_head"
+    rows, columns = einsum(left, factors.left, pattern), einsum(right, factors.right, pattern)
+    pattern = "... d row, ... head d, ... d column -> ... head row column"
+    return rows @ columns.mT - einsum(left, diag, right, pattern)
 
 
 def complete(
@@ -165,53 +141,36 @@ def complete(
     return torch.ormqr(reflectors, tau, sign.unsqueeze(-1) * vectors.to(basis))
 
 
-class Structure(NamedTuple):
-    """Numbers of the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis completed to a
-    square matrix (:func:`complete`); see :func:`structure`.
-
-    ``block`` is ``V^T W_o V``, the part of it in the basis, with the extremes ``highest`` and
-    ``lowest``.
-    """
-
-    diagonal: Float[Tensor, "*batch head d_model"]
-    block: Float[Tensor, "*batch head row column"]
-    mean: Float[Tensor, "*batch head"]
-    std: Float[Tensor, "*batch head"]
-    threshold: Float[Tensor, "*batch head"]
-    highest: Float[Tensor, "*batch head"]
-    lowest: Float[Tensor, "*batch head"]
-    above_threshold: Int[Tensor, "*batch head"]
-    concentration: Float[Tensor, "*batch head"]
-
-
 def structure(
     factors: Factors,
     left: Float[Tensor, "... d_model row"],
     right: Float[Tensor, "... d_model column"] | None = None,
     *,
     k: int = 20,
-) -> Structure:
-    """The diagonal and the rotated off-diagonal part of W (Song & Zhong 2023, Fig. 5), for all
-    heads at once.
+) -> dict[str, Tensor]:
+    """The diagonal of W and the rotated off-diagonal matrix ``Q^T W_o Q``, where Q is the basis
+    completed to a square matrix (:func:`complete`), for all heads at once (Song & Zhong 2023, Fig.
+    5).
 
     ``left`` and ``right`` (by default the same) hold orthonormal columns, strongest direction
-    first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``.
-    ``threshold = sqrt(2 ln d^2) std``, with std the population standard deviation of all d^2
-    rotated entries, is about the largest of d^2 Gaussian entries; ``above_threshold`` counts
-    entries of the first k x k whose absolute value exceeds it. ``concentration`` is
-    ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
+    first. The first ``k`` span the subspace; all of them are shown in ``block = V^T W_o V``, with
+    the extremes ``highest`` and ``lowest``. ``mean`` and ``std`` are those of all d^2 rotated
+    entries (population), ``threshold = sqrt(2 ln d^2) std`` is about the largest of d^2 Gaussian
+    entries; ``above_threshold`` counts entries of the first k x k whose absolute value exceeds it.
+    ``concentration`` is ``|V_k^T W_o V_k|^2 / |W_o|^2``, NaN where W_o is zero.
+
+    Returns these by name, each ``[head]``, and ``block [head row column]``.
 
     >>> g = torch.Generator().manual_seed(0)
     >>> V = torch.linalg.qr(torch.randn(30, 3, generator=g, dtype=torch.float64)).Q
     >>> s = structure(Factors(V[None], V[None]), V, k=3)
-    >>> round(float(s.concentration), 2), int(s.above_threshold)
+    >>> round(float(s["concentration"]), 2), int(s["above_threshold"])
     (0.85, 3)
     """
-    right = left if right is None else right
-    size = left.shape[-2]
-    expected = f"1 to {min(left.shape[-1], right.shape[-1])} columns"
-    require(1 <= k <= min(left.shape[-1], right.shape[-1]), "k", expected=expected, got=k)
-    off_diagonal_energy = factors.off_diagonal_energy
+    right, size = left if right is None else right, left.shape[-2]
+    most = min(left.shape[-1], right.shape[-1])
+    require(1 <= k <= most, "k", expected=f"1 to {most} columns", got=k)
+    energy = factors.off_diagonal_energy
     ones = torch.ones(size, 1, dtype=left.dtype, device=left.device)
     # with the sum of all columns of Q as one more column, the last entry of the product is the sum
     # of all d^2 rotated entries, and Q is never formed
@@ -220,26 +179,20 @@ def structure(
     rotated = rotated_block(factors, wide_left, wide_right)
     block, mean = rotated[..., :-1, :-1], rotated[..., -1, -1] / size**2
     # a rotation keeps the sum of squares, so that of W_o itself serves
-    std = (off_diagonal_energy / size**2 - mean.square()).clamp(min=0).sqrt()
+    std = (energy / size**2 - mean.square()).clamp(min=0).sqrt()
     threshold = math.sqrt(2 * math.log(size**2)) * std
-    above = block.abs() > rearrange(threshold, "... head -> ... head 1 1")
-    subspace_block = block[..., :k, :k]
-    concentration = torch.where(
-        off_diagonal_energy > 0,
-        subspace_block.square().sum((-2, -1)) / off_diagonal_energy,
-        torch.nan,
-    )
-    return Structure(
-        diagonal=factors.diagonal,
-        block=block,
-        mean=mean,
-        std=std,
-        threshold=threshold,
-        highest=block.amax((-2, -1)),
-        lowest=block.amin((-2, -1)),
-        above_threshold=above[..., :k, :k].sum((-2, -1)),
-        concentration=concentration,
-    )
+    inside = block[..., :k, :k]
+    above = inside.abs() > rearrange(threshold, "... head -> ... head 1 1")
+    return {
+        "block": block,
+        "mean": mean,
+        "std": std,
+        "threshold": threshold,
+        "highest": block.amax((-2, -1)),
+        "lowest": block.amin((-2, -1)),
+        "above_threshold": above.sum((-2, -1)),
+        "concentration": share(inside.square().sum((-2, -1)), energy),
+    }
 
 
 def haar_null(
@@ -266,18 +219,16 @@ def haar_null(
     0.1
     """
     size, diag = factors.left.shape[-2], factors.diagonal
-    whole_energy = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
-    # tr(W_o W_o), and W_o has no trace
-    trace_of_square = factors.trace_of_square - (diag.square().sum(-1) if off_diagonal else 0)
-    trace = torch.zeros_like(whole_energy) if off_diagonal else diag.sum(-1)
+    whole = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
+    # tr(W W) = tr((right^T left)^2); W_o has no trace
+    product, removed = factors.right.mT @ factors.left, off_diagonal * diag
+    trace_of_square = (product * product.mT).sum((-2, -1)) - removed.square().sum(-1)
+    trace = (diag - removed).sum(-1)
     if centered:  # the same of P W P, from W u, W^T u and u^T W u; u has entries 1 / sqrt(d_model)
-        removed = diag if off_diagonal else torch.zeros_like(diag)
         row_means = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
         column_means = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
         corner = row_means.sum(-1) / size**0.5
-        energy = (
-            energy - row_means.square().sum(-1) - column_means.square().sum(-1) + corner.square()
-        )
+        energy = energy - (row_means.square() + column_means.square()).sum(-1) + corner.square()
         trace_of_square = trace_of_square - 2 * (row_means * column_means).sum(-1) + corner.square()
         trace = trace - corner
     # vectors whose coordinates sum to zero span one dimension fewer
@@ -286,8 +237,7 @@ def haar_null(
     if one_basis and d > 1:
         alpha = k * ((d + 1) * k - 2) / (d * (d - 1) * (d + 2))
         beta = k * (d - k) / (d * (d - 1) * (d + 2))
-    expected = alpha * energy + beta * (trace_of_square + trace.square())
-    return torch.where(whole_energy > 0, expected / whole_energy, torch.nan)
+    return share(alpha * energy + beta * (trace_of_square + trace.square()), whole)
 
 
 def leading_directions(

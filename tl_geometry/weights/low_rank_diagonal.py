@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.weights.bilinear import Factors, project, rotate_diagonal
+from tl_geometry.weights.bilinear import Factors, rotated_block, share
 
 
 class LowRankDiagonal(NamedTuple):
@@ -53,30 +53,26 @@ def fit_low_rank_diagonal(
     >>> (fit.L[0].round(decimals=6) + 0.0).tolist(), round(float(fit.r2_joint), 6)
     ([[1.0, 2.0], [0.0, 3.0]], 1.0)
     """
-    right_basis = left if right is None else right
-    diag, total_energy = factors.diagonal, factors.energy
-    rotated_product = project(left, factors.left) @ project(right_basis, factors.right).mT
+    right = left if right is None else right
+    diag, energy = factors.diagonal, factors.energy
+    product = rotated_block(factors, left, right, remove=torch.zeros_like(diag))
     pattern = "... d row, ... head row column, ... d column -> ... head d"
-    target = diag - einsum(left, rotated_product, right_basis, pattern)
-    delta, singular = solve_diagonal(left, right_basis, target.mT)
+    target = diag - einsum(left, product, right, pattern)
+    delta, singular = solve_diagonal(left, right, target.mT)
     delta = delta.mT
-    L = rotated_product - rotate_diagonal(left, delta, right_basis)
+    L = rotated_block(factors, left, right, remove=delta)
     block_energy = L.square().sum((-2, -1))
     # |W - D|^2 - |L|^2, as V_left L V_right^T is the projection of W - D
-    residual = total_energy - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
-
-    def share(value: Tensor) -> Tensor:
-        return torch.where(total_energy > 0, value / total_energy, torch.nan)
-
-    symmetric = torch.full_like(total_energy, torch.nan)
+    residual = energy - 2 * (diag * delta).sum(-1) + delta.square().sum(-1) - block_energy
+    symmetric = torch.full_like(energy, torch.nan)
     if L.shape[-1] == L.shape[-2]:
         symmetric = ((L + L.mT) / 2).square().sum((-2, -1)) / block_energy
     return LowRankDiagonal(
         L=L,
         delta=delta,
-        r2_low_rank=share(rotated_product.square().sum((-2, -1))),
-        r2_diagonal=share(diag.square().sum(-1)),
-        r2_joint=1 - share(residual.clamp(min=0)),
+        r2_low_rank=share(product.square().sum((-2, -1)), energy),
+        r2_diagonal=share(diag.square().sum(-1), energy),
+        r2_joint=1 - share(residual.clamp(min=0), energy),
         symmetric=symmetric,
         singular=singular,
     )
@@ -90,35 +86,16 @@ def solve_diagonal(
     """Minimum-norm solution of ``(I - P_left o P_right) x = target``, and whether the matrix is
     singular.
 
-    ``P_left o P_right = Z Z^T`` with ``Z[i, (a, b)] = left[i, a] right[i, b]``. The matrix is
-    positive semidefinite, its smallest eigenvalue at least
+    The matrix is positive semidefinite, its smallest eigenvalue at least
     ``1 - max_i sqrt(P_left[i, i] P_right[i, i])`` (Gershgorin and Cauchy-Schwarz). Where that bound
-    is well above zero, a Cholesky factor of the smaller ``I - Z^T Z`` solves it (Woodbury); where
-    it is small, a Cholesky factor of the matrix itself; where it is about zero, eigenvectors.
+    is above zero, a Cholesky factor solves it; where it is about zero, eigenvectors.
     """
-    size = left.shape[-2]
-    eye = torch.eye(size, dtype=left.dtype, device=left.device)
-    bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
-    # above 0.05 the condition number of the smaller system is at most 20
-    if bool((bound > 0.05).all()) and left.shape[-1] * right.shape[-1] < size:
-        pairs = _column_products(left, right)
-        small = eye[: pairs.shape[-1], : pairs.shape[-1]] - pairs.mT @ pairs
-        correction = torch.cholesky_solve(pairs.mT @ target, torch.linalg.cholesky(small))
-        return target + pairs @ correction, bound < 0
+    eye = torch.eye(left.shape[-2], dtype=left.dtype, device=left.device)
     matrix = eye - (left @ left.mT) * (right @ right.mT)
+    bound = 1 - (left.square().sum(-1) * right.square().sum(-1)).sqrt().amax(-1)
     if bool((bound > 1e-6).all()):  # a condition number of 1e6: float64 keeps ten digits
         return torch.cholesky_solve(target, torch.linalg.cholesky(matrix)), bound < 0
     values, vectors = torch.linalg.eigh(matrix)
     determined = values > 1e-10  # smaller ones are rounding errors of the projectors
     inverse = torch.where(determined, 1 / torch.where(determined, values, 1.0), 0.0)
     return vectors @ (inverse.unsqueeze(-1) * (vectors.mT @ target)), ~determined.all(-1)
-
-
-def _column_products(left: Tensor, right: Tensor) -> Float[Tensor, "*batch d_model column"]:
-    """Z with ``P_left o P_right = Z Z^T``; for one basis only pairs a <= b, those with a < b
-    counted twice."""
-    if right is left:
-        a, b = torch.triu_indices(left.shape[-1], left.shape[-1], device=left.device)
-        return left[..., a] * left[..., b] * (1 + (a != b).to(left)).sqrt()
-    pairs = einsum(left, right, "... d a, ... d b -> ... d a b")
-    return rearrange(pairs, "... d a b -> ... d (a b)")

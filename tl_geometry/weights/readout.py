@@ -1,5 +1,5 @@
-"""Which tokens do the singular vectors of a head point to? The formulas of
-:func:`tl_geometry.token_readout` and of the probes (Molina 2023).
+"""Which tokens do the singular vectors of a head point to? :func:`token_readout` answers for W_QK
+and W_OV of every head (Molina 2023, section 4: the logit lens of QK and OV circuits).
 
 Singular vectors come from the factors of a head (:func:`tl_geometry.base.linalg.product_svd`).
 Scores are dot products with one row per token. The vocabulary is read in chunks with a running
@@ -8,6 +8,8 @@ top-k at both ends, so that only the extreme tokens are kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,32 +17,27 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tl_geometry.base import checks, linalg
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import SVD, numerical_rank
+from tl_geometry.base.tables import Table
+from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.reader import as_view
+from tl_geometry.weights import vocabulary
+from tl_geometry.weights.bilinear import MATRICES
 
-VOCABULARY_CHUNK = 8192
-"""Tokens scored at a time: with :data:`VECTOR_CHUNK`, 128 MiB of scores in float32."""
-VECTOR_CHUNK = 4096
-"""Vectors scored at a time."""
+SCORES = 2**25
+"""Scores that exist at one time: 128 MiB in float32."""
+GAP = 1e-6
+"""Relative distance of two singular values below which their vectors are not told apart: float32
+weights round at 1e-7."""
 
 
 class Extremes(NamedTuple):
-    """Ids and scores of the tokens with the largest (``top``) and smallest (``bottom``) scores,
-    most extreme first (equal scores by token id)."""
+    """Ids and scores of the tokens with the largest (end 0) and the smallest scores (end 1), most
+    extreme first (equal scores by token id)."""
 
-    top_ids: Int[Tensor, "*batch column"]
-    top_scores: Float[Tensor, "*batch column"]
-    bottom_ids: Int[Tensor, "*batch column"]
-    bottom_scores: Float[Tensor, "*batch column"]
-
-
-def _top_k(scores: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest scores and their ids, equal scores in the order of the ids."""
-    best_scores, best_ids = scores.topk(min(k, scores.shape[-1]), dim=-1)
-    # topk leaves the order of equal scores open: sort by id, then stably by score
-    best_ids, order = ids.gather(-1, best_ids).sort(dim=-1)
-    best_scores, order = best_scores.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return best_scores, best_ids.gather(-1, order)
+    ids: Int[Tensor, "*batch 2 column"]
+    scores: Float[Tensor, "*batch 2 column"]
 
 
 def extremes(
@@ -54,121 +51,169 @@ def extremes(
 
     >>> tokens = torch.tensor([[2.0, 0.0], [-1.0, 5.0], [0.5, 1.0]])
     >>> e = extremes(torch.tensor([1.0, 0.0]), tokens, 2)
-    >>> e.top_ids.tolist(), e.bottom_ids.tolist(), e.bottom_scores.tolist()
-    ([0, 2], [1, 2], [-1.0, 0.5])
+    >>> e.ids.tolist(), e.scores.tolist()
+    ([[0, 2], [1, 2]], [[2.0, 0.5], [-1.0, 0.5]])
     """
     require(1 <= k <= len(tokens), "k", expected=f"1 to {len(tokens)} tokens", got=k)
-    flat_vectors = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
-    chunk_extremes = [
-        _extremes(vector_chunk, tokens, k) for vector_chunk in flat_vectors.split(VECTOR_CHUNK)
-    ]
-    joined = (
-        torch.cat(column).reshape(*vectors.shape[:-1], k)
-        for column in zip(*chunk_extremes, strict=True)
-    )
-    return Extremes(*joined)
+    flat = vectors.reshape(-1, vectors.shape[-1]).to(tokens)
+    best, step = flat.new_empty(len(flat), 2, 0), max(1, SCORES // len(flat))
+    ids = best.long()
+    # a running top-k of the scores and of their negatives
+    for start in range(0, len(tokens), step):
+        scores = flat @ tokens[start : start + step].mT
+        new, place = torch.stack([scores, -scores], 1).topk(min(k, scores.shape[1]))
+        best, ids = torch.cat([best, new], -1), torch.cat([ids, place + start], -1)
+        # topk leaves the order of equal scores open: sort by id, then stably by score
+        ids, order = ids.sort()
+        best, order = best.gather(-1, order).sort(descending=True, stable=True)
+        best, ids = best[..., :k], ids.gather(-1, order)[..., :k]
+    signed = torch.stack([best[:, 0], -best[:, 1]], 1)
+    shape = (*vectors.shape[:-1], 2, k)
+    return Extremes(ids.reshape(shape), signed.reshape(shape))
 
 
-def _extremes(rows: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ids and scores of :func:`extremes`: a running top-k of the scores and of their negatives."""
-    best: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, len(tokens), VOCABULARY_CHUNK):
-        scores = rows @ tokens[start : start + VOCABULARY_CHUNK].mT
-        ids = torch.arange(start, start + scores.shape[-1], device=scores.device).expand_as(scores)
-        for end, sign in enumerate((1, -1)):
-            top, top_ids = _top_k(sign * scores, ids, k)
-            # the first chunk has nothing to merge with
-            if start == 0:
-                best.append((top, top_ids))
-                continue
-            scores_before, ids_before = best[end]
-            best[end] = _top_k(
-                torch.cat([scores_before, top], -1), torch.cat([ids_before, top_ids], -1), k
-            )
-    (top_scores, top_token_ids), (negated_scores, bottom_token_ids) = best
-    return top_token_ids, top_scores, bottom_token_ids, -negated_scores
-
-
-def coverage(singular_values: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch rank"]:
-    """Coverage curve ``cumsum(s) / sum(s)`` of singular values, not squared (NaN where all are
-    zero).
-
-    >>> coverage(torch.tensor([3.0, 1.0])).tolist()
-    [0.75, 1.0]
-    """
-    return singular_values.cumsum(-1) / singular_values.sum(-1, keepdim=True)
-
-
-def features_needed(
-    singular_values: Float[Tensor, "*batch rank"], share: float = 0.99
-) -> Int[Tensor, "*batch"]:
-    """Number of singular directions whose coverage first exceeds ``share`` (0 where all singular
-    values are zero).
-
-    >>> int(features_needed(torch.tensor([3.0, 1.0, 0.0]), share=0.7))
-    1
-    """
-    curve = coverage(singular_values)
-    needed = ((curve <= share).sum(-1) + 1).clamp(max=singular_values.shape[-1])
-    return torch.where(curve[..., -1].isnan(), 0, needed)
-
-
-def near_degenerate(
-    singular_values: Float[Tensor, "*batch rank"], gap: float = 1e-6
-) -> Bool[Tensor, "*batch rank"]:
-    """Which singular values are zero, or within a relative ``gap`` of a neighbour: their singular
-    vectors are not unique.
-
-    >>> near_degenerate(torch.tensor([3.0, 3.0, 1.0, 0.0])).tolist()
-    [True, True, False, True]
-    """
-    larger, smaller = singular_values[..., :-1], singular_values[..., 1:]
-    close = larger - smaller <= gap * larger
-    no_neighbour = torch.zeros_like(close[..., :1])
-    size = singular_values.shape[-1]
-    rank = numerical_rank(singular_values, (size, size)).unsqueeze(-1)
-    zero = torch.arange(size, device=singular_values.device) >= rank
-    return torch.cat([close, no_neighbour], -1) | torch.cat([no_neighbour, close], -1) | zero
-
-
-def _flip(ends: Extremes, flip: Bool[Tensor, "..."]) -> Extremes:
-    """The same extremes, top and bottom exchanged where the vector was reversed."""
-    turned = Extremes(ends.bottom_ids, -ends.bottom_scores, ends.top_ids, -ends.top_scores)
-    return Extremes(
-        *(
-            torch.where(flip.unsqueeze(-1), opposite, end)
-            for end, opposite in zip(ends, turned, strict=True)
-        )
-    )
-
-
-def read_tokens(
-    svd: SVD,
-    left_tokens: Float[Tensor, "d_vocab d_model"],
-    right_tokens: Float[Tensor, "d_vocab d_model"],
-    *,
-    features: int = 5,
-    k: int = 5,
-) -> tuple[Extremes, Extremes]:
-    """Tokens that the first ``features`` singular directions of every head point to (Molina 2023,
-    section 4), on the left (query or reading) side and on the right (key or writing) side.
+def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int) -> list[Extremes]:
+    """Tokens that the first ``features`` singular directions of every head point to, on the left
+    (query or reading) side and on the right (key or writing) side.
 
     A pair of singular vectors is defined up to a common sign. It is chosen so that the best token
     of the right vector scores at least as high as the best token of its negative (a tie keeps the
     sign).
-
-    >>> eye = torch.eye(3)
-    >>> svd = SVD(eye[:, :1], torch.ones(1), -eye[:, 1:2])
-    >>> left, right = read_tokens(svd, eye, eye, features=1, k=1)
-    >>> # the pair was flipped: it writes token 1 and reads minus token 0
-    >>> right.top_ids.tolist(), left.bottom_ids.tolist()
-    ([[1]], [[0]])
     """
-    expected = f"1 to {svd.S.shape[-1]}"
-    require(1 <= features <= svd.S.shape[-1], "features", expected=expected, got=features)
-    U, V = svd.U[..., :features], svd.V[..., :features]
-    left = extremes(rearrange(U, "... d_model rank -> ... rank d_model"), left_tokens, k)
-    right = extremes(rearrange(V, "... d_model rank -> ... rank d_model"), right_tokens, k)
+    most = svd.S.shape[-1]
+    require(1 <= features <= most, "features", expected=f"1 to {most}", got=features)
+    pattern = "... d_model rank -> ... rank d_model"
+    left, right = (
+        extremes(rearrange(vectors[..., :features], pattern), tokens, k)
+        for vectors, tokens in ((svd.U, reads), (svd.V, writes))
+    )
     # the best score of the negative vector is minus the smallest score
-    flip = right.top_scores[..., 0] < -right.bottom_scores[..., 0]
-    return _flip(left, flip), _flip(right, flip)
+    flip = (right.scores[..., 0, :1] < -right.scores[..., 1, :1]).unsqueeze(-1)
+    return [
+        Extremes(torch.where(flip, ids.flip(-2), ids), torch.where(flip, -scores.flip(-2), scores))
+        for ids, scores in (left, right)
+    ]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenReadout(Table):
+    """Tokens with the largest and smallest scores on each head's first singular directions: one row
+    per head and direction, heads first (see :func:`token_readout`).
+
+    ``left`` is the query side of W_QK or the reading side of W_OV, ``right`` the key side or the
+    writing side: ids and scores ``[row 2 k]`` of the tokens with the largest and the smallest dot
+    products. ``values`` are all singular values per head. Directions that are ``degenerate``, whose
+    singular value is zero or within 1e-6 of a neighbour, are not unique.
+    """
+
+    matrix: str
+    heads: tuple[tuple[int, int], ...]
+    values: Float[Tensor, "head rank"]
+    left: Extremes
+    right: Extremes
+
+    @property
+    def coverage(self) -> Float[Tensor, "head rank"]:
+        """Coverage curves ``cumsum(s) / sum(s)`` of the singular values, not squared (NaN where all
+        are zero). Equal singular values, as by chance, would give a straight line."""
+        return _coverage(self.values)
+
+
+def _coverage(values: Float[Tensor, "head rank"]) -> Float[Tensor, "head rank"]:
+    return values.cumsum(-1) / values.sum(-1, keepdim=True)
+
+
+def _degenerate(values: Float[Tensor, "head rank"]) -> Bool[Tensor, "head rank"]:
+    """Which singular values are zero, or within a relative :data:`GAP` of a neighbour."""
+    larger, smaller = values[:, :-1], values[:, 1:]
+    close, size = larger - smaller <= GAP * larger, values.shape[1]
+    alone, rank = torch.zeros_like(close[:, :1]), linalg.numerical_rank(values, (size, size))
+    zero = torch.arange(size) >= rank.unsqueeze(-1)
+    return torch.cat([close, alone], -1) | torch.cat([alone, close], -1) | zero
+
+
+def token_readout(
+    model: ModelLike,
+    *,
+    matrix: str = "QK",
+    layers: Iterable[int] | int | None = None,
+    heads: Iterable[checks.Head] | checks.Head | None = None,
+    features: int = 5,
+    k: int = 5,
+    raw: bool = False,
+    offsets: tuple[int, ...] = (0,),
+) -> TokenReadout:
+    """What heads read and write, in tokens: singular directions of W_QK or W_OV against the
+    vocabulary (Molina 2023, section 4).
+
+    Both sides of W_QK and the left side of W_OV are scored against the token embeddings after the
+    block's norm, the right side of W_OV against the unembedding. Weights and rows are canonical by
+    default (gains folded into the weights, so that the way of loading the model does not change the
+    result); ``raw`` takes raw weights, the output of the norm with its gain and bias, and the plain
+    rows of the unembedding, as published.
+
+    Args:
+        matrix: ``"QK"`` or ``"OV"``.
+        layers: which layers, by default all.
+        heads: which heads (``(layer, head)`` or ``"L5H1"``), by default all of the layers.
+        features: singular directions per head.
+        k: tokens at each end of a direction.
+        offsets: for rotary models, the offsets that W_QK is averaged over.
+
+    Raises ``GeometryError`` for heads, layers or offsets that the model does not have, and for more
+    ``features`` or tokens than there are.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> tlg.token_readout(model, heads="L1H0", features=2, k=3).left.ids.shape  # row, end, token
+    torch.Size([2, 2, 3])
+    """
+    view = as_view(model)
+    checks.choice(matrix, MATRICES, "matrix")
+    pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
+    rows = vocabulary.embeddings(view)
+    writes = vocabulary.output_rows(view, raw=raw) if matrix == "OV" else None
+    norm_of_reads, reads, values = None, rows, []
+    sides: list[list[Extremes]] = []
+    read_layers = sorted({layer for layer, _ in pairs})
+    for layer, factors in vocabulary.factors_of(
+        view, read_layers, matrix, raw=raw, offsets=tuple(offsets)
+    ):
+        chosen = [h for l, h in pairs if l == layer]
+        svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
+        norm = view.attention_norm(layer)
+        # without gain and bias most layers have the same norm: its rows are reused
+        if raw or norm_of_reads != (norm.norm_type, norm.eps):
+            norm_of_reads = (norm.norm_type, norm.eps)
+            reads = vocabulary.normalized_rows(rows, norm, affine=raw)
+        sides.append(_read(svd, reads, reads if writes is None else writes, features, k))
+        values.append(svd.S)
+    left, right = (
+        # a row for each head and direction
+        Extremes(
+            *(torch.cat([x.flatten(0, 1) for x in part]).cpu() for part in zip(*side, strict=True))
+        )
+        for side in zip(*sides, strict=True)
+    )
+    spectrum = torch.cat(values).cpu()
+    words = [vocabulary.said(view, side.ids[:, end]) for side in (left, right) for end in (0, 1)]
+    curves = (spectrum, _coverage(spectrum), _degenerate(spectrum))
+    numbers = [curve[:, :features].flatten().tolist() for curve in curves]
+    places = ((*head, feature) for head in pairs for feature in range(features))
+    cells = zip(places, *numbers, *words, strict=True)
+    names = ("queries", "keys") if matrix == "QK" else ("reads", "writes")
+    tokens = (f"{name}{end}" for name in names for end in ("", "_opposite"))
+    untrained = matrix == "OV" and not view.head_trained
+    flags = ("output head not trained: writes are read in the embedding",) if untrained else ()
+    preset = "paper" if raw else "exact"
+    return TokenReadout(
+        provenance=view.provenance(sources=("molina2023",), preset=preset, flags=flags),
+        names=("layer", "head", "feature", "value", "coverage", "degenerate", *tokens),
+        cells=tuple((*place, *row) for place, *row in cells),
+        chance="any matrix has singular vectors, and every vector has a nearest token",
+        matrix=matrix,
+        heads=pairs,
+        values=spectrum,
+        left=left,
+        right=right,
+    )

@@ -5,11 +5,10 @@ functions of weights that take a model start here."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from einops import einsum, rearrange, reduce
-from jaxtyping import Float
+from einops import rearrange, reduce
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.base import html
@@ -19,20 +18,20 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.weights import bilinear
 from tl_geometry.weights.bilinear import Factors
-from tl_geometry.weights.readout import VOCABULARY_CHUNK
 
 ROWS = 256
 """Unit vectors of the stream projected at a time, and tokens in one window of the vocabulary:
 bounds the memory of one pass."""
+VOCABULARY_CHUNK = 8192
+"""Tokens read at a time: bounds the memory of float64 rows and of scores."""
 PROBE = 16
 """Positions, at least, of the forward pass from which a layer's maps are taken; larger offsets take
 more."""
 
 
-def token_texts(view: ModelView, ids: Iterable[int]) -> dict[int, str]:
-    """Readable text of each token id (spaces and control characters made visible)."""
-    unique = sorted(set(ids))
-    return {i: html.token_text(text) for i, text in zip(unique, view.decode(unique), strict=True)}
+def said(view: ModelView, ids: Int[Tensor, "row k"]) -> list[str]:
+    """Rows of token ids as text, with spaces and control characters made visible."""
+    return [" ".join(map(html.token_text, view.decode(row))) for row in ids.tolist()]
 
 
 def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vocab d_model"]:
@@ -52,10 +51,8 @@ def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vo
             # windows of one length: the last is filled with the first tokens, which are cut off
             width = min(ROWS, view.n_ctx)
             ids = torch.arange(-(-len(rows) // width) * width) % len(rows)
-            states = torch.cat(
-                [_state_zero(view, token_ids[None])[0] for token_ids in ids.split(width)]
-            )
-            rows = states[: len(rows)]
+            windows = [_state_zero(view, window[None])[0] for window in ids.split(width)]
+            rows = torch.cat(windows)[: len(rows)]
     return remove_mean(rows, view.norm if centered else None)
 
 
@@ -65,10 +62,11 @@ def _state_zero(view: ModelView, tokens: Tensor) -> Tensor:
 
 
 def normalized_rows(
-    rows: Float[Tensor, "d_vocab d_model"], norm: NormWeights, *, affine: bool
-) -> Float[Tensor, "d_vocab d_model"]:
-    """Rows through a norm, with or without its gain and bias, float32, in chunks."""
-    if norm.norm_type is None:
+    rows: Float[Tensor, "*batch d_model"], norm: NormWeights | None, *, affine: bool
+) -> Float[Tensor, "*batch d_model"]:
+    """Rows through a norm (none for ``None``), with or without its gain and bias, float32, in
+    chunks."""
+    if norm is None or norm.norm_type is None:
         return rows
     normalize = norm.apply if affine else norm.normalize
     return torch.cat([normalize(p.double()).float() for p in rows.split(VOCABULARY_CHUNK)])
@@ -85,51 +83,22 @@ def output_rows(view: ModelView, *, raw: bool = False) -> Float[Tensor, "d_vocab
     """
     if not view.head_trained:
         return embeddings(view)
-    head = None if raw else view.output_head()
-    if head is None:
-        rows = rearrange(view.unembed().float(), "d_model d_vocab -> d_vocab d_model")
-    else:
-        rows = head.directions().float()
+    plain = rearrange(view.unembed().float(), "d_model d_vocab -> d_vocab d_model")
     if raw:
-        return rows
+        return plain
+    head = view.output_head()
+    rows = plain if head is None else head.directions().float()
     return rows - reduce(rows, "d_vocab d_model -> 1 d_model", "mean")
 
 
-def _maps_are_weights(seen: LayerView, plain: Factors) -> bool:
-    """Whether the layer's maps at position 0 equal the plain weights, tried on random vectors."""
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(3, 1, 1, plain.left.shape[-2], generator=generator).to(seen.h)
-    stream_parts = probe.expand(-1, 1, seen.h.shape[1], -1)
-    # the plain query factor includes the attention scale, the layer's map does not
-    for linear, factor in ((seen.q_map, plain.left / seen.scale), (seen.k_map, plain.right)):
-        mapped = linear(stream_parts)[:, 0, 0].double()
-        expected = einsum(
-            probe[:, 0, 0].double(),
-            factor.to(mapped.device),
-            "row d_model, head d_model e -> row head e",
-        )
-        # float32 maps round at about 1e-6; a rotation or another gain makes a far larger difference
-        if float((mapped - expected).abs().max()) > 1e-4 * float(expected.abs().max()):
-            return False
-    return True
-
-
-def _projected_coordinates(
-    seen: LayerView, size: int, offsets: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Query and key factors ``[head d_model d_head]`` as the layer's maps of the unit vectors of
-    the stream: queries averaged over the positions ``offsets``, keys at position 0."""
-    eye = torch.eye(size, dtype=seen.h.dtype, device=seen.h.device)
-    queries, keys = [], []
-    for unit_vectors in eye.split(ROWS):
-        stream_parts = rearrange(unit_vectors, "row d_model -> row 1 1 d_model").expand(
-            -1, 1, seen.h.shape[1], -1
-        )
-        queries.append(seen.q_map(stream_parts)[:, 0, list(offsets)].double().mean(1))
-        keys.append(seen.k_map(stream_parts)[:, 0, 0].double())
-    pattern = "d_model head d_head -> head d_model d_head"
-    sides = [rearrange(torch.cat(side), pattern).contiguous() for side in (queries, keys)]
-    return sides[0], sides[1]
+def _mapped(seen: LayerView, rows: Float[Tensor, "row d_model"], offsets: Sequence[int]) -> Factors:
+    """Queries (times the attention scale) and keys ``[head row d_head]`` that a layer makes of rows
+    of the stream: queries averaged over the positions ``offsets``, keys at position 0."""
+    parts = rearrange(rows.to(seen.h), "row d_model -> row 1 1 d_model")
+    parts = parts.expand(-1, 1, seen.h.shape[1], -1)
+    q = seen.q_map(parts)[:, 0, list(offsets)].double().mean(1) * seen.scale
+    k = seen.k_map(parts)[:, 0, 0].double()
+    return Factors(*(rearrange(x, "row head e -> head row e").contiguous() for x in (q, k)))
 
 
 def factors_of(
@@ -149,41 +118,40 @@ def factors_of(
     through its gain, without its frozen scale. ``raw`` is that of
     :func:`tl_geometry.weights.bilinear.fold`.
     """
-    takes_offsets = view.position == "rotary" and matrix == "QK"
+    takes_offsets = view.position == "rotary" and matrix == "QK" and not raw
     valid = offsets == (0,) or (takes_offsets and len(offsets) > 0 and min(offsets) >= 0)
-    expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise"
+    expected = "offsets of at least 0, for W_QK of a rotary model; (0,) otherwise or with raw=True"
     got = f"{offsets} for W_{matrix} with {view.position} positions"
     require(valid, "offsets", expected=expected, got=got)
-    require(not (raw and offsets != (0,)), "offsets", expected="(0,) with raw=True", got=offsets)
-    if matrix == "OV":
-        center = view.norm == "LN"
-        for layer in layers:
-            w, norm = view.weights(layer), view.attention_norm(layer)
-            yield layer, bilinear.fold(w, norm, "OV", raw=raw, center_output=center)
-        return
-    layer_views: dict[int, LayerView] = {}
-    if not raw:  # one pass over arbitrary tokens, in which every layer's scores are verified
-        # the largest offset needs a query that many positions behind the key
+    seen: dict[int, LayerView] = {}
+    if matrix == "QK" and not raw:
+        # one pass over arbitrary tokens, as maps and scale do not depend on the text, in which
+        # every layer's scores are verified; the largest offset needs a query so far behind the key
         positions = min(max(*offsets, PROBE - 1) + 1, view.n_ctx)
-        # arbitrary tokens: maps and attention scale do not depend on the text
         tokens = (7 * torch.arange(1, positions + 1))[None] % view.d_vocab
-        view.run_layers(
-            tokens, layers, lambda of_layer: layer_views.update({of_layer.layer: of_layer})
-        )
+        view.run_layers(tokens, layers, lambda of_layer: seen.update({of_layer.layer: of_layer}))
+    probe = torch.randn(3, view.d_model, generator=torch.Generator().manual_seed(0)).double()
     for layer in layers:
-        norm, w = view.attention_norm(layer), view.weights(layer)
-        scale = layer_views[layer].scale if layer in layer_views else None
-        plain_factors = bilinear.fold(w, norm, "QK", raw=raw, scale=scale)
-        if scale is None or (
-            offsets == (0,) and _maps_are_weights(layer_views[layer], plain_factors)
-        ):
-            yield layer, plain_factors
-        else:
-            left, right = _projected_coordinates(layer_views[layer], view.d_model, offsets)
-            yield layer, Factors(left * scale, right)
+        w, norm, of_layer = view.weights(layer), view.attention_norm(layer), seen.get(layer)
+        scale, centred = None if of_layer is None else of_layer.scale, view.norm == "LN"
+        plain = bilinear.fold(w, norm, matrix, scale=scale, raw=raw, center_output=centred)
+        if of_layer is None or _alike(_mapped(of_layer, probe, offsets), plain, probe):
+            yield layer, plain
+            continue
+        eye = torch.eye(view.d_model)
+        parts = [_mapped(of_layer, unit_vectors, offsets) for unit_vectors in eye.split(ROWS)]
+        left, right = (
+            torch.cat(x, 1) for x in zip(*((f.left, f.right) for f in parts), strict=True)
+        )
+        yield layer, Factors(left, right)
 
 
-def decode_table(view: ModelView, ids: Any) -> tuple[tuple[str, ...], ...]:
-    """Token texts of a 2-D tensor of ids."""
-    texts = token_texts(view, ids.flatten().tolist())
-    return tuple(tuple(texts[i] for i in row) for row in ids.tolist())
+def _alike(mapped: Factors, plain: Factors, probe: Tensor) -> bool:
+    """Whether the layer's maps of random vectors are those of the plain weights."""
+    pairs = ((mapped.left, plain.left), (mapped.right, plain.right))
+    expected = [probe.to(factor) @ factor for _, factor in pairs]
+    # float32 maps round at about 1e-6; a rotation or another gain makes a far larger difference
+    return all(
+        float((found.to(x) - x).abs().max()) <= 1e-4 * float(x.abs().max())
+        for (found, _), x in zip(pairs, expected, strict=True)
+    )

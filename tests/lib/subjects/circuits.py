@@ -26,25 +26,30 @@ def graph(g: Any) -> Answers:
     found: Answers = {
         "value": g.value,
         "probability": g.probability,
-        "weights of targets": list(map(float, g.target_weights)),
         "heads": g.head_values,
         "MLPs, as leaves" if g.mlp == "leaf" else "MLPs": g.mlp_values,
-        "constants": g.constant_value,
+        "constants": g.constant,
         "moved by heads": g.head_moved,
         "moved by MLPs": g.mlp_moved,
         "moved by constants": g.constant_moved,
-        "by token": g.tokens().value,
+        "by token": g.tokens().column("value"),
     }
     found |= columns("leaf", g.leaf_names, g.leaf_values, 0)
     found |= columns("moved by leaf", g.leaf_names, g.leaf_moved, 0)
     return found | _edges_by_component(g)
 
 
+def _named(g: Any) -> list[str]:
+    """The component of each node; T itself is called the logit."""
+    return ["logit" if name == "target" else name for name in g.components]
+
+
 def _edges_by_component(g: Any) -> Answers:
     """Edges summed over positions, ``[target source]``, and the largest of them one by one. A node
     that carries nothing but rounding may be left out or not, and changes neither."""
-    names = sorted(set(g.names))
-    rows = torch.tensor([names.index(name) for name in g.names])
+    components = _named(g)
+    names = sorted(set(components))
+    rows = torch.tensor([names.index(name) for name in components])
     found: Answers = {"components": names}
     for i, edge_type in enumerate(EDGE_TYPES):
         of = g.edge_types == i
@@ -56,14 +61,24 @@ def _edges_by_component(g: Any) -> Answers:
     return found
 
 
+def between(g: Any) -> Answers:
+    """The graph between two prompts: one sum."""
+    found: Answers = {"value": g.value, "heads": g.head_values}
+    found |= {"MLPs, as leaves" if g.mlp == "leaf" else "MLPs": g.mlp_values}
+    found |= columns("leaf", g.leaf_names, g.leaf_values, 0)
+    found |= {"by token": g.tokens().column("value"), "straight to the logit": g.direct_heads}
+    return found | _edges_by_component(g)
+
+
 def pruned(g: Any) -> Answers:
     """Which nodes and edges the graph keeps."""
-    node = lambda i: f"{g.names[i]} at {int(g.positions[i])}"
+    names = _named(g)
+    node = lambda i: f"{names[i]} at {int(g.positions[i])}"
     ends = zip(g.sources.tolist(), g.targets.tolist(), g.edge_types.tolist(), g.weights.tolist())
     edges = {f"{EDGE_TYPES[t]}: {node(a)} -> {node(b)}": w for a, b, t, w in ends}
-    order = sorted(range(len(g.names)), key=node)
+    order = sorted(range(len(names)), key=node)
     top = sorted(edges, key=lambda name: -abs(edges[name]))
-    heads = [i for i in order if g.names[i].startswith("L")]
+    heads = [i for i in order if names[i].startswith("L")]
     return {
         "nodes": [node(i) for i in order],
         "values of nodes": g.values[order],
@@ -79,43 +94,30 @@ def pruned(g: Any) -> Answers:
 
 
 def mean_graph(g: Any) -> Answers:
-    """Means over prompts with intervals, by component and place."""
-    order = sorted(range(len(g.names)), key=lambda i: (g.names[i], g.places[i]))
-    edges = g.edges()
-    lines = [" ".join(map(str, label)) for label in edges.labels]
-    by_name = sorted(range(len(lines)), key=lines.__getitem__)
-    tokens = g.tokens()
-    return {
-        "value, low, high": [g.value, g.value_low, g.value_high],
-        "nodes": [f"{g.names[i]} at {g.places[i]}" for i in order],
-        "values of nodes, low, high": torch.stack([g.values, g.values_low, g.values_high])[
-            :, order
-        ],
-        "moved by nodes": g.moved[order],
-        "rest of nodes": g.rest[order],
-        "prompts with each node": g.node_prompts[order],
-        "edges": [lines[i] for i in by_name],
-        "weights of edges": edges.mean[by_name],
-        "by token, low": torch.stack([tokens.mean, tokens.low]),
-    }
+    """Means over prompts with intervals, by node or edge."""
+    table = g.df.sort_values(["type", "target", "source"])
+    keys = zip(table["type"], table["source"], table["target"])
+    found: Answers = {"nodes and edges": [" ".join(key) for key in keys]}
+    found["value, low, high"] = torch.tensor(table[["value", "low", "high"]].to_numpy())
+    return found | {"moved": table["moved"].to_numpy(), "prompts": table["prompts"].to_numpy()}
 
 
 def direct(e: Any) -> Answers:
     """Direct effects on a logit: of each head from each source position, and of other writers."""
-    found: Answers = {"value": e.logit, "heads by source": e.heads}
-    return found | {"other writers": list(e.other_names), "values of other writers": e.others}
+    found: Answers = {"value": e.value, "heads by source": e.direct_heads}
+    names = {"other writers": list(e.direct_names), "values of other writers": e.direct_others}
+    return found | names
 
 
 def edges(e: Any) -> Answers:
-    """Scores of edges and of writers."""
-    nodes = e.nodes()
+    """Scores of edges and of writers, as the record has them: counterfactual minus clean."""
     return {
         "edges": list(e.names()),
-        "scores": e.scores,
+        "scores": -e.scores,
         "errors": e.errors,
-        "writers": list(nodes.writers),
-        "scores of writers": nodes.scores,
-        "errors of writers": nodes.errors,
+        "writers": list(e.layout.writers),
+        "scores of writers": -e.node_scores,
+        "errors of writers": e.node_errors,
         "metric, clean": e.clean,
         "metric, counterfactual": e.counterfactual,
         "edges of largest score": e.edges(0.03),
@@ -178,15 +180,15 @@ def _prompt(w: World) -> torch.Tensor:
 
 def _trace(w: World, **options: Any) -> Any:
     answer, other = w.targets[0]
+    if options.pop("counterfactual", None):
+        options["counterfactual"] = w.other[:1, :8]
     against = options.pop("other", None)
-    return tlg.trace_logit(
-        w.model, _prompt(w), answer, against=other if against else None, **options
-    )
+    return tlg.trace_logit(w.model, _prompt(w), answer, other=other if against else None, **options)
 
 
 def _mean_of_graphs(w: World) -> Any:
     answers = [answer for answer, _ in w.answers]
-    return circuits.average_graphs(
+    return circuits.mean_graph(
         [
             tlg.trace_logit(w.model, w.prompts[i : i + 1, :6], answers[i], keep=0.6)
             for i in range(len(w.prompts))
@@ -194,15 +196,18 @@ def _mean_of_graphs(w: World) -> Any:
     )
 
 
+def _pairs(w: World) -> dict[str, Any]:
+    return {"counterfactual": w.prompts_other, "answer": w.answers}
+
+
 def _edge_scores(w: World, **options: Any) -> Any:
-    return circuits.edge_scores(w.model, w.prompts, w.prompts_other, targets=w.answers, **options)
+    return circuits.edge_scores(w.model, w.prompts, **_pairs(w), **options)
 
 
 def faithfulness(w: World, *, circuit: Any = None, **options: Any) -> Any:
     ranked = {} if circuit else {"fractions": FRACTIONS}
-    pairs = (w.prompts, w.prompts_other)
-    options = {"targets": w.answers, "draws": 2, **ranked} | options
-    return tlg.faithfulness(w.model, circuit or w.edges, *pairs, **options)
+    options = {"draws": 2, **_pairs(w), **ranked} | options
+    return tlg.faithfulness(w.model, w.prompts, circuit or w.edges, **options)
 
 
 def composition(w: World, **options: Any) -> Any:
@@ -223,7 +228,6 @@ SUBJECTS = (
         variants={
             "one target": {"keep": 1.0},
             "against another": {"keep": 1.0, "other": True},
-            "log probability": {"keep": 1.0, "log_probability": True},
             "MLPs as leaves": {"keep": 1.0, "mlp": "leaf"},
             "basis": {"keep": 1.0, "basis": lambda w: w.basis},
             "inner position": {"keep": 1.0, "position": 4},
@@ -233,6 +237,22 @@ SUBJECTS = (
         faults=("q", "pattern", "z"),
         half=("value",),
         gauge={"*": MOVED},
+        without={"order": "its prompt is the first one alone"},
+    ),
+    Subject(
+        name="trace_logit, two prompts",
+        covers=("trace_logit", "LogitGraph"),
+        call=_trace,
+        reference=reference.between,
+        answers=between,
+        variants={
+            "one target": {"keep": 1.0, "counterfactual": True},
+            "against another": {"keep": 1.0, "counterfactual": True, "other": True},
+            "MLPs as leaves": {"keep": 1.0, "counterfactual": True, "mlp": "leaf"},
+        },
+        adds={"value": ("leaf.*", "MLPs, as leaves")},
+        gauge={"*": MOVED},
+        half=("value",),
         without={"order": "its prompt is the first one alone"},
     ),
     Subject(
@@ -255,7 +275,7 @@ SUBJECTS = (
     Subject(
         name="direct effects on a logit",
         covers=("LogitGraph",),
-        call=lambda w, at=-1: tlg.explain_logit(w.model, _prompt(w), at, w.targets[0][0]),
+        call=lambda w, at=-1: _trace(w, position=at),
         answers=direct,
         variants={"last position": {}, "inner position": {"at": 4}},
         adds={"value": ("heads by source", "values of other writers")},
@@ -268,7 +288,11 @@ SUBJECTS = (
         call=_edge_scores,
         reference=reference.edge_scores,
         answers=edges,
-        variants={"gradient": {"method": "gradient"}, "integrated": {"steps": 3}},
+        variants={
+            "gradient": {"method": "gradient"},
+            "integrated": {"method": "integrated", "steps": 3},
+            "contrast": {},
+        },
         batches=(1, 5),
         real=("gradient",),
     ),

@@ -52,12 +52,13 @@ def variance(table: Any) -> Answers:
     return found
 
 
-def largest(tokens: Any) -> Answers:
+def largest(table: Any) -> Answers:
     """The eight tokens of largest norm of each state."""
-    found: Answers = {"rms norm": tokens.rms, "tokens": tokens.tokens}
-    for name in ("norm", "context", "position", "token", "coordinate", "share"):
-        found[f"largest.{name}"] = getattr(tokens, name)[:, :8]
-    return found
+    frame, states = table.df, len(set(table.df.state))
+    grid = {name: frame[name].to_numpy().reshape(states, -1) for name in frame if name != "text"}
+    names = ("norm", "context", "position", "token", "coordinate", "share")
+    found: Answers = {"rms norm": grid["rms"][:, 0]}
+    return found | {f"largest.{name}": grid[name][:, :8] for name in names}
 
 
 def parts(p: Any) -> Answers:
@@ -108,7 +109,7 @@ SUBJECTS = (
     Subject(
         name="decompose, groups of contexts",
         covers=("PositionContext",),
-        call=lambda w: w.basis.group_sums,
+        call=lambda w: w.basis.moments.sums,
         answers=lambda sums: {"sum over each group": sums},
         gauge={"*": STATES},
         without={"order": NO_ORDER},

@@ -9,9 +9,12 @@ import torch
 import tl_geometry as tlg
 from tests.lib.subjects import reference_scores as reference
 from tests.lib.subjects.decomposition import BLOCKS, NO_ORDER, STATES
-from tests.lib.subjects.row import Answers, Subject, given, labels, prefixed, rotary, torch_seeded
+from tests.lib.subjects.row import Answers, Subject, given, labels, rotary, torch_seeded
 from tests.lib.worlds import QUIET, World
 from tl_geometry import measures, papers, sphere, weights
+from tl_geometry.measures import contextual as clusters
+from tl_geometry.measures import positional as shapes
+from tl_geometry.measures.rank import usable_k
 
 GAUGE = "the directions that processing removes are part of the matrix as it is"
 
@@ -24,27 +27,34 @@ def absolute(world: World) -> bool:
 # ---- weights
 
 
+def column(table: Any, *names: str) -> torch.Tensor:
+    """A column of a table, or several, one after another."""
+    found = [torch.tensor(table.column(name), dtype=torch.float64) for name in names]
+    return found[0] if len(names) == 1 else torch.stack(found)
+
+
 def geometry(g: Any) -> Answers:
     """W_QK or W_OV in the directions of a positional basis: low rank plus diagonal."""
+    first = [i for i, (layer, head) in enumerate(g.heads) if head == 0]  # one of each block
     return {
         "heads": labels(g.heads),
-        "rank": torch.tensor([g.k, g.ranks]),
+        "rank": column(g, "k", "rank")[:, first],
         "diagonal in directions of pos": g.diagonal,
         "entries in directions of pos": g.block,
-        "mean and sd of entries": torch.stack([g.mean, g.std]),
-        "threshold": g.threshold,
-        "highest and lowest entry": torch.stack([g.highest, g.lowest]),
-        "entries above threshold": g.above_threshold,
-        "concentration in the corner": g.concentration,
-        "concentration by chance": torch.stack([g.null, g.noise_null, g.noise_high]),
-        "excess and lift": torch.stack([g.excess, g.lift]),
-        "p of concentration": g.p,
-        "reliability of pos": g.reliability,
+        "mean and sd of entries": column(g, "mean", "std"),
+        "threshold": column(g, "threshold"),
+        "highest and lowest entry": column(g, "highest", "lowest"),
+        "entries above threshold": column(g, "above_threshold"),
+        "concentration in the corner": column(g, "concentration"),
+        "concentration by chance": column(g, "null", "noise_null", "noise_high"),
+        "excess and lift": column(g, "excess", "lift"),
+        "p of concentration": column(g, "p"),
+        "reliability of pos": column(g, "reliability"),
         "diagonal of low rank plus diagonal": g.delta,
         "size of the low rank part": g.L.double().square().sum((1, 2)),
-        "R2 of low rank, diagonal, both": torch.stack([g.r2_low_rank, g.r2_diagonal, g.r2_joint]),
-        "R2 by chance": g.null_r2,
-        "symmetric share": g.symmetric,
+        "R2 of low rank, diagonal, both": column(g, "r2_low_rank", "r2_diagonal", "r2_joint"),
+        "R2 by chance": column(g, "null_r2"),
+        "symmetric share": column(g, "symmetric"),
     }
 
 
@@ -53,46 +63,60 @@ def readout(r: Any) -> Answers:
     found: Answers = {
         "heads": labels(r.heads),
         "singular values": r.values,
-        "directions for 90%": r.needed,
+        "directions for 90%": (r.coverage <= 0.99).sum(-1) + 1,
         "coverage": r.coverage,
     }
     for side, ends in (("left", r.left), ("right", r.right)):
-        found[f"ids at the {side} ends"] = torch.stack([ends.top_ids, ends.bottom_ids])
-        found[f"scores at the {side} ends"] = torch.stack([ends.top_scores, ends.bottom_scores])
+        found[f"ids at the {side} ends"] = ends.ids.movedim(1, 0)
+        found[f"scores at the {side} ends"] = ends.scores.movedim(1, 0)
     return found
 
 
-def biases(b: Any) -> Answers:
+def ids_of(cells: list[Any]) -> torch.Tensor:
+    """Token ids of cells that hold as many tokens each."""
+    return torch.tensor([[int(token) for token in cell.split()] for cell in cells])
+
+
+def biases(w: World) -> Answers:
     """Which tokens the biases of queries, keys and values favour."""
+    b = weights.bias_readout(w.model)
+    heads = [f"L{layer}H{head}" for layer, head in zip(b.column("layer"), b.column("head"))]
     return {
-        "heads": labels(b.heads),
-        "length of biases": b.lengths,
-        "ids that a bias favours": b.top_ids,
-        "ids that a bias disfavours": b.bottom_ids,
+        "heads": heads[::3],
+        "length of biases": column(b, "length").view(-1, 3),
+        "ids that a bias favours": ids_of(b.column("top_ids")).view(len(heads) // 3, 3, -1),
+        "ids that a bias disfavours": ids_of(b.column("bottom_ids")).view(len(heads) // 3, 3, -1),
     }
 
 
 def distances(d: Any) -> Answers:
     """How far W_E, the untied W_U and their averages are from each other."""
     return {
-        "matrices": list(d.matrices),
-        "L2 distance, mean and sd": torch.stack([d.l2_mean, d.l2_sd]),
-        "cosine, mean and sd": torch.stack([d.cosine_mean, d.cosine_sd]),
-        "mean norm": d.mean_norm,
-        "share of tokens nearest to themselves": d.identity,
+        "matrices": d.column("matrix"),
+        "L2 distance, mean and sd": column(d, "l2_mean", "l2_sd"),
+        "cosine, mean and sd": column(d, "cosine_distance_mean", "cosine_distance_sd"),
+        "mean norm": d.column("mean_norm")[0],
+        "share of tokens nearest to themselves": d.column("identity")[0],
     }
 
 
-def nouns(p: Any) -> Answers:
+def nouns(w: World, **options: Any) -> Answers:
     """What heads attend to and write, at a noun alone."""
+    p = weights.noun_probe(w.model, _nouns(w), **options)
+    blocks, heads = list(dict.fromkeys(p.column("layer"))), len(set(p.column("head")))
+    found = list(dict.fromkeys(p.column("noun")))
+    grid = len(blocks), len(found), heads  # the last row of a noun is that of all heads
+    norms = column(p, "norm").view(grid)
+    values = ids_of(p.column("value_ids")).view(*grid, -1)
+    keys = ids_of([cell for cell in p.column("key_ids") if cell]).view(*grid[:2], heads - 1, -1)
     return {
-        "nouns": list(p.nouns),
-        "blocks": p.layers,
-        "ids of keys": p.key_ids,
-        "ids of values": p.value_ids,
-        "ids of the sum over heads": p.sum_ids,
-        "norm of values": p.norms,
-        "norm of the sum over heads": p.sum_norms,
+        "nouns": found,
+        "blocks": torch.tensor(blocks),
+        "ids of keys": keys.movedim(2, 1),
+        "ids of values": values[:, :, :-1].movedim(2, 1),
+        "ids of the sum over heads": values[:, :, -1],
+        "norm of values": norms[:, :, :-1].movedim(2, 1),
+        "norm of the sum over heads": norms[:, :, -1],
     }
 
 
@@ -135,8 +159,8 @@ WEIGHTS = (
     Subject(
         name="bias_readout",
         covers=("bias_readout",),
-        call=lambda w: weights.bias_readout(w.model),
-        answers=biases,
+        call=biases,
+        answers=dict,
         only={"*": lambda w: w.kind in ("gpt2", "bloom", "embedded")},
         gauge={"*": GAUGE},
     ),
@@ -150,8 +174,8 @@ WEIGHTS = (
     Subject(
         name="noun_probe",
         covers=("noun_probe",),
-        call=lambda w, **o: weights.noun_probe(w.model, _nouns(w), **o),
-        answers=nouns,
+        call=nouns,
+        answers=dict,
         variants={"plain": {}, "without biases": {"biases": False}},
         only={"*": lambda w: w.kind != "gemma2"},  # a norm follows its attention
         gauge={"*": GAUGE},
@@ -162,40 +186,65 @@ WEIGHTS = (
 # ---- measures
 
 
-def by_state(r: Any) -> Answers:
+NULLS = ("shuffled", "noise", "isotropic", "random", "flipped", "exchanged")
+
+
+def by_state(r: Any, curve: Any = None) -> Answers:
     """Measures by state with errors, nulls, and the curve over numbers of contexts."""
-    found = prefixed("measure", r.values) | prefixed("error of measure", r.errors)
-    for (measure, null), values in r.nulls.items():
-        spread = r.spreads.get((measure, null), torch.full_like(values, torch.nan))
-        found[f"{measure} by chance ({null})"] = torch.stack([values, spread])
-    if r.curve_contexts:
-        found["contexts of the curve"] = r.curve_contexts
-        found |= prefixed("curve of", r.curve)
+    ends = ("_se", *(f"_{null}{end}" for null in NULLS for end in ("", "_sd")))
+    other = ("state", "blocks", "draws")
+    measures = [n for n in r.names if n not in other and not any(n.endswith(e) for e in ends)]
+    found: Answers = {}
+    for name in measures:
+        found[f"measure.{name}"] = column(r, name)
+        if f"{name}_se" in r.names:
+            found[f"error of measure.{name}"] = column(r, f"{name}_se")
+        for null in NULLS:
+            if f"{name}_{null}" in r.names:
+                values, sd = column(r, f"{name}_{null}"), f"{name}_{null}_sd"
+                spread = column(r, sd) if sd in r.names else torch.full_like(values, torch.nan)
+                found[f"{name} by chance ({null})"] = torch.stack([values, spread])
+    if curve is not None:
+        contexts = list(dict.fromkeys(curve.column("contexts")))
+        found["contexts of the curve"] = torch.tensor(contexts)
+        for name in curve.names[2:]:
+            found[f"curve of.{name}"] = column(curve, name).view(len(contexts), -1)
     return found
 
 
-def positional(r: Any) -> Answers:
+def positional(w: World, **options: Any) -> Answers:
     """Measures of the positional basis."""
-    return by_state(r) | {"cosine coefficients of the Gram matrix": r.fourier}
+    report = tlg.positional_report(w.basis, **given(options, draws=4))
+    curve, kept = None, {k: v for k, v in options.items() if k in ("k", "frequencies")}
+    if options.get("jackknife", True):
+        curve = measures.learning_curve(w.basis, **kept)
+    shown = options.get("frequencies", 10)
+    spectrum = shapes.fourier(shapes.normalized_gram(w.basis.pos))[:, :shown, :shown]
+    return by_state(report, curve) | {"cosine coefficients of the Gram matrix": spectrum}
 
 
-def contextual(r: Any) -> Answers:
+def contextual(w: World, **options: Any) -> Answers:
     """Measures of the context basis."""
-    found = by_state(r)
-    return found if r.similarity is None else found | {"similarity of documents": r.similarity}
+    report = tlg.contextual_report(w.basis, **given(options, draws=4, rank=5))
+    labels = options.get("labels")
+    found = by_state(report, measures.learning_curve(w.basis, "context", labels=labels, rank=5))
+    if labels is None:
+        return found
+    similar = clusters.cluster_similarity(w.basis.ctx, torch.tensor(labels))
+    return found | {"similarity of documents": similar.table}
 
 
 def comparison(c: Any) -> Answers:
     """How far two positional bases agree, beside halves of one."""
     return {
-        "directions": c.rank,
-        "angle, mean and largest": torch.stack([c.angle_mean, c.angle_max]),
-        "overlap": c.overlap,
-        "overlap by chance": c.overlap_random,
-        "overlap of halves": c.overlap_floor,
-        "Procrustes similarity": torch.stack([c.procrustes, c.procrustes_floor]),
-        "relative difference": torch.stack([c.difference, c.difference_floor]),
-        "cosine of means": c.mean_cosine,
+        "directions": column(c, "rank"),
+        "angle, mean and largest": column(c, "angle_mean", "angle_max"),
+        "overlap": column(c, "overlap"),
+        "overlap by chance": column(c, "overlap_random"),
+        "overlap of halves": column(c, "overlap_floor"),
+        "Procrustes similarity": column(c, "procrustes", "procrustes_floor"),
+        "relative difference": column(c, "difference", "difference_floor"),
+        "cosine of means": column(c, "mean_cosine"),
     }
 
 
@@ -238,10 +287,10 @@ def _documents(w: World) -> list[int]:
 MEASURES = (
     Subject(
         name="positional_report",
-        covers=("positional_report",),
-        call=lambda w, **o: tlg.positional_report(w.basis, **given(o, draws=4)),
+        covers=("positional_report", "measures.learning_curve"),
+        call=positional,
         reference=reference.positional,
-        answers=positional,
+        answers=dict,
         variants={"plain": {}, "bound of 5": {"k": 5, "frequencies": 6, "jackknife": False}},
         seeds=("* by chance *",),
         drawn=("* by chance *", "measure.split_half"),
@@ -257,9 +306,9 @@ MEASURES = (
     Subject(
         name="contextual_report",
         covers=("contextual_report",),
-        call=lambda w, **o: tlg.contextual_report(w.basis, **given(o, draws=4, rank=5)),
+        call=contextual,
         reference=reference.contextual,
-        answers=contextual,
+        answers=dict,
         variants={"plain": {}, "documents": {"labels": _documents}},
         tolerance={"*compactness*": (1e-4, "the inverse of a covariance of few contexts")},
         seeds=("* by chance (flipped)", "* by chance (exchanged)", "* by chance (shuffled)"),
@@ -293,7 +342,7 @@ MEASURES = (
     Subject(
         name="usable_k",
         covers=("screenot",),
-        call=lambda w: [measures.usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
+        call=lambda w: [usable_k(k, side) for k, side in ((20, 19), (20, 100), (3, 8))],
         answers=lambda found: {"bounds": found},
         only={"*": lambda w: w.kind == "gpt2"},
     ),

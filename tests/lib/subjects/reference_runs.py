@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.lib.reference import edits, flow, scores
+from tests.lib.reference import contrast, edits, flow, scores
 from tests.lib.reference.decoder import Hooks
 from tests.lib.reference.graph import Graph
 from tests.lib.subjects.reference_scores import Expected, basis_of, decoder, places, run_of, states
@@ -33,8 +33,6 @@ CHANGES = {"remove": edits.removing, "keep": edits.keeping, "mean": edits.averag
 
 def trace(w: World, variant: str, answers: Answers) -> Expected:
     """Values of all components, and what they move."""
-    if variant == "log probability":
-        return {}  # the reference has logits and their differences
     (answer, other), model = w.targets[0], decoder(w.kind)
     leaf = variant == "MLPs as leaves"
     graph = Graph.of(
@@ -62,6 +60,23 @@ def trace(w: World, variant: str, answers: Answers) -> Expected:
     return found
 
 
+def between(w: World, variant: str, answers: Answers) -> Expected:
+    """Values of all components in the graph between two prompts."""
+    if variant == "MLPs as leaves":
+        return {}  # the reference follows them
+    (answer, other), model = w.targets[0], decoder(w.kind)
+    others = torch.tensor([other]) if variant == "against another" else None
+    found = contrast.contrast(model, w.ids[:1, :8], w.other[:1, :8], torch.tensor([answer]), others)
+    of = {name: value[0] for name, value in found.nodes().items()}
+    heads = [[f"L{l}H{h}" for h in range(model.n_heads)] for l in range(model.n_layers)]
+    return {
+        "value": found.value[0],
+        "heads": torch.stack([torch.stack([of[n] for n in row]) for row in heads]),
+        "MLPs": torch.stack([of[f"mlp{l}"] for l in range(model.n_layers)]),
+        "by token": of["embed"],
+    }
+
+
 def _edge_scores(
     w: World, prompts: Tensor, others: Tensor, answers: Any, steps: int | None
 ) -> Tensor:
@@ -80,6 +95,8 @@ def _named(w: World, by_reader: Tensor, names: list[str]) -> Tensor:
 
 def edge_scores(w: World, variant: str, answers: Answers) -> Expected:
     """Mean over pairs of the sum over positions, and the metric."""
+    if variant == "contrast":
+        return {}  # tests.laws.test_circuits compares it
     steps = 3 if variant == "integrated" else None
     of = _edge_scores(w, w.prompts, w.prompts_other, w.answers, steps).sum(1)
     metric = edits.logit_difference(w.answers)

@@ -24,8 +24,9 @@ def scored(s: Scene, prompts: Any = None, others: Any = None, **options: Any) ->
     """Edge scores of two prompts and their counterfactuals."""
     prompts = s.ids[:2, :8] if prompts is None else prompts
     others = s.w.other[:2, :8] if others is None else others
-    targets = {} if "metric" in options else {"targets": (11, 12)}
-    return tlg.edge_scores(s.model, prompts, others, **{"method": "gradient", **targets, **options})
+    given = {} if "metric" in options else {"answer": (11, 12)}
+    given |= {"counterfactual": others, "method": "gradient", **options}
+    return tlg.edge_scores(s.model, prompts, **given)
 
 
 def metric(read: Any) -> Any:
@@ -34,8 +35,8 @@ def metric(read: Any) -> Any:
 
 
 def pruned(s: Scene, circuit: Any, **options: Any) -> Any:
-    given = {"draws": 1, "targets": (11, 12), **options}
-    return tlg.faithfulness(s.model, circuit, s.ids[:2, :8], s.w.other[:2, :8], **given)
+    given = {"draws": 1, "answer": (11, 12), "counterfactual": s.w.other[:2, :8], **options}
+    return tlg.faithfulness(s.model, s.ids[:2, :8], circuit, **given)
 
 
 def composed(s: Scene, tokens: Any = None, **options: Any) -> Any:
@@ -73,12 +74,11 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
 
 UNSUPPORTED = tlg.UnsupportedModelError
 NEITHER = {
-    "one target": ({"targets": 5}, "targets"),
-    "targets in words": ({"targets": "ab"}, "targets"),
-    "equal targets": ({"targets": (5, 5)}, "targets"),
-    "fractions as targets": ({"targets": (5.0, 6.0)}, "targets"),
-    "targets beyond the vocabulary": ({"targets": (5, 10**6)}, "token|targets"),
-    "targets of three prompts": ({"targets": [(5, 6)] * 3}, "targets"),
+    "answers in words": ({"answer": "ab"}, "answer"),
+    "equal answers": ({"answer": (5, 5)}, "answer"),
+    "fractions as answers": ({"answer": (5.0, 6.0)}, "answer"),
+    "answers beyond the vocabulary": ({"answer": (5, 10**6)}, "answer|other"),
+    "answers of three prompts": ({"answer": [(5, 6)] * 3}, "answer"),
 }
 """What is no pair (answer, other) for two prompts."""
 
@@ -88,7 +88,8 @@ GROUPS = (
         call=traced,
         right={
             "a token": {},
-            "another token": {"against": 9},
+            "another token": {"other": 9},
+            "two prompts": {"counterfactual": lambda s: s.w.other[:1, :6]},
             "a position": {"position": 3},
             "MLPs as they are": {"mlp": "leaf"},
             "leaves of a basis": {"basis": lambda s: s.w.basis},
@@ -100,12 +101,20 @@ GROUPS = (
             "a position far below zero": ({"position": -99}, "position"),
             "a position of no name": ({"position": "end"}, "position"),
             "half a position": ({"position": 1.5}, "position"),
-            "a token beyond": ({"target": 10**6}, "token|target"),
-            "a token below zero": ({"target": -1}, "token|target"),
-            "half a token": ({"target": 5.5}, "token|target"),
-            "a text of many tokens": ({"target": "x y z"}, "token|target"),
-            "an empty text": ({"target": ""}, "token|target"),
-            "the token itself": ({"against": 5}, "target"),
+            "a token beyond": ({"target": 10**6}, "answer"),
+            "a token below zero": ({"target": -1}, "answer"),
+            "half a token": ({"target": 5.5}, "answer"),
+            "a text of many tokens": ({"target": "x y z"}, "answer"),
+            "an empty text": ({"target": ""}, "answer"),
+            "the token itself": ({"other": 5}, "answer"),
+            "a counterfactual of another length": (
+                {"counterfactual": lambda s: s.w.other[:1, :7]},
+                "counterfactual",
+            ),
+            "a basis between two prompts": (
+                {"counterfactual": lambda s: s.w.other[:1, :6], "basis": lambda s: s.w.basis},
+                "basis",
+            ),
             "nothing kept": ({"keep": 0.0}, "keep"),
             "more kept than there is": ({"keep": 1.5}, "keep"),
             "NaN kept": ({"keep": NAN}, "keep"),
@@ -121,30 +130,31 @@ GROUPS = (
                 "prompts": [[3, 4, 5], [3, 4]],
                 "others": [[3, 9, 5], [9, 4]],
             },
-            "targets of each": {"targets": torch.tensor([[5, 6], [7, 8]])},
+            "answers of each": {"answer": torch.tensor([[5, 6], [7, 8]])},
             "a metric": {"metric": metric(lambda logits: logits[:, -1, 5])},
             "integrated": {"method": "integrated", "steps": 2},
+            "contrast": {"method": "contrast"},
         },
         wrong={
             **NEITHER,
             "a pair of two lengths": (
                 {"prompts": [[3, 4, 5], [3, 4]], "others": [[3, 9, 5], [9, 4, 7]]},
-                "prompt pair",
+                "counterfactual",
             ),
             "fewer counterfactuals": ({"others": lambda s: s.w.other[:1, :8]}, "counterfactual"),
-            "no prompts": ({"prompts": []}, "tokens|prompts"),
-            "prompts of nothing": ({"prompts": [None, None]}, "tokens|prompts"),
+            "no prompts": ({"prompts": []}, "tokens|prompts|counterfactual"),
+            "prompts of nothing": ({"prompts": [None, None]}, "tokens|prompts|counterfactual"),
             "a prompt as its own counterfactual": (
-                {"others": lambda s: s.ids[:2, :8], "targets": None},
-                "targets|prompt pair",
+                {"others": lambda s: s.ids[:2, :8], "answer": None},
+                "answer",
             ),
             "a method of no name": ({"method": "eap"}, "method"),
             "no steps": ({"method": "integrated", "steps": 0}, "steps"),
             "half a step": ({"method": "integrated", "steps": 2.5}, "steps"),
             "a batch of none": ({"batch_size": 0}, "batch_size"),
             "a name as a metric": ({"metric": "kl"}, "metric"),
-            "a metric and targets": (
-                {"metric": metric(lambda logits: logits[:, -1, 5]), "targets": (5, 6)},
+            "a metric and answers": (
+                {"metric": metric(lambda logits: logits[:, -1, 5]), "answer": (5, 6)},
                 "metric",
             ),
             "a metric over the batch": ({"metric": metric(lambda logits: logits.mean())}, "metric"),

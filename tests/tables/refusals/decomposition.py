@@ -46,7 +46,6 @@ GROUPS = (
         right={
             "plain": {},
             "states by number": {"states": [0, 2]},
-            "states by hook": {"states": ["blocks.1.hook_resid_pre"]},
             "a window": {"window": (2, 8)},
             "labels": {"labels": lambda s: [i % 3 for i in range(len(s.w.corpus))]},
         },
@@ -72,7 +71,6 @@ GROUPS = (
             "too few labels": ({"labels": [0]}, "labels"),
             "labels of floats": ({"labels": lambda s: noise(len(s.w.corpus))}, "labels"),
             "labels below zero": ({"labels": lambda s: [-1] * len(s.w.corpus)}, "labels"),
-            "a device that is none": ({"device": "toaster"}, "device"),
         },
     ),
     Group(

@@ -48,7 +48,7 @@ USES: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
     "sweep_heads": lambda s, ids: tlg.sweep_heads(s.model, ids, s.w.basis, layers=0, **QUIET),
     "trajectories": lambda s, ids: tlg.trajectories(s.model, ids, **QUIET),
     "edge_scores": lambda s, ids: tlg.edge_scores(
-        s.model, ids, s.w.other, targets=(5, 9), method="gradient"
+        s.model, ids, counterfactual=s.w.other, answer=(5, 9), method="gradient"
     ),
 }
 
@@ -310,7 +310,6 @@ ROWS: tuple[Row, ...] = (
             name=f"7 {field} beside ids",
             call=lambda s, f=field: returned(s, **{f: torch.ones_like(s.ids)}),
             what=field,
-            today=WRONG,
         )
         for field in ("token_type_ids", "position_ids")
     ),
@@ -318,7 +317,6 @@ ROWS: tuple[Row, ...] = (
         name="7 embeddings beside ids",
         call=lambda s: returned(s, inputs_embeds=torch.zeros(*s.ids.shape, s.d_model)),
         what="inputs_embeds",
-        today=WRONG,
     ),
     Row(name="7 ids alone", call=returned),
     Row(
@@ -330,7 +328,11 @@ ROWS: tuple[Row, ...] = (
     Row(
         name="9 a metric whose gradient is NaN",
         call=lambda s: tlg.edge_scores(
-            s.model, s.ids, s.w.other, lambda logits: (0 * logits[:, -1, 5]).sqrt()
+            s.model,
+            s.ids,
+            counterfactual=s.w.other,
+            metric=lambda logits: (0 * logits[:, -1, 5]).sqrt(),
+            method="gradient",
         ),
         what="metric",
         today="all scores are NaN",

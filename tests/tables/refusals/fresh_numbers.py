@@ -19,7 +19,7 @@ from tl_geometry import interventions
 
 
 NUMBERS: dict[str, tuple[Callable[[Scene, Any], Any], str]] = {
-    "trace_logit target": (lambda s, n: tlg.trace_logit(s.model, s.ids[:1, :6], n), "token|target"),
+    "trace_logit target": (lambda s, n: tlg.trace_logit(s.model, s.ids[:1, :6], n), "answer"),
     "trace_logit position": (
         lambda s, n: tlg.trace_logit(s.model, s.ids[:1, :6], 5, position=n),
         "position",
@@ -34,9 +34,9 @@ NUMBERS: dict[str, tuple[Callable[[Scene, Any], Any], str]] = {
     ),
     "edge_scores targets": (
         lambda s, n: tlg.edge_scores(
-            s.model, s.ids[:, :6], s.w.other[:, :6], targets=(n, 9), method="gradient"
+            s.model, s.ids[:, :6], counterfactual=s.w.other[:, :6], answer=(n, 9), method="gradient"
         ),
-        "token|target",
+        "answer",
     ),
     "decompose states": (lambda s, n: tlg.decompose(s.model, s.ids, states=[n], **QUIET), "state"),
     "decompose batch_size": (
@@ -56,7 +56,12 @@ NUMBERS: dict[str, tuple[Callable[[Scene, Any], Any], str]] = {
     "token_readout k": (lambda s, n: tlg.token_readout(s.model, heads="L1H0", k=n), "^k$"),
     "faithfulness draws": (
         lambda s, n: tlg.faithfulness(
-            s.model, "L1H0", s.ids[:, :6], s.w.other[:, :6], targets=(5, 9), draws=n
+            s.model,
+            s.ids[:, :6],
+            "L1H0",
+            counterfactual=s.w.other[:, :6],
+            answer=(5, 9),
+            draws=n,
         ),
         "draws",
     ),
@@ -105,7 +110,7 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
     "sweep_heads": lambda s: tlg.sweep_heads(s.model, s.ids, s.w.basis, layers=0, **QUIET),
     "trace_logit": lambda s: tlg.trace_logit(s.model, s.ids[:1, :6], 5),
     "edge_scores": lambda s: tlg.edge_scores(
-        s.model, s.ids[:, :6], s.w.other[:, :6], targets=(5, 9), method="gradient"
+        s.model, s.ids[:, :6], counterfactual=s.w.other[:, :6], answer=(5, 9), method="gradient"
     ),
     "composition": lambda s: tlg.composition(s.model, s.ids, heads="L1H0", draws=2, **QUIET),
     "trajectories": lambda s: tlg.trajectories(s.model, s.w.pilots, **QUIET),

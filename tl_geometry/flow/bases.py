@@ -1,7 +1,6 @@
 """Which direction of one state continues which direction of the state before? Fits the aligned
-singular bases of an ensemble of trajectories. The maps of rotation and stretch
-(:mod:`tl_geometry.flow.residuals`), :class:`tl_geometry.flow.LangevinModel` and
-:func:`tl_geometry.flow.truncation_kl` start from them.
+singular bases of an ensemble of trajectories; maps of rotation and stretch, the stochastic flow and
+the truncation of states start from them.
 
 An ensemble is ``X [trajectory state d_model]``. At state t its matrix is ``M_t = X[:, t].T``
 (d_model x N) ``= U_t S_t V_t^T``; the basis of t is ``(U_t, S_t)``. Singular vectors are defined up
@@ -12,8 +11,7 @@ with them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,9 +22,9 @@ from torch import Tensor
 
 from tl_geometry.base.checks import describe, finite, index
 from tl_geometry.base.errors import choice, require
-from tl_geometry.base.linalg import fix_signs, svd
+from tl_geometry.base.linalg import svd
 
-ALIGNMENTS = ("greedy", "sign", "hungarian", "none")
+ALIGNMENTS = ("greedy", "hungarian")
 """How :func:`align_directions` chains singular directions."""
 CHUNK = 4096
 """Trajectories that are held in float64 at a time: bounds the memory of their right singular
@@ -39,9 +37,9 @@ class AlignedBases:
 
     Directions are the columns of ``U``. ``order[t, i]`` is the place of direction i among the
     singular values of state t (0: the strongest), ``sign`` the flip against the deterministic sign.
-    ``center`` is zero for uncentred bases; ``trajectories`` is N. ``overlap[s, t, i]`` is
-    ``v_i(s).v_i(t)``, the cosine between the right singular vectors: how well a rotation and a
-    stretch alone explain direction i between the two states.
+    ``center`` is zero for uncentred bases. ``overlap[s, t, i]`` is ``v_i(s).v_i(t)``, the cosine
+    between the right singular vectors: how well a rotation and a stretch alone explain direction i
+    between the two states.
     """
 
     U: Float[Tensor, "state d_model rank"]
@@ -50,37 +48,11 @@ class AlignedBases:
     order: Int[Tensor, "state rank"]
     sign: Float[Tensor, "state rank"]
     overlap: Float[Tensor, "state state rank"]
-    trajectories: int
-    alignment: str
 
     @property
     def rank(self) -> int:
         """Directions of each basis, ``min(d_model, trajectories)``."""
         return self.S.shape[-1]
-
-    @cached_property
-    def directions(self) -> tuple[Float[Tensor, "d_model rank"], ...]:
-        """``U`` of each state, always the same tensor objects: :meth:`LayerMap.reads_as
-        <tl_geometry.flow.residuals.LayerMap.reads_as>` compares maps from one state by identity."""
-        return self.U.unbind(0)
-
-    def flipped(self, sign: Float[Tensor, "state rank"]) -> AlignedBases:
-        """The same aligned bases with some directions reversed."""
-        overlap = einsum(self.overlap, sign, sign, "s t rank, s rank, t rank -> s t rank")
-        return replace(self, U=self.U * sign[:, None], sign=self.sign * sign, overlap=overlap)
-
-
-def check_ensemble(
-    X: Tensor, what: str = "trajectories"
-) -> Float[Tensor, "trajectory state d_model"]:
-    """``X`` if it is finite and floating ``[trajectory state d_model]`` with at least one
-    trajectory and one state."""
-    ok = X.dim() == 3 and X.is_floating_point() and X.numel() > 0
-    expected = "a floating tensor [trajectory state d_model]"
-    require(ok, what, expected=expected, got=describe(X), instead="tl_geometry.trajectories(...)")
-    for s in range(X.shape[1]):
-        finite(X[:, s], f"{what}, state row {s}")
-    return X
 
 
 def fit_aligned_bases(
@@ -98,29 +70,21 @@ def fit_aligned_bases(
     >>> torch.allclose(f.U[1] * f.S[1] ** 2 @ f.U[1].mT, M @ M.mT)
     True
     """
-    check_ensemble(X)
+    ok = X.dim() == 3 and X.is_floating_point() and X.numel() > 0
+    expected, instead = "a floating tensor [trajectory state d_model]", "tl_geometry.trajectories"
+    require(ok, "trajectories", expected=expected, got=describe(X), instead=instead)
+    for s, state in enumerate(X.unbind(1)):
+        finite(state, f"trajectories, state row {s}")
     choice(align, ALIGNMENTS, "align")
     # state by state: no float64 copy of the whole ensemble exists
-    center = torch.stack([X[:, s].double().mean(0) for s in range(X.shape[1])])
+    center = torch.stack([state.double().mean(0) for state in X.unbind(1)])
     center = center if centered else torch.zeros_like(center)
-    centered_states = (X[:, s].double() - center[s] for s in range(X.shape[1]))
-    bases_of_states = [_directions_and_values(state) for state in centered_states]
-    U = torch.stack([directions for directions, _ in bases_of_states])
-    S = torch.stack([values for _, values in bases_of_states])
+    factors = [_directions_and_values(X[:, s].double() - center[s]) for s in range(X.shape[1])]
+    U, S = (torch.stack(parts) for parts in zip(*factors, strict=True))
     order, sign = align_directions(U, align)
-    U = U.gather(2, order[:, None].expand_as(U)) * sign[:, None]
-    S = S.gather(1, order)
+    U, S = U.gather(2, order[:, None].expand_as(U)) * sign[:, None], S.gather(1, order)
     overlap = _right_overlaps(X, U, S, center)
-    return AlignedBases(
-        U=U,
-        S=S,
-        center=center,
-        order=order,
-        sign=sign,
-        overlap=overlap,
-        trajectories=len(X),
-        alignment=align,
-    )
+    return AlignedBases(U=U, S=S, center=center, order=order, sign=sign, overlap=overlap)
 
 
 def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
@@ -171,9 +135,9 @@ def align_directions(
 
     ``"greedy"`` (as published): for i = 1, 2, ... the unused column with the largest
     ``|psi_i(t-1).u_j(t)|``, the later one on a tie. ``"hungarian"``: the permutation with the
-    largest sum of absolute cosines. ``"sign"``: no reordering. All then choose signs that make the
-    cosines positive. ``"none"`` leaves everything as it is. Singular values must be permuted with
-    the columns (the published code does not; :func:`fit_aligned_bases` does).
+    largest sum of absolute cosines. Both then choose signs that make the cosines positive. Singular
+    values must be permuted with the columns (the published code does not;
+    :func:`fit_aligned_bases` does).
 
     >>> U = torch.stack([torch.eye(2), -torch.eye(2).flip(1)])
     >>> order, sign = align_directions(U)
@@ -183,13 +147,10 @@ def align_directions(
     states, _, rank = U.shape
     order = torch.arange(rank, device=U.device).repeat(states, 1)
     sign = torch.ones(states, rank, dtype=U.dtype, device=U.device)
-    if choice(method, ALIGNMENTS, "align") == "none":
-        return order, sign
     previous = U[0]
     for t in range(1, states):
         cosines = previous.mT @ U[t]
-        if method != "sign":
-            order[t] = _assign(cosines.abs().cpu().numpy(), method).to(order)
+        order[t] = _assign(cosines.abs().cpu().numpy(), method).to(order)
         matched = cosines.gather(1, order[t][:, None])[:, 0]
         # a cosine of 0 counts as positive: a sign of 0 would erase the direction
         sign[t] = torch.where(matched < 0, -1.0, 1.0).to(sign)
@@ -209,57 +170,6 @@ def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
         # -1 is below every absolute cosine, so a column is used once
         unused[:, order[i]] = -1
     return torch.from_numpy(order)
-
-
-def proper_rotations(aligned: AlignedBases) -> tuple[AlignedBases, int]:
-    """Aligned bases whose rotations from state to state all have determinant +1, and how many
-    directions were reversed to reach that.
-
-    :class:`tl_geometry.flow.LangevinModel` interpolates rotations by their real logarithm, which
-    does not exist where ``det(U_k^T U_{k+1}) = -1``. There the direction with the smallest singular
-    value at k + 1, which matters least, is reversed at k + 1 and at all later states, so that later
-    signs stay aligned. Needs square ``U``.
-    """
-    d, rank = aligned.U.shape[1:]
-    expected, got = "as many directions as coordinates", f"{rank} of {d}"
-    require(d == rank, "rotations", expected=expected, got=got, instead="common_basis(X)")
-    sign = torch.ones_like(aligned.S)
-    flips = 0
-    for k in range(len(aligned.S) - 1):
-        relative = (aligned.U[k] * sign[k]).mT @ (aligned.U[k + 1] * sign[k + 1])
-        if float(torch.linalg.slogdet(relative).sign) < 0:
-            sign[k + 1 :, int(aligned.S[k + 1].argmin())] *= -1
-            flips += 1
-    return aligned.flipped(sign), flips
-
-
-def common_basis(
-    X: Float[Tensor, "trajectory state d_model"],
-) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, " state"]]:
-    """One orthonormal basis for all states, and the share of each state's energy that lies outside
-    it.
-
-    The basis is the top ``min(trajectories, d_model)`` left singular vectors of the matrix
-    ``[M_0 M_1 ...]`` of all states side by side. With fewer trajectories than coordinates, square
-    rotations between aligned bases exist inside such a basis only.
-    """
-    check_ensemble(X)
-    n, _, d = X.shape
-    # summed over states: the side-by-side matrix has trajectories x states columns
-    gram = torch.zeros(d, d, dtype=torch.float64, device=X.device)
-    for state in X.unbind(1):
-        rows = state.double()
-        gram += rows.mT @ rows
-    # eigh ascends: flipped, the strongest directions come first
-    vectors = torch.linalg.eigh(gram).eigenvectors.flip(-1)[:, : min(n, d)].contiguous()
-    # fix_signs takes pairs of vectors: here both sides are the same
-    basis = fix_signs(vectors, vectors)[1]
-    outside_shares = []
-    for state in X.unbind(1):
-        rows = state.double()
-        energy, inside = rows.square().sum(), (rows @ basis).square().sum()
-        outside_shares.append(1 - inside / energy if energy > 0 else torch.zeros_like(energy))
-    return basis, torch.stack(outside_shares).clamp(min=0)
 
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:

@@ -1,0 +1,228 @@
+"""Edges of the live model: scores are the reference's, contrast sums, and pruned runs have their
+ends."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.lib.double import InDouble, double_hf, exact
+from tests.lib.kinds import KINDS, OTHERS, PROMPTS, decoder, far
+from tests.lib.models import bridge_of, tiny, tokens
+from tests.lib.reference import contrast as reference
+from tests.lib.reference import edits
+from tl_geometry.circuits import EdgeScores
+
+ANSWERS = [(5, 9), (7, 3), (11, 40)]
+METRIC = edits.logit_difference(ANSWERS)
+MORE = ("neox", "qwen3", "olmo2-grouped", "falcon-alibi", "opt")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@cache
+def scored(kind: str, method: str = "contrast") -> EdgeScores:
+    with InDouble():
+        return tlg.edge_scores(
+            exact(kind), PROMPTS, counterfactual=OTHERS, answer=ANSWERS, method=method, steps=3
+        )
+
+
+def by_reader(scores: EdgeScores) -> Tensor:
+    """Scores as a matrix of readers and writers."""
+    sources, targets = scores.layout.ends()
+    found = torch.zeros(scores.layout.allowed.shape, dtype=torch.float64)
+    found[targets, sources] = scores.scores
+    return found
+
+
+@every_kind
+@pytest.mark.parametrize(("method", "steps"), [("gradient", None), ("integrated", 3)])
+def test_gradients_are_the_references(kind: str, method: str, steps: int | None) -> None:
+    layout, found = edits.Layout.of(decoder(kind)), scored(kind, method)
+    assert (layout.writers, layout.readers) == (found.layout.writers, found.layout.readers)
+    right = edits.edge_scores(decoder(kind), PROMPTS, OTHERS, METRIC, steps=steps)
+    assert far(by_reader(found), -right.sum(1).mean(0)) < 1e-9  # clean minus counterfactual
+
+
+@every_kind
+def test_contrast_is_the_references(kind: str) -> None:
+    found = scored(kind)
+    answers, rivals = (torch.tensor(side) for side in zip(*ANSWERS))
+    right = reference.contrast(decoder(kind), PROMPTS, OTHERS, answers, rivals, capped=True)
+    matrix, layout = by_reader(found), found.layout
+    groups = {name: name.split("<")[0] for name in layout.readers}
+    for r, reader in enumerate(layout.readers):
+        heads = groups[reader]
+        if "-" in heads:  # the input of a group is that of all its heads
+            layer, (first, last) = heads.split("H")[0], map(int, heads.split("H")[1].split("-"))
+            names = [f"{layer}H{h}<{reader[-2]}>" for h in range(first, last + 1)]
+        else:
+            names = [reader]
+        for w, writer in enumerate(layout.writers):
+            if layout.allowed[r, w]:
+                wanted = sum(right.edge(writer, name).sum(1).mean() for name in names)
+                assert matrix[r, w] == pytest.approx(
+                    float(wanted), abs=1e-9 * float(matrix.abs().sum())
+                )
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
+def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
+    found = scored(kind)
+    size = float(found.node_scores.abs().sum())
+    assert float(found.node_scores[0]) == pytest.approx(
+        found.clean - found.counterfactual, abs=1e-9 * size
+    )
+    into, allowed = by_reader(found), found.layout.allowed
+    for reader in ("mlp1", "output"):  # what enters an MLP is what leaves it
+        at = found.layout.readers.index(reader)
+        total = float(into[at][allowed[at]].sum())
+        wanted = found.clean - found.counterfactual
+        if reader == "mlp1":
+            wanted = float(found.node_scores[found.layout.writers.index("mlp1")])
+        assert total == pytest.approx(wanted, abs=1e-9 * size)
+    gradient = scored(kind, "gradient")
+    assert far(gradient.node_scores[0], found.node_scores[0]) > 1e-3  # which does not sum
+
+
+def test_turned_around_every_score_turns() -> None:
+    with InDouble():
+        turned = tlg.edge_scores(exact("gpt2"), OTHERS, counterfactual=PROMPTS, answer=ANSWERS)
+    assert far(turned.scores, -scored("gpt2").scores) < 1e-9
+
+
+def test_a_metric_of_the_users_is_a_sum_too() -> None:
+    def metric(logits: Tensor) -> Tensor:
+        return logits[:, -1].log_softmax(-1)[:, 5] + logits[:, 3, 7]
+
+    with InDouble():
+        found = tlg.edge_scores(exact("llama"), PROMPTS, counterfactual=OTHERS, metric=metric)
+    wanted = found.clean - found.counterfactual
+    assert float(found.node_scores[0]) == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+def test_near_prompts_have_the_gradients_scores(kind: str) -> None:
+    """Token 60 becomes a neighbour of token 4, at a distance that shrinks tenfold."""
+    ids, near, errors = PROMPTS.clone(), PROMPTS.clone(), []
+    ids[:, 3], near[:, 3] = 4, 60
+    for distance in (1e-3, 1e-4):
+        with InDouble():
+            hf = double_hf(kind)
+            embed = hf.get_input_embeddings().weight.data
+            embed[60] = embed[4] + distance * embed[5]
+            model = bridge_of(hf, name=f"near-{kind}-{distance}")
+            scores = [
+                tlg.edge_scores(model, ids, counterfactual=near, answer=ANSWERS, method=method)
+                for method in ("contrast", "gradient")
+            ]
+        errors.append(far(scores[0].scores, scores[1].scores))
+    assert errors[0] < 0.05
+    assert errors[1] < 0.2 * errors[0]
+
+
+@pytest.mark.parametrize("method", ["contrast", "gradient"])
+def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> None:
+    model = tiny("bridge", "llama")
+    rows = [row[:n] for row, n in zip(tokens(4, 9, seed=1), (9, 7, 9, 7))]
+    others = [row[:n] for row, n in zip(tokens(4, 9, seed=2), (9, 7, 9, 7))]
+    options: dict[str, Any] = {"answer": (5, 9), "method": method}
+    whole = tlg.edge_scores(model, rows, counterfactual=others, **options)
+    split = tlg.edge_scores(model, rows, counterfactual=others, batch_size=1, **options)
+    each = [
+        tlg.edge_scores(model, a[None], counterfactual=b[None], **options).scores
+        for a, b in zip(rows, others)
+    ]
+    for found in (split.scores, torch.stack(each).mean(0)):
+        assert float((found - whole.scores).abs().max()) < 1e-5 * float(whole.scores.abs().max())
+    assert whole.errors.isnan().all()  # four pairs have no standard error
+
+
+def test_the_likeliest_tokens_are_compared_by_default() -> None:
+    model = tiny("bridge", "gpt2")
+    with torch.no_grad():
+        likeliest = [model(rows)[:, -1].argmax(-1).tolist() for rows in (PROMPTS, OTHERS)]
+    assert all(a != b for a, b in zip(*likeliest))
+    given = tlg.edge_scores(
+        model, PROMPTS, counterfactual=OTHERS, answer=list(zip(*likeliest)), method="gradient"
+    )
+    found = tlg.edge_scores(model, PROMPTS, counterfactual=OTHERS, method="gradient")
+    assert torch.equal(found.scores, given.scores)
+
+
+# ---- pruned runs
+
+
+@every_kind
+def test_circuits_are_the_references_pruned_runs(kind: str) -> None:
+    scores, model = scored(kind), decoder(kind)
+    options: dict[str, Any] = {"counterfactual": OTHERS, "answer": ANSWERS, "draws": 2}
+    with InDouble():
+        found = tlg.faithfulness(
+            exact(kind), PROMPTS, scores, fractions=(0.05, 0.3, 1.0), **options
+        )
+        nothing = tlg.faithfulness(exact(kind), PROMPTS, scores.names()[:1], **options).complements
+    kept = []
+    for fraction in (0.05, 0.3, 1.0):
+        mask = scores.layout.kept(scores.kept(fraction))
+        kept.append(METRIC(edits.pruned(model, PROMPTS, OTHERS, mask)["logits", 0]))
+    clean, other = (METRIC(model.run(rows)["logits", 0]) for rows in (PROMPTS, OTHERS))
+    assert far(found.metrics, torch.stack(kept)) < 1e-9
+    assert far(found.clean, clean) < 1e-9
+    assert far(found.counterfactual, other) < 1e-9
+    assert nothing is not None
+    f = edits.faithfulness(torch.stack(kept), clean, other)
+    assert far(found.f.value, f) < 1e-9
+    assert float(found.f.value[-1]) == pytest.approx(1.0, abs=1e-9)
+    fractions = found.fractions.tolist()
+    areas = edits.areas(fractions, f.tolist())
+    assert (float(found.cpr.value), float(found.cmd.value)) == pytest.approx(areas, abs=1e-9)
+
+
+def test_a_chosen_set_of_heads_keeps_embedding_and_mlps() -> None:
+    model, layout = tiny("bridge", "gpt2"), scored("gpt2").layout
+    options: dict[str, Any] = {"counterfactual": OTHERS, "answer": ANSWERS, "draws": 2}
+    heads = tlg.faithfulness(model, PROMPTS, ["L0H1", (1, 2)], **options)
+    kept = {"embed", "L0H1", "L1H2", "mlp0", "mlp1"}
+    edges = [name for name in layout.edge_names() if name.split("->")[0] in kept]
+    same = tlg.faithfulness(model, PROMPTS, edges, **options)
+    assert far(heads.metrics, same.metrics) < 1e-5
+    assert far(heads.metrics, heads.clean) > 1e-2
+    assert heads.unit == "heads"
+    everything = tlg.faithfulness(model, PROMPTS, list(layout.edge_names()), **options)
+    assert float(everything.f.value) == pytest.approx(1.0, abs=1e-4)
+    assert float(everything.completeness.value) == pytest.approx(0.0, abs=1e-4)
+
+
+def test_areas_have_intervals_over_prompts_and_a_null() -> None:
+    model, rows, others = tiny("bridge", "gpt2"), tokens(12, 8, seed=7), tokens(12, 8, seed=8)
+    options: dict[str, Any] = {"counterfactual": others, "answer": (5, 9)}
+    scores = tlg.edge_scores(model, rows, **options)
+    assert not scores.errors.isnan().any()
+    found = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, **options)
+    assert found.random_cpr.shape == (3,)
+    for area in (found.cpr, found.cmd):
+        assert float(area.low) < float(area.value) < float(area.high)
+    again = tlg.faithfulness(model, rows, scores, fractions=(0.1, 0.5), draws=3, seed=1, **options)
+    assert not torch.equal(again.random, found.random)
+    assert torch.equal(again.metrics, found.metrics)
+
+
+# ---- a mixture of experts
+
+
+def test_experts_are_readers_and_writers_by_gradient_and_refused_between_two() -> None:
+    model = tiny("bridge", "gpt-oss")
+    options: dict[str, Any] = {"counterfactual": OTHERS, "answer": ANSWERS}
+    found = tlg.edge_scores(model, PROMPTS, method="gradient", **options)
+    into = by_reader(found)[found.layout.readers.index("mlp1")]
+    assert float(into.abs().max()) > 1e-3
+    with pytest.raises(tlg.UnsupportedModelError, match="experts"):
+        tlg.edge_scores(model, PROMPTS, **options)
+    curve = tlg.faithfulness(model, PROMPTS, found, fractions=(0.5, 1.0), draws=1, **options)
+    assert float(curve.f.value[-1]) == pytest.approx(1.0, abs=1e-3)
