@@ -221,7 +221,7 @@ def overlap_null(
         h = apart(contexts, turned, topic, torch.Generator().manual_seed(seed))
         report = contextual_report(decompose_activations(h), rank=5, jackknife=False, seed=seed).df
         # one more draw, one-sided 5%
-        draws = float(report["draws"][0])
+        draws = float(report["draws"].iloc[0])
         reach = float(t_quantile(torch.tensor(draws - 1), 0.90)) * (1 + 1 / draws) ** 0.5
         above = report["overlap"] - report["overlap_flipped"]
         hits.append(

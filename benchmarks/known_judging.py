@@ -12,8 +12,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from benchmarks.known_models import TokenPairs
-from tl_geometry import faithfulness
 from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.faithfulness import metrics_of_batch
+from tl_geometry.circuits.prompt_pairs import batches, pairs_of
+from tl_geometry.corpus import as_prompts
 from tl_geometry.models.reader import as_view
 
 DRAWS = 200
@@ -136,14 +138,13 @@ def exact_effects(model: Any, pairs: TokenPairs) -> tuple[tuple[str, ...], Float
     view = as_view(model)
     layout = EdgeLayout.of(view)
     names = layout.edge_names()
-    given: Any = {"counterfactual": pairs.counterfactuals, "answer": pairs.targets, "draws": 1}
-    without = []
-    for name in names:
-        found = faithfulness(view, pairs.prompts, [name], **given)
-        assert found.complements is not None
-        without.append(found.complements[0].mean())
-    clean, other = found.clean.mean(), found.counterfactual.mean()
-    return names, (clean - torch.stack(without)) / (clean - other)
+    options = {"counterfactuals": pairs.counterfactuals, "answers": pairs.targets}
+    given = pairs_of(view, as_prompts(view, pairs.prompts, **options), None)
+    runner, batch = next(batches(view, layout, given, len(given)))
+    all_but_one = ~torch.eye(len(names), dtype=torch.bool)
+    found = metrics_of_batch(runner, layout, batch, None, all_but_one, "edges").mean(1)
+    clean, other, without = found[0], found[1], found[2:]
+    return names, (clean - without) / (clean - other)
 
 
 def by_name(names: Sequence[str], chosen: Set[str]) -> Bool[Tensor, " item"]:

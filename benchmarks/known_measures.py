@@ -190,9 +190,9 @@ def edges(name: str, positions: str, seed: int) -> Iterator[Finding]:
         if truth.edges:  # of a trained model they are the truth themselves
             measure = "edges, one by one in live runs"
             yield Finding.of_ranking(measure, title, effects.abs(), inside)
-        for method in ("integrated", "gradient"):
-            given = {"targets": pairs.targets, "method": method}
-            scores = tlg.edge_scores(truth.model, *pairs[:2], **given)
+        for method in ("contrast", "integrated", "gradient"):
+            given: Any = {"counterfactual": pairs.counterfactuals, "answer": pairs.targets}
+            scores = tlg.edge_scores(truth.model, pairs.prompts, method=method, **given)
             measure = f"edges, {method}" + (" (attribution patching)" * (method == "gradient"))
             yield Finding.of_ranking(measure, title, scores.scores.abs(), inside)
         sources, _ = scores.layout.ends()

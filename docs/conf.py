@@ -283,7 +283,7 @@ RESULTS = {
         "UnsupportedModelError",
     ),
     "tl_geometry.render.figure": ("View",),
-    "tl_geometry.render.page": ("PageView",),
+    "tl_geometry.render.page": ("Page",),
 }
 """What every package returns and raises, on a page of its own."""
 

@@ -14,6 +14,7 @@ import ast
 import contextlib
 import hashlib
 import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,24 @@ def thumbnail(name: str) -> Image.Image:
         return image.crop((left, top, left + width, top + height))
 
 
+def picture(view: Any) -> bytes:
+    """A figure, or what a browser shows of a page (the system's Chromium, through playwright)."""
+    if not hasattr(view, "page"):
+        return view.png()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), chromium_sandbox=False
+        )
+        tab = chromium.new_page(viewport={"width": 860, "height": 400}, device_scale_factor=1.5)
+        tab.set_content(view.page)
+        tab.wait_for_selector("body[data-drawn]")
+        png = tab.screenshot(full_page=True)
+        chromium.close()
+    return png
+
+
 def draw(name: str) -> None:
     """Run one script and write its files."""
     script = code(SCRIPTS[name])
@@ -109,13 +128,11 @@ def draw(name: str) -> None:
     stamp.add_text("script", digest(script))
     for field in ("null", "source"):
         stamp.add_text(field, getattr(view, field))
-    figure = view.image() if hasattr(view, "image") else view
-    trimmed(figure.bytes("png")).save(
-        DOCS / "_static" / f"{name}.png", pnginfo=stamp, optimize=True
-    )
+    image = trimmed(picture(view))
+    image.save(DOCS / "_static" / f"{name}.png", pnginfo=stamp, optimize=True)
     page = DOCS / "_static" / f"{name}.html"
     page.unlink(missing_ok=True)
-    if hasattr(view, "image") and len(view.page.encode()) <= LARGEST:
+    if hasattr(view, "page") and len(view.page.encode()) <= LARGEST:
         view.save(page)
     text = SCRIPTS[name].with_suffix(".txt")
     text.unlink(missing_ok=True)

@@ -12,8 +12,7 @@ Chromium or no playwright), opens HTML in it and asks::
             page.assert_harmless()                             # no planted code ran, nothing was
             page.screenshot(Path("look.png"))                  # requested, nothing failed
 
-:func:`check_beside_itself`, :func:`check_notebook` and :func:`check_escapes_matter` are what every
-page promises.
+:func:`check_beside_itself` and :func:`check_escapes_matter` are what every page promises.
 
 Tokens of :data:`HOSTILE` set ``window.planted`` where they are not escaped; ``planted`` says in how
 many frames that happened, so that an unescaped twin proves that the detector detects.
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Frame
     from playwright.sync_api import Page as Tab
 
-    from tl_geometry.render.page import PageView
+    from tl_geometry.render.page import Page as View
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 FLAGS = (
@@ -65,17 +64,8 @@ HOSTILE = (
 )
 """Tokens that break pages which do not escape them."""
 
-RED, BLUE = "rgb(178, 24, 43)", "rgb(33, 102, 172)"
-"""Colours of the two signs on a light page."""
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 """Whether a page is no wider than its window."""
-COVERED = """(([f, i]) => f.left === i.left && f.top === i.top && f.right >= i.right &&
-  f.bottom >= i.bottom && f.right <= innerWidth)(['iframe', 'img'].map(
-    n => document.querySelector(n).getBoundingClientRect()))"""
-"""Whether the frame of a live view lies over its image."""
-BELOW = """(i => i.parentElement.getBoundingClientRect().bottom -
-  i.getBoundingClientRect().bottom)(document.querySelector('img'))"""
-"""Pixels that what holds an image leaves blank below it."""
 
 
 def find() -> str | None:
@@ -209,7 +199,7 @@ class Page:
 # ---- what every page promises
 
 
-def payload(view: PageView) -> dict[str, Any]:
+def payload(view: View) -> dict[str, Any]:
     """The data that a page draws."""
     return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
@@ -224,7 +214,7 @@ def without_frames(whole: str) -> str:
     return re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S)
 
 
-def check_beside_itself(browser: Browser, view: PageView, *, dark: bool) -> None:
+def check_beside_itself(browser: Browser, view: View, *, dark: bool) -> None:
     """Two frames of a view in a narrow notebook fit, are drawn and leave what follows them."""
     with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
         for frame in (1, 2):
@@ -235,23 +225,7 @@ def check_beside_itself(browser: Browser, view: PageView, *, dark: bool) -> None
         page.assert_harmless()
 
 
-def check_notebook(browser: Browser, view: PageView, *, limit: int) -> None:
-    """A notebook holds the image, which is seen where frames are forbidden, and the page above it,
-    in at most ``limit`` bytes."""
-    whole = view._repr_mimebundle_()["text/html"]
-    assert len(whole) < limit
-    for width in (400, 1000):
-        with browser.open(as_cells(without_frames(whole)), width=width) as page:
-            assert page.wait("document.querySelector('img').naturalWidth") > 400
-            assert page.evaluate(BELOW) < 1
-            page.assert_harmless()
-    for width in (400, 1200):
-        with browser.open(as_cells(whole), width=width) as page:
-            page.wait("document.body.dataset.drawn", frame=1)
-            assert page.wait(COVERED)
-
-
-def check_escapes_matter(browser: Browser, view: PageView) -> None:
+def check_escapes_matter(browser: Browser, view: View) -> None:
     """The twin of every check with hostile tokens: without escapes and policy they run."""
     text = view.page
     for character in "<>&":

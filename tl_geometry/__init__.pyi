@@ -39,6 +39,7 @@ from .measures import positional_report as positional_report
 from .models import check_model as check_model
 from .models import load as load
 from .models import view as view
+from .render import plot as plot
 from .scores import split_scores as split_scores
 from .scores import split_values as split_values
 from .scores import sweep_heads as sweep_heads

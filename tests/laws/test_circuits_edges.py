@@ -71,7 +71,7 @@ def test_contrast_is_the_references(kind: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("kind", (*KINDS, *MORE))
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
 def test_contrast_sums_to_the_difference_of_the_metric(kind: str) -> None:
     found = scored(kind)
     size = float(found.node_scores.abs().sum())

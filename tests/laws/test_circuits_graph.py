@@ -3,6 +3,7 @@ float64 throughout, so that a sum that is off by 1e-9 is off."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -177,20 +178,17 @@ def test_it_is_the_references_graph(kind: str) -> None:
     found = two(kind)
     ids = [torch.tensor([token]) for token in (ANSWER, OTHER)]
     right = reference.contrast(decoder(kind), PROMPTS[:1], OTHERS[:1], *ids)
+    edges = found.edges.assign(writer=found.edges["source"].str.split("@").str[0])
+    edges = edges.groupby(["target", "type", "writer"])["value"].sum()
+    compared = 0
     for layer, head in ((0, 1), (1, 2)):
         wanted = right.into_head(layer, head)
-        for at in (4, 9):
-            into = found.into(f"L{layer}H{head}@{at}").set_index(["source", "type"])["value"]
-            for side in ("value", "query", "key"):
-                edges = getattr(wanted, side)[at]
-                for s, name in enumerate(wanted.names):
-                    total = into[into.index.map(lambda i: i[0].split("@")[0] == name)]
-                    ours = total[total.index.get_level_values("type") == side].sum()
-                    theirs = float(edges[s].sum())
-                    if name == "embed":
-                        total = into[into.index.map(lambda i: i[0].split("@")[0] == "pos_embed")]
-                        assert not len(total)
-                    assert ours == pytest.approx(theirs, abs=WITHIN * size(found))
+        for at, side in itertools.product((4, 9), ("value", "query", "key")):
+            for name, weights in zip(wanted.names, getattr(wanted, side)[at]):
+                ours = edges.get((f"L{layer}H{head}@{at}", side, name), 0.0)
+                assert ours == pytest.approx(float(weights.sum()), abs=WITHIN * size(found))
+                compared += abs(ours) > 1e-3 * size(found)
+    assert compared > 5
 
 
 @pytest.mark.parametrize("kind", EVERY)

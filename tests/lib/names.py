@@ -242,26 +242,26 @@ NAMES: dict[str, str] = {
     "gram": "render.gram",
     "variance_shares": "render.variance_shares",
     "fourier": "render.fourier",
-    "incoherence": "render.incoherence",
+    "incoherence": "render.measure_curves",
     "measure_curves": "render.measure_curves",
-    "learning_curve": "render.learning_curve",
+    "learning_curve": "render.measure_curves",
     "noise_figure": "render.noise_figure",
     "baseline_figure": "render.baseline_figure",
-    "residual_figure": "render.residual_figure",
+    "residual_figure": "gone: columns of flow_report",
     "skip_figure": "render.skip_figure",
     "truncation_figure": "render.truncation_figure",
     "bundle_3d": "render.bundle_3d",
     "head_shares": "render.head_shares",
-    "head_types": "render.head_types",
+    "head_types": "render.head_shares",
     "heads": "render.heads",
     "head_planes": "render.head_planes",
-    "band_atlas": "render.band_atlas",
-    "bands_page": "gone: render.head_planes and render.band_atlas, static",
+    "band_atlas": "render.heads",
+    "bands_page": "render.head_planes",
     "split": "render.split",
     "graph_page": "render.graph_page",
     "logit_page": "render.graph_page",
     "token_attribution": "render.token_attribution",
-    "coverage_curves": "render.coverage_curves",
+    "coverage_curves": "render.heads",
     "effect_bars": "render.effect_bars",
     "surrogate_bars": "render.effect_bars",
     "sphere_paths": "render.sphere_paths",
@@ -272,7 +272,15 @@ NAMES: dict[str, str] = {
 }
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = ("Prompts", "plot", "papers.published_split", "papers.factorisation_gap")
+ADDED = (
+    "Prompts",
+    "plot",
+    "render.plot",
+    "render.induction",
+    "papers.published_split",
+    "papers.factorisation_gap",
+    "measures.learning_curve",
+)
 """Names of version 2 that none of version 1 became."""
 
 WITHOUT_ROW: dict[str, str] = {

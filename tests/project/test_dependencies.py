@@ -19,7 +19,6 @@ DISTRIBUTION = {
     "PIL": "pillow",
     "mpl_toolkits": "matplotlib",
     "sklearn": "scikit-learn",
-    "umap": "umap-learn",
     "yaml": "pyyaml",
 }
 """Modules that are not named as the distribution that brings them."""

@@ -63,7 +63,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert {"page.css", "page.js", "split.js", "heads.js", "space.js"} <= {
         p.name for p in views.iterdir()
     }
-    assert {"report.css", "report.js"} <= {
+    assert {"report.css", "page.html", "words.toml"} <= {
         p.name for p in (target / "tl_geometry" / "report" / "assets").iterdir()
     }
     read = (
@@ -256,7 +256,7 @@ def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_ca
         assert {
             "tl_geometry/zoo/assets/model.safetensors",
             "tl_geometry/render/assets/split.js",
-            "tl_geometry/report/assets/report.js",
+            "tl_geometry/report/assets/words.toml",
         } <= set(packed.namelist())
 
 

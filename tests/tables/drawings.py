@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.fft import dctn
 
 import tl_geometry as tlg
 from tests.lib.worlds import QUIET, World
-from tests.tables.answers import frame
-from tl_geometry import circuits, interventions, render, sphere
+from tl_geometry import circuits, interventions, measures, render, sphere
 
 Numbers = Iterable[Any]
 
@@ -40,6 +40,13 @@ def cosines(basis: Any) -> Numbers:
     yield rows @ rows.T
 
 
+def transformed(basis: Any) -> Numbers:
+    """The cosine transform of the cosines between positions of each state."""
+    for pos in basis.pos:
+        rows = pos.double() / pos.double().norm(dim=-1, keepdim=True)
+        yield dctn((rows @ rows.T).numpy(), norm="ortho")
+
+
 def principal(basis: Any) -> Numbers:
     """Coordinates of positional vectors along the first directions of their state, and opposite."""
     for pos in basis.pos:
@@ -48,26 +55,21 @@ def principal(basis: Any) -> Numbers:
 
 
 def with_errors(times: float) -> Callable[[Any], Numbers]:
-    """The ends of error bars."""
+    """The ends of error bars: each column that has an error beside it, ``NAME`` and ``NAME_se``."""
 
     def ends(report: Any) -> Numbers:
-        if hasattr(report, "kl_se"):
-            yield from (report.kl - times * report.kl_se, report.kl + times * report.kl_se)
-            return
-        for name, error in report.errors.items():
-            yield from (report.values[name] - times * error, report.values[name] + times * error)
+        for name in (name for name in report.df if f"{name}_se" in report.df):
+            error = times * report.df[f"{name}_se"].fillna(0.0)
+            yield from (report.df[name] - error, report.df[name] + error)
 
-    return ends
+    return lambda report: (each.to_numpy() for each in ends(report))
 
 
 def laws(report: Any) -> Numbers:
     """The fitted laws of noise between all pairs of states."""
-    states = torch.tensor(report.states, dtype=torch.float64)
-    for law in report.laws:
-        fit = report.law(law)
-        for start in states:
-            later = states[states > start]
-            yield fit.variance(start.expand_as(later), later).log()
+    start, end = (torch.tensor(report.df[name]).double() for name in ("start", "end"))
+    for law in ("asymptotic", "increment"):
+        yield tlg.flow.fit_noise_law(report, law=law).variance(start, end).log()
 
 
 def by_group(planes: Any) -> Numbers:
@@ -78,22 +80,16 @@ def by_group(planes: Any) -> Numbers:
     one = content == 1
     for group in (content == 2, one & beside_pos, one & ~beside_pos, content == 0):
         yield planes.cs[..., group].sum(-1)
-    yield from (planes.wavelength.log10(), np.log10([16, planes.length]))
 
 
 def groups_of(split: Any) -> Numbers:
-    """Sums of the terms without content, of content alone, beside a constant, beside position."""
-    of_pair = lambda pair: (pair.count("cvec"), pair.count("cvec") == 1 and "pos" in pair)
-    for group in ((0, False), (2, False), (1, False), (1, True)):
+    """Sums of the terms of constants, of position, of content, content beside a constant, beside
+    position."""
+    of_pair = lambda pair: (pair.count("cvec"), pair.count("cvec") < 2 and "pos" in pair)
+    for group in ((0, False), (0, True), (2, False), (1, False), (1, True)):
         found = [split.terms[pair] for pair in split.terms if of_pair(pair) == group]
         yield from (torch.stack(found).sum(0), torch.stack(found).sum(0).abs())
     yield from (split.total(), split.total().abs(), split.pattern())
-
-
-def shares_of_heads(readout: Any) -> Numbers:
-    """Steps of a distribution over heads."""
-    for n in range(1, len(frame(readout)) + 1):
-        yield torch.arange(n + 1) / n
 
 
 def percent(result: Any) -> Numbers:
@@ -117,38 +113,33 @@ def planes(w: World) -> Any:
 
 
 def faithful(w: World) -> Any:
-    return tlg.faithfulness(
-        w.model,
-        w.ids,
-        w.edges,
-        counterfactual=w.other,
-        answer=w.targets,
-        fractions=(0.1, 0.5),
-        draws=2,
-    )
+    pairs = {"counterfactual": w.other, "answer": w.targets}
+    return tlg.faithfulness(w.model, w.ids, w.edges, **pairs, fractions=(0.1, 0.5), draws=2)
 
 
 VIEWS = {
     "spirals": Shown(result=lambda w: w.basis, draw=render.spirals, more=principal),
     "gram": Shown(result=lambda w: w.basis, draw=lambda b: render.gram(b, 1), more=cosines),
     "variance_shares": Shown(result=lambda w: w.basis.anova(), draw=render.variance_shares),
-    "fourier": Shown(result=positional, draw=render.fourier),
-    "incoherence": Shown(
-        result=lambda w: tlg.contextual_report(w.basis, draws=2),
-        draw=render.incoherence,
-        more=with_errors(1),
-    ),
+    "fourier": Shown(result=lambda w: w.basis, draw=render.fourier, more=transformed),
     "measure_curves": Shown(
         result=positional,
         draw=lambda r: render.measure_curves(r, ("rank", "smoothness")),
         more=with_errors(1),
     ),
-    "learning_curve": Shown(result=positional, draw=lambda r: render.learning_curve(r, "rank")),
+    "learning_curve": Shown(
+        result=lambda w: measures.learning_curve(w.basis),
+        draw=lambda r: render.measure_curves(r, "rank"),
+    ),
+    "context_curves": Shown(
+        result=lambda w: tlg.contextual_report(w.basis, draws=2),
+        draw=render.measure_curves,
+        more=with_errors(1),
+    ),
     "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
     "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
-    "residual_figure": Shown(result=flow, draw=render.residual_figure),
     "skip_figure": Shown(
-        result=lambda w: tlg.skip_map(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
+        result=lambda w: tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
         draw=render.skip_figure,
     ),
     "truncation_figure": Shown(
@@ -157,18 +148,11 @@ VIEWS = {
         more=with_errors(2),
     ),
     "head_shares": Shown(result=lambda w: w.sweep, draw=render.head_shares),
-    "head_types": Shown(result=lambda w: w.sweep, draw=render.head_types),
     "head_planes": Shown(
         result=planes, draw=lambda p: render.head_planes(p, heads="L1H0"), more=by_group
     ),
-    "band_atlas": Shown(
-        result=planes, draw=render.band_atlas, why="a share is the strength of a colour"
-    ),
-    "coverage_curves": Shown(
-        result=lambda w: tlg.token_readout(w.model, matrix="OV"),
-        draw=render.coverage_curves,
-        more=shares_of_heads,
-    ),
+    "bands": Shown(result=lambda w: planes(w).by_band(), draw=render.heads),
+    "readout": Shown(result=lambda w: tlg.token_readout(w.model, matrix="OV"), draw=render.heads),
     "sphere_paths": Shown(
         result=lambda w: sphere.token_paths(w.model, w.ids, w.basis), draw=render.sphere_paths
     ),
@@ -186,19 +170,12 @@ VIEWS = {
     "composition_figure": Shown(
         result=lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
         draw=render.composition_figure,
-        why="a share is the width of a line between places of heads",
     ),
     "faithfulness_curve": Shown(result=faithful, draw=render.faithfulness_curve, more=percent),
-    "token_attribution": Shown(
-        result=lambda w: w.graph.tokens(),
-        draw=render.token_attribution,
-        why="a value is the colour behind its token",
-        signs=lambda table: table.value,
-    ),
+    "token_attribution": Shown(result=lambda w: w.graph.tokens(), draw=render.token_attribution),
     "split": Shown(result=lambda w: w.split, draw=render.split, more=groups_of),
     "heads": Shown(result=lambda w: w.sweep, draw=render.heads),
     "graph_page": Shown(result=lambda w: w.graph, draw=render.graph_page),
-    "attention_heads": Shown(
-        result=lambda w: w.split, draw=render.circuitsvis.attention_heads, more=groups_of
-    ),
+    "attention_heads": Shown(result=lambda w: w.split, draw=render.attention_heads, more=groups_of),
+    "induction": Shown(result=lambda w: w.graph, draw=render.induction),
 }

@@ -1,13 +1,14 @@
 """Circuits: who wrote a logit, which edges matter, and what a head reads.
 
 - one runner: ``runner`` (blocks, walks back), ``arithmetic`` (live, frozen, between two runs);
-- the graph behind a logit, or behind its difference between two prompts: ``trace``,
+- the graph behind a logit, or behind its difference between two prompts: ``trace``, ``walk``,
   ``graph_edges``, ``logit_graph``; its file: ``graph_files``;
-- which edges of the live model matter: ``edge_layout``, ``edge_scores``, ``faithfulness``;
+- which edges of the live model matter: ``edge_layout``, ``prompt_pairs``, ``edge_scores``,
+  ``faithfulness``;
 - what a head reads: ``writer_sweep``, ``writer_edges`` (composition), ``dictionaries`` and
   ``features`` (a sparse autoencoder).
 
-An edge of ``logit_graph`` is a part of one logit. An edge of ``edge_layout`` is a wire of the model.
+An edge of ``logit_graph`` is a part of one logit; one of ``edge_layout`` is a wire of the model.
 """
 
 from __future__ import annotations

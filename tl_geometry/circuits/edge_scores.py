@@ -19,8 +19,7 @@ weights that the router gives them; between two runs that choose other experts i
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,31 +27,32 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.checks import whole
 from tl_geometry.base.errors import ReconstructionError, choice, fail, require
 from tl_geometry.base.intervals import FEWEST, t_quantile
-from tl_geometry.base.results import Provenance, Result, hash_tokens
+from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.prompt_pairs import (
+    UserMetric,
+    batches,
+    measured,
+    pairs_of,
+    places,
+    provenance_of_pairs,
+)
 from tl_geometry.circuits.runner import BlockRun, Runner, Stream
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
-from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
 
 METHODS = ("contrast", "gradient", "integrated")
 """Which derivative is taken."""
-BATCH_BYTES = 2**30
-"""Bytes of the writes that are held for one batch of pairs."""
 METRIC_NODES = 16
 """Gauss-Legendre nodes for a metric of the user's between the logits of both runs: as smooth as a
 log-probability it closes to 1e-9."""
-
-UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
-"""A number for each prompt of a batch, from the batch's logits."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,103 +178,37 @@ def edge_scores(
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
-    sums = _Sums(layout)
+    # float64 sums and squares of one row for each pair: edges, writers, the metric of both runs
+    allowed, moments = layout.allowed, torch.zeros(2, 0, dtype=torch.float64)
     for runner, batch in batches(view, layout, pairs, batch_size):
         if method == "contrast":
-            sums.add(*_contrast(runner, layout, batch, metric))
+            scores, *metrics = _contrast(runner, layout, batch, metric)
         else:
-            sums.add(*_gradients(runner, layout, batch, metric, midpoints))
+            scores, *metrics = _gradients(runner, layout, batch, metric, midpoints)
+        scores = scores.double().cpu()
+        columns = [scores[:, allowed], scores.sum(1), torch.stack(metrics, 1).double().cpu()]
+        rows = torch.cat(columns, 1)
+        new = torch.stack([rows.sum(0), rows.square().sum(0)])
+        moments = moments + new if moments.numel() else new
+    n = len(pairs)
+    mean = moments[0] / n
+    errors = ((moments[1] / n - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt()
+    errors = errors if n >= FEWEST else torch.full_like(mean, torch.nan)
+    sizes = [int(allowed.sum()), len(layout.writers), 2]
+    (edges, nodes, both), (edge_errors, node_errors, _) = (x.split(sizes) for x in (mean, errors))
     sources = {"contrast": (), "gradient": ("syed2023",), "integrated": ("hanna2024",)}[method]
-    return sums.result(method, provenance_of_pairs(view, pairs, sources=sources))
-
-
-# ---- pairs, batches, metric
-
-
-def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
-    """Prompts with their counterfactuals, and without a ``metric`` with the tokens that are
-    compared: by default the most likely one after each run of a pair."""
-    expected, instead = "a counterfactual for each prompt", "counterfactual="
-    missing = prompts.counterfactual_ids is None
-    require(not missing, "prompts", expected=expected, got="none", instead=instead)
-    prompts = dataclasses.replace(prompts, rows=torch.arange(len(prompts)))
-    if metric is not None:
-        require(callable(metric), "metric", expected="a function of logits", got=describe(metric))
-        one, what = prompts.answers is None, "metric, answer"
-        require(one, what, expected="one of them", got="both")
-        return prompts
-    if prompts.answers is None:
-        answers, others = (torch.empty(len(prompts), dtype=torch.int64) for _ in range(2))
-        for group in prompts.groups():
-            assert group.counterfactuals is not None
-            size = batch_of(None, group.tokens.shape[1], view.device)
-            for into, tokens in ((answers, group.tokens), (others, group.counterfactuals)):
-                logits = [view.logits(part, position=-1)[:, 0] for part in tokens.split(size)]
-                into[group.rows] = torch.cat(logits).argmax(-1).cpu()
-        prompts = dataclasses.replace(prompts, answers=answers, others=others)
-    if prompts.others is not None and prompts.answers is not None:
-        same = (prompts.answers == prompts.others).nonzero()[:, 0].tolist()
-        if same:
-            text = view.decode([int(prompts.answers[same[0]])])[0]
-            fail(
-                f"answer, other of prompt pair {same[0]}",
-                expected="two different tokens",
-                got=f"{text!r} twice",
-                instead="answer=[(answer, other), ...]",
-            )
-    return prompts
-
-
-def batches(
-    view: ModelView, layout: EdgeLayout, pairs: Prompts, batch_size: int | None
-) -> Iterator[tuple[Runner, Prompts]]:
-    """Pairs of one length, as many as fit, with the runner for that length."""
-    size = whole(1 if batch_size is None else batch_size)
-    if size is None or size < 1:
-        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size))
-    for group in pairs.groups():
-        length = group.tokens.shape[1]
-        # in half precision too numbers are float32 here
-        needed = len(layout.writers) * length * layout.d_model * max(4, view.dtype.itemsize)
-        step = max(1, BATCH_BYTES // (2 * needed)) if batch_size is None else size
-        runner = Runner.of(view, group.tokens[:1])
-        for start in range(0, len(group), step):
-            yield runner, group[start : start + step]
-
-
-def measured(
-    batch: Prompts, metric: UserMetric | None, logits: Float[Tensor, "batch position d_vocab"]
-) -> Float[Tensor, " batch"]:
-    """The metric of a batch from its logits (at the last position alone, without one of the
-    user's)."""
-    if metric is None:
-        assert batch.answers is not None
-        last = logits[:, -1]
-        ids = [x.to(last.device) for x in (batch.answers, batch.others) if x is not None]
-        chosen = [last.gather(1, x.unsqueeze(1))[:, 0] for x in ids]
-        return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
-    values: Any = metric(logits)
-    got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
-    expected = f"one number for each of {len(logits)} prompts of a batch"
-    require(got == (len(logits),), "metric", expected=expected, got=got)
-    finite = bool(torch.isfinite(values).all())
-    require(finite, "metric", expected="finite numbers", got=values.tolist())
-    return values
-
-
-def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
-    """What a result on these pairs was computed from."""
-    tokens = pairs.token_hash
-    for row in pairs.counterfactual_ids or ():
-        tokens = hash_tokens(row.unsqueeze(0), tokens)
-    about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
-    about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}
-    return view.provenance(**about, **fields)
-
-
-def places(metric: UserMetric | None) -> slice:
-    """Where logits are needed."""
-    return slice(-1, None) if metric is None else slice(None)
+    return EdgeScores(
+        layout=layout,
+        scores=edges,
+        errors=edge_errors,
+        node_scores=nodes,
+        node_errors=node_errors,
+        prompts=n,
+        clean=float(both[0]),
+        counterfactual=float(both[1]),
+        method=method,
+        provenance=provenance_of_pairs(view, pairs, sources=sources),
+    )
 
 
 # ---- scores of one batch
@@ -402,8 +336,8 @@ def _contracted(
     streams: Sequence[Stream],
     adjoint: Stream,
     arithmetic: Callable[[], Live],
-    change: Float[Tensor, "batch writer position d_model"],
-) -> tuple[Float[Tensor, "batch reader writer"], Stream]:
+    change: Float[Tensor, "pair writer position d_model"],
+) -> tuple[Float[Tensor, "pair reader writer"], Stream]:
     """Walk back, and take the product of what every reader gets with what every writer that it
     sees wrote; also dT/d(first state)."""
     count = len(change)
@@ -418,56 +352,6 @@ def _contracted(
         most = seen[at + readers.shape[1] - 1]
         scores[:, at : at + readers.shape[1], :most] = readers @ writes[:, :most].mT
     return scores * layout.allowed.to(scores), adjoint
-
-
-class _Sums:
-    """Float64 sums and squares over pairs of prompts."""
-
-    def __init__(self, layout: EdgeLayout) -> None:
-        self.layout, self.allowed, self.prompts = layout, layout.allowed, 0
-        self.edges = torch.zeros(2, int(self.allowed.sum()), dtype=torch.float64)
-        self.nodes = torch.zeros(2, len(layout.writers), dtype=torch.float64)
-        self.metric = torch.zeros(2, dtype=torch.float64)
-
-    def add(
-        self,
-        scores: Float[Tensor, "batch reader writer"],
-        clean: Float[Tensor, " batch"],
-        counterfactual: Float[Tensor, " batch"],
-    ) -> None:
-        """Take in one batch."""
-        scores = scores.double().cpu()
-        for sums, values in ((self.edges, scores[:, self.allowed]), (self.nodes, scores.sum(1))):
-            sums += torch.stack([values.sum(0), values.square().sum(0)])
-        self.metric += torch.stack([clean.double().sum(), counterfactual.double().sum()]).cpu()
-        self.prompts += len(clean)
-
-    def result(self, method: str, provenance: Provenance) -> EdgeScores:
-        """The means, with their standard errors."""
-        n = self.prompts
-        (edges, errors), (nodes, node_errors) = (
-            _mean_and_error(sums, n) for sums in (self.edges, self.nodes)
-        )
-        return EdgeScores(
-            layout=self.layout,
-            scores=edges,
-            errors=errors,
-            node_scores=nodes,
-            node_errors=node_errors,
-            prompts=n,
-            clean=float(self.metric[0] / n),
-            counterfactual=float(self.metric[1] / n),
-            method=method,
-            provenance=provenance,
-        )
-
-
-def _mean_and_error(sums: Float[Tensor, "2 ..."], n: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard error from a sum and a sum of squares over ``n`` prompts."""
-    mean = sums[0] / n
-    if n < FEWEST:
-        return mean, torch.full_like(mean, torch.nan)
-    return mean, ((sums[1] / n - mean.square()).clamp(min=0) / (n - 1)).sqrt()
 
 
 def largest(scores: Float[Tensor, " row"], fraction: float) -> Bool[Tensor, " row"]:

@@ -30,12 +30,10 @@ from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.circuits.edge_scores import (
-    EdgeScores,
+from tl_geometry.circuits.edge_scores import EdgeScores, Writes, largest
+from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
-    Writes,
     batches,
-    largest,
     measured,
     pairs_of,
     places,
@@ -242,7 +240,7 @@ def faithfulness(
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
     for runner, batch in batches(view, layout, pairs, batch_size):
-        of_batch = _of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
+        of_batch = metrics_of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
         values[:, batch.rows] = of_batch
     clean, without = values[:2]
     differ = float((clean - without).mean().abs()) > 0
@@ -355,7 +353,7 @@ def pruned_logits(
 
 
 @torch.no_grad()
-def _of_batch(
+def metrics_of_batch(
     runner: Runner,
     layout: EdgeLayout,
     batch: Prompts,

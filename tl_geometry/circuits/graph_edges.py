@@ -20,17 +20,15 @@ What the others carry is one number, the node's rest of that type.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.circuits.runner import Apart, Attended, Block, Shared, Stream
-
-if TYPE_CHECKING:
-    from tl_geometry.circuits.trace import Layer, Values, _Walk
+from tl_geometry.circuits.runner import Apart, Attended, Block, Shared, Write
+from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
 VALUE, QUERY, KEY = range(3)
 """Places in :data:`~tl_geometry.circuits.logit_graph.EDGE_TYPES`."""
@@ -52,15 +50,13 @@ class EdgeFinder:
 
     def __init__(
         self,
-        walk: _Walk,
-        leaves: dict[str, Stream],
-        first_constant: Stream,
-        values: Values,
-        chosen: Tensor,
+        walk: Walk,
+        leaves: dict[str, Write],
+        first_constant: Write,
+        nodes: dict[str, Any],
         keep: float,
     ) -> None:
-        self.walk, self.keep = walk, keep
-        self.nodes = walk.nodes(leaves, values, chosen)
+        self.walk, self.keep, self.nodes = walk, keep, nodes
         count, length = len(self.nodes["layers"]), len(first_constant)
         self.totals, self.rest = (torch.zeros(count, 3, dtype=torch.float64) for _ in range(2))
         self.attention, self.response = torch.zeros(2, count, length)
@@ -101,7 +97,7 @@ class EdgeFinder:
             self.nodes | edges | tables | {"attention": self.attention, "response": self.response}
         )
 
-    def _write(self, nodes: Int[Tensor, " row"], write: Stream) -> None:
+    def _write(self, nodes: Int[Tensor, " row"], write: Write) -> None:
         """Nodes of one component have written."""
         at = self.positions[nodes]
         new = (nodes, at, write[at])
@@ -116,8 +112,6 @@ class EdgeFinder:
     ) -> None:
         """Prune the edges of one type into some targets; one from the constants is kept whatever
         its size."""
-        from tl_geometry.circuits.trace import fewest_carrying
-
         carrying = fewest_carrying(weights, self.keep)
         carried = torch.where(carrying, weights, 0.0).sum(1, dtype=torch.float64) + constants
         rows, columns = carrying.nonzero().T

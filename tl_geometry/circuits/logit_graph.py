@@ -9,6 +9,7 @@ the graph of one prompt, exactly and as parts of the sum in the graph between tw
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import choice, fail
-from tl_geometry.base.results import Provenance, Result
+from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 
 if TYPE_CHECKING:
@@ -102,34 +103,36 @@ class LogitGraph(Result):
 
     @cached_property
     def nodes(self) -> pd.DataFrame:
-        """A row for each node, the largest absolute value first: ``node`` (its text), ``component``,
-        ``kind`` (leaf, head, mlp, target, rest), ``layer``, ``head``, ``position`` (-1: none),
-        ``token``, ``value``, ``moved``. A node of kind rest is what pruning left out of another."""
+        """A row for each node, the largest absolute value first: ``node`` (its text),
+        ``component``, ``kind`` (leaf, head, mlp, target, rest), ``layer``, ``head``, ``position``
+        (-1: none), ``token``, ``value``, ``moved``. A node of kind rest is what pruning left out of
+        another."""
         import pandas as pd
 
-        names, tokens = self.names, (*self.texts, "")
-        columns = (self.layers, self.heads_of, self.positions, self.values, self.moved)
-        rows: list[tuple[object, ...]] = []
-        for i, row in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
-            layer, head, position, value, moved = row
-            kind = "target" if i == 0 else "head" if head >= 0 else "leaf"
-            kind = "mlp" if layer >= 0 and head < 0 else kind
-            place = (layer, head, position, tokens[position], value, moved)
-            rows.append((names[i], self.components[i], kind, *place))
-            if bool((self.rest[i] != 0).any()):
-                nothing = (
-                    layer,
-                    head,
-                    position,
-                    tokens[position],
-                    float(self.rest[i, 0]),
-                    float("nan"),
-                )
-                rows.append((f"{REST}>{names[i]}", REST, REST, *nothing))
-        columns_of = "node component kind layer head position token value moved".split()
-        frame = pd.DataFrame(rows, columns=columns_of)
-        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
-        return frame.loc[order].reset_index(drop=True)
+        names = {"node": self.names, "component": self.components}
+        places = {"layer": self.layers, "head": self.heads_of, "position": self.positions}
+        numbers = {"value": self.values, "moved": self.moved}
+        columns = {name: x.tolist() for name, x in (places | numbers).items()}
+        frame = pd.DataFrame(names | columns)
+        kind = frame["head"].map(lambda head: "head" if head >= 0 else "leaf")
+        kind = kind.mask((frame["layer"] >= 0) & (frame["head"] < 0), "mlp")
+        frame["kind"] = kind.mask(frame["component"] == TARGET, TARGET)
+        frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
+        rest = frame.assign(value=self.rest[:, 0].tolist(), moved=float("nan"), kind=REST)
+        rest = rest.assign(component=REST, node=f"{REST}>" + frame["node"])
+        frame = pd.concat([frame, rest[(self.rest != 0).any(1).tolist()]])
+        order = [
+            "node",
+            "component",
+            "kind",
+            "layer",
+            "head",
+            "position",
+            "token",
+            "value",
+            "moved",
+        ]
+        return _largest_first(frame[order])
 
     @cached_property
     def edges(self) -> pd.DataFrame:
@@ -148,8 +151,7 @@ class LogitGraph(Result):
             rows.append((f"{REST}>{names[node]}", names[node], EDGE_TYPES[edge_type]))
             values.append(float(self.rest[node, edge_type]))
         frame = pd.DataFrame(rows, columns=["source", "target", "type"]).assign(value=values)
-        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
-        return frame.loc[order].reset_index(drop=True)
+        return _largest_first(frame)
 
     def into(self, node: str) -> pd.DataFrame:
         """The edges into a node (its text, ``"L5H1@7"``, ``"target"``), the largest first."""
@@ -196,9 +198,8 @@ class LogitGraph(Result):
         others["layer"] = others["head"] = others["position"] = NOWHERE
         frame = pd.concat([frame, others], ignore_index=True)
         frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
-        order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
         columns = ["component", "layer", "head", "position", "token", "value"]
-        return Table.of(frame.loc[order, columns], self.provenance)
+        return Table.of(_largest_first(frame[columns]), self.provenance)
 
     def traced(self) -> str:
         """What was traced, in words."""
@@ -266,14 +267,11 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
         frame[name] = column.tolist()
     frame["moved"] = (rows["moved"].unstack("graph").fillna(0.0).sum(axis=1) / len(graphs)).tolist()
     frame["prompts"] = wide.notna().sum(axis=1).tolist()
-    order = frame["value"].abs().sort_values(ascending=False, kind="stable").index
     first = graphs[0].provenance
-    about = Provenance(
-        model=first.model,
-        fingerprint=first.fingerprint,
-        library=first.library,
-        contexts=len(graphs),
-        dtype=first.dtype,
-        corpus="prompts",
-    )
-    return Table.of(frame.loc[order], about)
+    about = dataclasses.replace(first, contexts=len(graphs), corpus="prompts", token_hash=None)
+    return Table.of(_largest_first(frame), about)
+
+
+def _largest_first(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows by absolute value; of equals the first."""
+    return frame.iloc[(-frame["value"].abs()).argsort(kind="stable")].reset_index(drop=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from einops import einsum
@@ -44,10 +44,13 @@ Reads = Float[Tensor, "batch position reader d_model"]
 """What some readers read: one entry for each, or one for all."""
 Stream = Float[Tensor, "batch position d_model"]
 """The residual stream."""
+Write = Float[Tensor, "position d_model"]
+"""What one writer wrote in one context, or a gradient there."""
 Heads = Float[Tensor, "batch position head d_head"]
 """Vectors of all heads."""
 
 
+@runtime_checkable
 class Reading(Protocol):
     """Gives each reader of a block its input, and takes what the block writes."""
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, fail, require
@@ -50,12 +50,7 @@ class ContextState:
     """
 
     def __init__(
-        self,
-        basis: PositionContext,
-        row: int,
-        means: Float[Tensor, "context d_model"],
-        z: Int[Tensor, " context"] | None,
-        rank: int,
+        self, basis: PositionContext, row: int, means: Tensor, z: Tensor | None, rank: int
     ) -> None:
         self.basis, self.row, self.means, self.z, self.rank = basis, row, means, z, rank
         self.pos, self.ctx = basis.pos[row], means - basis.mean[row]
@@ -70,19 +65,13 @@ class ContextState:
             pos, ctx = rows - rows.mean(0), self.means - rows.mean(0)
             cosines = contextual.incoherence(pos, ctx[inside])._asdict()
             values = {f"incoherence_{name}": value for name, value in cosines.items()}
-            values["overlap"] = self._overlap(pos, ctx[inside])
+            values["overlap"] = contextual.subspace_overlap(pos, ctx[inside], self.rank)
             if self.z is not None:
                 compared = self.chosen[inside[self.chosen]]
                 similar = contextual.cluster_similarity(ctx[compared], self.z[compared])._asdict()
                 values |= {name: similar[name] for name in SIMILARITIES}
             per_set.append(values)
         return {name: torch.stack([v[name] for v in per_set]) for name in per_set[0]}
-
-    def _overlap(self, pos: Tensor, ctx: Tensor) -> Tensor:
-        # n centred rows have at most n - 1 directions
-        if 1 <= self.rank < min(len(pos), len(ctx)):
-            return contextual.subspace_overlap(pos, ctx, self.rank)
-        return pos.new_tensor(torch.nan)
 
     def compactness(self, orders: Sequence[Tensor], space: Space) -> Values:
         """Compactness of cvec and raw for each of the given labellings of the contexts; NaN without
@@ -107,7 +96,7 @@ class ContextState:
         flipped = self.ctx * signs
         found: Nulls = {
             ("overlap", "random"): torch.tensor(self.rank / d_model or torch.nan).double(),
-            ("overlap", "flipped"): torch.stack([self._overlap(self.pos, x) for x in flipped]),
+            ("overlap", "flipped"): contextual.subspace_overlap(pos, flipped, self.rank),
         }
         random = contextual.cosine_baseline(d_model, len(self.pos) * len(self.ctx))
         by_null = {"flipped": contextual.incoherence(pos, flipped), "random": random}
@@ -133,9 +122,12 @@ class ContextState:
         h = states[:, self.row, window].double() - self.pos - self.basis.mean[self.row]
         keys = torch.rand(draws, *h.shape[:2], generator=generator)
         # a random order of the contexts at each position
-        return torch.stack(
-            [h[order, torch.arange(h.shape[1])].mean(1) for order in keys.argsort(1)]
-        )
+        places = torch.arange(h.shape[1])
+        return torch.stack([h[order, places].mean(1) for order in keys.argsort(1)])
+
+
+def _directions(rows: Tensor) -> int:
+    return int(numerical_rank(torch.linalg.svdvals(rows), rows.shape))
 
 
 def context_states(
@@ -151,15 +143,10 @@ def context_states(
     z = label_ids(basis.labels if labels is None else labels, basis.contexts)[0]
     z = z.long() if z is not None and len(z.unique()) >= 2 else None
     # all states use as many directions as each has; a state without any does not count
-    points = [
-        x
-        for pos, ctx, mean in zip(basis.pos, means, basis.mean, strict=True)
-        for x in (pos, ctx - mean)
-    ]
-    ranks = [int(numerical_rank(torch.linalg.svdvals(x), x.shape)) for x in points]
-    by_state = [min(pair) for pair in zip(ranks[::2], ranks[1::2], strict=True)]
+    bases = zip(basis.pos, means, basis.mean, strict=True)
+    ranks = [min(map(_directions, (pos, ctx - mean))) for pos, ctx, mean in bases]
     # n centred rows have at most n - 1 directions
-    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(r for r in by_state if r > 0))
+    most = min(basis.pos.shape[1] - 1, basis.contexts - 1, *(r for r in ranks if r > 0))
     used, flags = min(rank, most), []
     if z is not None and basis.contexts > SIMILARITY_LIMIT:
         flags.append(f"similarities from {SIMILARITY_LIMIT} contexts")
@@ -263,9 +250,7 @@ def contextual_report(
     if singular:
         remedy = "compactness needs space=('pca', k)"
         flags.append(f"within-document covariance singular at states {singular}: {remedy}")
-    return report_table(
-        basis, sets, per_state, flags=flags, least=LEAST, draws=draws * nulls, chance=CHANCE
-    )
+    return report_table(basis, sets, per_state, flags, LEAST, draws * nulls, CHANCE)
 
 
 MEASURES = {"position": position_states, "context": context_states}

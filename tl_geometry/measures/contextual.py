@@ -99,17 +99,20 @@ def subspace_overlap(
     rank: int,
 ) -> Float[Tensor, "*batch"]:
     """Mean of cos^2 over the principal angles between the spans of the ``rank`` leading directions
-    of pos and of ctx: between 0 (orthogonal) and 1 (equal); random subspaces of d dimensions have
-    ``rank / d``. NaN where pos or ctx has numerically fewer directions than ``rank``: n centred
-    rows have at most n - 1.
+    of pos and of ctx (both centred): between 0 (orthogonal) and 1 (equal); random subspaces of d
+    dimensions have ``rank / d``. NaN where pos or ctx has numerically fewer directions than
+    ``rank``: n centred rows have at most n - 1.
 
-    >>> round(float(subspace_overlap(torch.eye(3)[:2], torch.eye(3)[1:], 2)), 3)
-    0.5
+    >>> x = torch.eye(3) - 1 / 3
+    >>> round(float(subspace_overlap(x, x[:, [1, 2, 0]], 2)), 3)
+    1.0
     """
-    decompositions = [(svd(rows), rows.shape) for rows in (pos, ctx)]
-    enough = [numerical_rank(factors.S, shape) >= rank for factors, shape in decompositions]
-    angles = principal_angles(*(factors.V[..., :rank] for factors, _ in decompositions))
-    return torch.where(enough[0] & enough[1], angles.cos().square().mean(-1), torch.nan)
+    factors = [svd(rows) for rows in (pos, ctx)]
+    shapes = (pos.shape, ctx.shape)
+    ranks = [numerical_rank(f.S, shape) for f, shape in zip(factors, shapes, strict=True)]
+    enough = (torch.minimum(*ranks) >= rank) & (rank < min(pos.shape[-2], ctx.shape[-2]))
+    angles = principal_angles(*(f.V[..., :rank] for f in factors))
+    return torch.where(enough, angles.cos().square().mean(-1), torch.nan)
 
 
 class ClusterSimilarity(NamedTuple):

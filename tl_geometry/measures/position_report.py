@@ -127,30 +127,20 @@ class PositionState:
             "winding": positional.winding_number(pos @ self.axes),
         }
 
-    def nulls(
-        self,
-        orders: Tensor,
-        signs: Float[Tensor, "sample group"],
-        isotropic: tuple[Tensor, Values],
-    ) -> Nulls:
+    def nulls(self, orders: Tensor, signs: Tensor, isotropic: tuple[Tensor, Values]) -> Nulls:
         """The measures of each draw of each null; ``isotropic`` holds the spectra of Gaussian bases
         of norm one, and their measures that depend on the order of positions."""
         noise = window_means(self.basis, self.row, signs)
         noise = noise - noise.mean(1, keepdim=True)
         spectra = torch.linalg.vector_norm(self.pos) * isotropic[0]
-        tables = {
+        found = {
             "shuffled": _in_cache(self.ordered, self.pos[orders]),
             "noise": _in_cache(self, noise) if len(noise) else {},
             "isotropic": self.spectral(spectra) | isotropic[1],
         }
-        # a mean over draws of these means nothing
-        left_out = ("fracture_at", "winding")
-        return {
-            (n, null): drawn
-            for null, values in tables.items()
-            for n, drawn in values.items()
-            if n not in left_out
-        }
+        pairs = [(name, null) for null, values in found.items() for name in values]
+        # a mean over draws of places or turns means nothing
+        return {p: found[p[1]][p[0]] for p in pairs if p[0] not in ("fracture_at", "winding")}
 
 
 def position_states(
@@ -249,6 +239,4 @@ def positional_report(
         values["split_half"] = halves[row : row + 1]
         null_values = state.nulls(torch.stack(orders), signs, isotropic) if isotropic else {}
         per_state.append((values, null_values))
-    return report_table(
-        basis, sets, per_state, flags=flags, least=FEWEST, draws=draws * nulls, chance=CHANCE
-    )
+    return report_table(basis, sets, per_state, flags, FEWEST, draws * nulls, CHANCE)

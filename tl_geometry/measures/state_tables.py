@@ -44,7 +44,6 @@ def report_table(
     basis: PositionContext,
     sets: Subsets,
     per_state: Sequence[tuple[Values, Nulls]],
-    *,
     flags: Sequence[str],
     least: int,
     draws: int,

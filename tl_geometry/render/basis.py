@@ -1,17 +1,19 @@
 """What do the positional and context vectors of a basis look like? Figures of how much variance
-each part holds, the curve that positions lie on, and which vectors point the same way. The report,
-the gallery and notebooks draw them."""
+each part holds, the curve that positions lie on, which vectors point the same way, and whether
+measures stand above their nulls. The report, the gallery and notebooks draw them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from tl_geometry.base import linalg
+from tl_geometry.base.checks import choice
+from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.measures.positional import fourier as transform
@@ -24,6 +26,35 @@ WORDS = {"pos": "position", "ctx": "context", "resid": "residual"}
 """Column of an analysis of variance -> its name in legends."""
 PANELS, FREQUENCIES = 5, 10
 """Most states that have a panel, and frequencies in each direction, as in the paper."""
+NULLS = {
+    "shuffled": (draw.NULL, "--"),
+    "noise": (draw.NULL, ":"),
+    "isotropic": (draw.LINES[2], "--"),
+    "random": (draw.LINES[2], "--"),
+    "flipped": (draw.LINES[3], "--"),
+    "exchanged": (draw.NULL, "-."),
+}
+"""Colour and style of each null in every figure."""
+UNITS = {
+    **dict.fromkeys(("rank", "stable_rank"), "directions"),
+    **dict.fromkeys(("relative_norm", "smoothness", "fracture", "roughness"), "ratio"),
+    **dict.fromkeys(("incoherence_avg", "incoherence_max", "intra", "inter"), "|cos|"),
+    "low_frequency": "share of energy",
+    "split_half": "cosine",
+}
+"""Units of measures; measures that are not listed are shares."""
+NAMES = {"incoherence_avg": "mean |cos|", "incoherence_max": "largest |cos|"}
+"""Titles of measures whose key is not clear by itself."""
+USUAL = {
+    "position": (
+        *("rank", "stable_rank", "relative_norm", "low_frequency"),
+        *("smoothness", "fracture", "roughness", "split_half"),
+    ),
+    "context": (
+        *("incoherence_avg", "overlap", "intra", "inter", "compactness_cvec", "compactness_raw"),
+    ),
+}
+"""Measures that are drawn by default."""
 
 
 def variance_shares(
@@ -67,11 +98,10 @@ def variance_shares(
         table,
         title=f"Position goes {_change(first['pos'])} of the variance, context "
         f"{_change(first['ctx'])}",
-        caption="The shares of the variance of each state (0: the embedding) that position alone, "
-        "context alone and both together (residual) make up; they add up to one.",
+        caption="Shares of the variance of each state (0: the embedding), which add up to one.",
         null="Dashed: windows spliced from random places, which have no common context."
         if "ctx_null" in first
-        else "No null is drawn: windows spliced from random places would give one.",
+        else "No null is drawn: anova(null=) takes the basis of spliced windows.",
     )
 
 
@@ -105,7 +135,9 @@ def spirals(basis: PositionContext, *, control: PositionContext | None = None) -
     chosen = draw.some(basis.states, PANELS)
     bases = [b for b in (basis, control) if b is not None]
     ylabels = ["u2"] if control is None else ["trained: u2", "untrained control: u2"]
-    figure, axes = draw.canvas(len(chosen), len(bases), size=(draw.WIDTH / len(chosen), 1.7))
+    figure, axes = draw.panels(
+        None, len(chosen) * len(bases), columns=len(chosen), size=(draw.WIDTH / len(chosen), 1.7)
+    )
     for row, (current, ylabel) in enumerate(zip(bases, ylabels, strict=True)):
         of_row = axes[row * len(chosen) : (row + 1) * len(chosen)]
         curves = [_draw_curve(*each, current) for each in zip(of_row, chosen, strict=True)]
@@ -117,13 +149,11 @@ def spirals(basis: PositionContext, *, control: PositionContext | None = None) -
         figure,
         basis,
         title="What curve do positions lie on in each state?",
-        caption="Each point is the positional vector of one position, on the two leading "
-        f"directions of its state ({len(chosen)} of {len(basis.states)} states; axes scaled per "
-        "panel, without unit). Above: the share of |pos|² that the two directions hold, and how "
-        "many outliers lie off the frame.",
-        null="No null is drawn: the measures of position have theirs."
-        if control is None
-        else "The lower row is the untrained control.",
+        caption="Each point is a position, on the two leading directions of its state (axes scaled "
+        "per panel, without unit). Above: the share of |pos|² that the two directions hold.",
+        null="The lower row is the untrained control."
+        if control
+        else "No null is drawn: control= takes the basis of an untrained model.",
     )
 
 
@@ -133,31 +163,19 @@ def _draw_curve(axis: draw.Axes, state: int, basis: PositionContext) -> Any:
     pos = basis.pos[basis.index(state)]
     directions = linalg.svd(pos)
     points = pos @ directions.V[:, :2]
-    outliers = _fit_axes(axis, points)
     # first and last column: a stream of one dimension has one direction, which serves both axes
+    # one or two outliers, such as the first position, may leave the frame
+    low, high = torch.quantile(points, torch.tensor([0.03, 0.97]).to(points), dim=0)
+    pad = 0.15 * (high - low).clamp(min=1e-12)
+    (left, bottom), (right, top) = (low - pad)[[0, -1]].tolist(), (high + pad)[[0, -1]].tolist()
+    axis.set(xlim=(left, right), ylim=(bottom, top))
     drawn = draw.path(axis, points[:, [0, -1]], range(*basis.window), 7.0)
     energy = directions.S.square()
     # a state without position has no energy
     share = energy[:2].sum() / energy.sum().clamp(min=1e-300)
-    off = f", {outliers} off" if outliers else ""
-    axis.set_title(f"state {state}: {float(share):.0%}{off}", fontsize=8)
+    axis.set_title(f"state {state}: {float(share):.0%}", fontsize=8)
     axis.set(xticks=[], yticks=[])
     return drawn
-
-
-def _fit_axes(axis: draw.Axes, points: Tensor) -> int:
-    """Fit the axes to all but extreme points (more than 6 interquartile ranges from the median) and
-    return how many lie outside."""
-    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=points.dtype)
-    low, middle, high = torch.quantile(points, quartiles, dim=0)
-    # where half of the points coincide the range is 0, and rounding must not make outliers
-    inside = ((points - middle).abs() <= (6 * (high - low)).clamp(min=1e-12)).all(1)
-    shown = points[inside] if bool(inside.any()) else points
-    for set_limits, values in ((axis.set_xlim, shown[:, 0]), (axis.set_ylim, shown[:, -1])):
-        first, last = float(values.min()), float(values.max())
-        margin = 0.06 * ((last - first) or 1.0)  # points in one place still need a frame
-        set_limits(first - margin, last + margin)
-    return int((~inside).sum())
 
 
 def gram(basis: PositionContext, state: int, *, ax: draw.Axes | None = None) -> draw.View:
@@ -195,15 +213,13 @@ def gram(basis: PositionContext, state: int, *, ax: draw.Axes | None = None) -> 
     axis.set_xticks(ticks, [*vectors])
     axis.set_yticks(ticks, [*vectors], rotation=90, va="center")
     figure.colorbar(image, ax=axis, label="cosine", shrink=0.8)
-    axis.set_xlabel("vector (one for each position, one for each context)")
-    axis.set_ylabel("vector (in the same order)")
+    axis.set(xlabel="vector", ylabel="vector")
     chance = rows.shape[1] ** -0.5  # standard deviation of the cosine of two random directions
     return draw.view(
         figure,
         basis,
         title=f"Which positions and contexts of state {state} point the same way?",
-        caption="Each cell is the cosine of two vectors, positions first, then contexts ordered by "
-        "document: red is alike, blue opposite.",
+        caption="Each cell is the cosine of two vectors; contexts are ordered by document.",
         null=f"Random directions of as many dimensions have a cosine of 0 ± {chance:.2f}.",
     )
 
@@ -230,7 +246,7 @@ def fourier(basis: PositionContext) -> draw.View:
     shares = low_frequency_share(pos, count)
     # one scale for all draw.panels; 1 where all coefficients are zero
     limit = float(block.nan_to_num().abs().amax()) or 1.0
-    figure, axes = draw.canvas(len(chosen), size=(draw.WIDTH / len(chosen), 1.9))
+    figure, axes = draw.panels(None, len(chosen), size=(draw.WIDTH / len(chosen), 1.9))
     for axis, state, values, share in zip(axes, chosen, block, shares.tolist(), strict=True):
         draw.image(axis, values.numpy(), -limit, limit)
         axis.set_title(f"state {state}: {share:.0%}", fontsize=8)
@@ -242,7 +258,86 @@ def fourier(basis: PositionContext) -> draw.View:
         basis,
         title="Are neighbouring positions alike?",
         caption="Each panel is the leading block of the cosine transform of the cosines between "
-        "positions: mass in the top left corner means that neighbours are alike. The percentage is "
-        f"the share of the energy in the first {count} frequencies.",
+        f"positions, and the share of the energy that it holds ({count} frequencies).",
         null=f"In random order they would hold about {count / pos.shape[1]:.0%}.",
     )
+
+
+def measure_curves(
+    report: Result | pd.DataFrame,
+    names: Sequence[str] | str | None = None,
+    *,
+    ax: draw.Axes | None = None,
+) -> draw.View:
+    """Measures over the states, with jackknife errors (bars) and nulls (dashed); or over the number
+    of contexts, a line for each state. A measure that lies on a null is no finding, and one that
+    still changes with the contexts depends on the size of the corpus.
+
+    Args:
+        report: from :func:`tl_geometry.positional_report`, :func:`tl_geometry.contextual_report` or
+            :func:`tl_geometry.measures.learning_curve`.
+        names: measures, one panel each; by default the best known of the table.
+        ax: axes to draw one measure into.
+
+    >>> import torch
+    >>> import tl_geometry as tlg
+    >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
+    >>> report = tlg.positional_report(basis)
+    >>> measure_curves(report, "stable_rank").title
+    'Do measures of position stand above their nulls?'
+    """
+    table = draw.frame(report, "state")
+    about = "position" if "relative_norm" in table else "context"
+    usual = [name for name in USUAL[about] if name in table]
+    asked = [names] if isinstance(names, str) else names
+    chosen = usual if asked is None else [choice(n, [*table.columns], "names") for n in asked]
+    require(len(chosen) > 0, "names", expected="some measures", got="none")
+    # four draw.panels fill two rows of two
+    columns = 2 if len(chosen) == 4 else min(3, len(chosen))
+    size = (draw.WIDTH / columns, 2.0)
+    figure, axes = draw.panels(ax, len(chosen), columns=columns, size=size)
+    growing = "contexts" in table
+    for axis, name in zip(axes, chosen, strict=True):
+        (_over_contexts if growing else _over_states)(axis, table, name)
+    if growing:
+        words = " and ".join(name.replace("_", " ") for name in chosen)
+        title = f"Does the {words} still grow with the corpus?"
+        caption = "Each line is a state; a point is the mean over disjoint blocks of that many "
+        caption += "contexts."
+        null = "A line that is flat at its right end would not change with more text."
+    else:
+        draw.legend(figure, axes, ax=ax)
+        title = f"Do measures of {about} stand above their nulls?"
+        caption = "Points are measured, bars one jackknife standard error (for 95% times Student's "
+        caption += "t, with one degree of freedom fewer than groups)."
+        null = "Dashed and dotted lines are nulls: a measure that lies on one is no finding."
+    return draw.View(figure, title=title, caption=caption, null=null, source=draw.source_of(report))
+
+
+def _over_states(axis: draw.Axes, table: pd.DataFrame, name: str) -> None:
+    """Draw one measure over the states, with its errors and nulls."""
+    states, error = table["state"].tolist(), f"{name}_se"
+    bars = table[error].fillna(0.0) if error in table else None
+    look = {"color": "k", "marker": "o", "ms": 3, "lw": 1, "capsize": 2, "label": "measured"}
+    axis.errorbar(states, table[name], yerr=bars, **look)
+    for null, (colour, style) in NULLS.items():
+        if f"{name}_{null}" in table:
+            line = {"lw": 1, "color": colour, "label": f"null: {null}"}
+            axis.plot(states, table[f"{name}_{null}"], style, **line)
+    if name.startswith("incoherence"):
+        axis.set_ylim(bottom=0)
+    axis.set_title(NAMES.get(name, name.replace("_", " ")))
+    axis.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
+    axis.set(xlabel="state", xticks=draw.whole_ticks(states, 8), ylabel=UNITS.get(name, "share"))
+
+
+def _over_contexts(axis: draw.Axes, table: pd.DataFrame, name: str) -> None:
+    """Draw one measure over the number of contexts, a line for each state."""
+    states, counts = sorted(set(table["state"])), sorted(set(table["contexts"]))
+    shade = draw.shades(axis.figure, axis, states, "state")  # type: ignore[arg-type]
+    for state, rows in table.groupby("state"):
+        axis.semilogx(rows["contexts"], rows[name], "o-", ms=3, lw=1, color=shade(state))
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    words = NAMES.get(name, name.replace("_", " "))
+    axis.set(xlabel="contexts", ylabel=f"{words} ({UNITS.get(name, 'share')})")

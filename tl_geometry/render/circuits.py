@@ -14,10 +14,8 @@ from tl_geometry.base.results import Result
 from tl_geometry.circuits.faithfulness import Faithfulness
 from tl_geometry.render import figure as draw
 
-COLOURS = {"query": draw.POSITION, "key": draw.CONTENT, "value": draw.MIXED}
+COLOURS = dict(zip(("query", "key", "value"), draw.LINES, strict=False))
 """One colour for each side on which a head reads a writer."""
-CURVES = draw.LINES[:4]
-"""Colours of the curves of faithfulness, which also limit how many one figure compares."""
 SHARES = {"cs": "covariance share", "gs": "gain share"}
 
 
@@ -96,17 +94,16 @@ def faithfulness_curve(
     'How much of the behaviour do the highest-ranked edges carry?'
     """
     named = dict(results) if isinstance(results, Mapping) else {"highest scores": results}
-    expected = f"1 to {len(CURVES)} curves"
-    require(0 < len(named) <= len(CURVES), "results", expected=expected, got=len(named))
-    # complements belong to a chosen set of edges
-    chosen = any(result.complements is not None for result in named.values())
-    expected, units = "curves of edges, or of nodes", {result.unit for result in named.values()}
-    require(not chosen, "results", expected=expected, got="a chosen set, which is one point")
-    require(len(units) == 1, "results", expected=expected, got=", ".join(sorted(units)))
+    few, expected = 0 < len(named) <= len(draw.LINES), f"1 to {len(draw.LINES)} curves"
+    require(few, "results", expected=expected, got=len(named))
+    # a chosen set has complements, and is one point
+    units = {"sets" if r.complements is not None else r.unit for r in named.values()}
+    single, expected = len(units) == 1 and "sets" not in units, "curves of edges, or of nodes"
+    require(single, "results", expected=expected, got=", ".join(sorted(units)))
     unit = units.pop()
     figure, (axis,) = draw.panels(ax, size=(draw.WIDTH, 3.2))
     first = next(iter(named.values()))
-    for color, (name, result) in zip(CURVES, named.items(), strict=False):
+    for color, (name, result) in zip(draw.LINES, named.items(), strict=False):
         at, f = 100 * result.fractions, result.f
         label = f"{name}: CPR {float(result.cpr.value):.2f}, CMD {float(result.cmd.value):.2f}"
         axis.plot(at, f.value, "o-", color=color, ms=3, lw=1.5, label=label)

@@ -56,23 +56,25 @@ def attention_heads(
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
     'Where do L0H0, L0H1 attend?'
     """
-    source, null = "", "The values are as given: no null is drawn."
     if isinstance(attention, ScoreSplit):
         what, values = "Attention", attention.pattern()[0].double().cpu()
         names = names or [head_name(h) for h in attention.heads]
-        tokens, source = tokens or attention.str_tokens, attention.provenance.line()
-        null = "The pattern is the model's own: it has no null."
+        tokens = tokens or attention.str_tokens
     else:
         got, instead = describe(attention), "attention[batch]"
         three_axes = attention.dim() == 3
         require(three_axes, "attention", expected="[head query key]", got=got, instead=instead)
         what, values = "Values", attention.detach().cpu().double()
         names = names or [f"Head {i}" for i in range(len(values))]
-    require(len(values) > 0, "attention", expected="at least one head", got="none")
-    expected = f"{len(values)} names, one per head"
-    require(len(names) == len(values), "names", expected=expected, got=len(names))
     texts = [html.token_text(str(token)) for token in tokens or ()]
-    _check_tokens(values, texts)
+    shape, expected = tuple(values.shape), "a head for each name, a query and a key for each token"
+    known, got = (len(names), len(texts), len(texts)), f"{len(names)} names, {len(texts)} tokens"
+    instead = f"values {shape}: names=, tokens=model.to_str_tokens(...)"
+    require(
+        len(names) > 0 and shape == known, "tokens", expected=expected, got=got, instead=instead
+    )
+    size, instead = values.numel(), "fewer heads= or tokens, or render.split"
+    require(size <= CELLS, "cells", expected=f"at most {CELLS}", got=size, instead=instead)
     later = torch.ones(values.shape[1:], dtype=torch.bool).triu(1)
     causal = bool(((values[:, later] == 0) | (values[:, later] == -torch.inf)).all())
     visible = checks.finite(values.tril() if causal else values, "attention")
@@ -91,8 +93,8 @@ def attention_heads(
         parts=[_part("AttentionHeads", props, top, bool((visible < 0).any()))],
         begin={},
         height=760 + 100 * (len(values) // 6),
-        source=source,
-        null=null,
+        source=draw.source_of(attention),
+        null="The values are as given: they have no null.",
         library=library(),
     )
 
@@ -146,18 +148,6 @@ def _part(component: str, props: dict[str, Any], limit: float, signed: bool) -> 
     drawn = {**props, **ends, **colours}
     kind = {"kind": "circuitsvis", "component": component, "props": drawn}
     return {**kind, "limit": limit, "signed": signed}
-
-
-def _check_tokens(values: Tensor, texts: Sequence[str]) -> None:
-    """Refuse texts that do not match the queries and keys, and more cells than a browser draws in
-    reasonable time."""
-    instead = "tokens=model.to_str_tokens(...)"
-    expected = f"texts of the tokens, for {tuple(values.shape[1:])} queries and keys"
-    matches, got = values.shape[1:] == (len(texts), len(texts)), f"{len(texts)} tokens"
-    require(matches, "tokens", expected=expected, got=got, instead=instead)
-    what = f"cells of {len(values)} heads x {len(texts)} x {len(texts)} tokens"
-    size, instead = values.numel(), "fewer heads= or tokens, or render.split"
-    require(size <= CELLS, what, expected=f"at most {CELLS}", got=size, instead=instead)
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tl_geometry.base import html
-from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import require
 from tl_geometry.base.files import as_path, write_bytes
 from tl_geometry.base.printable import unicode_escape
@@ -30,21 +29,12 @@ POSITIVE, NEGATIVE = "#b2182b", "#2166ac"
 DIVERGING, ONE_SIDED, ORDERED = "RdBu_r", "Reds", "viridis"
 """Maps of signed values, of values from zero (the upper half of the first), and of an order, such
 as that of states."""
-POSITION, CONTENT, TOKEN, MIXED = "#0f7f6e", "#6b3fa0", "#cc79a7", "#c7861b"
-RESIDUAL, INK, NULL = "#c3c8ce", "#1b1f24", "#5f6670"
-"""Colours of parts and groups of terms, of text, and of every null (dashed)."""
-PARTS = {
-    "position": POSITION,
-    "content": CONTENT,
-    "token": TOKEN,
-    "mixed": MIXED,
-    "constants": "#8a9099",
-    "pos": POSITION,
-    "ctx": CONTENT,
-    "resid": RESIDUAL,
-}
-"""One colour for each part and group in every figure and page."""
-LINES = (POSITION, CONTENT, MIXED, TOKEN, "#4a5560", "#7fb7ad", "#a98bc9")
+PARTS = {"position": "#0f7f6e", "content": "#6b3fa0", "token": "#cc79a7", "mixed": "#c7861b"}
+PARTS |= {"constants": "#8a9099", "pos": "#0f7f6e", "ctx": "#6b3fa0", "resid": "#c3c8ce"}
+"""One colour for each part and group of terms in every figure and page."""
+INK, NULL, CONTROL = "#1b1f24", "#5f6670", "#c3c8ce"
+"""Colours of text, of every null (dashed), and of controls."""
+LINES = ("#0f7f6e", "#6b3fa0", "#c7861b", "#cc79a7", "#4a5560", "#7fb7ad", "#a98bc9")
 """Colours of lines that are no part, in their order."""
 WIDTH = 7.2
 """Inches across a figure that fills a page of text: 720 pixels in :meth:`View.html`."""
@@ -112,10 +102,6 @@ class View:
         """The image, text as text."""
         return self._bytes("svg")
 
-    def pdf(self) -> bytes:
-        """The image, fonts embedded."""
-        return self._bytes("pdf")
-
     def html(self) -> str:
         """The figure as an HTML fragment: title, caption, image, and its source folded below."""
         form, data = "svg+xml", self.svg()
@@ -127,7 +113,8 @@ class View:
         title, how = html.escape(self.title), html.escape(f"{self.caption} {self.null}".strip())
         head = f'<figcaption><b>{title}</b> <span class="how">{how}</span></figcaption>'
         body = f'<img alt="{title}" style="{style};background:white" src="{url}">'
-        inside = f"{DARK}{head}{body}{folded(self.source)}"
+        made = f"<summary>How this was made</summary>{html.escape(self.source)}"
+        inside = f"{DARK}{head}{body}<details>{made}</details>"
         return f'<figure class="tlg-figure" style="margin:0 0 1em">{inside}</figure>'
 
     def save(self, path: str | Path) -> Path:
@@ -150,17 +137,6 @@ class View:
         return f"{self.title}: {self.caption}"
 
 
-def folded(source: str) -> str:
-    """What a figure was computed from, as a line that a click unfolds.
-
-    >>> folded("")
-    ''
-    """
-    if not source:
-        return ""
-    return f"<details><summary>How this was made</summary>{html.escape(source)}</details>"
-
-
 def view(figure: Figure, result: Any, title: str, caption: str, null: str) -> View:
     """The view of a result, with its provenance."""
     return View(figure, title=title, caption=caption, null=null, source=source_of(result))
@@ -180,19 +156,6 @@ def frame(result: Any, *columns: str) -> pd.DataFrame:
     return table
 
 
-def canvas(
-    columns: int = 1, rows: int = 1, *, size: tuple[float, float] = (3.2, 2.6), **options: Any
-) -> tuple[Figure, list[Axes]]:
-    """A new figure with a grid of axes, and the axes row by row; outside pyplot's global state."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, **options)
-        return figure, list(grid.flat)
-
-
 def panels(
     ax: Axes | None,
     count: int = 1,
@@ -201,14 +164,21 @@ def panels(
     size: tuple[float, float] = (WIDTH, 2.8),
     **options: Any,
 ) -> tuple[Figure, list[Any]]:
-    """Axes for ``count`` panels, in rows of ``columns`` (one row by default). The user's axes take
-    a single panel: several are refused, so that none is silently left out."""
+    """A figure, outside pyplot's global state, and its axes for ``count`` panels of ``size`` inches
+    in rows of ``columns`` (one row by default). The user's axes take a single panel: several are
+    refused, so that none is silently left out."""
     one = ax is None or count == 1
     require(one, "ax", expected="a single panel when drawing into ax", got=f"{count} panels")
     if ax is not None:
         return ax.figure, [ax]  # type: ignore[return-value]
+    import matplotlib
+    from matplotlib.figure import Figure
+
     columns = columns or count
-    figure, axes = canvas(columns, -(-count // columns), size=size, **options)
+    rows = -(-count // columns)
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for unused in axes[count:]:
         unused.remove()
     return figure, axes[:count]
@@ -244,17 +214,12 @@ def paths_3d(
 def legend(figure: Figure, axes: Sequence[Axes], *, ax: Axes | None = None) -> None:
     """One legend for all panels above them, where it covers nothing; inside the user's ``ax``."""
     if ax is not None:
-        ax.legend(fontsize=7, frameon=False)
+        ax.legend()
         return
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)  # panels repeat their labels
-    # about 16 characters of 8 points fit an inch, with the room of a handle
-    across = figure.get_size_inches()[0] * 16
-    columns = max(1, min(len(handles), int(across // (max(map(len, handles), default=1) + 6))))
-    place = {"loc": "outside upper left", "ncols": columns, "frameon": False}
-    figure.legend([*handles.values()], [*handles], fontsize=8, **place)
+    drawn = [axis.get_legend_handles_labels() for axis in axes]
+    # panels repeat their labels: the last handle of each stands for all
+    handles = {label: h for pair in drawn for h, label in zip(*pair, strict=True)}
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=4)
 
 
 def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:
@@ -293,15 +258,6 @@ def whole_ticks(values: Sequence[int], most: int = 12) -> list[int]:
     """
     step = next((s for s in (1, 2, 5, 10, 20, 50) if (values[-1] - values[0]) / s < most), 100)
     return [v for v in values if v % step == 0]
-
-
-def head_names(heads: Sequence[tuple[int, int]]) -> str:
-    """Names of a few heads, or how many there are.
-
-    >>> head_names([(0, 1), (2, 3)]), head_names([(0, h) for h in range(5)])
-    ('L0H1, L2H3', '5 heads')
-    """
-    return ", ".join(map(head_name, heads)) if len(heads) <= 4 else f"{len(heads)} heads"
 
 
 def drawable(text: str, longest: int = LONGEST) -> str:

@@ -4,25 +4,34 @@ does, and of what it costs to skip blocks. The report, the gallery and a noteboo
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
-from tl_geometry.base.html import signed
+from tl_geometry.base import linalg
+from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
-from tl_geometry.flow import fit_noise_law
-from tl_geometry.flow.noise import LAWS
+from tl_geometry.base.tables import Table
+from tl_geometry.flow import Trajectories, fit_noise_law
 from tl_geometry.render import figure as draw
+from tl_geometry.render.page import Page
 
-RESIDUALS = ("relative_error", "log_variance", "mean_over_sd", "abs_kurtosis")
-"""Measures of the residual of a map, a panel each."""
-STYLES = dict(zip(LAWS, ("-", ":"), strict=True))
+STYLES = {"asymptotic": "-", "increment": ":"}
 """Line styles of the laws of noise: the asymptotic law is solid, that of independent increments
 dotted."""
 LENGTHS = 4
 """Most numbers of skipped blocks that have a panel."""
+CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["toImage", "sendDataToCloud"]}
+"""The tools that plotly shows: none that would send the figure to a server."""
+MOST = 100
+"""Most trajectories that are drawn, evenly spaced; more would hide each other."""
 FEWEST = 3
 """Fewest pairs of states that a law of noise is fitted to."""
 
@@ -57,56 +66,15 @@ def truncation_figure(curve: Result | pd.DataFrame, *, ax: draw.Axes | None = No
     axis.set_xticks(table["K"], table["K"].astype(str))
     axis.set(xlabel="directions kept, K", ylabel="KL (nats)")
     draw.legend(figure, [axis], ax=ax)
-    near = table["K"][table["kl"] <= 0.1 * first["baseline_mean"]]
-    reached = f"From K = {near.min()} on it is within a tenth of the mean null."
-    if not len(near):
-        reached = f"No K up to {table['K'].max()} comes within a tenth of the mean null."
-    if not first.get("claimed", True):
-        reached = "No K is claimed from fewer chunks than dimensions."
+    near = table["K"][(table["kl"] <= 0.1 * first["baseline_mean"]) & first.get("claimed", True)]
+    reached = f"K = {near.min()} is the first" if len(near) else "no K is claimed to be"
     return draw.view(
         figure,
         curve,
         title="How many directions does the output need?",
         caption="Each point is how far the next-token distribution moves when states keep K "
-        f"directions, with two standard errors. {reached}",
+        f"directions, with two standard errors; {reached} within a tenth of the mean null.",
         null="Grey lines are the KL between the model's own outputs on consecutive chunks.",
-    )
-
-
-def residual_figure(report: Result | pd.DataFrame) -> draw.View:
-    """What rotation and stretch from state t to state t + tau leave unexplained, as maps over both
-    states (Sarfati et al. 2025, Fig. 4).
-
-    Args:
-        report: from :func:`tl_geometry.flow.flow_report`.
-
-    >>> import tl_geometry as tlg
-    >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=32)
-    >>> paths = tlg.trajectories(model, windows, progress=False)
-    >>> residual_figure(tlg.flow_report(paths)).title
-    'What do rotation and stretch leave?'
-    """
-    table = draw.frame(report, "start", "end", *(f"{name}_out" for name in RESIDUALS))
-    figure, axes = draw.canvas(len(RESIDUALS), size=(draw.WIDTH / len(RESIDUALS), 2.1))
-    for axis, name in zip(axes, RESIDUALS, strict=True):
-        values = table.pivot(index="start", columns="end", values=f"{name}_out")
-        rows, columns = [*values.index], [*values.columns]
-        # half a state beyond both ends, so that cells are centred on whole states
-        extent = (columns[0] - 0.5, columns[-1] + 0.5, rows[0] - 0.5, rows[-1] + 0.5)
-        image = axis.imshow(values.to_numpy(), origin="lower", extent=extent, cmap=draw.ONE_SIDED)
-        axis.set_title(name.replace("_", " "))
-        axis.set(xlabel="state t + τ", ylabel="state t" if axis is axes[0] else "")
-        axis.set(xticks=draw.whole_ticks(columns, 6), yticks=draw.whole_ticks(rows, 6))
-        figure.colorbar(image, ax=axis, location="top", shrink=0.9)
-    return draw.view(
-        figure,
-        report,
-        title="What do rotation and stretch leave?",
-        caption="Each cell is the map from state t to state t + τ, on chunks that it was not "
-        "fitted on; a panel for each measure of what it leaves (log variance in ln, others without "
-        "unit).",
-        null="A relative error of 1 is that of putting zero in the state's place.",
     )
 
 
@@ -153,7 +121,7 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
     )
 
 
-def noise_figure(report: Any, *, ax: draw.Axes | None = None) -> draw.View:
+def noise_figure(report: Table, *, ax: draw.Axes | None = None) -> draw.View:
     """Mean log variance of the residual over t + tau, one colour for each t, with the fitted laws
     of noise (Sarfati et al. 2025, Eq. 2).
 
@@ -173,7 +141,8 @@ def noise_figure(report: Any, *, ax: draw.Axes | None = None) -> draw.View:
     starts = sorted(set(table["start"]))
     laws = [fit_noise_law(report, law=law) for law in STYLES] if len(table) >= FEWEST else []
     for fit in laws:  # entries of the legend, which needs no colours
-        axis.plot([], [], STYLES[fit.law], color="k", lw=1, label=f"{fit.law} law")
+        said = f"{fit.law} law: alpha {fit.alpha:.3g}, lambda {fit.rate:.3g}, R² {fit.r2:.2f}"
+        axis.plot([], [], STYLES[fit.law], color="k", lw=1, label=said.replace("-", "−"))
     shade = draw.shades(figure, axis, starts, "t")
     for start, rows in table.groupby("start"):
         ends = torch.tensor(rows["end"].tolist(), dtype=torch.float64)
@@ -183,25 +152,16 @@ def noise_figure(report: Any, *, ax: draw.Axes | None = None) -> draw.View:
             if fit.law == "increment" or start == starts[0]:
                 variance = fit.variance(torch.full_like(ends, float(start)), ends)
                 axis.plot(ends, variance.log(), STYLES[fit.law], lw=1, color=shade(start))
-    if laws:
-        axis.legend()
+    draw.legend(figure, [axis], ax=ax)
     axis.set(xlabel="state t + τ", ylabel="mean ln variance (of the residual)")
     axis.set_xticks(draw.whole_ticks(sorted(set(table["end"]))))
-    parameters = [
-        f"{fit.law}: alpha {signed(fit.alpha, '.3g')}, lambda {signed(fit.rate, '.3g')}, "
-        f"R² {signed(fit.r2)}"
-        for fit in laws
-    ]
     return draw.view(
         figure,
         report,
         title="Does the residual grow as noise does?",
-        caption="Each point is the mean log variance of what the map from t to t + τ leaves, "
-        "coloured by t; lines are the laws of noise fitted to the trajectories that the maps were "
-        f"fitted on ({'; '.join(parameters) or 'none: too few states'}).",
-        null="The dotted line is the law of independent increments."
-        if laws
-        else "No null is drawn: the law of independent increments was not fitted.",
+        caption="Each point is the mean log variance of what the map from t to t + τ leaves, in "
+        "the colour of t; lines are the laws of noise fitted to them, if there are enough states.",
+        null="The dotted line is the law of independent increments.",
     )
 
 
@@ -226,7 +186,7 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
     table = table.assign(skipped=table["to_layer"] - table["from_layer"])
     lengths = draw.some(sorted(set(table["skipped"])), LENGTHS)
     width = draw.WIDTH / max(len(lengths), 2)
-    figure, axes = draw.canvas(len(lengths), size=(width, 2.6), sharey=True)
+    figure, axes = draw.panels(None, len(lengths), size=(width, 2.6), sharey=True)
     colours = dict(zip(table["map_type"].unique(), draw.LINES, strict=False))
     for axis, length in zip(axes, lengths, strict=True):
         for kind, colour in colours.items():
@@ -254,3 +214,75 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
         f"{tested}.",
         null=null if len(mean) else "The map 'mean', which forgets the state, was not measured.",
     )
+
+
+class SpacePage(Page):
+    """A page on which plotly draws. A notebook gets plotly's own type of output, which JupyterLab,
+    Notebook 7 and VS Code display: the script would add 2 MB to every output."""
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        figure = self.parts[0]["figure"]
+        return {"application/vnd.plotly.v1+json": figure, "text/plain": repr(self)}
+
+
+def bundle_3d(ensemble: Trajectories) -> Page:
+    """Paths of at most 100 trajectories through the states, on the first three singular directions
+    of the last state, coloured by state (Sarfati et al. 2025, Fig. 1). Drag to turn, scroll to
+    zoom.
+
+    Args:
+        ensemble: from :func:`tl_geometry.trajectories`.
+
+    Raises ``GeometryError`` without plotly.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> paths = tlg.trajectories(model, windows, progress=False)
+    >>> bundle_3d(paths).title
+    'Do tokens travel through the layers as a bundle?'
+    """
+    found = importlib.util.find_spec("plotly") is not None
+    expected, instead = "the extra plotly", 'pip install "tl-geometry[plotly]"'
+    require(found, "plotly", expected=expected, got="none installed", instead=instead)
+    rows = draw.some(range(len(ensemble)), MOST)
+    state = ensemble.states[-1]
+    U = linalg.svd(ensemble.X[:, ensemble.row(state)].double()).V[:, :3]
+    names = [f"u{i} of state {state}" for i in (1, 2, 3)]
+    figure = paths_figure(ensemble.X[rows].double() @ U, ensemble.states, names)
+    part = {"kind": "plotly", "figure": {**json.loads(figure.to_json()), "config": CONFIG}}
+    return SpacePage(
+        title="Do tokens travel through the layers as a bundle?",
+        caption=f"Each line is the path of one token through the states, {len(rows)} of "
+        f"{len(ensemble)} trajectories; colour is the state.",
+        parts=[part],
+        begin={},
+        height=660,
+        source=ensemble.provenance.line(),
+        null="No null is drawn: compare_ensembles sets gibberish beside them.",
+        library=_plotly_script(),
+    )
+
+
+@functools.cache
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def paths_figure(points: Tensor, states: Sequence[int], names: Sequence[str]) -> Any:
+    """The plotly figure of paths ``[trajectory state 3]``: a line for each, its points coloured by
+    state."""
+    import plotly.graph_objects as go
+
+    colours = {"color": list(states), "colorscale": draw.ORDERED, "size": 2.5}
+    traces = []
+    for i, (x, y, z) in enumerate(points.transpose(1, 2).tolist()):
+        marker = {**colours, "showscale": i == 0, "colorbar": {"title": {"text": "state"}}}
+        look = {"mode": "lines+markers", "line": {"color": "#8888", "width": 1.5}, "marker": marker}
+        hovers = [f"trajectory {i}, state {state}" for state in states]
+        traces.append(go.Scatter3d(x=x, y=y, z=z, hoverinfo="text", hovertext=hovers, **look))
+    titles = {f"{side}axis": {"title": {"text": name}} for side, name in zip("xyz", names)}
+    layout = {"template": "none", "showlegend": False, "margin": dict.fromkeys("lrtb", 0)}
+    return go.Figure(traces).update_layout(scene=titles, height=520, **layout)

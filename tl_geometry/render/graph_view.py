@@ -1,5 +1,6 @@
-"""The page of a logit's graph: which heads, MLPs and tokens a logit came from, and why the heads
-attended as they did. Notebooks, the gallery and ``tl-geometry trace`` show it.
+"""Where did a logit come from? The page of its graph (which heads, MLPs and tokens wrote it, and
+why the heads attended as they did) and of its text. Notebooks, the gallery and ``tl-geometry
+trace`` show them.
 
 The text stands above, each token in the colour of what came from it. Below, the graph has tokens
 along x, and blocks from the embeddings at the bottom to the logit at the top; each writer has a
@@ -15,6 +16,7 @@ import pandas as pd
 
 from tl_geometry.base.errors import fail
 from tl_geometry.base.html import signed, token_text
+from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import LogitGraph
 from tl_geometry.render import figure as draw
 from tl_geometry.render import parts
@@ -23,8 +25,6 @@ from tl_geometry.render.page import Page
 START, MOST = 40, 400
 """How many nodes the page shows first, and how many it holds at most: some hundred kilobytes for
 any prompt and model."""
-LEAST = 1e-6
-"""Share of the largest sum below which what is left out is rounding."""
 SUMS = "Value edges and what is left out add up to the logit exactly: they have no null."
 BETWEEN = "Value, query and key edges add up to the difference exactly: they have no null."
 
@@ -56,27 +56,19 @@ def graph_page(graph: LogitGraph) -> Page:
     exact = graph.counterfactual is not None
     nodes = _nodes(graph.nodes)
     edges = _edges(graph.edges, nodes, exact=exact)
-    blocks = _blocks(graph.nodes)
-    names = {0: "embedding", 2 * blocks + 1: "difference" if exact else "logit"}
-    names |= {2 * l + 1: f"block {l}" for l in range(blocks)}
-    names |= {2 * l + 2: f"MLP {l}" for l in range(blocks)}
-    texts = [token_text(text) for text in graph.texts]
     tokens = draw.frame(graph.tokens(), "position", "value")
     tokens = tokens[tokens["position"] >= 0]
-    left_out = len(graph.nodes) - len(nodes)
-    small = f" ({left_out} smaller nodes are left out)" if left_out else ""
     caption = "Marks are as large as what they wrote, lines as wide as what went along them; "
-    caption += "dashed lines of the chosen node are queries, dotted ones keys."
-    if not exact:
-        caption += " What query and key edges moved is first order, and no part of the sum."
+    caption += "dashed lines of the chosen node are queries, dotted ones keys"
+    caption += "." if exact else " (first order in the attention, and no part of the sum)."
     return Page(
         title=_title(graph, nodes, exact=exact),
-        caption=f"{caption} Choose a node to list its edges{small}.",
+        caption=f"{caption} Choose a node to list its edges.",
         parts=[
             parts.tokens(
                 "From which tokens", graph.texts, tokens["value"].tolist(), graph.position
             ),
-            parts.arcs(nodes, edges, texts=texts, rows=names, exact=exact),
+            parts.arcs(nodes, edges, texts=[*map(token_text, graph.texts)], exact=exact),
         ],
         begin={"shown": min(START, len(nodes)), "node": int((nodes["kind"] == "head").argmax())},
         height=1000,
@@ -85,20 +77,14 @@ def graph_page(graph: LogitGraph) -> Page:
     )
 
 
-def _blocks(nodes: pd.DataFrame) -> int:
-    """How many blocks the nodes span."""
-    return int(nodes["layer"][nodes["kind"].isin(["head", "mlp"])].max()) + 1
-
-
 def _nodes(table: pd.DataFrame) -> pd.DataFrame:
     """The largest nodes, the target first, with the row that each stands on: the embeddings on row
     0, heads of block l on row 2 l + 1, its MLP above them, the target on top."""
-    top = 2 * _blocks(table) + 1
     nodes = table[table["kind"] != "rest"].reset_index(drop=True)
     target, leaf = nodes["kind"] == "target", nodes["layer"] < 0
-    row = (2 * nodes["layer"] + 1 + (nodes["kind"] == "mlp")).mask(leaf, 0).mask(target, top)
-    moved = nodes["moved"] if "moved" in nodes else pd.Series(float("nan"), nodes.index)
-    nodes = nodes.assign(row=row, moved=moved, name=nodes["component"].mask(target, "logit"))
+    row = (2 * nodes["layer"] + 1 + (nodes["kind"] == "mlp")).mask(leaf, 0)
+    row = row.mask(target, 1 + row[~target].max() // 2 * 2 + 1)  # above the last MLP
+    nodes = nodes.assign(row=row, name=nodes["component"].mask(target, "logit"))
     order = (-nodes["value"].abs()).mask(target, -float("inf")).argsort(kind="stable")
     return nodes.iloc[order].head(MOST).reset_index(drop=True)
 
@@ -118,7 +104,7 @@ def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataF
     held = held.iloc[(-held["value"].abs()).argsort(kind="stable")]
     held = held[held.groupby(group).cumcount() < parts.LISTED]
     rest = whole.sub(held.groupby(group)["value"].sum(), fill_value=0.0)
-    rest = rest[rest.abs() > LEAST * whole.abs().max()]
+    rest = rest[rest.abs() > 1e-6 * whole.abs().max()]  # below it is rounding
     if not exact:  # the others sum to what moved, which no list claims
         rest = rest[rest.index.get_level_values("type") == "value"]
     held = held.assign(source=held["at"].astype(int))[["source", "target", "type", "value"]]
@@ -138,3 +124,35 @@ def _title(graph: LogitGraph, nodes: pd.DataFrame, *, exact: bool) -> str:
     best: Any = wrote.iloc[0]
     name = f"{best['component']} at {int(best['position'])}"
     return f"{name} wrote {signed(best['value'], '+.2f')} of {logit} of {answer}"
+
+
+def token_attribution(table: Result | pd.DataFrame, *, title: str = "") -> Page:
+    """The text of a prompt. The colour of each token is its value: red for the logit, blue against
+    it. Values above a twentieth of the largest stand below their token.
+
+    Args:
+        table: from ``trace_logit(...).tokens()``, or any table with ``token`` and ``value``; rows
+            of position -1 (constants) stand in the caption.
+        title: title of the page.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=1)
+    >>> graph = tlg.trace_logit(model, windows, int(windows.tokens[0, 15]), position=14)
+    >>> token_attribution(graph.tokens()).title
+    'What each token contributes to the logit'
+    """
+    rows = draw.frame(table, "token", "value")
+    placed = rows if "position" not in rows else rows[rows["position"] >= 0]
+    rest, total = rows["value"].sum() - placed["value"].sum(), rows["value"].sum()
+    constants = f" and the constants ({signed(rest, '+.3g')})" if len(placed) < len(rows) else ""
+    return Page(
+        title=title or "What each token contributes to the logit",
+        caption="Each token has the colour of its value, red for the logit and blue against it. "
+        f"The tokens{constants} sum to {signed(total, '.4g')}.",
+        parts=[parts.tokens("", placed["token"].tolist(), placed["value"].tolist())],
+        begin={},
+        height=220 + 26 * (sum(map(len, placed["token"].astype(str))) // 80),
+        source=draw.source_of(table),
+        null="The parts add up to the logit exactly: they have no null.",
+    )

@@ -1,6 +1,6 @@
 """How do heads differ, in any number? The page of a table with one row per layer and head, and the
-figure of a sweep: which heads attend by position, which by content, and which are previous-token or
-induction heads. The report and notebooks show them."""
+figures of a sweep: which heads attend by position, which by content, which are previous-token or
+induction heads, and which rotary wavelengths carry them. The report and notebooks show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+import torch
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import head_name
@@ -18,21 +18,22 @@ from tl_geometry.base.results import Result
 from tl_geometry.render import figure as draw
 from tl_geometry.render import parts
 from tl_geometry.render.page import Page
+from tl_geometry.scores.planes import PlaneTable
+from tl_geometry.scores.relative import OffsetProfile
 from tl_geometry.scores.sweep_table import SweepTable
-from tl_geometry.scores.terms import GROUPS, key_of
+from tl_geometry.scores.terms import GROUPS, group_of, key_of
 
 FIRST = ("cs_position", "lift")
 """The column shown first is the first of these that the table has."""
-PREFIXES = {"cs_": "share of ", "gs_": "gain of "}
-"""Prefix of a column -> its meaning in words."""
-MOST_BARS = 40
-"""Most heads that have a bar each; more are drawn as maps."""
+MOST = 40
+"""Most heads whose bars have their names; of more, the layers are named."""
 TYPES = {"previous": "previous token", "induction": "induction", "duplicate": "duplicate token"}
 """Head types that the figure names, in words."""
 NAMED = 0.4
 """A head-type score or an attention to dropped positions above which it is written out."""
-NUMBERED = 160
-"""Most cells of a map that have their number written in them."""
+ONE_BY_ONE, REACH = 6, 32
+"""Most heads whose planes are drawn by default, and offsets (in tokens) below which a profile is
+shown."""
 
 
 def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str = "") -> Page:
@@ -54,6 +55,8 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     'Every number of every head'
     """
     table = draw.frame(sweep, "layer", "head")
+    if "feature" in table:  # of a readout: the leading feature of each head
+        table = table.drop_duplicates(["layer", "head"])
     once = len(table) and not table[["layer", "head"]].duplicated().any()
     got = f"{len(table)} rows of {', '.join(map(str, table.columns[:4]))}, ..."
     require(once, "table", expected="one row per layer and head", got=got)
@@ -63,9 +66,14 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
     chosen = first if value is None else checks.choice(key_of(value), numeric, "value")
     layers = sorted(set(table["layer"]))
     grids = np.stack([grid_of(table, name) for name in numeric])
+    largest = np.nan_to_num(abs(grids)).max((1, 2))
+    largest[largest == 0] = 1.0
+    # shares of a gain near 0 are huge in single heads, and would pale all others
+    shares = [name.startswith(("cs_", "gs_")) for name in numeric]
     readable = sweep.readable if isinstance(sweep, Result) else str
     names = [in_words(str(readable(name))) for name in numeric]
     groups = [i for i, name in enumerate(numeric) if name in [f"cs_{g}" for g in GROUPS]]
+    others = [i for i in range(len(names)) if i not in groups]
     words = [
         (in_words(name), grid_of(table, name, "").tolist())
         for name in table.columns
@@ -81,24 +89,17 @@ def heads(sweep: Result | pd.DataFrame, value: str | None = None, *, title: str 
                 names=names,
                 rows=[""],
                 axes=("layer", "head"),
-                labels=(list(map(str, layers)), list(map(str, range(grids.shape[-1])))),
-                limits=[limit_of(n, g) for n, g in zip(numeric, grids, strict=True)],
-                signed=[bool((np.nan_to_num(g) < 0).any()) for g in grids],
+                labels=[[str(l) for l in layers], [str(h) for h in range(grids.shape[-1])]],
+                limits=np.where(shares, largest.clip(max=1.0), largest),
                 colours=[draw.PARTS.get(n.removeprefix("cs_"), "") for n in numeric],
                 together=False,
             ),
-            parts.bars(
-                "The chosen head",
-                groups,
-                numbers=[i for i in range(len(names)) if i not in groups],
-                words=words,
-            ),
+            parts.bars("The chosen head", groups, numbers=others, words=words),
         ],
         begin={"map": numeric.index(chosen)},
         height=min(1000, 480 + 22 * len(layers)),
         source=draw.source_of(sweep),
-        null="Nulls are numbers of their own: position destroyed, uniform attention, random "
-        "subspaces.",
+        null="Nulls are numbers of their own: position destroyed, uniform attention, ...",
     )
 
 
@@ -112,29 +113,19 @@ def grid_of(table: pd.DataFrame, column: str, empty: Any = np.nan) -> np.ndarray
     return grid
 
 
-def limit_of(column: str, values: Float[np.ndarray, "..."]) -> float:
-    """The value of full colour: the largest absolute value; at most 1 for shares, as those of a
-    gain near 0 are huge in single heads."""
-    largest = float(np.nan_to_num(abs(values)).max()) or 1.0
-    return min(largest, 1.0) if column.startswith(("cs_", "gs_")) else largest
-
-
 def in_words(column: str) -> str:
     """The name of a column in words.
 
     >>> in_words("cs_pos-pos"), in_words("dropped_mass")
     ('share of pos-pos', 'dropped mass')
     """
-    for start, words in PREFIXES.items():
-        if column.startswith(start):
-            column = words + column.removeprefix(start)
-    return column.replace("_", " ")
+    return column.replace("cs_", "share of ").replace("gs_", "gain of ").replace("_", " ")
 
 
 def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
-    """Which heads attend by position, which by content? The shares of position, content, token and
-    mixed terms of every head, which add up to one, and the type of head that repeated random tokens
-    show: a bar for each of at most 40 heads, else maps of layers and heads.
+    """Which heads attend by position, which by content? A bar for each head: the shares of its
+    position, content, token and mixed terms, which add up to one, and (of at most 40 heads) the
+    type of head that repeated random tokens show.
 
     Args:
         sweep: from :func:`tl_geometry.sweep_heads`.
@@ -149,91 +140,137 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     >>> head_shares(sweep).title[:20]
     'Position is first in'
     """
-    choice(share, ("cs", "gs"), "share")
+    what = {"cs": "variance of its scores", "gs": "gain of its pattern"}
+    said = what[choice(share, tuple(what), "share")]
     columns = {group: f"{share}_{group}" for group in GROUPS}
     table = draw.frame(sweep, "layer", "head", *columns.values())
-    bar = len(table) <= MOST_BARS
-    figure = _bars(table, columns, share) if bar else _maps(table, columns)
     leading = table[[*columns.values()]].fillna(0.0).to_numpy().argmax(1)
-    counts = {group: int((leading == i).sum()) for i, group in enumerate(GROUPS)}
-    title = f"Position is first in {counts['position']} of {len(table)} heads, content in "
-    title += f"{counts['content']}, token in {counts['token']}, mixed in {counts['mixed']}"
-    what = "the variance of its scores" if share == "cs" else "where its attention goes (gain)"
-    how = "Each bar is a head, split by" if bar else "Each cell is a head; the draw.panels are"
-    uniform = {name: table[f"{name}_uniform"].max() for name in TYPES if name in table}
-    chance = [f"{TYPES[name]} {value:.2f}" for name, value in uniform.items()]
-    said = f"Uniform attention would score {', '.join(chance)}." if chance else ""
-    null = f"{share}_position_null"
-    if null in table and table[null].notna().any():
-        said += f" With position destroyed, its share is at most {table[null].max():.2f}."
+    counts = [f"{group} in {(leading == i).sum()}" for i, group in enumerate(GROUPS)]
+    chance = [f"{TYPES[name]} {table[f'{name}_uniform'].max():.2f}" for name in TYPES]
+    null = f"Uniform attention would score {', '.join(chance)}."
+    if f"{share}_position_null" in table:
+        largest = table[f"{share}_position_null"].max()
+        null += f" With position destroyed, its share is at most {largest:.2f}."
     return draw.view(
-        figure,
+        _bars(table, columns, said),
         sweep,
-        title=title,
-        caption=f"{how} what holds {what}: terms without content, with content alone, with content "
-        "beside a constant (token), and beside position (mixed). Head types are the attention, on "
-        "repeated random tokens, to where a head of the type looks.",
-        null=said or "No null is drawn: sweep with intervals for the share of destroyed position.",
+        title=f"What is first: {', '.join(counts)} of {len(table)} heads",
+        caption=f"Each bar is a head: what holds the {said}, terms without content (position), "
+        "with content alone, beside a constant (token) and beside position (mixed). Head types are "
+        "the attention, on repeated random tokens, to where a head of the type looks.",
+        null=null,
     )
 
 
-def _bars(table: pd.DataFrame, columns: Mapping[str, str], share: str) -> Any:
+def _bars(table: pd.DataFrame, columns: Mapping[str, str], said: str) -> draw.Figure:
     """A stacked bar for each head: positive shares to the right of 0, negative ones to the left."""
-    figure, (axis,) = draw.canvas(size=(draw.WIDTH, 0.22 * len(table) + 1.0))
-    names = [head_name(pair) for pair in zip(table["layer"], table["head"], strict=True)]
-    right, left = np.zeros(len(table)), np.zeros(len(table))
+    thick = min(0.22, 8 / len(table))  # inches; at most a page in all
+    figure, (axis,) = draw.panels(None, size=(draw.WIDTH, thick * len(table) + 1.0))
+    places, right, left = np.arange(len(table)), np.zeros(len(table)), np.zeros(len(table))
     for group, column in columns.items():
         values = table[column].fillna(0.0).to_numpy()
         start = np.where(values >= 0, right, left)
-        axis.barh(names, values, 0.78, start, color=draw.PARTS[group], label=group)
+        axis.barh(places, values, 0.78, start, color=draw.PARTS[group], label=group)
         right, left = right + values.clip(0), left + values.clip(None, 0)
+    rows, few = table.to_dict("records"), len(table) <= MOST
+    named = places if few else places[table["layer"].diff().ne(0)]
+    names = [head_name((rows[i]["layer"], rows[i]["head"])) for i in named]
+    axis.set_yticks(named, names)
     low, high = min(0.0, left.min()), max(1.0, right.max())
-    text: dict[str, Any] = {"va": "center", "fontsize": 8, "color": draw.INK}
-    for y, row in enumerate(table.to_dict("records")):
-        score, kind = max((row.get(name, 0.0), words) for name, words in TYPES.items())
-        paid = row.get("dropped_mass", 0.0)
-        said = [f"{kind} {score:.2f}"] if score > NAMED else []
-        said += [f"{paid:.0%} on left-out keys"] if paid > NAMED else []
-        axis.text(high + 0.02, y, ", ".join(said), **text)
-    what = "variance of the head's scores" if share == "cs" else "head's gain"
-    axis.set(xlim=(low, high + 0.6), xlabel=f"share of the {what}")  # room for the words
+    for y, row in enumerate(rows if few else ()):
+        score, kind = max((row[name], words) for name, words in TYPES.items())
+        notes = [f"{kind} {score:.2f}"] if score > NAMED else []
+        if row["dropped_mass"] > NAMED:
+            notes.append(f"{row['dropped_mass']:.0%} on left-out keys")
+        axis.text(high + 0.02, y, ", ".join(notes), va="center", fontsize=8, color=draw.INK)
+    axis.set(xlim=(low, high + (0.6 if few else 0.0)), xlabel=f"share of the {said}")
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
-    axis.spines["left"].set_visible(False)
     axis.axvline(0, color=draw.NULL, lw=0.6)
     axis.tick_params(length=0)
-    axis.invert_yaxis()
     axis.margins(y=0.01)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    axis.invert_yaxis()
+    draw.legend(figure, [axis])
     return figure
 
 
-def _maps(table: pd.DataFrame, columns: Mapping[str, str]) -> Any:
-    """A map of layers and heads for each group, and for each head type."""
-    shown = {**columns, **{words: name for name, words in TYPES.items() if name in table}}
-    layers = table["layer"].nunique()
-    figure, axes = draw.panels(
-        None, len(shown), columns=4, size=(draw.WIDTH / 4, max(2.0, 0.1 * layers))
+def head_planes(
+    planes: PlaneTable, profile: OffsetProfile | None = None, *, heads: Any = None
+) -> draw.View:
+    """Which rotary planes carry heads? One row for each head: the share of each plane by its
+    wavelength, position and content stacked; and, with ``profile``, the mean score at each offset
+    with its interval. The page ``heads(planes.by_band())`` maps the bands of all heads.
+
+    Args:
+        planes: from a split's or a sweep's ``.planes()``.
+        profile: from ``offset_profile(split)`` of the same heads, for the second column.
+        heads: some of the heads of ``planes``; by default those of ``profile``, or the six in which
+            a single plane has the largest share.
+
+    >>> import tl_geometry as tlg
+    >>> model = tlg.zoo.embedded()
+    >>> windows = tlg.zoo.default_windows(model, 16, n=8)
+    >>> basis = tlg.decompose(model, windows, progress=False)
+    >>> split = tlg.split_scores(model, windows[:2], basis, heads="L1H0")
+    >>> head_planes(split.planes(), tlg.scores.offset_profile(split)).title
+    'Which wavelengths carry L1H0?'
+    """
+    largest = planes.total_cs.nan_to_num().amax(1).argsort(descending=True, stable=True)
+    chosen = [planes.heads[i] for i in largest[:ONE_BY_ONE]] if profile is None else profile.heads
+    # any layer and head passes here; those that the tables lack are refused by name below
+    chosen = chosen if heads is None else checks.heads(heads, 10**6, 10**6)
+    known = planes.heads if profile is None else profile.heads
+    missing = [h for h in chosen if h not in known or h not in planes.heads]
+    require(not missing, "heads", expected="heads of the table and the profile", got=missing)
+    columns = 1 if profile is None else 2
+    figure, axes = draw.panels(None, columns * len(chosen), columns=columns, size=(4.2, 1.9))
+    for row, head in enumerate(chosen):
+        _draw_shares(axes[row * columns], planes, planes.heads.index(head))
+        if profile is not None:
+            _draw_profile(axes[row * columns + 1], profile, profile.heads.index(head))
+    axes[-columns].set_xlabel("wavelength of the plane (tokens)")
+    caption = "Each bar is the share of a plane in the covariance of scores (none: not rotated)."
+    if profile is not None:
+        axes[-1].set_xlabel("offset, query minus key (tokens)")
+        caption += f" The curve is the mean of {profile.term} at each offset, with its "
+        caption += f"{profile.level:.0%} interval over prompts (none below 10)."
+    draw.legend(figure, axes[:columns])
+    return draw.view(
+        figure,
+        planes,
+        title=f"Which wavelengths carry {', '.join(map(head_name, chosen))}?",
+        caption=caption,
+        null="The planes of a head share all of its score: no null is drawn.",
     )
-    for axis, (title, column) in zip(axes, shown.items(), strict=True):
-        draw_heads(axis, table, column, title, low=-1.0 if column in columns.values() else 0.0)
-    for row in (axes[:4], axes[4:]):
-        if row:
-            label = "share" if row is axes[:4] else "attention"
-            figure.colorbar(row[0].images[0], ax=row, shrink=0.8, label=label)
-    return figure
 
 
-def draw_heads(
-    axis: draw.Axes, table: pd.DataFrame, column: str, title: str, *, low: float
-) -> None:
-    """A map of layers and heads from ``low`` to 1, with numbers where there are few heads."""
-    grid = grid_of(table, column)
-    draw.image(axis, grid, low, 1.0, aspect="auto")
-    axis.set_title(title)
-    layers, rows = sorted(set(table["layer"])), draw.whole_ticks(range(len(grid)), 17)
-    axis.set(xlabel="head", ylabel="layer", xticks=draw.whole_ticks(range(grid.shape[1]), 9))
-    axis.set_yticks(rows, [str(layers[row]) for row in rows])
-    if grid.size <= NUMBERED:
-        for (row, head), value in np.ndenumerate(grid):
-            look = {"fontsize": 6.5, "color": "black" if abs(value) < 0.6 else "white"}
-            axis.text(head, row, f"{value:.2f}", ha="center", va="center", **look)
+def _draw_shares(axis: draw.Axes, planes: PlaneTable, at: int) -> None:
+    """Draw a bar for each plane of one head, from fast to slow, stacked by group of terms where
+    terms have groups: positive shares upwards from 0, negative ones downwards."""
+    waves = planes.wavelength[at]
+    order = waves.nan_to_num(posinf=torch.inf).argsort()[: int((~waves.isnan()).sum())]
+    up, down = np.zeros(len(order)), np.zeros(len(order))
+    groups = [group_of(term) or "all terms" for term in planes.terms]
+    for name in (group for group in (*GROUPS, "all terms") if group in groups):
+        member = torch.tensor([group == name for group in groups])
+        share = planes.cs[at][order][:, member].nan_to_num().sum(-1).double().numpy()
+        colour = draw.PARTS.get(name, draw.INK)
+        axis.bar(range(len(order)), share, 0.8, np.where(share >= 0, up, down), color=colour)
+        axis.plot([], [], "s", color=colour, label=name)  # an entry of the legend
+        up, down = up + share.clip(0), down + share.clip(None, 0)
+    ticks = draw.some(range(len(order)), 7)
+    labels = ["none" if waves[i].isinf() else f"{float(waves[i]):.3g}" for i in order[ticks]]
+    axis.set_xticks(ticks, labels)
+    axis.axhline(0, color="0.3", lw=0.6)
+    axis.set(title=head_name(planes.heads[at]), ylabel="share")
+
+
+def _draw_profile(axis: draw.Axes, profile: OffsetProfile, at: int) -> None:
+    """Draw the mean score of one head at each offset, with its interval."""
+    shown = profile.offsets.abs() < REACH
+    x = profile.offsets[shown]
+    mean, low, high = (row[at][shown] for row in (profile.mean, profile.low, profile.high))
+    axis.fill_between(x, low, high, color=draw.LINES[0], alpha=0.25, lw=0)
+    axis.plot(x, mean, ".-", ms=3, lw=0.9, color=draw.LINES[0], label="mean score")
+    axis.axhline(0, color="0.3", lw=0.6)
+    axis.axvline(1, color=draw.CONTROL, lw=0.8, label="the token before")
+    axis.set_ylabel("score\n(before softmax)")

@@ -30,13 +30,15 @@ def maps(values: Float[np.ndarray, "row map i j"], **said: Any) -> Part:
     """Heat maps, stored as float16 relative to the largest value of each (NaN: no cell).
 
     ``names`` of the maps, ``rows`` (heads, of which one is chosen), ``axes`` and ``labels`` of i
-    and j, ``limits`` (full colour) and ``signed`` of each map, ``colours`` beside the names;
+    and j, ``limits`` (full colour) of each map, ``colours`` beside the names;
     ``together`` shows all maps of the chosen row side by side, else one chosen map.
     """
     units = np.nan_to_num(abs(values)).max((2, 3))
     units = np.where(units > 0, units, 1.0)  # a map of zeros stays zero
+    signed = (np.nan_to_num(values) < 0).any((0, 2, 3))
     packed = deflated((values / units[..., None, None]).astype(np.float16).tobytes())
-    return {"kind": "maps", "shape": values.shape, "packed": packed, "units": units, **said}
+    stored = {"shape": values.shape, "packed": packed, "units": units, "signed": signed}
+    return {"kind": "maps", **stored, **said}
 
 
 def bars(title: str, maps: Sequence[int], **said: Any) -> Part:
@@ -63,8 +65,7 @@ def tokens(title: str, texts: Sequence[str], values: Sequence[float] = (), mark:
 
 def arcs(nodes: pd.DataFrame, edges: pd.DataFrame, **said: Any) -> Part:
     """A graph: nodes by position (along x) and row (upwards), edges by the places of their ends.
-    ``texts`` of the tokens, names of the ``rows``; ``exact``: query and key edges are part of the
-    sum."""
+    ``texts`` of the tokens; ``exact``: query and key edges are part of the sum."""
     columns = ("name", "kind", "head", "position", "row", "value", "moved")
     return {
         "kind": "arcs",

@@ -8,7 +8,6 @@ panel is a map of queries and keys; the bars of a cell say which group it is mad
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +26,6 @@ from tl_geometry.scores.score_split import ScoreSplit
 from tl_geometry.scores.terms import CONSTANT_PARTS, GROUPS, group_of, key_of
 
 Term = tuple[str, str]
-NULL = "Terms are exact: they have no null."
 CONSTANTS = "constants"
 """The panel of what depends on no token and no position: mean and biases on both sides."""
 
@@ -78,45 +76,50 @@ def split(
         instead = "split_scores(model, tokens, basis)"
         fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
     rows = checks.head_rows(heads, split.heads, "split_scores(..., heads=...)")
-    shown = _narrow(split, rows, checks.index(context, split.q.shape[1], "context"))
-    chosen = panels_of(shown, panels)
-    texts = _texts(split, tokens, context)
-    cells = len(rows) * (len(chosen) + 2) * len(texts) ** 2
-    # the densest page: two bytes a cell, of which half are masked, in base64
-    small, got = 1.4 * cells < LARGEST, f"{len(rows)} heads x {len(chosen) + 2} panels"
-    instead = "fewer heads= (or panels, or tokens)"
+    at, length = checks.index(context, split.q.shape[1], "context"), split.q.shape[2]
+    chosen = panels_of(split, panels)
+    if tokens is None:
+        known = split.str_tokens if context == 0 else ()
+        tokens = known or [str(i) for i in range(length)]
+    expected, instead = f"{length} texts", "tokens=model.to_str_tokens(...)"
+    require(len(tokens) == length, "tokens", expected=expected, got=len(tokens), instead=instead)
+    # two bytes a cell, of which half are masked, in base64
+    small = 1.4 * len(rows) * (len(chosen) + 2) * length**2 < LARGEST
+    got, instead = f"{len(rows)} heads x {len(chosen) + 2} panels", "fewer heads= (or tokens)"
     require(small, "split", expected="a page of at most 5 MB", got=got, instead=instead)
-    values = panel_values(shown, chosen, centered)
+    values = panel_values(split, chosen, at, rows, centered=centered)
     names = [*(split.label(name) for name in chosen), "total", "pattern"]
+    if CONSTANTS in chosen:  # in a rotary model they depend on position: the label says so
+        names[list(chosen).index(CONSTANTS)] += f" ({split.label('bias-bias')})"
     sizes = np.sort(abs(values[:, :-1][np.isfinite(values[:, :-1])]))
     # a few large cells would make all others pale
     limit = float(min(sizes[-1], 2 * sizes[int(0.99 * (len(sizes) - 1))] or sizes[-1])) or 1.0
+    labels = [head_name(split.heads[i]) for i in rows]
     grid = parts.maps(
         values,
         names=names,
-        rows=[head_name(h) for h in shown.heads],
+        rows=labels,
         axes=("query", "key"),
-        labels=[[f"{i} “{token_text(t)}”" for i, t in enumerate(texts)]] * 2,
+        labels=[[f"{i} “{token_text(t)}”" for i, t in enumerate(map(str, tokens))]] * 2,
         limits=[*[limit] * (len(names) - 1), 1.0],
-        signed=[*[True] * (len(names) - 1), False],
-        colours=[_colour(name) for name in names],
+        colours=[draw.PARTS.get(_group(name), "") for name in (*chosen, "total", "pattern")],
         together=True,
     )
+    named = ", ".join(labels) if len(rows) <= 4 else f"{len(rows)} heads"
     groups = [(group, i) for i, name in enumerate(chosen) if (group := _group(name))]
-    last = len(texts) - 1
-    query, key = last, int(np.nan_to_num(values[0, -1, last]).argmax())
+    query, key = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax())
     return Page(
-        title=title or f"What are the attention scores of {draw.head_names(shown.heads)} made of?",
-        caption=_caption(split, chosen, shown, limit, centered),
+        title=title or f"What are the attention scores of {named} made of?",
+        caption=_caption(split, chosen, limit, centered=centered),
         parts=[
             grid,
             parts.bars("What this score is made of", range(len(names)), groups=groups),
-            parts.tokens("Where the chosen query looks, and why", texts),
+            parts.tokens("Where the chosen query looks, and why", [*map(str, tokens)]),
         ],
         begin={"i": query, "j": key, "kept": [query, key], "query": query, "source": len(chosen)},
         height=980 if len(chosen) > 4 else 860,
         source=split.provenance.line(),
-        null=NULL,
+        null="Terms are exact: they have no null.",
     )
 
 
@@ -166,69 +169,33 @@ def _group(panel: str) -> str:
     return CONSTANTS if set(sides) <= set(CONSTANT_PARTS) else group_of(panel) or ""
 
 
-def _colour(panel: str) -> str:
-    return draw.PARTS.get(_group(key_of(panel)), "")
-
-
 def panel_values(
-    split: ScoreSplit, panels: dict[str, list[Term]], centered: bool
+    split: ScoreSplit,
+    panels: dict[str, list[Term]],
+    context: int,
+    rows: Sequence[int],
+    *,
+    centered: bool,
 ) -> Float[np.ndarray, "head panel query key"]:
-    """The panels of the first context, the total and the pattern; NaN where no key is allowed."""
-    allowed = split.allowed
-    scores = [
-        sum((split.term(a, b)[0] for a, b in terms), torch.zeros(()).to(split.q))
-        for terms in panels.values()
-    ]
-    scores.append(split.total()[0])
+    """The panels of one context, the total and the pattern; NaN where no key is allowed."""
+    allowed = split.allowed[rows]
+    zero = torch.zeros(()).to(split.q)
+    sums = [sum((split.term(*pair) for pair in some), zero) for some in panels.values()]
+    scores = [x[context, rows] for x in (*sums, split.total())]
     if centered:
         scores = [row_center(x, allowed) for x in scores]
-    values = torch.stack([*scores, split.pattern()[0]], 1).masked_fill(~allowed[:, None], torch.nan)
-    return values.double().cpu().numpy()
-
-
-def _narrow(split: ScoreSplit, rows: list[int], context: int) -> ScoreSplit:
-    """The split of some heads and one context, so that terms are computed for these alone."""
-    at = slice(context, context + 1)
-    return dataclasses.replace(
-        split,
-        heads=tuple(split.heads[i] for i in rows),
-        q=split.q[:, at, :, rows],
-        k=split.k[:, at, :, rows],
-        bias=None if split.bias is None else split.bias[rows],
-        key_range=split.key_range[rows],
-        softcap=split.softcap[rows],
-        sinks=split.sinks[rows],
-        head_planes=split.head_planes.select(torch.tensor(rows)),
-    )
-
-
-def _texts(split: ScoreSplit, tokens: Sequence[str] | None, context: int) -> list[str]:
-    length = split.q.shape[2]
-    if tokens is None:
-        str_tokens = split.str_tokens if context == 0 else ()
-        tokens = str_tokens or [str(i) for i in range(length)]
-    expected, instead = f"{length} texts", "tokens=model.to_str_tokens(...)"
-    require(len(tokens) == length, "tokens", expected=expected, got=len(tokens), instead=instead)
-    return [str(t) for t in tokens]
+    values = torch.stack([*scores, split.pattern()[context, rows]], 1)
+    return values.masked_fill(~allowed[:, None], torch.nan).double().cpu().numpy()
 
 
 def _caption(
-    split: ScoreSplit,
-    panels: dict[str, list[Term]],
-    shown: ScoreSplit,
-    limit: float,
-    centered: bool,
+    split: ScoreSplit, panels: dict[str, list[Term]], limit: float, *, centered: bool
 ) -> str:
     what = "Scores without the mean of their row" if centered else "Scores"
-    said = f"{what} by query (down) and key (across): red raises attention, blue lowers it; full "
-    said += f"colour is {limit:.3g} on every panel and head, and 1 in the pattern."
-    if {term for terms in panels.values() for term in terms} == set(shown.terms):
+    said = f"{what}: red raises attention, blue lowers it; full colour is {limit:.3g}, and 1 in "
+    said += "the pattern."
+    if {term for terms in panels.values() for term in terms} == set(split.terms):
         said += " The panels add up to the total."
-    else:
-        said += " These are some of the terms: they do not add up to the total."
-    name = split.label("bias-bias")
-    if CONSTANTS in panels and name != "bias-bias":
-        said += f" In this rotary model the constants are rotated: their product is the {name}."
     what, error, bound = split.reconstruction.nearest or ("", None, None)
     if error is not None:
         said += f" Reconstruction error {error:.1e} ({what}; allowed {bound:.1e})."

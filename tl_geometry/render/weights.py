@@ -52,10 +52,8 @@ def weight_blocks(
     >>> weight_blocks(geometry, "L1H0").title
     'Which directions does W_QK of each head read?'
     """
-    n_layers, n_heads = (1 + max(numbers) for numbers in zip(*geometry.heads, strict=True))
-    layer = geometry.heads[0][0] if heads is None else None
-    chosen = checks.heads(heads, n_layers, n_heads, layer)
-    rows = [geometry.head(pair) for pair in chosen]
+    first = [pair for pair in geometry.heads if pair[0] == geometry.heads[0][0]]
+    rows = checks.head_rows(first if heads is None else heads, geometry.heads, "weight_geometry")
     columns = min(4, len(rows))
     # inches: a panel takes a third of the width at most, so that a single one stays small
     panel = (draw.WIDTH / max(columns, 3), 2.0)
@@ -63,13 +61,13 @@ def weight_blocks(
     size = min(SIZE, *geometry.block.shape[-2:])
     across, down = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
     pictures = _pictures(geometry, rows, size)
-    for axis, row, pair, picture in zip(axes, rows, chosen, pictures, strict=True):
+    for axis, row, picture in zip(axes, rows, pictures, strict=True):
         axis.imshow(picture.numpy(), interpolation="nearest")
         edge = float(geometry.k[row]) - 0.5
         axis.plot([-0.5, edge, edge], [edge, edge, -0.5], "k--", lw=0.5)
         axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), xticks=[], yticks=[])
         lift = float(geometry.lift[row])
-        axis.set_title(f"{head_name(pair)}: {lift:.3g} x chance", fontsize=8)
+        axis.set_title(f"{head_name(geometry.heads[row])}: {lift:.3g} x chance", fontsize=8)
         axis.set_xlabel(f"{across} direction", fontsize=8)
         axis.set_ylabel(f"{down} direction", fontsize=8)
     verb = "read" if geometry.matrix == "QK" else "write"
@@ -77,9 +75,8 @@ def weight_blocks(
         figure,
         geometry,
         title=f"Which directions does W_{geometry.matrix} of each head {verb}?",
-        caption=f"Blue cells are entries of W_{geometry.matrix} in the directions of the basis, "
-        f"above the threshold; red ones are |diag(W_{geometry.matrix})| in the model's own "
-        "coordinates; the dashed frame holds the leading directions of position.",
+        caption="Blue cells are entries in the directions of the basis above the threshold, red "
+        "ones the diagonal in the model's own coordinates; the frame holds leading positions.",
         null="Above each panel: its concentration in the frame over that of a random subspace.",
     )
 
@@ -166,7 +163,7 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
         bars.append((str(edit), change, error, colour))
         beside = rows[rows["control"] != ""] if "control" in rows else rows.head(0)
         bars += [
-            (f"   {row['control']}", row["control_change"], math.nan, draw.RESIDUAL)
+            (f"   {row['control']}", row["control_change"], math.nan, draw.CONTROL)
             for row in beside.to_dict("records")
         ]
     names, changes, errors, colours = zip(*bars, strict=True)

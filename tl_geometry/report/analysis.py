@@ -31,12 +31,12 @@ FITTED, FEWEST = 192, 64
 SWEPT = 32
 """Windows of the sweep, which the basis has not seen: as many as its intervals need."""
 GROUPED = 128
-"""Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be too
-small for intervals."""
+"""Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be
+too small for intervals."""
 LARGE = 30_000_000
-"""Weights in the blocks above which windows are fewer: so a report on SmolLM2-135M takes minutes."""
+"""Weights in the blocks above which windows are fewer: so SmolLM2-135M takes minutes."""
 COMPARED = 64
-"""Most windows of the two nulls that have a basis of their own: spliced text, untrained weights."""
+"""Most windows of nulls that have a basis of their own: spliced text, untrained weights."""
 PROMPTS, SHORT = 12, 64
 """Prompts on which heads are removed, and most of their tokens. Intervals need 10 prompts."""
 TESTED = 16
@@ -61,7 +61,6 @@ class Analysis:
     model: ModelLike
     windows: TokenWindows
     seed: int = 0
-    quick: bool = False
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     @cached_property

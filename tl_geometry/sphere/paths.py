@@ -33,6 +33,8 @@ UPDATES = ("attention", "mlp")
 """The two updates of a block, in the order of the axis ``update``."""
 SPLIT = ("radial", "tangential", "turn")
 """Fields ``[update layer batch position]``; all other tensors have the contexts first."""
+NO_UPDATES = "attention and MLP outputs do not add up to the states: no updates"
+NO_HEAD = "output head not trained: next tokens are sought in the embedding"
 HELD, MOST = 16, 2**31
 """Tensors of the size of all states that exist at once in float64 (states, outputs of attention and
 MLP, and what is computed from them), and the bytes that they may take."""
@@ -138,21 +140,16 @@ def token_paths(
     size, vocabulary = min(batch_of(batch_size, length, view.device), most), output_rows(view)
     parts: list[dict[str, Tensor]] = []
     for ids in windows.tokens.split(size):
-        h, updates = _states(view, ids)
-        found = _measured(view, ids, h, updates, vocabulary)
-        found["coordinates"] = (_on_sphere(view, h) - mean.to(h)) @ axes.to(h)
+        found = _measured(view, ids, vocabulary)
+        points = _on_sphere(view, found.pop("h"))
+        found["coordinates"] = (points - mean.to(points)) @ axes.to(points)
         parts.append({name: value.cpu() for name, value in found.items()})
     joined = {n: torch.cat([p[n] for p in parts], 2 if n in SPLIT else 0) for n in parts[0]}
-    said = {
-        "attention and MLP outputs do not add up to the states: no updates": joined["radial"]
-        .isnan()
-        .all(),
-        "output head not trained: next tokens are sought in the embedding": not view.head_trained,
-    }
-    flags = tuple(text for text, holds in said.items() if holds)
+    flags = [] if view.head_trained else [NO_HEAD]
+    flags += [NO_UPDATES] if bool(joined["radial"].isnan().all()) else []
     texts = (view.decode(row.tolist()) for row in windows.tokens)
     return TokenPaths(
-        provenance=view.provenance(windows, sources=("molina2023",), flags=flags),
+        provenance=view.provenance(windows, sources=("molina2023",), flags=tuple(flags)),
         tokens=windows.tokens.cpu(),
         str_tokens=tuple(tuple(html.token_text(text) for text in row) for row in texts),
         shown=shown,
@@ -166,51 +163,32 @@ def _on_sphere(view: ModelView, states: Float[Tensor, "*batch d_model"]) -> Tens
     return torch.nn.functional.normalize(remove_mean(states.double(), view.norm), dim=-1)
 
 
-def _states(view: ModelView, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """States ``[batch position state d_model]`` in float64, and what attention and MLP add to them
-    (``None`` where these do not add up to the states)."""
+def _measured(view: ModelView, tokens: Tensor, vocabulary: Tensor) -> dict[str, Tensor]:
+    """The tensors of :class:`TokenPaths` but the coordinates, and the states ``h [batch position
+    state d_model]`` in float64."""
     # one pass for all hooks: states and updates of different runs may not add up
     hooks = (*view.state_hooks, *view.attention_hooks)
     try:
-        found = view.activations(tokens, (*hooks, *view.mlp_hooks))
+        seen = view.activations(tokens, (*hooks, *view.mlp_hooks))
     except UnsupportedModelError:  # attention-only blocks have no MLP output
-        found = view.activations(tokens, hooks)
-    h, attention = (
-        torch.stack([found[name].double() for name in names], dim=2)
-        for names in (view.state_hooks, view.attention_hooks)
-    )
-    mlp = torch.zeros_like(attention)
-    if view.mlp_hooks[0] in found:
-        mlp = torch.stack([found[name].double() for name in view.mlp_hooks], dim=2)
-    error = (h[:, :, :-1] + attention + mlp - h[:, :, 1:]).abs().max()
+        seen = view.activations(tokens, hooks)
+    named = (view.state_hooks, view.attention_hooks, [x for x in view.mlp_hooks if x in seen])
+    of = [[seen[name].double() for name in names] for names in named]
+    h, attention = torch.stack(of[0], 2), torch.stack(of[1], 2)
+    mlp = torch.stack(of[2], 2) if of[2] else torch.zeros_like(attention)
+    before = h[:, :, :-1]
+    error = (before + attention + mlp - h[:, :, 1:]).abs().max()
     # a norm after the block gives an error as large as a state, far above the rounding of a sum
-    bound = reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max()))
-    return h, None if float(error) > bound else (attention, mlp)
-
-
-def _measured(
-    view: ModelView,
-    tokens: Tensor,
-    h: Tensor,
-    updates: tuple[Tensor, Tensor] | None,
-    vocabulary: Tensor,
-) -> dict[str, Tensor]:
-    """The tensors of :class:`TokenPaths` but the coordinates."""
+    if float(error) > reconstruction_bound(unit_roundoff(view.dtype), float(h.abs().max())):
+        attention = mlp = torch.full_like(attention, torch.nan)
+    # each update relative to the stream that it is added to: the MLP's after attention's
+    streams, updates = torch.stack([before, before + attention]), torch.stack([attention, mlp])
+    pattern = "update batch position layer -> update layer batch position"
+    split = [rearrange(x, pattern) for x in projection.update_split(streams, updates, view.norm)]
     # the last token has no next: token 0 is a placeholder, whose numbers are masked
     target = torch.nn.functional.pad(tokens[:, 1:], (0, 1)).to(h.device)
     target = target.unsqueeze(-1).expand(h.shape[:-1])
     angle, rank = projection.token_approach(h, vocabulary, target, view.norm)
     angle[:, -1], rank[:, -1] = torch.nan, 0
-    if updates is None:
-        split = [torch.full((2, view.n_layers, *tokens.shape), torch.nan).double()] * 3
-    else:
-        # each update relative to the stream that it is added to: the MLP's after attention's
-        attention, mlp = updates
-        before = h[:, :, :-1]
-        of_attention = projection.update_split(before, attention, view.norm)
-        of_mlp = projection.update_split(before + attention, mlp, view.norm)
-        pattern = "update batch position layer -> update layer batch position"
-        pairs = zip(of_attention, of_mlp, strict=True)
-        split = [rearrange(torch.stack(pair), pattern) for pair in pairs]
-    path = projection.path_geometry(h, view.norm)
-    return {"angle": angle, "rank": rank, **dict(zip(SPLIT, split, strict=True)), **path._asdict()}
+    path = projection.path_geometry(h, view.norm)._asdict()
+    return {"h": h, "angle": angle, "rank": rank, **dict(zip(SPLIT, split, strict=True)), **path}

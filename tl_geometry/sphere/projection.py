@@ -124,7 +124,8 @@ def update_split(
     radial = (u * direction).sum(-1)
     across = torch.linalg.vector_norm(u - radial.unsqueeze(-1) * direction, dim=-1)
     unknown = torch.full_like(radial, torch.nan)
-    return *(torch.where(zero, unknown, x) for x in (radial, across)), linalg.angle(h, h + u)
+    radial, across = (torch.where(zero, unknown, x) for x in (radial, across))
+    return radial, across, linalg.angle(h, h + u)
 
 
 def token_approach(

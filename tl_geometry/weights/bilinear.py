@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.norms import NormWeights, remove_mean
 from tl_geometry.models.parameters import HeadWeights
 
 PRODUCT = "... d_model d_head, ... d_head -> ... d_model"
@@ -68,12 +68,6 @@ class Factors:
         return ((self.left.mT @ self.left) * (self.right.mT @ self.right)).sum((-2, -1))
 
     @cached_property
-    def trace_of_square(self) -> Float[Tensor, "*batch head"]:
-        """``tr(W W) = tr((right^T left)^2)``."""
-        product = self.right.mT @ self.left
-        return (product * product.mT).sum((-2, -1))
-
-    @cached_property
     def off_diagonal_energy(self) -> Float[Tensor, "*batch head"]:
         """``|W_o|_F^2``, W_o the matrix without its diagonal; exactly zero where it is only the
         rounding (below 1e-12) of ``|W|^2``, from which it is subtracted."""
@@ -99,22 +93,19 @@ def fold(
     ``1 / sqrt(d_head)``). ``center_output`` overrides the centring of ``W_O``: in a model whose
     LayerNorm comes after attention, the output is centred although the input is not.
     """
-    gain = torch.ones_like(norm.gain).double() if raw else norm.gain.double()
-    layer_norm = norm.norm_type == "LN" and not raw
+    gain = torch.ones_like(norm.gain) if raw else norm.gain
+    norm_type = None if raw else norm.norm_type
 
     def read(weight: Tensor) -> Tensor:
-        # a copy: the products below are in place, and must not change the model's weights
-        product = weight.to(torch.float64, copy=True).mul_(rearrange(gain, "d_model -> d_model 1"))
-        return product.sub_(product.mean(-2, keepdim=True)) if layer_norm else product
+        product = weight.double() * gain.double()[:, None]
+        return product - product.mean(-2, keepdim=True) if norm_type == "LN" else product
 
     if matrix == "OV":
-        written = weights.W_O.to(torch.float64, copy=True)
-        if not raw and (layer_norm if center_output is None else center_output):
-            written.sub_(written.mean(-1, keepdim=True))
-        right = rearrange(written, "head d_head d_model -> head d_model d_head")
-        return Factors(read(weights.W_V), right)
-    left = read(weights.W_Q).mul_(weights.W_Q.shape[-1] ** -0.5 if scale is None else scale)
-    return Factors(left, read(weights.W_K))
+        centred = (norm_type == "LN" if center_output is None else center_output) and not raw
+        written = remove_mean(weights.W_O.double(), "LN" if centred else None)
+        return Factors(read(weights.W_V), written.mT)
+    size = weights.W_Q.shape[-1] ** -0.5 if scale is None else scale
+    return Factors(size * read(weights.W_Q), read(weights.W_K))
 
 
 def rotated_block(
@@ -229,11 +220,11 @@ def haar_null(
     """
     size, diag = factors.left.shape[-2], factors.diagonal
     whole = energy = factors.off_diagonal_energy if off_diagonal else factors.energy
-    # tr(W_o W_o), and W_o has no trace
-    trace_of_square = factors.trace_of_square - off_diagonal * diag.square().sum(-1)
-    trace = (not off_diagonal) * diag.sum(-1)
+    # tr(W W) = tr((right^T left)^2); W_o has no trace
+    product, removed = factors.right.mT @ factors.left, off_diagonal * diag
+    trace_of_square = (product * product.mT).sum((-2, -1)) - removed.square().sum(-1)
+    trace = (diag - removed).sum(-1)
     if centered:  # the same of P W P, from W u, W^T u and u^T W u; u has entries 1 / sqrt(d_model)
-        removed = off_diagonal * diag
         row_means = (einsum(factors.left, factors.right.sum(-2), PRODUCT) - removed) / size**0.5
         column_means = (einsum(factors.right, factors.left.sum(-2), PRODUCT) - removed) / size**0.5
         corner = row_means.sum(-1) / size**0.5

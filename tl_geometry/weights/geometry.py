@@ -29,7 +29,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.tables import Table
@@ -91,9 +90,9 @@ class WeightGeometry(Table):
     delta: Float[Tensor, "head d_model"]
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.tensor(self.column(name))
+        return torch.tensor(self.df[name].to_numpy())
 
-    def head(self, head: Head) -> int:
+    def head(self, head: checks.Head) -> int:
         """Row of a head."""
         return checks.head_rows(head, self.heads)[0]
 

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
@@ -28,7 +27,7 @@ from tl_geometry.models.parameters import HeadWeights
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.write_spec import writing_of
 from tl_geometry.weights.readout import extremes
-from tl_geometry.weights.vocabulary import embeddings, normalized_rows, output_rows, token_texts
+from tl_geometry.weights.vocabulary import embeddings, normalized_rows, output_rows, said
 
 SOURCE = ("molina2023",)
 NO_NULL = "every vector has a nearest token, so that a readable list alone proves little"
@@ -91,12 +90,11 @@ def noun_probe(
     for layer in chosen:
         keys, values, norms = _probed(view, layer, rows, ids, k, biases)
         for i, noun in enumerate(single):
-            for head, norm in enumerate(norms[:, i].tolist()):
-                # the last row of a noun is that of all heads, which have no keys together
-                of_head = keys[head, i] if head < len(keys) else ids[:0]
-                found = (of_head, values[head, i])
-                name = head if head < len(keys) else "all"
-                cells.append((layer, name, noun, *_said(view, found), norm, *_listed(found)))
+            # the last row of a noun is that of all heads, which have no keys together
+            names, k_ids, v_ids = [*range(len(keys)), "all"], keys[:, i], values[:, i]
+            texts = ([*said(view, k_ids), ""], said(view, v_ids), norms[:, i].tolist())
+            columns = (names, *texts, [*_listed(k_ids), ""], _listed(v_ids))
+            cells += [(layer, h, noun, *row) for h, *row in zip(*columns, strict=True)]
     skipped = ", ".join(noun for noun in encoded if noun not in single)
     flags = (f"several tokens, left out: {skipped}",) if skipped else ()
     preset = "exact" if biases else "paper"
@@ -108,14 +106,9 @@ def noun_probe(
     )
 
 
-def _said(view: ModelView, ends: Iterable[Tensor]) -> list[str]:
-    """Tokens as text, a cell for each end."""
-    return [" ".join(token_texts(view, ids)[i] for i in ids.tolist()) for ids in ends]
-
-
-def _listed(ends: Iterable[Tensor]) -> list[str]:
-    """Tokens as ids, as some have no text of their own."""
-    return [" ".join(map(str, ids.tolist())) for ids in ends]
+def _listed(ids: Tensor) -> list[str]:
+    """Rows of token ids, as some tokens have no text of their own."""
+    return [" ".join(map(str, row)) for row in ids.tolist()]
 
 
 def _require_plain_heads(view: ModelView, layers: Iterable[int], what: str) -> None:
@@ -151,11 +144,9 @@ def _probed(
     y = normalized_rows(rows[ids] + w.b_O + u, view.final_norm(), affine=True)
     unembedding = rearrange(view.unembed().to(rows), "d_model d_vocab -> d_vocab d_model")
     bias = rearrange(view.unembed_bias().to(rows), "d_vocab -> d_vocab 1")
-    y, unembedding = (
-        torch.cat([y, torch.ones_like(y[..., :1])], -1),
-        torch.cat([unembedding, bias], 1),
-    )
-    keys, promoted = extremes(wanted, reads, k).ids, extremes(y, unembedding, k).ids
+    y = torch.cat([y, torch.ones_like(y[..., :1])], -1)
+    keys = extremes(wanted, reads, k).ids
+    promoted = extremes(y, torch.cat([unembedding, bias], 1), k).ids
     return keys[..., 0, :], promoted[..., 0, :], torch.linalg.vector_norm(u, dim=-1)
 
 
@@ -163,7 +154,7 @@ def bias_readout(
     model: ModelLike,
     *,
     layers: Iterable[int] | int | None = None,
-    heads: Iterable[Head] | Head | None = None,
+    heads: Iterable[checks.Head] | checks.Head | None = None,
     k: int = 5,
 ) -> Table:
     """What the biases of each head prefer, in tokens (Molina 2023, section 4.2).
@@ -203,7 +194,7 @@ def bias_readout(
             lengths = torch.linalg.vector_norm(vectors[chosen], dim=-1).tolist()
             found = extremes(vectors[chosen], tokens, k).ids
             for h, length, ends in zip(chosen, lengths, found, strict=True):
-                cells.append((layer, h, name, length, *_said(view, ends), *_listed(ends)))
+                cells.append((layer, h, name, length, *said(view, ends), *_listed(ends)))
     untrained = "output head not trained: values are read in the embedding"
     return Table(
         provenance=view.provenance(sources=SOURCE, flags=() if view.head_trained else (untrained,)),

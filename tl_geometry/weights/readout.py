@@ -18,20 +18,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base import checks, linalg
-from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import require
-from tl_geometry.base.linalg import SVD
 from tl_geometry.base.tables import Table
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
+from tl_geometry.weights import vocabulary
 from tl_geometry.weights.bilinear import MATRICES
-from tl_geometry.weights.vocabulary import (
-    embeddings,
-    factors_of,
-    normalized_rows,
-    output_rows,
-    token_texts,
-)
 
 SCORES = 2**25
 """Scores that exist at one time: 128 MiB in float32."""
@@ -80,7 +72,7 @@ def extremes(
     return Extremes(ids.reshape(shape), signed.reshape(shape))
 
 
-def _read(svd: SVD, reads: Tensor, writes: Tensor, features: int, k: int) -> list[Extremes]:
+def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int) -> list[Extremes]:
     """Tokens that the first ``features`` singular directions of every head point to, on the left
     (query or reading) side and on the right (key or writing) side.
 
@@ -145,7 +137,7 @@ def token_readout(
     *,
     matrix: str = "QK",
     layers: Iterable[int] | int | None = None,
-    heads: Iterable[Head] | Head | None = None,
+    heads: Iterable[checks.Head] | checks.Head | None = None,
     features: int = 5,
     k: int = 5,
     raw: bool = False,
@@ -179,19 +171,21 @@ def token_readout(
     view = as_view(model)
     checks.choice(matrix, MATRICES, "matrix")
     pairs = tuple(sorted(checks.heads(heads, view.n_layers, view.n_heads, layers)))
-    rows = embeddings(view)
-    writes = output_rows(view, raw=raw) if matrix == "OV" else None
+    rows = vocabulary.embeddings(view)
+    writes = vocabulary.output_rows(view, raw=raw) if matrix == "OV" else None
     norm_of_reads, reads, values = None, rows, []
     sides: list[list[Extremes]] = []
     read_layers = sorted({layer for layer, _ in pairs})
-    for layer, factors in factors_of(view, read_layers, matrix, raw=raw, offsets=tuple(offsets)):
+    for layer, factors in vocabulary.factors_of(
+        view, read_layers, matrix, raw=raw, offsets=tuple(offsets)
+    ):
         chosen = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
         # without gain and bias most layers have the same norm: its rows are reused
         if raw or norm_of_reads != (norm.norm_type, norm.eps):
             norm_of_reads = (norm.norm_type, norm.eps)
-            reads = normalized_rows(rows, norm, affine=raw)
+            reads = vocabulary.normalized_rows(rows, norm, affine=raw)
         sides.append(_read(svd, reads, reads if writes is None else writes, features, k))
         values.append(svd.S)
     left, right = (
@@ -202,9 +196,7 @@ def token_readout(
         for side in zip(*sides, strict=True)
     )
     spectrum = torch.cat(values).cpu()
-    text = token_texts(view, left.ids, right.ids)
-    ends = [side.ids[:, end].tolist() for side in (left, right) for end in (0, 1)]
-    words = [[" ".join(text[i] for i in row) for row in ids] for ids in ends]
+    words = [vocabulary.said(view, side.ids[:, end]) for side in (left, right) for end in (0, 1)]
     curves = (spectrum, _coverage(spectrum), _degenerate(spectrum))
     numbers = [curve[:, :features].flatten().tolist() for curve in curves]
     places = ((*head, feature) for head in pairs for feature in range(features))

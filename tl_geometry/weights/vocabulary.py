@@ -29,10 +29,9 @@ PROBE = 16
 more."""
 
 
-def token_texts(view: ModelView, *ids: Int[Tensor, "..."]) -> dict[int, str]:
-    """Readable text of each token id (spaces and control characters made visible)."""
-    unique = sorted({int(i) for some in ids for i in some.unique()})
-    return {i: html.token_text(text) for i, text in zip(unique, view.decode(unique), strict=True)}
+def said(view: ModelView, ids: Int[Tensor, "row k"]) -> list[str]:
+    """Rows of token ids as text, with spaces and control characters made visible."""
+    return [" ".join(map(html.token_text, view.decode(row))) for row in ids.tolist()]
 
 
 def embeddings(view: ModelView, *, centered: bool = True) -> Float[Tensor, "d_vocab d_model"]:

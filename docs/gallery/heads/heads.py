@@ -1,8 +1,10 @@
 """Which of position and content drives each head
 ==============================================
 
-Each cell is a head. Its number is the share of its scores (by covariance) that terms of position,
-of content, or of both make; the three shares of a head add up to one, and can be negative.
+Each bar is a head, split into the shares of its scores (by covariance) that terms of position, of
+content, of content beside a constant, and of both make; the shares of a head add up to one, and can
+be negative. Beside it stand the type of head that repeated random tokens show, and how much
+attention goes to keys that are left out.
 """
 
 import tl_geometry as tlg

@@ -1,9 +1,9 @@
 """Which wavelengths of a rotary model carry each head
 ===================================================
 
-Each cell is a head of SmolLM2. Its colour is the band of rotary wavelengths with the largest
-share of the covariance of its scores; the stronger the colour, the larger the share. A head in
-the colour of *near* distinguishes tokens a few positions apart.
+Each row is a head of SmolLM2, one of the six in which a single rotary plane carries most. Each bar
+is the share of a plane in the covariance of its scores, by its wavelength in tokens: a head whose
+bars stand at short wavelengths distinguishes tokens a few positions apart.
 """
 
 import tl_geometry as tlg
@@ -12,4 +12,4 @@ model = tlg.zoo.smollm2()
 windows = tlg.zoo.default_windows(model, 128, n=32)
 basis = tlg.decompose(model, windows, progress=False)
 sweep = tlg.sweep_heads(model, windows[:4], basis, planes=True, progress=False)
-view = tlg.render.band_atlas(sweep.planes())
+view = tlg.render.head_planes(sweep.planes())

@@ -1,10 +1,10 @@
 """Who wrote what a head reads
 ===========================
 
-Lines run down from the embeddings, heads and MLPs of SmolLM2 to the induction head L18H6, which
-reads what they wrote. The wider a line, the larger is its share of the covariance of the head's
-scores; a dashed line has a negative share. ``view.null`` says what writers in random directions
-would give.
+Each bar is an edge from the embedding, a head or an MLP of SmolLM2 to the induction head L18H6,
+which reads what they wrote in its queries, keys or values: its share of the covariance of the
+head's scores, with the interval over prompts. A tick shows what the same writer gives when it is
+turned at random.
 """
 
 import tl_geometry as tlg

@@ -11,5 +11,5 @@ import tl_geometry as tlg
 
 model = tlg.zoo.smollm2()
 prompt = "When Mary and John went to the store, John gave a drink to"
-graph = tlg.trace_logit(model, prompt, " Mary", against=" John", prepend_bos=True)
+graph = tlg.trace_logit(model, prompt, " Mary", other=" John", prepend_bos=True)
 view = tlg.render.graph_page(graph)

@@ -14,7 +14,7 @@ model = tlg.zoo.embedded()
 names = [" name", " value", " key", " data", " text", " path"]
 pairs = [(a, b) for a in names for b in names if a != b]
 prompts, others = ([f"def get(self,{p[i]}):\n    if" for p in pairs] for i in (0, 1))
-inputs = {"prompts": prompts, "counterfactuals": others, "targets": pairs, "prepend_bos": True}
-scores = tlg.edge_scores(model, **inputs)
-curve = tlg.faithfulness(model, scores, **inputs)
+inputs = {"counterfactual": others, "answer": pairs, "prepend_bos": True}
+scores = tlg.edge_scores(model, prompts, **inputs)
+curve = tlg.faithfulness(model, prompts, scores, **inputs)
 view = tlg.render.faithfulness_curve(curve)

@@ -287,7 +287,7 @@ def _documents(w: World) -> list[int]:
 MEASURES = (
     Subject(
         name="positional_report",
-        covers=("positional_report",),
+        covers=("positional_report", "measures.learning_curve"),
         call=positional,
         reference=reference.positional,
         answers=dict,

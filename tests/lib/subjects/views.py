@@ -37,7 +37,7 @@ def _truncation(w: World) -> Any:
 
 
 def _skips(w: World) -> Any:
-    return tlg.skip_map(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
+    return tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
 
 
 def _planes(w: World) -> Any:
@@ -53,21 +53,15 @@ VIEWS: dict[str, Callable[[World], Any]] = {
     "spirals": lambda w: render.spirals(w.basis),
     "gram": lambda w: render.gram(w.basis, 1),
     "variance_shares": lambda w: render.variance_shares(w.basis.anova()),
-    "fourier": lambda w: render.fourier(_positional(w)),
-    "incoherence": lambda w: render.incoherence(tlg.contextual_report(w.basis, draws=2)),
+    "fourier": lambda w: render.fourier(w.basis),
     "measure_curves": lambda w: render.measure_curves(_positional(w), ("rank", "smoothness")),
-    "learning_curve": lambda w: render.learning_curve(_positional(w), "rank"),
     "noise_figure": lambda w: render.noise_figure(_flow(w)),
     "baseline_figure": lambda w: render.baseline_figure(_flow(w)),
-    "residual_figure": lambda w: render.residual_figure(_flow(w)),
     "skip_figure": lambda w: render.skip_figure(_skips(w)),
     "truncation_figure": lambda w: render.truncation_figure(_truncation(w)),
     "bundle_3d": lambda w: render.bundle_3d(w.all_states),
     "head_shares": lambda w: render.head_shares(w.sweep),
-    "head_types": lambda w: render.head_types(w.sweep),
     "head_planes": lambda w: render.head_planes(_planes(w)),
-    "band_atlas": lambda w: render.band_atlas(_planes(w)),
-    "coverage_curves": lambda w: render.coverage_curves(tlg.token_readout(w.model, matrix="OV")),
     "sphere_paths": lambda w: render.sphere_paths(sphere.token_paths(w.model, w.ids, w.basis)),
     "weight_blocks": lambda w: render.weight_blocks(_geometry(w)),
     "effect_bars": lambda w: render.effect_bars(_effects(w)),
@@ -77,7 +71,9 @@ VIEWS: dict[str, Callable[[World], Any]] = {
     "split": lambda w: render.split(w.split),
     "heads": lambda w: render.heads(w.sweep),
     "graph_page": lambda w: render.graph_page(w.graph),
-    "attention_heads": lambda w: render.circuitsvis.attention_heads(w.split),
+    "attention_heads": lambda w: render.attention_heads(w.split),
+    "induction": lambda w: render.induction(w.graph),
+    "plot": lambda w: render.plot(w.sweep),
 }
 PLOTLY = "plotly adds filters of warnings when it is imported"
 ROTARY = ("head_planes", "band_atlas")

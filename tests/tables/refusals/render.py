@@ -10,12 +10,10 @@ from tl_geometry import render
 
 ENDS = "ends in an AttributeError or the like"
 VIEWS = {
-    # the view, its other arguments, and what it is about; today it refuses nothing by name
-    **dict.fromkeys(("coverage_curves", "fourier", "incoherence", "noise_figure"), ENDS),
-    **dict.fromkeys(("baseline_figure", "residual_figure", "skip_figure", "sphere_paths"), ENDS),
-    **dict.fromkeys(("truncation_figure", "variance_shares", "weight_blocks"), ENDS),
-    **dict.fromkeys(("composition_figure", "effect_bars", "faithfulness_curve"), ENDS),
-    **dict.fromkeys(("token_attribution", "head_shares", "head_types", "band_atlas"), ENDS),
+    **dict.fromkeys(("sphere_paths", "weight_blocks", "faithfulness_curve"), ENDS),
+    **dict.fromkeys(("fourier", "noise_figure", "baseline_figure", "skip_figure"), ""),
+    **dict.fromkeys(("truncation_figure", "variance_shares", "composition_figure"), ""),
+    **dict.fromkeys(("effect_bars", "token_attribution", "head_shares"), ""),
     **dict.fromkeys(("split", "graph_page", "heads", "spirals"), ""),
 }
 """Every view that takes one result, and what it does today with another one."""
@@ -27,7 +25,7 @@ OTHERS: Options = {
 }
 ITS_OWN = "^(?!terms)"
 """What a refusal is about: not what the view looked for in the wrong thing."""
-RIGHT = {"split": "a split", "spirals": "a basis"}
+RIGHT = {"split": "a split", "spirals": "a basis", "fourier": "a basis"}
 
 
 def drawn(s: Scene, view: str, result: Any) -> Any:
@@ -119,7 +117,29 @@ GROUPS = (
         right={"HTML": {"path": lambda s: s.folder / "a.html"}},
         wrong={
             "of no kind": ({"path": lambda s: s.folder / "a.docx"}, "path"),
+            "an image": ({"path": lambda s: s.folder / "a.png"}, "path"),
             "a number": ({"path": 3}, "path"),
+        },
+    ),
+    Group(
+        name="maps of attention",
+        call=lambda s, tokens: render.attention_heads(s.w.split, tokens),
+        right={"its own": {"tokens": None}},
+        wrong={"fewer tokens": ({"tokens": ["a"]}, "tokens")},
+    ),
+    Group(
+        name="the text of an induction head",
+        call=lambda s, head: render.induction(s.w.graph, head),
+        right={"a head": {"head": "L1H2"}},
+        wrong={"a head that the model lacks": ({"head": "L9H0"}, "head")},
+    ),
+    Group(
+        name="the view of a result",
+        call=lambda s, result: render.plot(result),
+        right={"a sweep": {"result": lambda s: s.w.sweep}},
+        wrong={
+            "prompts": ({"result": lambda s: s.w.prompts}, "result"),
+            "None": ({"result": None}, "result"),
         },
     ),
 )

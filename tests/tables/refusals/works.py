@@ -91,7 +91,6 @@ GROUPS = (
             "labels that are none": ({"labels": [None] * 40}, "labels"),
             "labels below zero": ({"labels": [-1, 0] * 20}, "labels"),
             "no rank": ({"rank": 0}, "rank"),
-            "a norm of no name": ({"norm": "x"}, "norm", "ignored: another is computed"),
             "a space of no name": ({"space": "x"}, "space", "ignored: another is computed"),
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
@@ -171,7 +170,6 @@ GROUPS = (
             **{name: case for name, case in BASES.items() if name != "a table"},
             **NO_BATCH,
             "floats": NO_TOKENS["floats"],
-            "a method of no name": ({"method": "tsne"}, "method"),
         },
     ),
     Group(

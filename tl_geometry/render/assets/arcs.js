@@ -32,7 +32,7 @@ PARTS.arcs = (part, parent) => {
     const {kept, columns, rows, place, middles, width, height} = places(), thick = largest(edges.value), top = largest(nodes.value);
     sheet.textContent = '';
     const svg = pen(sheet, 'svg', {width, height, role: 'group', 'aria-label': 'graph'});
-    rows.forEach((row, n) => pen(svg, 'text', {x: LEFT - 8, y: 24 + STEP * n, 'text-anchor': 'end'}, part.rows[row]));
+    rows.forEach((row, n) => pen(svg, 'text', {x: LEFT - 8, y: 24 + STEP * n, 'text-anchor': 'end'}, row === Math.max(...nodes.row) ? (part.exact ? 'difference' : 'logit') : row ? `${row % 2 ? 'block' : 'MLP'} ${(row - 1) >> 1}` : 'embedding'));
     columns.forEach((x, n) => {
       const text = x < 0 ? 'no' : token(x), middle = {x: middles[n], 'text-anchor': 'middle'};
       pen(svg, 'text', {...middle, y: height - 22}, text.length > 8 ? `${text.slice(0, 7)}…` : text);

@@ -1,0 +1,295 @@
+"""Laws of views: pages add up to their results, stay offline and harmless, fit a narrow window, and
+follow light and dark; figures are drawn where they are asked to be. (That the numbers of every view
+are those of its result is in ``tests/tables/test_views.py``.)"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import tl_geometry as tlg
+from tests.browser import (
+    FITS,
+    HOSTILE,
+    Browser,
+    check_beside_itself,
+    check_escapes_matter,
+    payload,
+    without_frames,
+)
+from tests.lib.worlds import world
+from tests.splits import synthetic
+from tl_geometry import render
+from tl_geometry.base.errors import GeometryError
+from tl_geometry.base.results import Provenance
+from tl_geometry.base.tables import Table
+from tl_geometry.render import figure
+from tl_geometry.render.split_view import groups_of
+
+pytestmark = pytest.mark.once
+nightly = pytest.mark.nightly
+
+
+def unpacked(part: dict[str, Any]) -> np.ndarray:
+    """The numbers of a page's maps, ``[row map i j]``."""
+    halves = np.frombuffer(zlib.decompress(base64.b64decode(part["packed"])), np.float16)
+    cells = halves.astype(float).reshape(part["shape"])
+    return cells * np.asarray(part["units"])[..., None, None]
+
+
+def hostile_table(kind: str) -> Table:
+    """A row per head with a hostile word, or a text of hostile tokens."""
+    if kind == "heads":
+        rows = [(i // 2, i % 2, 0.5 - i / 4, word) for i, word in enumerate(HOSTILE)]
+        frame = pd.DataFrame(rows, columns=["layer", "head", "cs_position", "word"])
+    else:
+        rows = [(i, word, i - 2.5) for i, word in enumerate(HOSTILE)]
+        frame = pd.DataFrame(rows, columns=["position", "token", "value"])
+    return Table.of(frame, Provenance(model=HOSTILE[0], corpus=HOSTILE[3]))
+
+
+@cache
+def graph(*, between: bool = False) -> Any:
+    """The graph of a logit of the tiny model, of one prompt or between two."""
+    w = world("gpt2")
+    options: dict[str, Any] = {"counterfactual": w.other[:1]} if between else {}
+    return tlg.trace_logit(w.model, w.ids[:1], w.targets[0][0], **options)
+
+
+@cache
+def page(name: str) -> Any:
+    """One page of each kind, whose texts are hostile wherever a user's text may stand."""
+    texts = list(HOSTILE)
+    hurt = dataclasses.replace(graph(), texts=tuple(HOSTILE[: len(graph().texts)]))
+    views = {
+        "split": lambda: render.split(synthetic(2, len(texts), texts=texts), title=texts[0]),
+        "heads": lambda: render.heads(hostile_table("heads"), title=texts[0]),
+        "graph": lambda: render.graph_page(hurt),
+        "tokens": lambda: render.token_attribution(hostile_table("tokens"), title=texts[0]),
+        "attention": lambda: render.attention_heads(synthetic(2, len(texts), texts=texts)),
+        "induction": lambda: render.induction(hurt),
+    }
+    return views[name]()
+
+
+PAGES = ("split", "heads", "graph", "tokens", "attention", "induction")
+each_page = pytest.mark.parametrize("name", PAGES)
+
+
+# ---- what pages add up to
+
+
+def test_the_panels_of_a_split_add_up_and_constants_stand_apart() -> None:
+    split = synthetic(2, 9)
+    part = payload(render.split(split))["parts"][0]
+    values, names = unpacked(part), part["names"]
+    assert names[:4] == ["position", "content", "token", "mixed"]
+    assert names[4:] == ["constants (bias-bias)", "total", "pattern"]
+    np.testing.assert_allclose(values[:, :5].sum(1), values[:, 5], atol=2e-2)
+    allowed = split.allowed.numpy()
+    assert (np.isnan(values) == ~allowed[:, None]).all()
+    wanted = split.terms["bias", "bias"][0].double().numpy()
+    np.testing.assert_allclose(values[:, 4][allowed], wanted[allowed], atol=1e-2)
+    for group, terms in groups_of(list(split.terms)).items():
+        assert all(("pos" in term) == (group in ("position", "mixed")) for term in terms)
+
+
+def test_centred_panels_have_rows_of_mean_zero() -> None:
+    values = unpacked(payload(render.split(synthetic(1, 9), centered=True))["parts"][0])
+    raw = unpacked(payload(render.split(synthetic(1, 9)))["parts"][0])
+    assert abs(np.nanmean(values[:, :-1], -1)).max() < 1e-2
+    assert abs(np.nanmean(raw[:, :-1], -1)).max() > 0.1
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_the_lists_of_a_graph_add_up(between: bool) -> None:
+    """The edges into a node that a page lists, and what it leaves out, sum to the node."""
+    part = payload(render.graph_page(graph(between=between)))["parts"][1]
+    nodes, edges = part["nodes"], pd.DataFrame(part["edges"])
+    inside = edges if between else edges[edges["type"] == "value"]
+    sums = inside.groupby("target")["value"].sum()
+    scale = max(map(abs, nodes["value"]))
+    assert len(sums) >= 3
+    for node, total in sums.items():
+        assert abs(total - nodes["value"][node]) < 1e-4 * scale
+    assert abs(sums.iloc[0] - nodes["value"][1]) > 1e-3 * scale  # not of any other node
+
+
+def test_a_page_of_a_graph_says_what_wrote_most() -> None:
+    nodes = graph().nodes
+    best = nodes[nodes["kind"] == "head"].iloc[0]
+    title = render.graph_page(graph()).title
+    assert title.startswith(f"{best['component']} at {best['position']} wrote ")
+
+
+def test_too_large_a_page_is_refused_and_a_part_of_it_is_not() -> None:
+    split = synthetic(24, 128)
+    with pytest.raises(GeometryError, match="heads=") as refused:
+        render.split(split)
+    assert refused.value.what in ("split", "page")
+    assert len(render.split(split, heads=split.heads[:4]).page) < 5_000_000
+
+
+# ---- pages by themselves
+
+
+@each_page
+def test_where_frames_are_forbidden_a_sentence_stands(name: str) -> None:
+    left = without_frames(page(name).html())
+    assert "trusted notebook" in left
+    assert "<script" not in left
+    assert 'sandbox="allow-scripts"' in page(name).html()
+
+
+def test_one_script_makes_all_pages() -> None:
+    scripts = {page(name).scripts[0] for name in ("split", "heads", "graph", "tokens")}
+    assert len(scripts) == 1
+    assert scripts <= set(page("attention").scripts)
+    policy = re.search(r"script-src ([^\"]*)\"", page("split").page)
+    assert policy
+    assert policy[1] == scripts.pop()
+
+
+@nightly
+@each_page
+def test_hostile_text_stays_text(name: str, browser: Browser, tmp_path: Path) -> None:
+    view = page(name)
+    with browser.open(view.save(tmp_path / "page.html")) as tab:
+        tab.wait("document.body.dataset.drawn")
+        tab.assert_harmless()
+        shown = tab.evaluate("document.body.innerText")
+        assert "onerror" in shown
+    if name in ("split", "heads"):
+        check_escapes_matter(browser, view)
+
+
+@nightly
+@each_page
+@pytest.mark.parametrize("dark", [False, True])
+def test_pages_fit_a_narrow_window_in_light_and_dark(
+    name: str, dark: bool, browser: Browser, tmp_path: Path
+) -> None:
+    check_beside_itself(browser, page(name), dark=dark)
+    with browser.open(page(name).save(tmp_path / "page.html"), dark=dark, width=400) as tab:
+        tab.wait("document.body.dataset.drawn")
+        assert tab.evaluate(FITS)
+        paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(15, 18, 22)" if dark else "rgb(255, 255, 255)")
+
+
+@nightly
+def test_moving_over_a_cell_reads_it(browser: Browser, tmp_path: Path) -> None:
+    """Head, query and key are named, every panel has its number there, and the groups their
+    share; a choice of another head shows its numbers."""
+    split = synthetic(2, 8)
+    view = render.split(split)
+    values = unpacked(payload(view)["parts"][0])
+    read = "[...document.querySelectorAll('.bar b')].map(b => +b.dataset.value)"
+    with browser.open(view.save(tmp_path / "page.html"), height=1200) as tab:
+        tab.wait("document.body.dataset.drawn")
+        box = tab.evaluate(
+            "(r => [r.x, r.y, r.width])(document.querySelector('canvas').getBoundingClientRect())"
+        )
+        tab.hover(box[0] + box[2] * 2.5 / 8, box[1] + box[2] * 5.5 / 8)
+        where = tab.evaluate("document.querySelector('.where').textContent")
+        assert re.fullmatch(r"L0H0 · query 5 “.t5” · key 2 “.t2”", where)
+        np.testing.assert_allclose(tab.evaluate(read), values[0, :, 5, 2], rtol=1e-5)
+        assert "This score is made of" in tab.evaluate("document.body.innerText")
+        tab.evaluate(
+            "(s => { s.value = 1; s.dispatchEvent(new Event('change')); })"
+            "(document.querySelector('select'))"
+        )
+        np.testing.assert_allclose(tab.evaluate(read), values[1, :, 5, 2], rtol=1e-5)
+        tab.assert_harmless()
+
+
+@nightly
+def test_a_click_on_an_edge_goes_to_its_node(browser: Browser, tmp_path: Path) -> None:
+    said = "[...document.querySelectorAll('h2')].at(-1).textContent"
+    with browser.open(render.graph_page(graph()).save(tmp_path / "page.html")) as tab:
+        tab.wait("document.body.dataset.drawn")
+        before = tab.evaluate(said)
+        name = tab.evaluate(
+            "(b => { b.click(); return b.title; })(document.querySelector('.bar button'))"
+        )
+        assert tab.evaluate(said).startswith(name)
+        assert before != tab.evaluate(said)
+        assert tab.evaluate("document.querySelectorAll('.node[aria-pressed=true]').length") == 1
+        tab.assert_harmless()
+
+
+# ---- figures
+
+
+def anova() -> Any:
+    return tlg.decompose_activations(torch.randn(4, 12, 16, 8)).anova()
+
+
+def test_a_figure_is_drawn_into_the_users_axes() -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    view = render.variance_shares(anova(), ax=axis)
+    assert view.figure is axis.figure
+    assert len(axis.lines) == 3
+    with pytest.raises(GeometryError, match="panel"):
+        render.variance_shares(anova(), control=anova(), ax=axis)
+
+
+def test_a_figure_is_the_same_in_every_form_and_run(tmp_path: Path) -> None:
+    table = anova()
+    first, second = render.variance_shares(table), render.variance_shares(table)
+    assert first.svg() == second.svg()
+    for form, starts in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        assert first.save(tmp_path / f"x.{form}").read_bytes().startswith(starts)
+    assert "prefers-color-scheme:dark" in first.html()
+    assert b"position" in first.svg()  # text stays text
+
+
+def test_a_table_of_ones_own_is_drawn_like_a_result() -> None:
+    table = anova()
+    mine = render.variance_shares(table.to_dataframe())
+    assert mine.title == render.variance_shares(table).title
+    assert mine.source == ""
+    with pytest.raises(GeometryError, match="ctx"):
+        render.variance_shares(table.to_dataframe().drop(columns="ctx"))
+
+
+def test_parts_have_one_colour_each() -> None:
+    named = ("position", "content", "token", "mixed", "resid", "constants")
+    assert len({figure.PARTS[name] for name in named}) == len(named)
+    assert figure.PARTS["pos"] == figure.PARTS["position"]
+    signs = {figure.POSITIVE, figure.NEGATIVE}
+    assert not signs & set(figure.PARTS.values())
+
+
+def test_plot_finds_the_view_of_a_result() -> None:
+    w = world("gpt2")
+    assert tlg.plot(w.split).title == render.split(w.split).title
+    assert tlg.plot(graph()).title == render.graph_page(graph()).title
+    assert tlg.plot(graph().tokens()).title == render.token_attribution(graph().tokens()).title
+    assert tlg.plot(w.sweep).title == render.head_shares(w.sweep).title
+    with pytest.raises(GeometryError, match="view"):
+        tlg.plot(Table.of(pd.DataFrame({"a": [1.0]}), Provenance()))
+
+
+def test_names_of_views_load_no_drawing_library() -> None:
+    code = (
+        "import sys, tl_geometry.render as r; r.split, r.heads, r.spirals, r.plot; "
+        "print([m for m in ('matplotlib', 'plotly', 'circuitsvis') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout.replace("'", '"')) == []

@@ -1,0 +1,550 @@
+"""W = V L V^T + D from factors against brute force, exact and drawn nulls, readouts and probes by
+numpy, the same numbers in every loading."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tl_geometry as tlg
+from tests.lib.models import HAS_HOOKED, hf_model, loadable, tiny, tokens
+from tl_geometry.base.errors import GeometryError, UnsupportedModelError
+from tl_geometry.models import from_hf
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.weights import bilinear, readout, vocabulary
+from tl_geometry.weights.bilinear import Factors
+from tl_geometry.weights.geometry import familywise_p
+from tl_geometry.weights.low_rank_diagonal import fit_low_rank_diagonal
+from tl_geometry.zoo.embedded_model import tokenizer
+
+SEEDS = st.integers(0, 10_000)
+fast = settings(deadline=None, max_examples=15)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def basis(size: int, k: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(normal(size, k, seed=seed)).Q
+
+
+def random_factors(*, heads: int = 3, size: int = 12, width: int = 4, seed: int = 0) -> Factors:
+    left, right = (normal(heads, size, width, seed=seed + i) for i in (0, 1))
+    return Factors(left, right + 0.3)
+
+
+def dense(factors: Factors) -> Tensor:
+    return factors.left @ factors.right.mT
+
+
+def without_diagonal(matrix: Tensor) -> Tensor:
+    return matrix - torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1))
+
+
+def from_dense(matrix: Tensor) -> Factors:
+    return Factors(matrix, torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix).contiguous())
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ---- low rank plus diagonal
+
+
+@given(SEEDS, st.integers(1, 5))
+@fast
+def test_quantities_of_the_factors_equal_those_of_the_dense_matrix(seed: int, k: int) -> None:
+    f, V, U = random_factors(seed=seed), basis(12, 5, seed), basis(12, 6, seed + 1)
+    eye, W = torch.eye(12, dtype=torch.float64), dense(f)
+    close(f.diagonal, W.diagonal(dim1=-2, dim2=-1))
+    close(f.energy, W.square().sum((-2, -1)))
+    q_left, q_right = bilinear.complete(V, eye), bilinear.complete(U, eye)
+    close(q_left.mT @ q_left, eye)
+    close(q_left[:, :5], V)
+    W_o = without_diagonal(W)
+    close(f.off_diagonal_energy, W_o.square().sum((-2, -1)))
+    rotated = q_left.mT @ W_o @ q_right
+    s = bilinear.structure(f, V, U, k=k)
+    close(s["block"], rotated[:, :5, :6])
+    close(s["mean"], rotated.mean((-2, -1)))
+    close(s["std"], torch.from_numpy(rotated.numpy().std((-2, -1))))
+    close(s["threshold"], math.sqrt(2 * math.log(144)) * s["std"])
+    close(s["highest"], rotated[:, :5, :6].amax((-2, -1)))
+    close(s["lowest"], rotated[:, :5, :6].amin((-2, -1)))
+    above = rotated.abs() > s["threshold"][:, None, None]
+    assert s["above_threshold"].tolist() == above[:, :k, :k].sum((-2, -1)).tolist()
+    share = rotated[:, :k, :k].square().sum((-2, -1)) / W_o.square().sum((-2, -1))
+    close(s["concentration"], share)
+
+
+@given(SEEDS, st.booleans())
+@fast
+def test_fit_equals_brute_force_least_squares(seed: int, two_sided: bool) -> None:
+    size, k = 9, 2
+    f, V = random_factors(size=size, seed=seed), basis(size, k, seed)
+    U = basis(size, 3, seed + 3) if two_sided else V
+    fit = fit_low_rank_diagonal(f, V, U if two_sided else None)
+    columns = [np.outer(V[:, a], U[:, b]).ravel() for a in range(k) for b in range(U.shape[1])]
+    columns += [np.diag(np.eye(size)[i]).ravel() for i in range(size)]
+    # the diagonal is the less determined the nearer a coordinate axis comes to the subspaces
+    tolerance = 1e-12 / float(1 - (V.square().sum(-1) * U.square().sum(-1)).sqrt().max()) + 1e-11
+    for h, W in enumerate(dense(f).numpy()):
+        solution, *_ = np.linalg.lstsq(np.stack(columns, 1), W.ravel(), rcond=None)
+        n = k * U.shape[1]
+        close(fit.L[h].flatten(), torch.from_numpy(solution[:n]), tolerance)
+        close(fit.delta[h], torch.from_numpy(solution[n:]), tolerance)
+        rest = W.ravel() - np.stack(columns, 1) @ solution
+        assert float(fit.r2_joint[h]) == pytest.approx(1 - (rest**2).sum() / (W**2).sum())
+    assert bool((fit.r2_joint >= torch.maximum(fit.r2_diagonal, fit.r2_low_rank) - 1e-12).all())
+    more = [fit_low_rank_diagonal(f, basis(size, 5, seed)[:, :j]).r2_joint for j in range(1, 6)]
+    assert bool((torch.stack(more).diff(dim=0) > -1e-10).all())
+
+
+def test_planted_noise_is_what_remains_and_symmetry_is_told() -> None:
+    size, k, noise = 200, 5, 0.05
+    V, L, d = basis(size, k), 4 * normal(8, k, k, seed=1), normal(8, size, seed=2)
+    noisy = V @ L @ V.mT + torch.diag_embed(d) + noise * normal(8, size, size, seed=3)
+    expected = 1 - (size**2 - size - k**2) * noise**2 / noisy.square().sum((-2, -1))
+    close(fit_low_rank_diagonal(from_dense(noisy), V).r2_joint, expected, 4e-3)
+    skew = torch.tensor([[0.0, 1, 2], [-1, 0, 3], [-2, -3, 0]]).double()
+    parts = torch.stack([skew, skew + skew.mT + torch.eye(3), skew + 2 * torch.eye(3)])
+    W = basis(20, 3)
+    fit = fit_low_rank_diagonal(from_dense(W @ parts @ W.mT), W)
+    close(fit.symmetric, torch.tensor([0, 1, 12 / 40]).double(), 1e-8)
+
+
+def test_a_coordinate_axis_inside_the_subspace_gives_the_minimum_norm_fit_and_a_flag() -> None:
+    V = torch.zeros(9, 2, dtype=torch.float64)
+    V[4, 0] = 1
+    V[[0, 1], 1] = 0.5**0.5
+    f = random_factors(size=9)
+    fit = fit_low_rank_diagonal(f, V)
+    assert bool(fit.singular)
+    close(fit.delta[:, 4], torch.zeros(3).double())  # the axis' diagonal cell is L's to explain
+    rest = dense(f) - torch.diag_embed(fit.delta) - V @ fit.L @ V.mT
+    close(rest.diagonal(dim1=-2, dim2=-1), torch.zeros(3, 9).double())
+    close(V.mT @ rest @ V, torch.zeros(3, 2, 2).double())
+    assert not bool(fit_low_rank_diagonal(f, basis(9, 2)).singular)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_null_of_random_subspaces_is_exact(centered: bool) -> None:
+    centring = torch.eye(7).double() - 1 / 7
+    around = centring if centered else torch.eye(7).double()
+    f = from_dense(around @ (normal(2, 7, 7, seed=4) + 2 * torch.eye(7).double()) @ around)
+    pair = normal(2, 40_000, 7, 2, seed=5)
+    left, right = torch.linalg.qr(pair - centered * pair.mean(2, keepdim=True)).Q
+    for off_diagonal, W in [(True, without_diagonal(dense(f))), (False, dense(f))]:
+        for one_basis, other in ((True, left), (False, right)):
+            blocks = left.mT.unsqueeze(1) @ W @ other.unsqueeze(1)
+            shares = blocks.square().sum((-2, -1)) / W.square().sum((-2, -1))
+            error = 5 * shares.std(0) / len(left) ** 0.5
+            options: dict[str, Any] = {"off_diagonal": off_diagonal, "one_basis": one_basis}
+            null = bilinear.haar_null(f, 2, centered=centered, **options)
+            assert bool(((shares.mean(0) - null).abs() < error).all())
+            wrong = bilinear.haar_null(f, 2, centered=not centered, **options)
+            if centered:
+                assert not bool(((shares.mean(0) - wrong).abs() < error).any())
+            elif one_basis and not off_diagonal:  # (k / d)^2 is not it
+                assert not bool((((2 / 7) ** 2 - shares.mean(0)).abs() < error).any())
+
+
+def test_matrices_without_an_off_diagonal_part_or_at_all() -> None:
+    zero, V = Factors(torch.zeros(1, 8, 2).double(), torch.zeros(1, 8, 2).double()), basis(8, 2)
+    s, fit = bilinear.structure(zero, V, k=2), fit_low_rank_diagonal(zero, V)
+    for value in (s["concentration"], fit.r2_joint, bilinear.haar_null(zero, 2)):
+        assert bool(value.isnan().all())
+    assert int(s["above_threshold"]) == 0
+    only = from_dense(torch.diag(torch.arange(1.0, 9)).double()[None])
+    assert bool(bilinear.structure(only, V, k=2)["concentration"].isnan().all())
+    assert float(fit_low_rank_diagonal(only, V).r2_diagonal) == pytest.approx(1)
+    with pytest.raises(GeometryError, match="k: expected 1 to 2 columns, got 5"):
+        bilinear.structure(random_factors(size=8), V, k=5)
+
+
+# ---- of a model
+
+
+def basis_of(model: Any) -> tlg.PositionContext:
+    return tlg.decompose(model, tokens(24, 16), keep=32, progress=False)
+
+
+def factors_at(view: Any, layer: int, matrix: str, **options: Any) -> Factors:
+    ((_, factors),) = vocabulary.factors_of(view, [layer], matrix, **options)
+    return factors
+
+
+LOADINGS = [("bridge", False), ("bridge", True)]
+HOOKED = [("hooked", False), ("hooked", True)] if HAS_HOOKED else []
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bloom", "bert", "qwen3", "gemma3"])
+def test_every_loading_gives_the_same_canonical_numbers(architecture: str) -> None:
+    # a HookedTransformer of BLOOM cannot run shorter inputs after longer ones
+    more = HOOKED if architecture in ("gpt2", "llama") else []
+    models = [tiny(kind, architecture, processed) for kind, processed in [*LOADINGS, *more]]
+    bases = [basis_of(model) for model in models]
+    shares = ("concentration", "null", "r2_low_rank", "r2_diagonal", "r2_joint", "symmetric")
+    for matrix in ("QK", "OV"):
+        first, *others = (tlg.weight_geometry(m, b, matrix) for m, b in zip(models, bases))
+        size = float(first.diagonal.abs().max())
+        for g in others:
+            for a, b in ((g.diagonal, first.diagonal), (g.delta, first.delta)):
+                assert float((a - b).abs().max()) < 1e-6 * size
+            for name in (*shares, "noise_null"):
+                close(g[name], first[name], 1e-5)
+            # single directions are only as stable as the gaps of the basis
+            close(g.block.abs(), first.block.abs(), 1e-4)
+        read, *others = (tlg.token_readout(m, matrix=matrix, features=2, k=4) for m in models)
+        for r in others:
+            close(r.values, read.values, 1e-6)
+            assert [row[6:] for row in r.rows()] == [row[6:] for row in read.rows()]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+def test_the_score_is_the_bilinear_form_of_the_factors_at_every_offset(architecture: str) -> None:
+    view, seen = tlg.view(tiny("bridge", architecture)), {}
+    view.run_layers(tokens(1, 16), [1], lambda layer: seen.update({layer.layer: layer}))
+    s = seen[1]
+    for offset in (0, 5) if view.position == "rotary" else (0,):
+        f = factors_at(view, 1, "QK", offsets=(offset,))
+        x, i, j = remove_mean(s.h, s.norm.norm_type)[0].double(), 9, 9 - offset
+        ours = torch.einsum("d,hde,hfe,f->h", x[i], f.left, f.right, x[j])
+        q, k = s.project_q(s.h)[0, i].double(), s.project_k(s.h)[0, j].double()
+        scale = (s.q_scale[0, i] * s.k_scale[0, j]).double()
+        close(scale * ours, s.scale * (q * k).sum(-1), 1e-4)
+    if architecture == "llama":
+        apart = [dense(factors_at(view, 0, "QK", offsets=(o,))) for o in range(1, 5)]
+        mean = dense(factors_at(view, 0, "QK", offsets=(1, 2, 3, 4)))
+        close(mean, torch.stack(apart).mean(0), 1e-6)
+        assert not torch.allclose(apart[0], apart[2], atol=1e-2)
+
+
+def test_a_geometry_is_a_table_with_matrices_and_survives_a_file(tmp_path: Any) -> None:
+    model = tiny("bridge", "gpt2")
+    g = tlg.weight_geometry(model, basis_of(model), "OV", layers=1, rank=4)
+    assert g.df[["layer", "k", "rank"]].to_numpy().tolist() == [[1, 4, 14]] * 4  # 15 positions
+    assert g.L.shape == (4, 4, 4)
+    again = type(g).load(g.save(tmp_path / "g.safetensors"))
+    close(again.L, g.L)
+    assert (again.heads, again.cells, again.provenance) == (g.heads, g.cells, g.provenance)
+    assert g.head("L1H2") == 2
+    with pytest.raises(GeometryError, match="a head of layers"):
+        g.head((0, 1))
+    W = without_diagonal(dense(factors_at(tlg.view(model), 1, "OV")))
+    centring = torch.eye(32).double() - 1 / 32  # positional directions have one dimension less
+    reachable = (centring @ W @ centring).square().sum((1, 2)) / W.square().sum((1, 2))
+    close(g["null"], 16 / 31**2 * reachable)
+    short = tlg.decompose(model, tokens(12, 10), states=[0], progress=False)
+    wide = tlg.weight_geometry(model, short, layers=0)
+    k = int(wide["k"][0])
+    assert k < 20
+    assert wide.L.shape == (4, 20, 20)
+    assert not wide.L[:, k:].any()
+    assert wide.L[:, :k, :k].all()
+
+
+def test_a_geometry_refuses_what_it_cannot_use() -> None:
+    model = tiny("bridge", "gpt2")
+    partial = tlg.decompose(model, tokens(24, 16), states=[0, 1], progress=False)
+    tlg.weight_geometry(model, partial)
+    with pytest.raises(GeometryError, match=r"basis: expected states \[0, 1, 2\], got states"):
+        tlg.weight_geometry(model, partial, "OV")
+    with pytest.raises(GeometryError, match="basis: expected the model it was computed from"):
+        tlg.weight_geometry(tiny("bridge", "opt"), partial)
+    same = tlg.decompose_activations(torch.ones(1, 3, 4, 32).expand(3, -1, -1, -1))
+    with pytest.raises(GeometryError, match="basis: expected positional vectors that differ"):
+        tlg.weight_geometry(model, same)
+
+
+# ---- drawn nulls
+
+CONTEXTS, POSITIONS, D = 32, 24, 32
+
+
+def states(seed: int, *, position: float = 0.0, shared: float = 0.0) -> Tensor:
+    """Slowly varying states (AR 0.9 along the window); position moves them along what W_QK of L0H1
+    reads, and (``shared``) they vary most along it, wherever they stand."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(2, CONTEXTS, POSITIONS, D, generator=g).double()
+    for t in range(1, POSITIONS):
+        noise[:, :, t] = 0.9 * noise[:, :, t - 1] + 0.19**0.5 * noise[:, :, t]
+    W = dense(factors_at(tlg.view(tiny("bridge", "gpt2")), 0, "QK"))[1]
+    values, vectors = torch.linalg.eigh((W + W.mT) / 2)
+    V = vectors[:, values.abs().argsort(descending=True)[:3]]
+    curve = torch.randn(POSITIONS, 3, generator=torch.Generator().manual_seed(1)).double()
+    return noise + shared * (noise @ V) @ V.T + position * curve @ V.T
+
+
+def geometry(h: Tensor, **options: Any) -> Any:
+    basis = tlg.decompose_activations(h)
+    return tlg.weight_geometry(tiny("bridge", "gpt2"), basis, rank=3, **options)
+
+
+def rolled(h: Tensor, seed: int) -> Tensor:
+    """Each window shifted cyclically by an offset of its own: no position, all else as it was."""
+    offsets = torch.randint(
+        h.shape[2], (h.shape[1],), generator=torch.Generator().manual_seed(seed)
+    )
+    return torch.stack([x.roll(int(o), 1) for x, o in zip(h.unbind(1), offsets, strict=True)], 1)
+
+
+def test_position_along_what_a_head_reads_is_found_and_goes_with_position() -> None:
+    h = states(1, position=1.5)
+    real, gone, none = geometry(h), geometry(rolled(h, 2)), geometry(states(0, shared=3.0))
+    row = real.head("L0H1")
+    assert float(real["p"][row]) == 1 / 20
+    assert float(real["concentration"][row]) > float(real["noise_high"][row])
+    assert float(real["reliability"][row]) > 0.5
+    assert float(gone["p"][row]) > 0.05
+    # states that vary most where a head reads are no evidence, although random subspaces hold less
+    assert float(none["p"][row]) > 0.05
+    assert float(none["lift"][row]) > 3
+
+
+def test_what_all_contexts_share_at_a_position_cancels_in_the_null() -> None:
+    plain, strong = geometry(states(3)), geometry(states(3, position=10.0))
+    close(strong["noise_null"], plain["noise_null"], 1e-5)
+    assert bool((strong["concentration"] > 2 * plain["concentration"]).any())
+
+
+def test_draws_are_those_of_a_seed_whichever_layers_are_asked_for() -> None:
+    h = states(4)
+    both, alone, other = geometry(h), geometry(h, layers=1), geometry(h, seed=1)
+    for name in ("noise_null", "noise_high"):
+        assert torch.equal(both[name][4:], alone[name])
+        assert not torch.allclose(both[name], other[name])
+    for contexts, groups, known in ((10, 8, True), (9, 8, False), (20, 3, False)):
+        basis = tlg.decompose_activations(h[:, :contexts], groups=groups)
+        found = tlg.weight_geometry(tiny("bridge", "gpt2"), basis, rank=3)
+        assert bool(found["p"].isfinite().all()) == known
+        assert any("no null of position" in f for f in found.provenance.flags) != known
+
+
+@pytest.mark.slow
+def test_the_p_value_is_uniform_without_position() -> None:
+    """Size at nominal 5% over states that vary most where L0H1 reads; the twin takes the exact
+    expectation of random subspaces for its null, and is nearly always refused."""
+    hits = twin = 0
+    for seed in range(40):
+        found = geometry(states(100 + seed, shared=3.0), layers=0)
+        hits, twin = hits + bool((found["p"] <= 0.05).any()), twin + float(found["lift"].max() > 2)
+    assert hits / 40 < 0.15
+    assert twin / 40 > 0.8
+    assert familywise_p(torch.tensor([2.0, 1.0]), torch.ones(2, 19))[0] == 0.05
+
+
+# ---- readouts
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("matrix", ["QK", "OV"])
+def test_both_sides_of_a_readout_and_its_table_by_numpy(matrix: str, raw: bool) -> None:
+    view, heads, k = tlg.view(tiny("bridge", "gpt2")), [(0, 1), (1, 3)], 4
+    r = tlg.token_readout(view, matrix=matrix, heads=heads[::-1], features=3, k=k, raw=raw)
+    assert r.heads == tuple(heads)
+    final, E, table = view.final_norm(), plain(view.embed()), iter(r.rows())
+    assert final is not None
+    for i, (layer, head) in enumerate(heads):
+        w, norm = view.weights(layer), view.attention_norm(layer)
+        W = {n: plain(getattr(w, f"W_{n}")[head]) for n in "QKVO"}
+        reads, writes = unit_variance(E, norm.eps), plain(view.unembed()).T
+        if raw:
+            reads = reads * plain(norm.gain) + plain(norm.bias)
+        else:
+            W |= {n: centred(W[n].T * plain(norm.gain)).T for n in "QKV"} | {"O": centred(W["O"])}
+            writes = centred(writes * plain(final.gain))
+            writes = writes - writes.mean(0)
+        product = W["V"] @ W["O"] if matrix == "OV" else W["Q"] @ W["K"].T / 8**0.5
+        U, S, Vt = np.linalg.svd(product)
+        assert np.allclose(r.values[i], S[:8], rtol=1e-5)
+        shares = np.cumsum(S[:8]) / S[:8].sum()
+        assert np.allclose(r.coverage[i], shares, rtol=1e-5)
+        for feature in range(3):
+            right = (writes if matrix == "OV" else reads) @ Vt[feature]
+            sign = 1 if right.max() >= -right.min() else -1
+            texts: list[str] = []
+            for side, scores in ((r.left, reads @ U[:, feature]), (r.right, right)):
+                order = np.argsort(sign * scores)
+                ends = (order[::-1][:k], order[:k])
+                assert side.ids[3 * i + feature].tolist() == [end.tolist() for end in ends]
+                found = side.scores[3 * i + feature]
+                assert np.allclose(found, [sign * scores[end] for end in ends], rtol=1e-3)
+                texts += [" ".join(f"<{t}>" for t in end) for end in ends]
+            value, share = float(r.values[i, feature]), pytest.approx(shares[feature])
+            assert next(table) == (layer, head, feature, value, share, False, *texts)
+    sides = ("queries", "keys") if matrix == "QK" else ("reads", "writes")
+    assert r.names[6:] == tuple(f"{side}{end}" for side in sides for end in ("", "_opposite"))
+
+
+def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
+    vectors, rows = normal(2, 3, 5), normal(31, 5, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readout, "SCORES", 6 * 4)  # four tokens at a time
+        e = readout.extremes(vectors, rows, 7)
+        ties = readout.extremes(torch.ones(1), torch.tensor([[1.0], [2.0], [1.0], [2.0], [1.0]]), 5)
+    scores = vectors @ rows.mT
+    close(e.scores[..., 0, :], scores.sort(descending=True).values[..., :7])
+    close(e.scores[..., 1, :], scores.sort().values[..., :7])
+    close(scores.unsqueeze(-2).expand(2, 3, 2, 31).gather(-1, e.ids), e.scores)
+    assert ties.ids.tolist() == [[1, 3, 0, 2, 4], [0, 2, 4, 1, 3]]
+
+
+def test_directions_that_are_not_unique_are_marked() -> None:
+    hf = hf_model("gpt2", n_layer=1)
+    with torch.no_grad():  # W_V W_O of every head is a multiple of a projection
+        hf.transformer.h[0].attn.c_attn.weight[:, 64:] = torch.eye(32)
+        hf.transformer.h[0].attn.c_proj.weight.copy_(torch.eye(32))
+    model = from_hf(hf, None, name="projections")
+    r = tlg.token_readout(model, matrix="OV", features=4, raw=True)
+    assert all(r.column("degenerate"))
+    assert not any(tlg.token_readout(tiny("bridge", "gpt2"), features=4).column("degenerate"))
+    close(r.coverage, (torch.arange(1, 9) / 8).expand(4, 8).double(), 1e-6)
+
+
+def test_writes_are_read_where_the_logits_are() -> None:
+    """Adding a written direction to the last state moves the logits in the order of the readout."""
+    view = tlg.view(tiny("bridge", "gpt2"))
+    rows, norm, U = vocabulary.output_rows(view), view.final_norm(), view.unembed().detach()
+    assert norm is not None
+    u = remove_mean(torch.randn(32, generator=torch.Generator().manual_seed(0)))
+    logits = norm.gain.detach() * norm.normalize(1e4 * u) @ U
+    centred_logits = logits - logits.mean()
+    assert float(torch.corrcoef(torch.stack([rows @ u, centred_logits]))[0, 1]) > 1 - 1e-5
+    close(vocabulary.output_rows(view, raw=True), U.mT)
+
+
+# ---- probes
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A GPT-2 with the tokenizer of the embedded model, whose output head is its embedding."""
+    return from_hf(hf_model("gpt2", n_layer=7, vocab_size=2048), tokenizer(), name="probed")
+
+
+def plain(x: Any) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def centred(x: np.ndarray) -> np.ndarray:
+    return x - x.mean(-1, keepdims=True)
+
+
+def unit_variance(x: np.ndarray, eps: float) -> np.ndarray:
+    return centred(x) / np.sqrt((centred(x) ** 2).mean(-1, keepdims=True) + eps)
+
+
+def listed(ids: Any) -> str:
+    return " ".join(map(str, ids))
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_the_noun_probe_by_numpy(model: Any, biases: bool) -> None:
+    view, nouns = tlg.view(model), ["map", "several tokens", "class"]
+    table = tlg.weights.noun_probe(view, nouns, biases=biases, k=3)
+    assert table.provenance.flags == ("several tokens, left out: several tokens",)
+    assert table.provenance.preset == ("exact" if biases else "paper")
+    E, final, rows = plain(view.embed()), view.final_norm(), iter(table.df.to_dict("records"))
+    assert final is not None
+    for layer in (0, 3, 6):
+        w, norm = view.weights(layer), view.attention_norm(layer)
+        W = {n: plain(getattr(w, n)) for n in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_V", "b_O")}
+        x = unit_variance(E, norm.eps) * plain(norm.gain) + plain(norm.bias)
+        for noun in ("map", "class"):
+            (i,) = view.encode(noun)
+            written: list[np.ndarray] = []
+            for head in [*range(view.n_heads), "all"]:
+                row, keys = next(rows), ""
+                if head == "all":
+                    u = np.sum(written, 0)
+                else:
+                    q = x[i] @ W["W_Q"][head] + biases * W["b_Q"][head]
+                    keys = listed(np.argsort(-(x @ W["W_K"][head]) @ q)[:3])
+                    u = centred((x[i] @ W["W_V"][head] + W["b_V"][head]) @ W["W_O"][head])
+                    written.append(u)
+                y = unit_variance(E[i] + u + W["b_O"], final.eps)
+                logits = (y * plain(final.gain) + plain(final.bias)) @ plain(view.unembed())
+                assert [row[n] for n in ("layer", "head", "noun")] == [layer, head, noun]
+                assert (row["key_ids"], row["value_ids"]) == (keys, listed(np.argsort(-logits)[:3]))
+                assert row["norm"] == pytest.approx(np.linalg.norm(u), rel=1e-4)
+    assert next(rows, None) is None
+    assert set(tlg.weights.noun_probe(view, "map", layers=3).column("noun")) == {"map"}
+    with pytest.raises(GeometryError, match="nouns: expected at least one noun of a single token"):
+        tlg.weights.noun_probe(view, ["several tokens"])
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_every_bias_direction_by_numpy(model: Any, trained: bool) -> None:
+    """Values are read where the logits are, or in the embedding of a model without a head."""
+    view = dataclasses.replace(tlg.view(model), head_trained=trained)
+    final = view.final_norm()
+    assert final is not None
+    table = tlg.weights.bias_readout(view, heads=[(5, 3), (1, 0)], k=4)
+    E, rows = plain(view.embed()), iter(table.df.to_dict("records"))
+    writes = E * plain(final.gain) if trained else E
+    for layer, head in [(1, 0), (5, 3)]:
+        w, norm = view.weights(layer), view.attention_norm(layer)
+        W = {n: plain(getattr(w, f"W_{n}")[head]) for n in "QKVO"}
+        gain, shift = plain(norm.gain), plain(norm.bias)
+        b = {n: plain(getattr(w, f"b_{n}")[head]) + shift @ W[n] for n in "QKV"}
+        vectors = [gain * (W["Q"] @ b["K"]), gain * (W["K"] @ b["Q"]), b["V"] @ W["O"]]
+        reads = unit_variance(E, norm.eps)
+        for i, (vector, found) in enumerate(zip(vectors, (reads, reads, writes), strict=True)):
+            order, row = np.argsort(found @ centred(vector)).tolist(), next(rows)
+            name = ("query", "key", "value")[i]
+            assert (row["layer"], row["head"], row["bias"]) == (layer, head, name)
+            assert (row["top_ids"], row["bottom_ids"]) == (listed(order[:-5:-1]), listed(order[:4]))
+            assert row["length"] == pytest.approx(np.linalg.norm(centred(vector)), rel=1e-4)
+    assert next(rows, None) is None
+    remark = "output head not trained: values are read in the embedding"
+    assert (remark in table.provenance.flags) == (not trained)
+    if not trained:
+        with pytest.raises(UnsupportedModelError, match="expected a trained output head"):
+            tlg.weights.noun_probe(view)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [("qwen3", "QK-norm"), ("gemma2", "a norm after attention"), ("olmo2", "QK-norm")],
+)
+def test_probes_refuse_heads_that_are_not_plain(architecture: str, reason: str) -> None:
+    for loaded in loadable(architecture):
+        model = tiny(loaded[0], architecture, loaded[1])
+        for call in (lambda m: tlg.weights.noun_probe(m, ["map"]), tlg.weights.bias_readout):
+            with pytest.raises(UnsupportedModelError, match=f"got {reason}.* in layer 0"):
+                call(model)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_table_of_embedding_distances_by_numpy(architecture: str) -> None:
+    model = tiny("bridge", architecture)
+    E = plain(tlg.view(model).embed())
+    around = centred(E) if architecture == "gpt2" else E
+    target = around / np.sqrt((around**2).mean(-1, keepdims=True) + 1e-5)
+    mean_norm = np.linalg.norm(E, axis=1).mean()
+    scale, numbers = 32**0.5 / mean_norm, []
+    for rows in (E, E - E.mean(0), scale * E, scale * (E - E.mean(0))):
+        distance = np.linalg.norm(rows - target, axis=1)
+        lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(target, axis=1)
+        cosine = 1 - (rows * target).sum(1) / lengths
+        row = [f(x) for x in (distance, cosine) for f in (np.mean, lambda x: x.std(ddof=1))]
+        numbers.append([*row, mean_norm, 32**0.5 - mean_norm])
+    frame = tlg.weights.embedding_distance_table(model).df
+    assert list(frame["matrix"]) == ["original", "centred", "scaled", "centred, scaled"]
+    assert np.allclose(frame.drop(columns="matrix"), numbers, rtol=1e-6)
+    empty = copy.deepcopy(tiny("bridge", "gpt2"))
+    empty.original_model.get_input_embeddings().weight.detach().zero_()
+    with pytest.raises(GeometryError, match="embeddings: expected rows that are not all zero"):
+        tlg.weights.embedding_distance_table(empty)

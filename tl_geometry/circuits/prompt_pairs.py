@@ -1,0 +1,113 @@
+"""Which prompts are compared with which counterfactuals, and what is measured on them? Edge scores
+and pruned runs ask here. A pair has equal numbers of tokens; pairs of several lengths go through
+the model by length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_geometry.base.checks import describe, whole
+from tl_geometry.base.errors import fail, require
+from tl_geometry.base.results import Provenance, hash_tokens
+from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.runner import Runner
+from tl_geometry.corpus.prompt_sets import Prompts
+from tl_geometry.models.batches import batch_of
+from tl_geometry.models.model_view import ModelView
+
+BATCH_BYTES = 2**30
+"""Bytes of the writes that are held for one batch of pairs."""
+UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
+"""A number for each prompt of a batch, from the batch's logits."""
+
+
+def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
+    """Prompts with their counterfactuals, and without a ``metric`` with the tokens that are
+    compared: by default the most likely one after each run of a pair."""
+    expected, instead = "a counterfactual for each prompt", "counterfactual="
+    missing = prompts.counterfactual_ids is None
+    require(not missing, "prompts", expected=expected, got="none", instead=instead)
+    prompts = dataclasses.replace(prompts, rows=torch.arange(len(prompts)))
+    if metric is not None:
+        require(callable(metric), "metric", expected="a function of logits", got=describe(metric))
+        one, what = prompts.answers is None, "metric, answer"
+        require(one, what, expected="one of them", got="both")
+        return prompts
+    if prompts.answers is None:
+        answers, others = (torch.empty(len(prompts), dtype=torch.int64) for _ in range(2))
+        for group in prompts.groups():
+            assert group.counterfactuals is not None
+            size = batch_of(None, group.tokens.shape[1], view.device)
+            for into, tokens in ((answers, group.tokens), (others, group.counterfactuals)):
+                logits = [view.logits(part, position=-1)[:, 0] for part in tokens.split(size)]
+                into[group.rows] = torch.cat(logits).argmax(-1).cpu()
+        prompts = dataclasses.replace(prompts, answers=answers, others=others)
+    if prompts.others is not None and prompts.answers is not None:
+        same = (prompts.answers == prompts.others).nonzero()[:, 0].tolist()
+        if same:
+            text = view.decode([int(prompts.answers[same[0]])])[0]
+            fail(
+                f"answer, other of prompt pair {same[0]}",
+                expected="two different tokens",
+                got=f"{text!r} twice",
+                instead="answer=[(answer, other), ...]",
+            )
+    return prompts
+
+
+def batches(
+    view: ModelView, layout: EdgeLayout, pairs: Prompts, batch_size: int | None
+) -> Iterator[tuple[Runner, Prompts]]:
+    """Pairs of one length, as many as fit, with the runner for that length."""
+    size = whole(1 if batch_size is None else batch_size)
+    if size is None or size < 1:
+        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size))
+    for group in pairs.groups():
+        length = group.tokens.shape[1]
+        # in half precision too numbers are float32 here
+        needed = len(layout.writers) * length * layout.d_model * max(4, view.dtype.itemsize)
+        step = max(1, BATCH_BYTES // (2 * needed)) if batch_size is None else size
+        runner = Runner.of(view, group.tokens[:1])
+        for start in range(0, len(group), step):
+            yield runner, group[start : start + step]
+
+
+def measured(
+    batch: Prompts, metric: UserMetric | None, logits: Float[Tensor, "batch position d_vocab"]
+) -> Float[Tensor, " batch"]:
+    """The metric of a batch from its logits (at the last position alone, without one of the
+    user's)."""
+    if metric is None:
+        assert batch.answers is not None
+        last = logits[:, -1]
+        ids = [x.to(last.device) for x in (batch.answers, batch.others) if x is not None]
+        chosen = [last.gather(1, x.unsqueeze(1))[:, 0] for x in ids]
+        return chosen[0] - chosen[1] if len(chosen) == 2 else chosen[0]
+    values: Any = metric(logits)
+    got = tuple(values.shape) if isinstance(values, Tensor) else repr(values)
+    expected = f"one number for each of {len(logits)} prompts of a batch"
+    require(got == (len(logits),), "metric", expected=expected, got=got)
+    finite = bool(torch.isfinite(values).all())
+    require(finite, "metric", expected="finite numbers", got=values.tolist())
+    return values
+
+
+def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
+    """What a result on these pairs was computed from."""
+    tokens = pairs.token_hash
+    for row in pairs.counterfactual_ids or ():
+        tokens = hash_tokens(row.unsqueeze(0), tokens)
+    about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
+    about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}
+    return view.provenance(**about, **fields)
+
+
+def places(metric: UserMetric | None) -> slice:
+    """Where logits are needed."""
+    return slice(-1, None) if metric is None else slice(None)
