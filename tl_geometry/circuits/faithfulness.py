@@ -39,7 +39,7 @@ from tl_geometry.circuits.prompt_pairs import (
     places,
     provenance_of_pairs,
 )
-from tl_geometry.circuits.runner import Reads, Runner, Stream
+from tl_geometry.circuits.runner import Reads, Runner, Shared, Stream
 from tl_geometry.corpus.prompt_inputs import as_prompts
 from tl_geometry.corpus.prompt_sets import Prompts
 from tl_geometry.models.model_like import ModelLike
@@ -308,7 +308,7 @@ def _random_sets(
     return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
 
 
-class Pruned:
+class Pruned(Shared):
     """Each reader gets the counterfactual's stream, plus (running - counterfactual) of the writers
     that are kept for it. ``readers`` are those of the block that runs."""
 
@@ -318,8 +318,8 @@ class Pruned:
         counterfactual: Float[Tensor, "batch writer position d_model"],
         kept: Bool[Tensor, "row writer"],
     ) -> None:
+        super().__init__(torch.zeros_like(first))
         self.counterfactual, self.kept = counterfactual, kept.to(first)
-        self.total = torch.zeros_like(first)
         self.differences = torch.empty_like(counterfactual)
         self.written = 0
         self.readers = LayerReaders(*[slice(0)] * 4)

@@ -325,7 +325,7 @@ def dot(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Float[Tensor, "..."
     return (a.double() * b.double()).sum(-1)
 
 
-def _difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
+def _difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "half ..."]:
     """The first half of a batch less the second."""
     first, second = x.chunk(2)
     return first - second
