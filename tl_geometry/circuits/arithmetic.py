@@ -186,7 +186,7 @@ class Frozen(Live):
     def again(self, last: int) -> Frozen:
         """The maps of the ``last`` norms and activations once more, in their order."""
         other = Frozen(follow=self.follow)
-        other._queue = self._kept[-last:]
+        other._queue = self._kept[len(self._kept) - last :]
         return other
 
     def _keep(self, make: Callable[[], Any]) -> Any:
