@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from einops import einsum
@@ -122,16 +122,17 @@ class Faithfulness(Result):
 
     def _of_set(self, complements: Tensor | None) -> Tensor:
         if complements is None:
-            got, instead = "a curve of rankings", "faithfulness(model, heads_or_edges, ...)"
-            fail("completeness", expected="a chosen set", got=got, instead=instead)
+            self._refuse("completeness", "a chosen set", "a curve of rankings")
         return complements
+
+    def _refuse(self, what: str, expected: str, got: str) -> NoReturn:
+        fail(what, expected=expected, got=got, instead=".f and .cpr, or .f and .completeness")
 
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
         """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
         end adds, where everything is kept and f is 1."""
         if self.complements is not None:
-            got, instead = "a chosen set", ".f and .completeness"
-            fail("CPR and CMD", expected="a curve of rankings", got=got, instead=instead)
+            self._refuse("CPR and CMD", "a curve of rankings", "a chosen set")
         order = self.fractions.argsort()
         at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
         weights = torch.empty_like(self.fractions)
