@@ -279,6 +279,12 @@ def mean_of(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
     return torch.cat([middle, middle])
 
 
+def difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "half ..."]:
+    """The first half of a batch less the second."""
+    first, second = x.chunk(2)
+    return first - second
+
+
 def secant(
     f: Callable[[Tensor], Tensor], x: Float[Tensor, "batch ..."]
 ) -> Float[Tensor, "batch ..."]:

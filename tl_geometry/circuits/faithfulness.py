@@ -30,7 +30,7 @@ from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.circuits.edge_scores import EdgeScores, Writes, largest
+from tl_geometry.circuits.edge_scores import EdgeScores, both_runs, largest
 from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
     batches,
@@ -364,17 +364,12 @@ def metrics_of_batch(
     unit: str,
 ) -> Float[Tensor, "condition batch"]:
     """The metric of the clean run, of the counterfactual's, and of each pruned run."""
-    assert batch.counterfactuals is not None
-    positions = places(metric)
-    clean = runner.verified(batch.tokens, positions=positions)
-    writes = Writes(layout, clean.streams[0])
-    writes.at = 1
-    other = runner.verified(batch.counterfactuals, positions=positions, on_block=writes.of_block(1))
-    writes.tensor[:, 0] = other.streams[0]
-    values = [measured(batch, metric, run.logits) for run in (clean, other)]
+    second = lambda x: x[len(x) // 2 :]  # noqa: E731
+    states, writes, values = both_runs(runner, batch, metric, Live, second)
     for chosen in sets:
-        stream = Pruned(clean.streams[0], writes.tensor, _mask(layout, chosen, unit))
-        values.append(measured(batch, metric, pruned_logits(runner, layout, stream, positions)))
+        stream = Pruned(states.streams[0][: len(batch)], writes, _mask(layout, chosen, unit))
+        logits = pruned_logits(runner, layout, stream, places(metric))
+        values.append(measured(batch, metric, logits))
     return torch.stack(values).double().cpu()
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, fail, require
-from tl_geometry.circuits.arithmetic import Between, Frozen, Live
+from tl_geometry.circuits.arithmetic import Between, Frozen, Live, difference
 from tl_geometry.circuits.logit_graph import CONSTANTS
 from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States, Write
 from tl_geometry.corpus.prompt_sets import Prompts
@@ -120,7 +120,7 @@ class Walk:
 
     def one(self, x: Tensor) -> Tensor:
         """The prompt of a batch of one; between two runs their difference."""
-        return _difference(x)[0] if self.between else x[0]
+        return difference(x)[0] if self.between else x[0]
 
     def both(self, adjoint: Tensor) -> Tensor:
         """A gradient for the batch."""
@@ -210,7 +210,7 @@ class Walk:
         towards = einsum(v.double(), readout.double(), "b j h e, h e -> b h j")
         if not self.between:
             return pattern[0] * towards[0]
-        return pattern.mean(0) * _difference(towards)[0] + _difference(pattern)[0] * towards.mean(0)
+        return pattern.mean(0) * difference(towards)[0] + difference(pattern)[0] * towards.mean(0)
 
     # ---- values
 
@@ -303,9 +303,3 @@ def fewest_carrying(
 def dot(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Dot products over the last axis, summed in float64."""
     return (a.double() * b.double()).sum(-1)
-
-
-def _difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "half ..."]:
-    """The first half of a batch less the second."""
-    first, second = x.chunk(2)
-    return first - second
