@@ -79,7 +79,7 @@ def test_leaves_are_gradients_of_hugging_faces_frozen_code(kind: str, follow: bo
     target = theirs.logits[0, AT, ANSWER] - theirs.logits[0, AT, OTHER]
     target.backward()
     graph = one(kind)
-    assert graph.value == pytest.approx(float(target), abs=WITHIN * size(graph))
+    assert graph.value == pytest.approx(float(target.detach()), abs=WITHIN * size(graph))
     first = theirs.stream[0]
     assert first.grad is not None
     wanted = (first.detach() * first.grad).sum(-1)[0]
@@ -101,7 +101,7 @@ def test_tokens_sum_to_the_logit_and_edges_to_their_node(kind: str, keep: float)
     assert sum(graph.tokens().column("value")) == pytest.approx(graph.value, abs=within)
     assert sum(graph.direct().column("value")) == pytest.approx(graph.value, abs=within)
     nodes, into = values(graph), summed(graph, "target", ("value",))
-    assert len(into) > (20 if keep == 1 else 5)
+    assert len(into) > (20 if keep == 1 else 2)
     assert float((into - nodes[into.index]).abs().max()) < within
     assert nodes["target"] == pytest.approx(graph.value, abs=within)
     if keep == 1:

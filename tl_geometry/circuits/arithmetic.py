@@ -186,7 +186,7 @@ class Frozen(Live):
     def again(self, last: int) -> Frozen:
         """The maps of the ``last`` norms and activations once more, in their order."""
         other = Frozen(follow=self.follow)
-        other._queue = self._kept[-last:]
+        other._queue = self._kept[len(self._kept) - last :]
         return other
 
     def _keep(self, make: Callable[[], Any]) -> Any:
@@ -277,6 +277,12 @@ def mean_of(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
     first, second = x.chunk(2)
     middle = (first + second) / 2
     return torch.cat([middle, middle])
+
+
+def difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "half ..."]:
+    """The first half of a batch less the second."""
+    first, second = x.chunk(2)
+    return first - second
 
 
 def secant(

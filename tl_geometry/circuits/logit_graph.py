@@ -260,7 +260,7 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
         )
     rows = pd.concat(parts, ignore_index=True).groupby(["source", "target", "type", "graph"]).sum()
     wide = rows["value"].unstack("graph")
-    filled = torch.from_numpy(wide.fillna(0.0).to_numpy())
+    filled = torch.tensor(wide.fillna(0.0).to_numpy().copy())
     interval = paired_interval(filled.mT)
     frame = wide.index.to_frame(index=False)
     for name, column in zip(("value", "low", "high"), interval[:3], strict=True):

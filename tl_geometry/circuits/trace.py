@@ -106,8 +106,9 @@ def trace_logit(
     others = asked.counterfactuals
     one = basis is None or others is None
     require(one, "basis, counterfactual", expected="one of them", got="both")
-    walk = Walk.of(view, asked, at, leaf=mlp == "leaf", between=others is not None)
-    leaves, first_constant = walk.leaves()
+    tokens = asked.tokens if others is None else torch.cat([asked.tokens, others])
+    walk = Walk.of(view, asked, tokens, at, leaf=mlp == "leaf")
+    leaves, first_constant = walk.leaves(tokens)
     if basis is not None:
         basis.require_raw("trace_logit")
         leaves = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
