@@ -67,7 +67,7 @@ def axes_of(cls: type) -> dict[str, tuple[str, ...]]:
     annotations: ``Float[Tensor, "head side part"]``.
 
     >>> from tl_geometry.circuits import WriterSweep
-    >>> axes_of(WriterSweep)["numerators"]
+    >>> axes_of(WriterSweep)["cs"]
     ('head', 'side', 'part')
     """
     axes: dict[str, tuple[str, ...]] = {}

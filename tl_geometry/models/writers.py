@@ -177,7 +177,7 @@ class Written:
         """What was written in one context of the batch."""
         return self._each(lambda x: x[row : row + 1])
 
-    def tokens(self, some: slice) -> Written:
+    def tokens(self, some: Int[Tensor, " row"]) -> Written:
         """What was written at the tokens ``some``, counted over all contexts one after another, as
         one context."""
         return self._each(lambda x: x.flatten(0, 1)[some].unsqueeze(0))
