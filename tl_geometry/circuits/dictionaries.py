@@ -49,8 +49,9 @@ class Dictionary:
 
 def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dictionary:
     """A dictionary of the input of block ``layer``: a sparse autoencoder (SAE) as SAELens has it
-    (an object with ``encode``, ``decode`` and ``W_dec``), or a tuple (activations
-    ``[batch position feature]`` of the prompts to be split, decoder ``[feature d_model]``, bias).
+    (an object with ``encode``, ``W_dec`` and ``b_dec``, and a ``decode`` unless that is all it
+    does), or a tuple (activations ``[batch position feature]`` of the prompts to be split, decoder
+    ``[feature d_model]``, bias).
 
     With ``model``, an autoencoder's own account of where it was trained is compared with it.
 
@@ -77,8 +78,8 @@ def dictionary(source: Any, layer: int, model: ModelLike | None = None) -> Dicti
         # a caller may go on writing into the tensors that it gave
         activations, decoder, bias = (x.detach().clone() for x in source)
         return Dictionary(layer, decoder, lambda h: (activations.to(h), bias.to(h)), given=True)
-    missing = [name for name in ("encode", "decode", "W_dec") if not hasattr(source, name)]
-    expected, instead = "an object with encode, decode, W_dec", "(activations, decoder, bias)"
+    missing = [name for name in ("encode", "W_dec", "b_dec") if not hasattr(source, name)]
+    expected, instead = "an object with encode, W_dec, b_dec", "(activations, decoder, bias)"
     got = f"{type(source).__name__} without {', '.join(missing)}"
     require(not missing, "dictionary", expected=expected, got=got, instead=instead)
     _check_account(source, layer, model)
@@ -100,7 +101,8 @@ def _read(source: Any, decoder: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         activations = torch.where(before > threshold, before, 0)
     # decode forgets the scale of the states after one call: with all features, and with none
     both = torch.stack([activations, torch.zeros_like(activations)])
-    explained, offset = source.decode(both).to(h)
+    decode = getattr(source, "decode", lambda both: both @ source.W_dec + source.b_dec)
+    explained, offset = decode(both).to(h)
     activations, decoder = activations.to(h), decoder.to(h)
     features = activations @ decoder
     size = features.square().sum(-1, keepdim=True)
