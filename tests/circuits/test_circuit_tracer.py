@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 from tests.browser import Browser
 from tests.lib.models import tiny, tokens
 from tl_geometry.circuits.trace import trace_logit
-from tl_geometry.circuits.writer_edges import composition
 from tl_geometry.cli import app
 from tl_geometry.decomposition import decompose
 
@@ -115,19 +114,11 @@ def of_a_basis() -> File:
     return graph(basis=basis)
 
 
-def writers(architecture: str = "llama") -> File:
-    model = tiny("bridge", architecture)
-    found = composition(model, tokens(batch=4, length=12, seed=7), progress=False)
-    return found.to_json(n=200 if architecture == "gpt2" else 60)
-
-
 MADE: dict[str, Callable[[], File]] = {
     "graph": graph,
     "one token": functools.partial(graph, 1),
     "positions": functools.partial(graph, architecture="gpt2", keep=1.0),
     "basis": of_a_basis,
-    "writers": writers,
-    "writers of positions": functools.partial(writers, "gpt2"),
 }
 
 
@@ -163,7 +154,6 @@ def unnamed(file: File, browser: Browser, folder: Path) -> list[str]:
     [
         ("positions", {"pos_embed", "constants"}),
         ("basis", {"mean", "pos", "constants"}),
-        ("writers of positions", {"pos_embed", "constants"}),
     ],
 )
 def test_only_tokens_look_like_tokens(

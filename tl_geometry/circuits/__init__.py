@@ -7,8 +7,7 @@
 - which edges of the live model matter: ``edge_layout``, ``edge_pass``, ``prompt_pairs``,
   ``edge_attribution``, ``pruned_runs``, ``edge_files``;
 - what a head reads: ``writer_sweep`` and ``writer_edges`` (writers; sums of both:
-  ``head_readers``, ``composition_sums``; files: ``composition_files``), ``dictionaries`` and
-  ``features`` (a sparse autoencoder).
+  ``head_readers``), ``dictionaries`` and ``features`` (a sparse autoencoder).
 
 An edge of ``logit_graph`` is a part of a frozen pass: exact for values, first order for queries and
 keys. An edge of ``edge_layout`` is a wire of the live model.

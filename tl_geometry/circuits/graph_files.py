@@ -1,6 +1,6 @@
 """How do other tools read the graph of a logit? As the JSON that the pages of Neuronpedia and
 circuit-tracer draw, or as a graph of ``networkx``. Methods of the graph call this. The records of
-these formats are made here for composition too (:mod:`tl_geometry.circuits.composition_files`).
+these formats are made here.
 
 In Neuronpedia's JSON every node has an integer ``feature``. Pages silently delete nodes that share
 one at the same layer and position, so each head, MLP and rest gets a number of its own: Cantor's
