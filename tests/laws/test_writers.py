@@ -87,6 +87,20 @@ def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> 
     assert all(far(one.cs, found[0].cs) < 5e-5 for one in found)
 
 
+def test_steps_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model's writes are formed a few positions at a time, and not kept."""
+    model, names = tiny("bridge", "gemma2", dtype=torch.float64), ("cs", "gs", "other_gs", "cosine")
+    whole, sweep = composed(model, drop=3), swept(model)
+    monkeypatch.setattr("tl_geometry.circuits.head_readers.KEPT", 0)
+    for size in (1, 2**17):
+        monkeypatch.setattr("tl_geometry.circuits.head_readers.WORKING_SET", size)
+        parts = composed(model, drop=3)
+        for name in names:
+            here, there = getattr(parts, name), getattr(whole, name)
+            assert torch.allclose(here, there, rtol=1e-9, atol=1e-9, equal_nan=True), name
+        assert far(swept(model).cs, sweep.cs) < 1e-9
+
+
 def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() -> None:
     model = tiny("bridge", "gpt2", dtype=torch.float64)
     assert far(swept(model).cs, swept(model, batch_size=1).cs) < 1e-9
@@ -108,7 +122,8 @@ def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     values = [value for _, value in sweep.top("L1H0", len(sweep.parts))]
     assert values == sorted(row.tolist(), reverse=True)
     assert dict(top)["L0H0"] == float(row[sweep.parts.index("L0H0")])
-    assert {r[3] for r in swept(model, prompts, layers=0).rows()} == {"bias", "embed", "constants"}
+    first = {row[3] for row in swept(model, prompts, layers=0).rows()}
+    assert first == {"bias", "embed", "pos_embed", "constants"}
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -136,16 +151,16 @@ def test_chosen_queries_are_rows_of_the_split(architecture: str) -> None:
     split = tlg.split_scores(model, PROMPTS, heads=table.heads, parts="writers")
     allowed = split.allowed[0][queries, 2:]
     n_keys, cap = allowed.sum(-1, keepdim=True), float(split.softcap[0])
-    total = split.total()[..., queries, 2:].double()
+    total = torch.where(allowed, split.total()[..., queries, 2:].double(), 0.0)
     p = (cap * torch.tanh(total / cap) if cap < torch.inf else total).masked_fill(~allowed, -1e30)
-    centred = torch.where(allowed, total - (total * allowed).sum(-1, keepdim=True) / n_keys, 0.0)
+    centred = torch.where(allowed, total - total.sum(-1, keepdim=True) / n_keys, 0.0)
     for weight, shares in ((centred, table.cs), (p.softmax(-1) - allowed / n_keys, table.gs)):
         for part, name in enumerate(split.parts):
             for side in (0, 1):
                 q, k = (
                     x[part] if side == n else x.sum(0) for n, x in enumerate((split.q, split.k))
                 )
-                term = torch.einsum("bihe,bjhe->bhij", q, k)[..., queries, 2:]
+                term = torch.einsum("bihe,bjhe->bhij", q, k)[..., queries, 2:].double()
                 expected = (weight * term).sum((0, 2, 3)) / (weight * centred).sum((0, 2, 3))
                 assert far(shares[:, side, table.parts.index(name)], expected) < 2e-4
     pooled, named = composed(model, drop=1), composed(model, queries=range(1, 14), drop=1)
@@ -155,6 +170,7 @@ def test_chosen_queries_are_rows_of_the_split(architecture: str) -> None:
 # ---- nulls and intervals
 
 
+@torch.no_grad()
 def test_another_context_is_another_context() -> None:
     """The null from other prompts is what a split of swapped writers would give, and a writer of
     position is its own null."""

@@ -131,26 +131,19 @@ def _check_account(source: Any, layer: int, model: ModelLike | None) -> None:
 
     named, view = setting("architecture"), None if model is None else as_view(model)
     architecture = str(named() if callable(named) else named)
-    normalization = str(setting("normalize_activations"))
     kwargs = setting("model_from_pretrained_kwargs") or {}
     centred = bool(kwargs.get("center_writing_weights", False))
-    same = view is None or view.norm != "LN" or centred == view.processed
-    others = other_states(setting, layer)
+    other_model = view is not None and view.norm == "LN" and centred != view.processed
+    foreign = any(word in architecture for word in FOREIGN)
+    others, norm = other_states(setting, layer), str(setting("normalize_activations"))
+    trained = f"weights by model_from_pretrained_kwargs={kwargs}, as it was trained"
     facts = (
-        (
-            not any(word in architecture for word in FOREIGN),
-            "an autoencoder whose decoder explains the states that it encodes",
-            repr(architecture),
-        ),
-        (not others, f"the stream before block {layer}", others),
-        (
-            same,
-            f"model_from_pretrained_kwargs={kwargs}, as it was trained",
-            f"a model whose writing weights are {'not ' * centred}centred",
-        ),
-        (normalization not in OUTSIDE, "normalize_activations folded in", normalization),
+        (foreign, "a decoder of the states that are encoded", architecture),
+        (others, f"the stream before block {layer}", others),
+        (other_model, trained, f"writing weights that are {'not ' * centred}centred"),
+        (norm in OUTSIDE, "normalize_activations folded into the weights", norm),
     )
     what, instead = f"dictionary {type(source).__name__}", "(activations, decoder, bias)"
     error = UnsupportedModelError
-    for fits, expected, got in facts:
-        require(fits, what, expected=expected, got=got, instead=instead, error=error)
+    for wrong, expected, got in facts:
+        require(not wrong, what, expected=expected, got=got, instead=instead, error=error)

@@ -268,15 +268,9 @@ class _FeatureSums:
             named = torch.stack([code[best] // self.count, code[best] % self.count], -1)
             pairs[h, : len(best)], shares[:, h, : len(best)] = named, self.sums[:, best]
         pair_cs, pair_gs = shares / total.unsqueeze(-1)
-        return {
-            "feature_ids": ids,
-            "cs": cs,
-            "gs": gs,
-            "pairs": pairs,
-            "pair_cs": pair_cs,
-            "pair_gs": pair_gs,
-            "unexplained": float(self.energy[0] / self.energy[1]),
-        }
+        found = {"feature_ids": ids, "cs": cs, "gs": gs, "pairs": pairs}
+        found |= {"pair_cs": pair_cs, "pair_gs": pair_gs}
+        return found | {"unexplained": float(self.energy[0] / self.energy[1])}
 
 
 def _turned(

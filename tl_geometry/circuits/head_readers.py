@@ -27,6 +27,7 @@ import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base.linalg import transposed, unit_roundoff
 from tl_geometry.models.layer_view import LayerView
@@ -44,8 +45,9 @@ WORKING_SET = 2**25
 for the allocator to use the same memory again (larger blocks come from the system, which clears
 them)."""
 KEPT = 2**28
-"""Bytes of writes that one batch may hold from layer to layer: a quarter of what a batch of it
-takes otherwise (:func:`tl_geometry.circuits.writer_sweep.contexts_at_once`)."""
+"""Bytes of writes as vectors that one batch may hold from layer to layer. To form them anew for
+each layer takes d_head / (4 heads) times the multiplications of what is read of them: 1.8 in
+SmolLM2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,20 +162,21 @@ def _in_steps(
 def numerators(
     reads: Sequence[Reads], written: Written, grain: str = "writers", *, others: bool = False
 ) -> Float[Tensor, "sample weight side batch head part"]:
-    """``sum_i w_a[i] . (matrix cotangents[i])`` of each writer, side and head. Sample 0 is what was
-    written; with ``others`` sample 1 is what was written in the context before it in the batch."""
-    heads, parts = reads[0].matrix.shape[1], len(written.names(grain))
-    kinds = sum(len(r.cotangents) for r in reads)
-    shape = len(written.constants), (1 + others) * kinds, heads, parts
-    sums = torch.zeros(shape, dtype=torch.float64, device=written.constants.device)
+    """``sum_i w_a[i] . (matrix cotangents[i])`` of each writer, side and head; part 0 is the
+    layer's own constants. Sample 0 is what was written; with ``others`` sample 1 is what was
+    written in the context before it in the batch."""
+    heads, constant = reads[0].matrix.shape[1], torch.cat([r.constant for r in reads])
+    shape = len(written.constants), (1 + others) * len(constant), heads
+    sums = constant.new_zeros(*shape, 1 + len(written.names(grain)))
+    sums[:, : len(constant), :, 0] = rearrange(constant, "n b h -> b n h")
     for at, writes in _in_steps(written, grain, shape[1] * heads):
         sides = [
             einsum(r.cotangents[:, :, at], r.matrix, "n b i h e, d h e -> b n h i d") for r in reads
         ]
         # the next context's gradients meet what was written in this one
         sides += [back.roll(-1, 0) for back in sides] if others else []
-        sums += einsum(writes, torch.cat(sides, 1), "p b i d, b n h i d -> b n h p")
-    samples = rearrange(sums, "b (sample n) h p -> sample n b h p", n=kinds)
+        sums[..., 1:] += einsum(writes, torch.cat(sides, 1), "p b i d, b n h i d -> b n h p")
+    samples = rearrange(sums, "b (sample n) h p -> sample n b h p", n=len(constant))
     return torch.stack([by_side(sample, len(reads)) for sample in samples])
 
 
@@ -192,13 +195,14 @@ def random_numerators(
     directions: tuple[Float[Tensor, "sample d_model"], Float[Tensor, "sample d_model"]],
 ) -> Float[Tensor, "weight side sample head part"]:
     """``sum_i (u . w_a[i]) (v . (matrix cotangents[i]))`` for pairs (u, v) of directions of writes
-    and reads. These are two projections; a turned writer would cost as much as the writer did."""
+    and reads; part 0, the layer's constants, is 0. These are two projections; a turned writer would
+    cost as much as the writer did."""
     wrote, sides = written.along(directions[0]).stacked(grain), []
     for r in reads:
         matrix = einsum(r.matrix, directions[1].to(r.matrix), "d h e, k d -> k h e")
         read = einsum(r.cotangents, matrix, "n b i h e, k h e -> n k h b i")
         sides.append(einsum(read, wrote, "n k h b i, p b i k -> n k h p").double())
-    return by_side(torch.cat(sides), len(reads))
+    return by_side(pad(torch.cat(sides), (1, 0)), len(reads))
 
 
 def context_products(written: Written, drop: int, grain: str) -> Float[Tensor, "row part"]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum, rearrange
@@ -40,10 +40,11 @@ from tl_geometry.base.results import Result
 from tl_geometry.base.sums import Sums
 from tl_geometry.circuits import head_readers
 from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, by_side
-from tl_geometry.circuits.writer_sweep import contexts_at_once, first_kept
+from tl_geometry.circuits.writer_sweep import first_kept
 from tl_geometry.corpus.sources import TokenSource
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -185,15 +186,11 @@ def composition(
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     order = sorted(chosen, key=lambda head: head[0])
     source = TokenSource.of(view, tokens, prepend_bos=prepend_bos)
-    rows = contexts_at_once(view, source.length, batch_size)
+    rows = batch_of(batch_size, source.length, view.device)
     expected, got = "batches of at least 2 prompts", f"{len(source)} in batches of {rows}"
     require(min(rows, len(source)) > 1, "tokens", expected=expected, got=got)
-    start, at = first_kept(source, drop), None
-    if queries is not None:
-        given = [queries] if isinstance(queries, int | str) else queries
-        at = checks.indices([source.position(q) for q in given], source.length, "queries")
-        expected = f"queries from {start} on"
-        require(min(at) >= start, "queries", expected=expected, got=at, instead="drop=0")
+    start = first_kept(source, drop)
+    at = None if queries is None else _positions(queries, source, start)
     generator = torch.Generator().manual_seed(seed)
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
     borders = torch.tensor(group_borders(len(source), GROUPS)[0])
@@ -237,8 +234,17 @@ def composition(
     )
 
 
-def _joined(layers: Sequence[Float[Tensor, "side head part"]]) -> Float[Tensor, "head side part"]:
-    """All layers as wide as the last, with zeros for writers that come later."""
+def _positions(queries: Any, source: TokenSource, start: int) -> tuple[int, ...]:
+    """Chosen queries as positions."""
+    given = [queries] if isinstance(queries, int | str) else queries
+    at = checks.indices([source.position(q) for q in given], source.length, "queries")
+    expected = f"queries from {start} on"
+    require(min(at) >= start, "queries", expected=expected, got=at, instead="drop=0")
+    return at
+
+
+def _joined(layers: Sequence[Tensor]) -> Float[Tensor, "head side part"]:
+    """All layers ``[side head part]`` as wide as the last, zero for writers that come later."""
     width = layers[-1].shape[-1]
     return torch.cat([pad(x, (0, width - x.shape[-1])).transpose(0, 1) for x in layers])
 
@@ -270,22 +276,18 @@ class _Sums(Sums):
         """The sums of one batch, whose contexts belong to the groups ``group``."""
         several = len(group) > 1  # where a context is alone in its batch, there is no other
         samples = head_readers.numerators(reads, written, grain, others=several)
-        constant, total = (
-            by_side(torch.cat([getattr(r, name) for r in reads]), len(reads))
-            for name in ("constant", "total")
-        )
-        own = torch.cat([constant.unsqueeze(-1), samples[0]], -1)
-        counts, by_group, totals = (
+        total = by_side(torch.cat([r.total for r in reads]), len(reads))
+        counts, own, totals = (
             x.new_zeros(*x.shape[:axis], GROUPS, *x.shape[axis + 1 :]).index_add_(axis, group, x)
-            for axis, x in ((0, torch.ones_like(group)), (2, own), (2, total))
+            for axis, x in ((0, torch.ones_like(group)), (2, samples[0]), (2, total))
         )
         return cls(
             counts=counts,
-            own=by_group,
+            own=own,
             total=totals,
-            other=several * pad(samples[-1].sum(2), (1, 0)),
+            other=several * samples[-1].sum(2),
             other_total=several * total.sum(2),
-            random=pad(head_readers.random_numerators(reads, written, grain, directions), (1, 0)),
+            random=head_readers.random_numerators(reads, written, grain, directions),
         )
 
     def shares(self, d_model: int) -> dict[str, Float[Tensor, "side head part"]]:

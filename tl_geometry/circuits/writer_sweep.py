@@ -41,9 +41,6 @@ from tl_geometry.scores.terms import ALIBI, BIAS
 
 SCORE_SIDES = HEAD_SIDES[:2]
 """Sides of a score that a writer can be read on."""
-HELD = 2**30
-"""Bytes that a batch may hold unless its size is asked for: everything that was written stays until
-the last layer, 0.9 GB for a context of 512 tokens in a model of 7B."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,12 +98,10 @@ class _Sums(Sums):
     def of(cls, layer: LayerView, written: Written, drop: int, grain: str) -> _Sums:
         """The sums of one batch, on the layer's device."""
         sides, alibi, floor = score_reads(layer, drop)
-        constant = torch.stack([side.constant.sum(1) for side in sides], 1).unsqueeze(-1)
-        by_writer = numerators(sides, written, grain)[0].sum(2)
         assert layer.pattern is not None  # a pass by writers has it
         paid = layer.pattern[:, :, drop:, :drop].sum((0, 2, 3), dtype=torch.float64)
         return cls(
-            shares=torch.cat([constant, by_writer], -1),
+            shares=numerators(sides, written, grain)[0].sum(2),
             total=sides[0].total.sum(1),
             alibi=alibi,
             floor=floor,
@@ -157,7 +152,7 @@ def sweep_writers(
     def verify(layer: LayerView, written: Written) -> None:
         _Sums.of(layer, written, start, grain).to("cpu").check(layer)
 
-    rows = contexts_at_once(view, source.length, batch_size)
+    rows = batch_of(batch_size, source.length, view.device)
     stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
     for batch in stream:
         # the sums are checked in the first batch, one context of every batch with the model
@@ -173,17 +168,6 @@ def first_kept(source: TokenWindows, drop: int | None) -> int:
     expected = f"0 to {source.length - 2}, to leave two of {source.length} positions"
     require(0 <= start < source.length - 1, "drop", expected=expected, got=start)
     return start
-
-
-def contexts_at_once(view: ModelView, length: int, batch_size: int | None) -> int:
-    """Contexts of one batch: as many as were asked for, or the default if :data:`HELD` allows it,
-    but two where the default has two."""
-    rows = batch_of(batch_size, length, view.device)
-    width = view.n_heads * view.d_head
-    written = view.n_layers * (width + view.d_model) + 16 * width + 8 * view.d_model
-    numbers = length * (4 * view.n_heads * length + written)
-    fits = max(2, HELD // (numbers * max(4, view.dtype.itemsize)))
-    return min(rows, fits) if batch_size is None else rows
 
 
 def _table(
