@@ -3,7 +3,7 @@ the features of a sparse autoencoder of the block's input, ``x = sum_f a_f d_f +
 with the share of the error first.
 
 A head's scores are bilinear in these parts like in any others, so that shares on the query and the
-key side are those of :mod:`tl_geometry.circuits.writer_sweep`, feature by feature. For pairs of
+key side are those of :mod:`tl_geometry.circuits.head_readers`, feature by feature. For pairs of
 features, ``X_fg[i, j] = scale a_f[i] a_g[j] <q(d_f), k(d_g)>`` is formed for the active ones of
 each cell alone, and the largest of each cell are summed over a corpus.
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
@@ -25,12 +24,13 @@ from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.base.rows import row_center
-from tl_geometry.circuits.dictionaries import Dictionary, check_decoder
-from tl_geometry.circuits.head_readers import Reader
-from tl_geometry.circuits.writer_sweep import SHARES, score_cotangents
+from tl_geometry.circuits.dictionaries import Dictionary
+from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, score_reads
+from tl_geometry.circuits.writer_sweep import first_kept
 from tl_geometry.corpus.sources import as_tokens
-from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
+from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.attention import scores_of
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -77,23 +77,16 @@ class FeatureShares(Result):
         """The error's share first, then the ``most`` largest parts of each head and side, then its
         pairs."""
         table: list[Sequence[object]] = []
-        names = self.parts
         for h, head in enumerate(self.heads):
-            for s, side in enumerate(("query", "key")):
+            for s, side in enumerate(HEAD_SIDES[:2]):
                 sizes = self.gs[h, s].abs().nan_to_num()
-                order = sizes.argsort(descending=True, stable=True).tolist()
-                # part 1 is the error
-                shown = [1, *[p for p in order if p != 1][:most]]
-                table += [
-                    (*head, side, names[p], float(self.cs[h, s, p]), float(self.gs[h, s, p]))
-                    for p in shown
-                ]
-            for (a, b), cs, gs in zip(
-                self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True
-            ):
-                if a < 0:
-                    break
-                table.append((*head, "pair", f"f{a}-f{b}", float(cs), float(gs)))
+                sizes[1] = torch.inf  # the error
+                for p in sizes.argsort(descending=True, stable=True)[: 1 + most].tolist():
+                    shares = float(self.cs[h, s, p]), float(self.gs[h, s, p])
+                    table.append((*head, side, self.parts[p], *shares))
+            pairs = zip(self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True)
+            named = ((f"f{a}-f{b}", float(cs), float(gs)) for (a, b), cs, gs in pairs if a >= 0)
+            table += [(*head, "pair", *pair) for pair in named]
         return table
 
 
@@ -109,14 +102,14 @@ def feature_shares(
     batch_size: int = 4,
     prepend_bos: bool | None = None,
 ) -> FeatureShares:
-    """Shares of every active feature in the scores of heads of the dictionary's block, the error's
-    beside them, and the largest pairs of features.
+    """Shares of every active feature of an SAE in the scores of heads of the dictionary's block,
+    the error's beside them, and the largest pairs of features (QK attribution by features).
 
     ``pairs`` are kept for each head, of the ``per_cell`` largest of each cell; ``drop`` positions
-    are left out (by default a BOS token).
+    are left out (by default a BOS token). Shares have no unit.
 
     Raises ``ReconstructionError`` where an object's own ``decode`` gives something else than its
-    decoder and bias do (an unknown normalisation), ``GeometryError`` for another width.
+    decoder does, ``GeometryError`` for another width.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -129,216 +122,165 @@ def feature_shares(
     (0.0, [[1.0, 1.0]])
     """
     view = as_view(model)
-    rows = as_tokens(view, tokens, prepend_bos=prepend_bos)
+    source = as_tokens(view, tokens, prepend_bos=prepend_bos)
     width, d_model = features.decoder.shape[1], view.d_model
     require(width == d_model, "dictionary", expected=f"a model with d_model {width}", got=d_model)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, features.layer)
-    start = int(rows.has_bos) if drop is None else drop
-    _check_request(features, rows, start, batch_size=batch_size, pairs=pairs, per_cell=per_cell)
-    sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell)
-    stream = CorpusPass(view, as_tokens(view, rows), batch_size)
+    start, rows = first_kept(source, drop), batch_of(batch_size, source.length, view.device)
+    for name, value in {"pairs": pairs, "per_cell": per_cell}.items():
+        require(value >= 0, name, expected="at least 0", got=value)
+    sums = _FeatureSums(features, [h for _, h in chosen], start, per_cell, len(source))
+    stream = CorpusPass(view, source, rows)
     for batch in stream:
-        contexts = slice(stream.contexts, stream.contexts + len(batch))
-        take, sample = partial(sums.add, contexts=contexts), stream.sample()
-        view.run_layers(batch, [features.layer], take, verify=stream.first, **sample)
+        view.run_layers(batch, [features.layer], sums.add, verify=stream.first, **stream.sample())
     return FeatureShares(
-        provenance=view.provenance(rows, window=(start, rows.tokens.shape[1])),
+        provenance=view.provenance(source, window=(start, source.length)),
         heads=chosen,
         drop=start,
         **sums.finished(pairs),
     )
 
 
-def _check_request(features: Dictionary, rows: TokenWindows, start: int, **sizes: int) -> None:
-    """Refuse sizes that leave nothing, and batches of a dictionary that chooses over a batch."""
-    for name, value in sizes.items():
-        least = int(name == "batch_size")
-        require(value >= least, name, expected=f"at least {least}", got=value)
-    # what is stored does not depend on the states that are given
-    stored = len(features.encode(features.bias)) if features.stored else len(rows)
-    expected, got = f"those of {len(rows)} prompts", f"those of {stored}"
-    require(stored == len(rows), "activations", expected=expected, got=got)
-    most, size = rows.tokens.shape[1] - 2, sizes["batch_size"]
-    require(0 <= start <= most, "drop", expected=f"0 to {most}, to leave two positions", got=start)
-    require(
-        size >= len(rows) or not features.over_batch,
-        "batch_size",
-        expected="one batch: this dictionary chooses features over a batch, without a threshold",
-        got=f"{len(rows)} contexts with batch_size={size}",
-        instead=f"batch_size={len(rows)}, or the autoencoder as SAELens saves it",
-    )
-
-
 class _FeatureSums:
     """Sums in progress."""
 
-    def __init__(self, features: Dictionary, heads: list[int], drop: int, per_cell: int) -> None:
+    def __init__(
+        self, features: Dictionary, heads: list[int], drop: int, per_cell: int, contexts: int
+    ) -> None:
         self.features, self.heads, self.drop, self.per_cell = features, heads, drop, per_cell
-        count, double = len(features.decoder), torch.float64
+        self.contexts, self.read = contexts, 0  # of all, and until now
+        self.count = count = len(features.decoder)
         # last axis: bias, error, b_dec, then the features
-        self.shares = torch.zeros(len(SHARES), len(heads), 2, 3 + count, dtype=double)
-        self.total = torch.zeros(len(SHARES), len(heads), dtype=double)
-        self.floor = torch.zeros(len(heads), dtype=double)
+        self.shares = torch.zeros(len(SHARES), 2, len(heads), 3 + count).double()
+        self.total = torch.zeros(len(SHARES), len(heads)).double()
+        self.floor = torch.zeros(len(heads)).double()
         self.seen = torch.zeros(count, dtype=torch.bool)
-        self.pairs = [_PairSums() for _ in heads]
-        self.energy = torch.zeros(2, dtype=double)  # of the error, and of the stream
+        self.energy = torch.zeros(2).double()  # of the error, and of the stream
+        # of each pair of features of a head: (head F + query feature) F + key feature, and its sums
+        self.codes, self.sums = torch.zeros(0, dtype=torch.int64), torch.zeros(len(SHARES), 0)
 
-    def add(self, layer: LayerView, contexts: slice) -> None:
-        """Take in one batch: these ``contexts`` of all."""
-        h, positions = layer.h, slice(self.drop, None)
-        if hasattr(self.features.source, "decode"):
-            check_decoder(self.features, h[:1])
-        activations = self._activations(h, contexts)
-        scale, shift = self.features.scale(h)
-        error = h - self.features.explained(h, activations)
-        self.energy += torch.stack(
-            [error[:, positions].square().sum(), h[:, positions].square().sum()]
-        ).cpu()
-        dense = torch.stack([error, scale * self.features.bias.to(h) + shift])
-        active = _Active.of(activations, scale)
-        self.seen |= (activations != 0).any(0).any(0).cpu()
-        cotangents = score_cotangents(layer, self.drop, self.heads)
-        sides = []
-        for s, (which, side_cotangents) in enumerate(
-            (("q", cotangents.query), ("k", cotangents.key))
-        ):
-            reader = Reader.of(layer, which, side_cotangents, self.heads)
-            projected = einsum(dense, reader.matrix, "p b i d, d h e -> p b i h e")
-            of_dense = einsum(projected, reader.cotangents, "p b i h e, n b i h e -> n h p")
-            self.shares[:, :, s, 0] += reader.constant.sum(1).cpu()
-            self.shares[:, :, s, 1:3] += of_dense.double().cpu()
-            directions = self.features.decoder.to(h)[active.ids]
-            directions = einsum(directions, reader.matrix, "f d, d h e -> f h e")
-            sides.append(_Side(layer, which, self.heads, directions, reader.cotangents))
-            by_feature = sides[-1].numerators(active)
-            self.shares[:, :, s, 3:].index_add_(-1, active.ids.cpu(), by_feature.cpu())
-        self.total += cotangents.total.sum(1).cpu()
-        self.floor += cotangents.floor.cpu()
-        if self.per_cell:
-            self._pairs(layer, active, *sides)
+    def add(self, layer: LayerView) -> None:
+        """Take in one batch."""
+        h, kept = layer.h, slice(self.drop, None)
+        activations, offset = self._activations(h)
+        decoder = self.features.decoder.to(h)
+        error = h - activations @ decoder - offset
+        self.energy += torch.stack([x[:, kept].square().sum() for x in (error, h)]).cpu()
+        active = (activations != 0).flatten(0, 1).any(0)
+        ids, dense = active.nonzero()[:, 0], torch.stack([error, offset.expand_as(h)])
+        sides, _, floor = score_reads(layer, self.drop, self.heads)
+        for s, r in enumerate(sides):
+            projected = einsum(dense, r.matrix, "p b i d, d h e -> p b i h e")
+            of_dense = einsum(projected, r.cotangents, "p b i h e, n b i h e -> n h p")
+            directions = einsum(decoder[ids], r.matrix, "f d, d h e -> f h e")
+            read = einsum(activations[..., ids], r.cotangents, "b i f, n b i h e -> n f h e")
+            of_features = einsum(read, directions, "n f h e, f h e -> n h f")
+            self.shares[:, s, :, 0] += r.constant.sum(1).cpu()
+            self.shares[:, s, :, 1:3] += of_dense.cpu()
+            self.shares[:, s, :, 3:].index_add_(-1, ids.cpu(), of_features.double().cpu())
+        self.total += sides[0].total.sum(1).cpu()
+        self.floor += floor[self.heads].cpu()
+        self.seen |= active.cpu()
+        if self.per_cell and len(ids):
+            self._add_pairs(layer, activations[..., ids], ids, decoder[ids])
 
-    def _activations(self, h: Tensor, contexts: slice) -> Float[Tensor, "batch position feature"]:
-        """Activations of a batch, 0 at the positions that are left out (a BOS token may have more
-        features than all others, and every token is padded to the most that one has)."""
-        encoded = self.features.encode(h)
-        batch = encoded[contexts] if self.features.stored else encoded
-        fits, got = batch.shape[:2] == h.shape[:2], describe(encoded)
-        require(fits, "activations", expected=f"those of {tuple(h.shape[:2])} tokens", got=got)
-        batch = checks.finite(batch, "activations").clone()
-        batch[:, : self.drop] = 0
-        return batch
+    def _activations(self, h: Tensor) -> tuple[Float[Tensor, "batch position feature"], Tensor]:
+        """Activations of a batch and the offset. Activations are 0 at the positions that are left
+        out (a BOS token may have more features than all others, and every token is padded to the
+        most that one has)."""
+        activations, offset = self.features.read(h)
+        given = self.features.given
+        expected, got = (self.contexts if given else len(h), h.shape[1]), describe(activations)
+        fits = activations.shape[:2] == expected
+        require(fits, "activations", expected=f"those of {expected} tokens", got=got)
+        if given:
+            activations = activations[self.read : self.read + len(h)]
+        self.read += len(h)
+        activations = checks.finite(activations, "activations").clone()
+        activations[:, : self.drop] = 0
+        return activations, offset
 
-    def _pairs(self, layer: LayerView, active: _Active, query: _Side, key: _Side) -> None:
-        """The largest pairs of each cell."""
-        start, count = self.drop, len(self.features.decoder)
-        score = scores_of(layer.q[:, :, self.heads], layer.k[:, :, self.heads], layer.scale)
-        score = score if layer.bias is None else score + layer.bias[self.heads]
-        allowed = layer.allowed[start:, start:]
-        score = score[..., start:, start:]
-        centred = row_center(score, allowed)
+    def _add_pairs(
+        self,
+        layer: LayerView,
+        activations: Float[Tensor, "batch position feature"],
+        ids: Int[Tensor, " feature"],
+        decoder: Float[Tensor, "feature d_model"],
+    ) -> None:
+        """The largest pairs of each cell. ``place`` says where the features of each token stand
+        among ``ids``; a token with fewer than the most has products of 0."""
+        allowed, heads, start = layer.allowed[self.drop :, self.drop :], self.heads, self.drop
+        weights = self._weights(layer, allowed)
+        most = int((activations != 0).sum(-1).max())
+        places = activations.abs().topk(most, -1).indices
+        factors = activations.gather(-1, places)
+        q, k = (layer.projected(decoder, which) for which in "qk")
+        step, blocks = max(1, PRODUCTS // (len(allowed) * most**2)), []
+        for at in range(0, len(allowed), step):
+            seen = allowed[at : at + step].any(0).nonzero()[:, 0]
+            blocks.append((slice(at, at + step), slice(int(seen[0]), int(seen[-1]) + 1)))
+        codes, values = [self.codes.to(ids.device)], [self.sums.to(ids.device)]
+        for b, (place, factor) in enumerate(zip(places, factors, strict=True)):
+            found = ids[place[start:]]
+            sides = [
+                _turned(layer, w, directions[place] * factor[..., None, None], b)[heads, :, start:]
+                for w, directions in (("q", q), ("k", k))
+            ]
+            for h, (query, key) in enumerate(zip(*sides, strict=True)):
+                for rows, keys in blocks:
+                    first, second, x = _largest(query[:, rows], key[:, keys], self.per_cell)
+                    code = found[rows, None].expand(-1, x.shape[1], -1).gather(-1, first)
+                    other = found[None, keys].expand(len(x), -1, -1).gather(-1, second)
+                    there = allowed[rows, keys].unsqueeze(-1) & (x != 0)
+                    codes.append(((h * self.count + code) * self.count + other)[there])
+                    cells = weights[:, b, h, rows, keys].unsqueeze(-1)
+                    values.append((x * cells)[:, there].double())
+        # once in a batch, because finding equal pairs is a sort
+        self.codes, place = torch.cat(codes).unique(return_inverse=True)
+        each = torch.cat(values, -1)
+        self.sums = each.new_zeros(len(SHARES), len(self.codes)).index_add_(1, place, each).cpu()
+        self.codes = self.codes.cpu()
+
+    def _weights(
+        self, layer: LayerView, allowed: Tensor
+    ) -> Float[Tensor, "weight batch head query key"]:
+        """What cells count by: row-centred scores, and attention minus uniform."""
+        score = scores_of(*(x[:, self.drop :, self.heads] for x in (layer.q, layer.k)), layer.scale)
+        if layer.bias is not None:
+            score = score + layer.bias[self.heads][:, self.drop :, self.drop :]
         p = masked_softmax(soft_cap(score, layer.softcap), allowed)
         above_uniform = p - allowed / allowed.sum(-1, keepdim=True).clamp(min=1)
-        weight = torch.stack([centred, above_uniform])  # as SHARES
-        length, most = active.place[:, start:].shape[1:]
-        step = max(1, PRODUCTS // (length * most**2))
-        blocks = []
-        for at in range(0, length, step):
-            rows = slice(at, at + step)
-            seen = allowed[rows].any(0).nonzero()[:, 0]
-            keys = slice(int(seen[0]), int(seen[-1]) + 1)
-            blocks.append((rows, keys, allowed[rows, keys]))
-        for b in range(len(score)):
-            ids = active.ids[active.place[b, start:]]
-            q, k = (side.turned(active, b)[..., start:, :] for side in (query, key))
-            for h, pairs in enumerate(self.pairs):
-                for rows, keys, cells in blocks:
-                    first, second, x = _largest(q[h, :, rows], k[h, :, keys], self.per_cell)
-                    code = ids[rows, None].expand(-1, cells.shape[1], -1).gather(-1, first) * count
-                    code = code + ids[None, keys].expand(len(cells), -1, -1).gather(-1, second)
-                    values = x * weight[:, b, h, rows, keys].unsqueeze(-1)
-                    # products are 0 where a token has fewer than ``most`` features
-                    there = cells.unsqueeze(-1) & (x != 0)
-                    pairs.add(code[there], values[:, there])
-        for pairs in self.pairs:
-            pairs.sum_up()
+        return torch.stack([row_center(score, allowed), above_uniform])
 
     def finished(self, most: int) -> dict[str, Any]:
         """Fields of the result."""
         ids = self.seen.nonzero()[:, 0]
         total = torch.where(self.total[0] <= self.floor, torch.nan, self.total)
         pick = torch.cat([torch.arange(3), 3 + ids])
-        shares = self.shares[..., pick] / total[..., None, None]
-        size = min(most, max(len(pairs.code) for pairs in self.pairs))
-        largest = [pairs.largest(size) for pairs in self.pairs]
-        code, values = (torch.stack(each) for each in zip(*largest, strict=True))
-        count = len(self.features.decoder)
-        return {
-            "feature_ids": ids,
-            "cs": shares[0],
-            "gs": shares[1],
-            "pairs": torch.stack([code // count, torch.where(code < 0, -1, code % count)], -1),
-            "pair_cs": values[:, 0] / total[0].unsqueeze(-1),
-            "pair_gs": values[:, 1] / total[1].unsqueeze(-1),
-            "unexplained": float(self.energy[0] / self.energy[1]),
-        }
+        cs, gs = rearrange(self.shares[..., pick], "n s h p -> n h s p") / total[..., None, None]
+        head, code = self.codes // self.count**2, self.codes % self.count**2
+        size = min(most, int(head.bincount().max()) if len(head) else 0)
+        pairs = torch.full((len(self.heads), size, 2), -1)
+        shares = torch.full((len(SHARES), len(self.heads), size), torch.nan).double()
+        for h in range(len(self.heads)):
+            own = (head == h).nonzero()[:, 0]
+            best = own[self.sums[1, own].abs().argsort(descending=True, stable=True)[:size]]
+            named = torch.stack([code[best] // self.count, code[best] % self.count], -1)
+            pairs[h, : len(best)], shares[:, h, : len(best)] = named, self.sums[:, best]
+        pair_cs, pair_gs = shares / total.unsqueeze(-1)
+        found = {"feature_ids": ids, "cs": cs, "gs": gs, "pairs": pairs}
+        found |= {"pair_cs": pair_cs, "pair_gs": pair_gs}
+        return found | {"unexplained": float(self.energy[0] / self.energy[1])}
 
 
-class _Active(NamedTuple):
-    """The active features of a batch: ``ids`` of those that are active somewhere; for each token,
-    where its own stand among them (``place``), and what their directions are multiplied by
-    (``weight``; 0 where a token has fewer)."""
-
-    ids: Int[Tensor, " feature"]
-    place: Int[Tensor, "batch position active"]
-    weight: Float[Tensor, "batch position active"]
-
-    @classmethod
-    def of(cls, activations: Tensor, scale: Tensor) -> _Active:
-        """``scale`` is what decoder and bias are multiplied by for each state."""
-        most = max(1, int((activations != 0).sum(-1).max()))
-        index = activations.abs().topk(most, -1).indices
-        weight = activations.gather(-1, index)
-        ids = index[weight != 0].unique()
-        ids = ids if len(ids) else index.flatten()[:1]
-        place = torch.searchsorted(ids, index).clamp(max=len(ids) - 1)
-        return cls(ids, place, weight * scale)
-
-
-@dataclass(frozen=True, eq=False)
-class _Side:
-    """Queries or keys of features: the decoder's ``directions`` through centring, gain and the
-    projection of the heads, and the ``cotangents`` that they are multiplied by."""
-
-    layer: LayerView
-    which: str
-    heads: list[int]
-    directions: Float[Tensor, "feature head d_head"]
-    cotangents: Float[Tensor, "weight batch position head d_head"]
-
-    def numerators(self, active: _Active) -> Float[Tensor, "weight head feature"]:
-        """Numerators of the shares of each feature."""
-        n, _, _, heads, _ = self.cotangents.shape
-        sums = self.cotangents.new_zeros(n, heads, len(active.ids), dtype=torch.float64)
-        for b, place in enumerate(active.place):
-            cotangents = self.cotangents[:, b]
-            products = einsum(self.directions[place], cotangents, "i f h e, n i h e -> n h i f")
-            products = (products * active.weight[b]).double().flatten(2)
-            sums.index_add_(-1, place.flatten(), products)
-        return sums
-
-    def turned(self, active: _Active, b: int) -> Float[Tensor, "head active position d_head"]:
-        """Queries (with the score scale) or keys of the features of one context, QK-norm, rotation
-        and frozen scale applied."""
-        layer, place = self.layer, active.place[b]
-        weighted = self.directions[place] * active.weight[b][..., None, None]
-        all_heads = weighted.new_zeros(
-            place.shape[1], 1, len(place), layer.q.shape[2], weighted.shape[-1]
-        )
-        all_heads[:, 0, :, self.heads] = rearrange(weighted, "i f h e -> f i h e")
-        frozen = layer.q_scale * layer.scale if self.which == "q" else layer.k_scale
-        rotated = layer.turned(all_heads, self.which)[:, 0, :, self.heads]
-        rotated = rotated * frozen[b][:, self.heads].unsqueeze(-1)
-        return rearrange(rotated, "f i h e -> h f i e").contiguous()
+def _turned(
+    layer: LayerView, which: str, x: Float[Tensor, "position active head d_head"], b: int
+) -> Float[Tensor, "head active position d_head"]:
+    """Queries (with the score scale) or keys of the features of one context, QK-norm, rotation and
+    frozen scale applied."""
+    scale = layer.q_scale * layer.scale if which == "q" else layer.k_scale
+    turned = layer.turned(rearrange(x, "i f h e -> f i h e"), which) * scale[b].unsqueeze(-1)
+    return rearrange(turned, "f i h e -> h f i e").contiguous()
 
 
 def _largest(
@@ -359,32 +301,3 @@ def _largest(
     few = x[first, i[:, None, None], :, j[None, :, None]].flatten(2)
     best = few.abs().topk(min(n, few.shape[-1]), -1).indices
     return first.gather(-1, best // len(k)), best % len(k), few.gather(-1, best)
-
-
-class _PairSums:
-    """Sums over cells for each pair of features; ``code`` is the query feature times the number of
-    features, plus the key feature."""
-
-    def __init__(self) -> None:
-        self.code = torch.zeros(0, dtype=torch.int64)
-        self.values = torch.zeros(2, 0, dtype=torch.float64)
-        self.waiting: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, code: Tensor, values: Tensor) -> None:
-        """Take in the pairs of some cells."""
-        self.waiting.append((code, values))
-
-    def sum_up(self) -> None:
-        """Add what waits: once in a batch, because finding equal pairs is a sort."""
-        code = torch.cat([self.code, *(code.cpu() for code, _ in self.waiting)])
-        each = torch.cat([self.values, *(v.cpu().double() for _, v in self.waiting)], -1)
-        self.waiting = []
-        self.code, place = code.unique(return_inverse=True)
-        self.values = each.new_zeros(2, len(self.code)).index_add_(1, place, each)
-
-    def largest(self, n: int) -> tuple[Int[Tensor, " pair"], Float[Tensor, "2 pair"]]:
-        """The ``n`` pairs with the largest summed gain; -1 and NaN for those that there are not."""
-        best = self.values[1].abs().argsort(descending=True, stable=True)[:n]
-        missing = (0, n - len(best))
-        code = torch.nn.functional.pad(self.code[best], missing, value=-1)
-        return code, torch.nn.functional.pad(self.values[:, best], missing, value=torch.nan)

@@ -2,59 +2,69 @@
 :func:`tl_geometry.composition` gives exact shares on data, what the weights alone suggest, two
 nulls, and intervals over prompts.
 
-On the query and key side shares are those of :mod:`tl_geometry.circuits.writer_sweep`. On the value
-side the output of a head (without its constant write) is linear in the writers,
-``o[i] = sum_j p_ij sum_a v_a[j] W_O``, and the share of writer a is ``sum o_a . o / sum o^2``.
+Shares are those of :mod:`tl_geometry.circuits.head_readers`. Nulls, each a share beside the
+writer's own:
 
-Nulls and intervals are in :mod:`tl_geometry.circuits.composition_sums`.
+- *other*: what the writer wrote in another context at the same position. What depends on position
+  alone is the same in both contexts, and so its own null: the cosine between the two shows it.
+- *random*: the writer turned by a random orthogonal map R, the same at all tokens. The map keeps
+  norms and angles of what it wrote and forgets the direction. With ``M = sum_i w_a[i] G[i]^T``, G
+  what the head reads of the stream, the numerator is ``tr(R M)``. Its square has the mean
+  ``|M|^2 / d_model`` over all R, and ``(u^T M v)^2 / d_model`` has the same mean over standard
+  normal u and v. The null is the root of the mean over ``draws`` pairs (u, v): nothing is turned.
+
+An interval is a delete-group jackknife over the prompts: the share without each of the groups in
+turn. Nothing else is estimated from them, as a share has no basis: one set of sums by group gives
+all of it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from einops import einsum, rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import require
+from tl_geometry.base.errors import choice, require
+from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.composition_sums import (
-    GROUPS,
-    HEAD_SIDES,
-    NULLS,
-    CompositionSums,
-    value_factor_of,
-)
-from tl_geometry.circuits.writer_sweep import SHARES, stream_writers
+from tl_geometry.base.sums import Sums
+from tl_geometry.circuits import head_readers
+from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, by_side
+from tl_geometry.circuits.writer_sweep import first_kept
 from tl_geometry.corpus.sources import as_tokens
-from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.decomposition.groups import group_borders
+from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.norms import remove_mean
+from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.writers import GRAINS, Written, writer_names
+from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
+from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
+GROUPS = 8
+"""Groups of prompts that are left out in turn, as many as a basis has by default."""
 WRITERS = ("all", "heads")
 """Which writers edges start from."""
-NUMBERS = (
-    *("cs", "cs_low", "cs_high", "gs", "gs_low", "gs_high", "weights"),
-    *("other_cs", "other_gs", "random_cs", "random_gs", "cosine"),
-)
-"""Columns of the table; all but the cosine are numbers of one reader, side and writer."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Composition(Result):
-    """Edges from writers to heads: one row for each reader, side and writer.
+    """Edges from writers to heads: one row for each reader, side and writer, the strongest writers
+    of a side first.
 
     On the query and key side ``cs`` and ``gs`` are covariance and gain share of the writer in the
     head's scores; on the value side ``cs`` is its share in the head's output. They sum to one over
@@ -89,67 +99,41 @@ class Composition(Result):
     drop: int
     draws: int
     queries: tuple[int, ...] = ()
+    sides: ClassVar = HEAD_SIDES
+    table_axes = ("head", "side", "part")
+    table_values = (
+        *("cs", "cs_low", "cs_high", "gs", "gs_low", "gs_high", "weights"),
+        *("other_cs", "other_gs", "random_cs", "random_gs", "cosine"),
+    )
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "side", "writer", *NUMBERS)
+    def table_mask(self) -> Tensor:
+        """Only writers that the head reads."""
+        layers = torch.tensor([layer for layer, _ in self.heads])
+        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Readers in order, the strongest writers first; only writers that the head reads."""
-        table: list[Sequence[object]] = []
-        for h, (layer, head) in enumerate(self.heads):
-            for s, side in enumerate(HEAD_SIDES):
-                order = self.cs[h, s].abs().nan_to_num().argsort(descending=True, stable=True)
-                for p in order.tolist():
-                    if self.wrote[p] >= layer:
-                        continue
-                    values = [float(getattr(self, name)[h, s, p]) for name in NUMBERS[:-1]]
-                    cosine = float(self.cosine[p])
-                    table.append((layer, head, side, self.parts[p], *values, cosine))
-        return table
+        """Readers and sides in order, the strongest writers first."""
+        sides = groupby(super().rows(), lambda row: row[:3])
+        return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
 
     def edges(
         self, *, side: str | None = None, share: str = "cs", writers: str = "all", n: int = 20
     ) -> list[tuple[str, str, str, float]]:
         """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
         ``writers="heads"`` leaves embeddings, MLPs and constants out."""
-        heads_only = checks.choice(writers, WRITERS, "writers") == "heads"
-        values = getattr(self, checks.choice(share, SHARES, "share"))
-        sides = HEAD_SIDES if side is None else (checks.choice(side, HEAD_SIDES, "side"),)
-        readers = [checks.head_name(head) for head in self.heads]
-        strongest = [
-            (self.parts[p], readers[h], s, float(values[h, HEAD_SIDES.index(s), p]))
-            for h, (layer, _) in enumerate(self.heads)
-            for s in sides
-            for p in range(1, len(self.parts))
-            if self.wrote[p] < layer and (not heads_only or self.writer_heads[p] >= 0)
+        values = getattr(self, choice(share, SHARES, "share"))
+        wanted = self.table_mask() & values.isfinite()
+        wanted[..., 0] = False  # the reader's own constants
+        if choice(writers, WRITERS, "writers") == "heads":
+            wanted &= torch.tensor(self.writer_heads) >= 0
+        if side is not None:
+            chosen = HEAD_SIDES.index(choice(side, HEAD_SIDES, "side"))
+            wanted[:, torch.arange(len(HEAD_SIDES)) != chosen] = False
+        order = values[wanted].abs().argsort(descending=True, stable=True)[:n]
+        return [
+            (self.parts[p], checks.head_name(self.heads[h]), HEAD_SIDES[s], float(values[h, s, p]))
+            for h, s, p in wanted.nonzero()[order].tolist()
         ]
-        strongest = [edge for edge in strongest if not math.isnan(edge[3])]
-        return sorted(strongest, key=lambda edge: -abs(edge[3]))[:n]
-
-    def place(self, name: str) -> tuple[int, int]:
-        """Block and head of a writer or reader, -1 for none."""
-        readers = {checks.head_name(head): head for head in self.heads}
-        if name in readers:
-            return readers[name]
-        part = self.parts.index(checks.choice(name, self.parts, "name"))
-        return self.wrote[part], self.writer_heads[part]
-
-    def to_json(
-        self, layout: str = "neuronpedia", *, share: str = "cs", writers: str = "all", n: int = 100
-    ) -> dict[str, Any]:
-        """The ``n`` strongest edges in the JSON that Neuronpedia's and circuit-tracer's pages read;
-        see :mod:`tl_geometry.circuits.composition_files`."""
-        from tl_geometry.circuits.composition_files import neuronpedia
-
-        checks.choice(layout, ("neuronpedia",), "layout")
-        return neuronpedia(self, share=share, writers=writers, n=n)
-
-    def to_networkx(self, *, share: str = "cs", writers: str = "all", n: int = 100) -> Any:
-        """The ``n`` strongest edges as a ``networkx.MultiDiGraph``, which
-        ``networkx.write_graphml`` writes as GraphML."""
-        from tl_geometry.circuits.composition_files import networkx_graph
-
-        return networkx_graph(self, share=share, writers=writers, n=n)
 
 
 def composition(
@@ -162,14 +146,15 @@ def composition(
     draws: int = 32,
     drop: int | None = None,
     queries: Sequence[int | str] | int | str | None = None,
-    memory_budget: int = 2**31,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
 ) -> Composition:
     """Which writers each of ``heads`` reads on its query, key and value side, with exact shares on
-    data, the weight-only composition score, and two nulls.
+    data, the weight-only composition score (Elhage et al. 2021), and two nulls.
+
+    Shares have no unit; formulas in :mod:`tl_geometry.circuits.head_readers`.
 
     Args:
         tokens: as :func:`tl_geometry.sweep_heads` takes them, at least two prompts.
@@ -180,14 +165,14 @@ def composition(
             positions count); by default a BOS token.
         queries: positions to count as queries, in place of all: numbers (-1 is the last) or names
             of :func:`tl_geometry.corpus.prompts`.
+        batch_size: contexts of one batch, at least two.
 
     Intervals are over prompts: a jackknife leaves eight groups of neighbouring prompts out in turn
     (blocks of at least 8 prompts where there are four, as neighbours in a text resemble each
-    other). There are none for tokens whose number is not known beforehand, such as an iterable.
+    other).
 
-    Raises ``ReconstructionError`` where the writers do not sum to the stream, ``BudgetError`` where
-    one context does not fit, ``GeometryError`` where no batch has two prompts: each is the null of
-    the other.
+    Raises ``ReconstructionError`` where the writers do not sum to the stream, ``GeometryError``
+    where no batch has two prompts: each is the null of the other.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -197,85 +182,180 @@ def composition(
     [[1.0, 1.0, 1.0]]
     """
     view = as_view(model)
-    checks.choice(parts, GRAINS, "parts")
+    choice(parts, GRAINS, "parts")
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    layers_read = sorted({layer for layer, _ in chosen})
-    by_layer = {l: [head for layer, head in chosen if layer == l] for l in layers_read}
+    order = sorted(chosen, key=lambda head: head[0])
     source = as_tokens(view, tokens, prepend_bos=prepend_bos)
+    rows = batch_of(batch_size, source.length, view.device)
+    expected, got = "batches of at least 2 prompts", f"{len(source)} in batches of {rows}"
+    require(min(rows, len(source)) > 1, "tokens", expected=expected, got=got)
+    start = first_kept(source, drop)
+    at = None if queries is None else _positions(queries, source, start)
     generator = torch.Generator().manual_seed(seed)
     write, read = torch.randn(2, draws, view.d_model, generator=generator).to(view.device)
-    at_queries = _queries(queries, tokens, source.length)
-    factor_of = cache(partial(value_factor_of, view))  # each writer has many readers
-    # an eighth of the budget holds what was written as vectors, half of it a batch
-    keep, last = memory_budget // 8, max(by_layer)
-    # of an iterable, whose length is not known, all prompts are one group: there is no interval
-    borders = group_borders(len(source), GROUPS)[0]
-    sums = {
-        l: CompositionSums(
-            view, l, readers, parts, (write, read), at_queries, factor_of, keep, l == last, borders
-        )
-        for l, readers in by_layer.items()
-    }
+    borders = torch.tensor(group_borders(len(source), GROUPS)[0])
+    readers = {l: [head for layer, head in order if layer == l] for l, _ in order}
+    factor_of = cache(partial(_value_factor, view))  # each writer has many readers
+    sums: dict[int, _Sums] = {}
+    weights: dict[int, Tensor] = {}
+    products = torch.zeros(2, 1).double()
 
-    def on_layer(start: int, layer: LayerView, written: Written) -> None:
-        sums[layer.layer].add(layer, written, start)
+    def on_layer(layer: LayerView, written: Written) -> None:
+        nonlocal products
+        l = layer.layer
+        sides, *_ = head_readers.score_reads(layer, start, readers[l], at)
+        reads = [*sides, head_readers.value_reads(layer, start, readers[l], at)]
+        places = stream.contexts + torch.arange(len(layer.h))
+        group = torch.bucketize(places, borders, right=True).to(layer.h.device)
+        batch = _Sums.of(reads, written, parts, (write, read), group).to("cpu")
+        sums[l] = sums[l] + batch if l in sums else batch
+        if l not in weights:
+            weights[l] = weights_alone(reads, readers[l], layer, written, parts, factor_of)
+        if l == max(readers) and len(group) > 1:  # the last layer has all writers
+            products = products + head_readers.context_products(written, start, parts).cpu()
 
-    start, provenance = stream_writers(
-        view,
-        source,
-        list(by_layer),
-        on_layer,
-        drop=drop,
-        memory_budget=memory_budget // 2,
-        batch_size=batch_size,
-        progress=progress,
-        seed=seed,
-    )
-    has_null = all(s.null_batches for s in sums.values())
-    got = f"{provenance.contexts}, one at a time"
-    require(has_null, "tokens", expected="batches of at least 2 prompts", got=got)
-    names = writer_names(view, last, parts)
-    order = [(l, h) for l, readers in by_layer.items() for h in readers]
+    stream = CorpusPass(view, source, rows, progress=progress, seed=seed)
+    for batch in stream:
+        run_written(view, batch, list(readers), on_layer, verify=False, **stream.sample())
+    names = writer_names(view, max(readers), parts)
+    numbers = [{"weights": weights[l], **sums[l].shares(view.d_model)} for l in readers]
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
-        provenance=provenance,
+        provenance=stream.provenance(start),
         heads=chosen,
         parts=(BIAS, *(w.name for w in names)),
         wrote=(-1, *(w.layer for w in names)),
         writer_heads=(-1, *(w.head for w in names)),
-        cosine=sums[last].cosine(),
+        cosine=pad(products[0] / products[1], (1, 0), value=torch.nan),
         drop=start,
         draws=draws,
-        queries=at_queries or (),
-        **{name: values[pick] for name, values in _numbers(list(sums.values())).items()},
+        queries=at or (),
+        **{name: _joined([x[name] for x in numbers])[pick] for name in numbers[0]},
     )
 
 
-def _numbers(sums: Sequence[CompositionSums]) -> dict[str, Float[Tensor, "head side part"]]:
-    """Shares of all readers with their nulls and bounds, and the scores of the weights alone."""
-    width = max(of_layer.width for of_layer in sums)
-
-    def joined(by_layer: Iterable[Tensor]) -> Float[Tensor, "head side part"]:
-        """All layers as wide as the last, with zeros for writers that come later."""
-        return torch.cat([pad(values, (0, width - values.shape[-1])) for values in by_layer])
-
-    numbers = {"weights": joined(s.weights() for s in sums)}
-    for share in SHARES:
-        numbers[share] = joined(s.share(share) for s in sums)
-        numbers |= {f"{null}_{share}": joined(s.share(share, null) for s in sums) for null in NULLS}
-        lows, highs = zip(*(s.bounds(share) for s in sums), strict=True)
-        numbers |= {f"{share}_low": joined(lows), f"{share}_high": joined(highs)}
-    return numbers
-
-
-def _queries(
-    queries: Sequence[int | str] | int | str | None, tokens: TokensLike, length: int
-) -> tuple[int, ...] | None:
+def _positions(queries: Any, source: TokenSource, start: int) -> tuple[int, ...]:
     """Chosen queries as positions."""
-    if queries is None:
-        return None
-    names = tokens.positions if isinstance(tokens, TokenWindows) else {}
-    # one empty window, for its look-up of numbers and names: a corpus may be no windows
-    rows = TokenWindows(tokens=torch.zeros(1, length).int(), has_bos=False, positions=names)
     given = [queries] if isinstance(queries, int | str) else queries
-    return checks.indices([rows.position(q) for q in given], length, "queries")
+    at = checks.indices([source.position(q) for q in given], source.length, "queries")
+    expected = f"queries from {start} on"
+    require(min(at) >= start, "queries", expected=expected, got=at, instead="drop=0")
+    return at
+
+
+def _joined(layers: Sequence[Tensor]) -> Float[Tensor, "head side part"]:
+    """All layers ``[side head part]`` as wide as the last, zero for writers that come later."""
+    width = layers[-1].shape[-1]
+    return torch.cat([pad(x, (0, width - x.shape[-1])).transpose(0, 1) for x in layers])
+
+
+# ---- sums over prompts
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Sums(Sums):
+    """Sums of the readers of one layer: numerators of the shares (part 0: the reader's constants)
+    and what divides them, by group of prompts; numerators of both nulls."""
+
+    counts: Int[Tensor, " group"]
+    own: Float[Tensor, "weight side group head part"]
+    total: Float[Tensor, "weight side group head"]
+    other: Float[Tensor, "weight side head part"]
+    other_total: Float[Tensor, "weight side head"]
+    random: Float[Tensor, "weight side sample head part"]
+
+    @classmethod
+    def of(
+        cls,
+        reads: Sequence[Reads],
+        written: Written,
+        grain: str,
+        directions: tuple[Tensor, Tensor],
+        group: Int[Tensor, " batch"],
+    ) -> _Sums:
+        """The sums of one batch, whose contexts belong to the groups ``group``."""
+        several = len(group) > 1  # where a context is alone in its batch, there is no other
+        samples = head_readers.numerators(reads, written, grain, others=several)
+        total = by_side(torch.cat([r.total for r in reads]), len(reads))
+        counts, own, totals = (
+            x.new_zeros(*x.shape[:axis], GROUPS, *x.shape[axis + 1 :]).index_add_(axis, group, x)
+            for axis, x in ((0, torch.ones_like(group)), (2, samples[0]), (2, total))
+        )
+        return cls(
+            counts=counts,
+            own=own,
+            total=totals,
+            other=several * samples[-1].sum(2),
+            other_total=several * total.sum(2),
+            random=head_readers.random_numerators(reads, written, grain, directions),
+        )
+
+    def shares(self, d_model: int) -> dict[str, Float[Tensor, "side head part"]]:
+        """Shares on data, of both nulls, and their 95% bounds: a jackknife over blocks of at least
+        8 prompts, or over single groups where there are not four such blocks, NaN for fewer than 10
+        prompts."""
+        total, value = _divisor(self.total.sum(2)), self.own.sum(2)
+        random = (self.random.square().mean(2) / d_model).sqrt()
+        found = {"{}": value / total, "random_{}": random / total}
+        found["other_{}"] = self.other / _divisor(self.other_total)
+        for null in ("random_{}", "other_{}"):
+            found[null][..., 0] = torch.nan  # the reader's constants have no writer
+        found["{}_low"] = found["{}_high"] = torch.full_like(value, torch.nan)
+        blocks = jackknife_blocks(self.counts)
+        if int(self.counts.sum()) >= FEWEST and len(blocks) >= FEWEST_GROUPS:
+            kept, sizes = (~blocks).double(), blocks.double() @ self.counts.double()
+            left_out = torch.tensordot(kept, self.own, ([1], [2]))
+            left_out = left_out / _divisor(torch.tensordot(kept, self.total, ([1], [2])))
+            interval = jackknife_interval(found["{}"], [LeftOut(left_out, sizes)])
+            found |= {"{}_low": interval.low, "{}_high": interval.high}
+        by_share = {name: zip(SHARES, values, strict=True) for name, values in found.items()}
+        return {name.format(n): x for name, values in by_share.items() for n, x in values}
+
+
+def _divisor(total: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch 1"]:
+    """Totals as what divides the shares of all parts: NaN where there is nothing to explain."""
+    return torch.where(total > 0, total, torch.nan).unsqueeze(-1)
+
+
+# ---- weights alone
+
+
+def weights_alone(
+    reads: Sequence[Reads],
+    heads: Sequence[int],
+    layer: LayerView,
+    written: Written,
+    grain: str,
+    factor_of: Callable[[int], Float[Tensor, "head d_head d_head"]],
+) -> Float[Tensor, "side head part"]:
+    """Composition scores of the weights alone (Elhage et al. 2021): the Frobenius norm of the
+    product of two heads' matrices over the product of their norms; NaN for other writers.
+
+    No matrix ``[d_model d_model]`` is formed. Where a product begins with W_V, any R with
+    ``|R X| = |W_V X|`` for all X can stand for it; with ``P = (R W_O^writer) M`` of a reader's side
+    M, and N what the head has on M's other side, ``|P N^T|^2 = <P^T P, N^T N>``.
+    """
+    q, k, v = (r.matrix for r in reads)
+    norm_type, names = layer.norm.norm_type, [w.name for w in written.names(grain)]
+    W_O = remove_mean(layer.attention.weights.W_O[heads], norm_type)
+    scores = q.new_full((len(reads), len(heads), 1 + len(names)), torch.nan)
+    for write in written.heads if grain == "writers" else ():
+        W = factor_of(write.layer).to(q) @ remove_mean(write.W.to(q), norm_type)
+        first = 1 + names.index(f"L{write.layer}H0")
+        for side, (own, far) in enumerate(((q, k), (k, q), (v, rearrange(W_O, "h e d -> d h e")))):
+            gram = einsum(far, far, "d h e, d h f -> h e f")
+            P = einsum(W, own, "w f d, d h e -> h w f e")
+            # rounding may leave less than 0
+            squared = einsum(P @ gram.unsqueeze(1), P, "h w f e, h w f e -> h w").clamp(min=0)
+            reader = einsum(own, gram, own, "d h e, h e f, d h f -> h").sqrt()
+            sizes = reader.unsqueeze(1) * torch.linalg.vector_norm(W, dim=(1, 2))
+            scores[side, :, first : first + len(W)] = squared.sqrt() / sizes
+    return scores.cpu().double()
+
+
+def _value_factor(view: ModelView, layer: int) -> Float[Tensor, "head d_head d_head"]:
+    """R of a QR factorisation of W_V ``[d_model d_head]`` of each head, the gain and the centring
+    of the norm in it: ``|R X| = |W_V X|`` for every X, and W_V need not have full rank."""
+    norm, W_V = view.attention_norm(layer), view.weights(layer).W_V
+    on_stream = norm.centre(W_V.mT * norm.gain.to(W_V))
+    return torch.linalg.qr(upcast(on_stream).mT, mode="r")[1]
