@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
+from tl_geometry.circuits.edge_pass import EdgePass
+from tl_geometry.circuits.prompt_pairs import Metric, PromptPairs
+from tl_geometry.circuits.pruned_runs import _of_batch
 from torch import Tensor
 
 from benchmarks.known_models import TokenPairs
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.edge_pass import EdgePass
-from tl_geometry.circuits.prompt_pairs import Metric, PromptPairs
-from tl_geometry.circuits.pruned_runs import _of_batch
 from tl_geometry.models.reader import as_view
 
 DRAWS = 200

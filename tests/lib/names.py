@@ -181,14 +181,14 @@ NAMES: dict[str, str] = {
     "fit_map": "flow_map",
     "flow_report": "flow_report",
     "FlowReport": "flow_report",
-    "compare_ensembles": "flow_report",
+    "compare_ensembles": "compare_ensembles",
     "truncation_kl": "truncation_kl",
     "TruncationCurve": "truncation_kl",
     "skip_map": "skip_costs",
     "SkipMap": "skip_costs",
     "fit_noise_law": "fit_noise_law",
     "LangevinModel": "LangevinModel",
-    "separability": "papers.sarfati",
+    "separability": "separability",
     "ensembles_apart": "papers.sarfati",
     "true_against_extrapolated": "papers.sarfati",
     # papers
@@ -272,7 +272,7 @@ NAMES: dict[str, str] = {
 }
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = ("Prompts", "plot", "papers.published_split", "papers.factorisation_gap")
+ADDED = ("Prompts", "plot", "directions_needed", "layer_anomalies", "papers.published_split", "papers.factorisation_gap")
 """Names of version 2 that none of version 1 became."""
 
 WITHOUT_ROW: dict[str, str] = {

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 import tl_geometry as tlg
+from tests.lib.subjects.flow import skips
 from tests.lib.worlds import QUIET, World
 from tests.tables.answers import frame
 from tl_geometry import circuits, interventions, render, sphere
+from tl_geometry.flow import fit_noise_law
 
 Numbers = Iterable[Any]
 
@@ -51,8 +53,9 @@ def with_errors(times: float) -> Callable[[Any], Numbers]:
     """The ends of error bars."""
 
     def ends(report: Any) -> Numbers:
-        if hasattr(report, "kl_se"):
-            yield from (report.kl - times * report.kl_se, report.kl + times * report.kl_se)
+        if "kl_se" in getattr(report, "names", ()):
+            kl, error = (torch.tensor(report.column(name)) for name in ("kl", "kl_se"))
+            yield from (kl - times * error, kl + times * error)
             return
         for name, error in report.errors.items():
             yield from (report.values[name] - times * error, report.values[name] + times * error)
@@ -62,9 +65,9 @@ def with_errors(times: float) -> Callable[[Any], Numbers]:
 
 def laws(report: Any) -> Numbers:
     """The fitted laws of noise between all pairs of states."""
-    states = torch.tensor(report.states, dtype=torch.float64)
-    for law in report.laws:
-        fit = report.law(law)
+    states = torch.tensor(sorted({*report.column("start"), *report.column("end")})).double()
+    for law in ("asymptotic", "increment"):
+        fit = fit_noise_law(report, law=law)
         for start in states:
             later = states[states > start]
             yield fit.variance(start.expand_as(later), later).log()
@@ -142,7 +145,7 @@ VIEWS = {
     "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
     "residual_figure": Shown(result=flow, draw=render.residual_figure),
     "skip_figure": Shown(
-        result=lambda w: tlg.skip_map(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
+        result=lambda w: skips(w, pairs=[(0, 1), (1, 2)]),
         draw=render.skip_figure,
     ),
     "truncation_figure": Shown(
