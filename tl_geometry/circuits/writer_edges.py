@@ -234,7 +234,7 @@ def composition(
     )
 
 
-def _positions(queries: Any, source: TokenSource, start: int) -> tuple[int, ...]:
+def _positions(queries: Any, source: TokenWindows, start: int) -> tuple[int, ...]:
     """Chosen queries as positions."""
     given = [queries] if isinstance(queries, int | str) else queries
     at = checks.indices([source.position(q) for q in given], source.length, "queries")

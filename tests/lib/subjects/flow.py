@@ -67,7 +67,9 @@ def report(r: Any) -> Answers:
     isotropy = r.names[r.names.index("variance_cv") : r.names.index("degenerate") + 1]
     found |= {f"isotropy: {name}": r.column(name) for name in isotropy}
     laws = [flow.fit_noise_law(r, law=name) for name in ("asymptotic", "increment")]
-    found |= prefixed("law", {law.law: [law.alpha, law.rate, law.log_alpha, law.r2] for law in laws})
+    found |= prefixed(
+        "law", {law.law: [law.alpha, law.rate, law.log_alpha, law.r2] for law in laws}
+    )
     odd = flow.layer_anomalies(r)
     each = {m: [odd.column(c, measure=m) for c in ("excess", "z")] for m in ANOMALIES}
     return found | prefixed("anomaly", each)
@@ -188,7 +190,7 @@ def _some(w: World) -> torch.Tensor:
     return (w.pilots[:, 1] % 2 == 0).nonzero()[:, 0]
 
 
-def _skips(w: World, seed: int = 0, **options: Any) -> Any:
+def skips(w: World, seed: int = 0, **options: Any) -> Any:
     """Maps of three pairs, fitted on half of the pilots and measured on the others."""
     read = w.pilots[:, :-1]
     train, test = tlg.trajectories(w.model, read, states=range(3), **QUIET).split(seed=seed)
@@ -254,7 +256,7 @@ SUBJECTS = (
     ),
     Subject(
         name="flow_report",
-        covers=("flow_report",),
+        covers=("flow_report", "layer_anomalies"),
         call=lambda w, **o: tlg.flow_report(w.all_states, **o),
         answers=report,
         tolerance={"*kurtosis*": FOURTH, "held out: *": FITTED},
@@ -265,7 +267,7 @@ SUBJECTS = (
     ),
     Subject(
         name="truncation_kl",
-        covers=("truncation_kl",),
+        covers=("truncation_kl", "directions_needed"),
         call=lambda w, **o: tlg.truncation_kl(
             w.model, w.prompts, w.ensemble, **given(o, K=(1, 4, 9), **QUIET)
         ),
@@ -285,7 +287,7 @@ SUBJECTS = (
     Subject(
         name="skip_costs",
         covers=("skip_costs",),
-        call=_skips,
+        call=skips,
         answers=skipped,
         seeds=("*",),
         drawn=("*",),
@@ -320,7 +322,7 @@ SUBJECTS = (
     ),
     Subject(
         name="separability",
-        covers=("papers.sarfati",),
+        covers=("separability", "papers.sarfati"),
         call=lambda w, **o: flow.separability(w.ensemble.X[:, 0], w.ensemble.X[:, 1], **o),
         answers=separated,
         variants={"plain": {}, "paired": {"paired": True}},
@@ -331,7 +333,7 @@ SUBJECTS = (
     ),
     Subject(
         name="compare_ensembles",
-        covers=("flow_report",),
+        covers=("compare_ensembles",),
         call=lambda w: flow.compare_ensembles(
             {"pilots": w.all_states, "some": w.all_states.pick(_some(w))}, k=4
         ),
