@@ -74,7 +74,7 @@ def head_planes(
         caption += f" The curve is the mean of {profile.term} at each offset"
         # a few prompts have no interval
         has_interval = bool(profile.low.isfinite().any())
-        caption += f", with its {profile.level:.0%} interval over prompts." if has_interval else "."
+        caption += ", with its 95% interval over prompts." if has_interval else "."
     draw.legend(figure, axes[:columns])
     title = f"Which wavelengths carry {', '.join(map(head_name, chosen))}?"
     return draw.View(

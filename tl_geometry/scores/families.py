@@ -22,13 +22,8 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.writers import GRAINS, Written, writer_names
 from tl_geometry.scores.terms import ALIBI, BIAS
 
-STREAM_PARTS = (
-    ("pos", "cvec"),
-    ("pos", "ctx", "resid"),
-    ("mean", "pos", "cvec"),
-    ("mean", "pos", "ctx", "resid"),
-)
-"""Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
+STREAM_PARTS = (("pos", "cvec"), ("pos", "ctx", "resid"))
+"""Named splits of the stream; the mean belongs to ``bias``."""
 UserParts = Mapping[
     str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]
 ]
@@ -143,5 +138,5 @@ def family_of(
         names,
         lambda layer, _: stream_parts(basis, names, layer),
         basis.provenance.normalized,
-        mean_in_bias="mean" not in names,
+        mean_in_bias=True,
     )

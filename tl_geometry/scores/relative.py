@@ -193,7 +193,7 @@ def _kernel_of(
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetProfile(Result):
     """Mean of a term at each offset i - j from ``first`` on, with ``low`` and ``high`` the bounds
-    of its ``level`` interval over prompts: what :func:`offset_profile` returns. The basis is taken
+    of its 95% interval over prompts: what :func:`offset_profile` returns. The basis is taken
     as given, so the interval does not cover its sampling error.
 
     In units of the score before any soft cap; NaN where no cell has the offset. ``cells`` counts
@@ -207,7 +207,6 @@ class OffsetProfile(Result):
     low: Float[Tensor, "head offset"]
     high: Float[Tensor, "head offset"]
     cells: Int[Tensor, "head offset"]
-    level: float = 0.95
     table_axes, table_values = ("head", "offset"), ("mean", "low", "high", "cells")
 
     @property
@@ -230,7 +229,6 @@ def offset_profile(
     term: tuple[str, str] | str | None = None,
     *,
     drop: int | None = None,
-    level: float = 0.95,
 ) -> OffsetProfile:
     """Mean of a term of a split (all terms together for ``None``) at each offset, over the allowed
     cells without the first ``drop`` queries and keys, and a t interval over prompts.
@@ -239,7 +237,6 @@ def offset_profile(
     normalised basis of a rotary model without QK-norm it is the kernel, the same in every prompt,
     so that its interval has no width.
     """
-    require(0 < level < 1, "level", expected="between 0 and 1", got=level)
     start = (split.provenance.window or (0, 0))[0] if drop is None else drop
     length = split.k.shape[2]
     require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
@@ -255,7 +252,7 @@ def offset_profile(
     sums = term_matrix.new_zeros(batch, heads, size)
     sums.index_add_(2, index, torch.where(allowed, term_matrix, 0).flatten(2))
     means = sums / torch.where(cells > 0, cells, torch.nan)
-    mean, low, high, _ = paired_interval(means, level=level)
+    mean, low, high, _ = paired_interval(means)
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
     mean, low, high, cells = (x[:, first:].cpu() for x in (mean, low, high, cells))
@@ -269,5 +266,4 @@ def offset_profile(
         low=low,
         high=high,
         cells=cells,
-        level=level,
     )

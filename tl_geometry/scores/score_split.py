@@ -118,11 +118,6 @@ class ScoreSplit(TermResult):
         )
 
     @property
-    def theta(self) -> Float[Tensor, "head plane"]:
-        """Frequencies of the rotary planes, in radians per token."""
-        return self.head_planes.theta
-
-    @property
     def allowed(self) -> Bool[Tensor, "head query key"]:
         """The keys that each query may attend to."""
         return self.allowed_rows()
