@@ -40,7 +40,7 @@ from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 from tl_geometry.scores.values import target_ids
 
-METRICS = ("loss", "difference", "probability")
+METRICS = ("loss", "difference")
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A metric of one's own: one number for each prompt from its logits."""
 Token = int | str
@@ -165,9 +165,8 @@ def effects(
             ``path``, ``surrogate``, sums of them). Those that lack prompts get these, and
             ``counterfactual``.
         metric: the next-token ``"loss"`` (nats, mean over the prompt), the ``"difference"`` of the
-            logits of ``answer`` and ``other`` at ``position``, the ``"probability"`` of ``answer``
-            there, or a function of logits ``[batch position d_vocab]`` that gives a number for each
-            prompt.
+            logits of ``answer`` and ``other`` at ``position``, or a function of logits
+            ``[batch position d_vocab]`` that gives a number for each prompt.
         answer, other: tokens, as ids or texts of one token, one for all prompts or one for each.
         control: ``"shrink"`` (the same share of the scores' covariance, from all terms evenly),
             ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"``,
@@ -284,7 +283,7 @@ class _Run:
         if own is None:
             checks.choice(name, METRICS, "metric")
             require_output(view, "effects")
-        sides = {"difference": (answer, other), "probability": (answer,)}.get(name, ())
+        sides = (answer, other) if name == "difference" and own is None else ()
         missing = any(side is None for side in sides)
         expected, instead = f'tokens for metric="{name}"', "answer=, other="
         require(not missing, "answer", expected=expected, got="none", instead=instead)
@@ -318,10 +317,8 @@ class _Run:
             return values.detach().double().cpu()
         if self.ids is None:
             return next_token_losses(logits, tokens.to(logits.device)).double().mean(1).cpu()
-        last = logits[:, 0].double().cpu()
-        last = last.softmax(-1) if self.name == "probability" else last
-        chosen = last.gather(1, self.ids[rows])
-        return chosen[:, 0] - chosen[:, 1] if self.name == "difference" else chosen[:, 0]
+        chosen = logits[:, 0].double().cpu().gather(1, self.ids[rows])
+        return chosen[:, 0] - chosen[:, 1]
 
 
 def _tokens(view: ModelView, given: Any, prompts: int) -> Int[Tensor, " context"]:
