@@ -27,6 +27,7 @@ from typing import TypeGuard, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
@@ -82,11 +83,15 @@ class HeadPlanes:
     @staticmethod
     def of(planes: Sequence[RotaryPlanes], length: int) -> HeadPlanes:
         """The planes of heads, given those of each head's layer."""
-        most = max(len(p.theta) for p in planes)
-        theta = torch.full((len(planes), most), torch.nan, dtype=torch.float64)
-        for row, of_layer in zip(theta, planes, strict=True):
-            row[: len(of_layer.theta)] = of_layer.theta
-        return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
+        each = [HeadPlanes(p.plane[None], p.theta.double()[None], length) for p in planes]
+        return HeadPlanes.beside(each)
+
+    @staticmethod
+    def beside(parts: Sequence[HeadPlanes]) -> HeadPlanes:
+        """The planes of several sets of heads, one after another."""
+        most = max(p.theta.shape[1] for p in parts)
+        theta = [pad(p.theta, (0, most - p.theta.shape[1]), value=torch.nan) for p in parts]
+        return HeadPlanes(torch.cat([p.plane for p in parts]), torch.cat(theta), parts[0].length)
 
     @property
     def wavelength(self) -> Float[Tensor, "head plane"]:

@@ -104,7 +104,6 @@ def relative_kernel(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    length: int | None = None,
 ) -> RelativeKernel:
     """The relative-position kernel of heads of a rotary model: what they would score at each offset
     if every token were the mean.
@@ -116,8 +115,8 @@ def relative_kernel(
     Args:
         basis: from ``decompose(model, tokens, normalize=True)``.
         layers, heads: which heads, all by default.
-        length: positions of the forward pass whose rotation is used (some scaled rotary bases
-            depend on it), by default the positions that the basis has seen.
+
+    The rotation is that of a prompt as long as the basis has seen.
 
     Raises ``GeometryError`` for a basis of the states themselves, ``UnsupportedModelError`` for
     models without rotation and for QK-norm, whose scale varies by token:
@@ -130,8 +129,7 @@ def relative_kernel(
     got, instead = "one of the states themselves", "decompose(model, tokens, normalize=True)"
     require(basis.provenance.normalized, "basis", expected=expected, got=got, instead=instead)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    size, expected = basis.length if length is None else length, f"2 to {view.n_ctx} positions"
-    require(2 <= size <= view.n_ctx, "length", expected=expected, got=size)
+    size = basis.length
     kernels: dict[int, tuple[RotaryPlanes, Tensor]] = {}
 
     def on_layer(layer: LayerView) -> None:

@@ -80,7 +80,7 @@ def split_scores(
             - ``("pos", "cvec")`` or ``("pos", "ctx", "resid")``, with ``bias`` holding mean and
               constants;
             - a mapping from names to tensors ``[batch position d_model]`` (or
-              ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum
+              ``[layer batch position d_model]``, one for each block) that sum
               to the stream;
             - ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
               (attention and MLP of a block as wholes), with ``"constants"`` for what is written

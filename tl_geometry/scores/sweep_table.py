@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import Interval
 from tl_geometry.base.tables import Table
@@ -104,11 +105,13 @@ class SweepTable(ShareTable):
         if key not in numeric:
             expected = f"one of {', '.join(numeric[:12])} ..."
             fail("column", expected=expected, got=repr(column), instead="table.columns() for all")
-        require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
+        count = None if n is None else checks.whole(n)
+        fits, expected = n is None or (count is not None and count >= 1), "at least 1, None for all"
+        require(fits, "n", expected=expected, got=repr(n))
         values = torch.tensor(cells[key], dtype=torch.float64)
         worst = torch.inf if ascending else -torch.inf
         order = torch.where(torch.isnan(values), worst, values)
-        return self.select(order.argsort(descending=not ascending, stable=True)[:n])
+        return self.select(order.argsort(descending=not ascending, stable=True)[:count])
 
     def text(self, limit: int | None = None) -> str:
         """The first columns of :data:`READ` as aligned plain text."""

@@ -207,7 +207,6 @@ GROUPS = (
         right={"a normalised basis": {"basis": lambda s: s.rotary.normalized_basis}},
         wrong={
             "a raw basis": ({"basis": lambda s: s.rotary.basis}, "basis"),
-            "no length": ({"basis": lambda s: s.rotary.normalized_basis, "length": 0}, "length"),
         },
     ),
     Group(
