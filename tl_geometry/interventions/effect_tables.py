@@ -30,7 +30,7 @@ from tl_geometry.base.intervals import (
 )
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.controls import Control, Draw, draws_of
+from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
@@ -150,7 +150,7 @@ def effects(
     answer: Any = None,
     other: Any = None,
     position: int | str = -1,
-    control: Control | Sequence[Control] | None = None,
+    control: str | Sequence[str] | None = None,
     draws: int = 8,
     seed: int = 0,
     batch_size: int | None = None,
@@ -169,9 +169,9 @@ def effects(
             ``[batch position d_vocab]`` that gives a number for each prompt.
         answer, other: tokens, as ids or texts of one token, one for all prompts or one for each.
         control: ``"shrink"`` (the same share of the scores' covariance, from all terms evenly),
-            ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"``,
-            ``"writers"`` (``draws`` random ones), or a function of an edit and the number of a draw
-            that gives an edit; one or several. An edit gets those that it has; a swap gets none.
+            ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"`` or
+            ``"writers"`` (``draws`` random ones), one or several. An edit gets those that it has; a
+            swap gets none.
 
     Raises ``GeometryError`` for a control that no edit has, for too few other heads, and for a
     metric that is not finite; ``UnsupportedModelError`` for a metric by name of an encoder or of a
@@ -190,10 +190,7 @@ def effects(
     known = Known.of(view, prompts, counterfactual, prepend_bos)
     given = _checked(view, edits, known)
     run = _Run.of(view, known, metric, answer, other, position, batch_size)
-    controls: list[Any] = []
-    if control is not None:
-        one = isinstance(control, str) or callable(control)
-        controls = [control] if one else [*control]  # type: ignore[misc]
+    controls = [control] if isinstance(control, str) else list(control or ())
     drawn = draws_of(given, controls, draws, seed)  # refused before anything is run
     count = len(given) + sum(map(len, drawn.values()))
     with tqdm(total=count + 1, disable=not progress, desc=view.name, unit="run") as bar:
