@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
-from tl_geometry.circuits.edge_pass import EdgePass
-from tl_geometry.circuits.prompt_pairs import Metric, PromptPairs
-from tl_geometry.circuits.pruned_runs import _of_batch
 from torch import Tensor
 
 from benchmarks.known_models import TokenPairs

@@ -42,7 +42,7 @@ from tl_geometry.circuits import head_readers
 from tl_geometry.circuits.head_readers import HEAD_SIDES, SHARES, Reads, by_side
 from tl_geometry.circuits.writer_sweep import first_kept
 from tl_geometry.corpus.sources import as_tokens
-from tl_geometry.corpus.token_windows import TokensLike
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.layer_view import LayerView
