@@ -289,7 +289,10 @@ def _contrast(
         adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
     scores, first = _contracted(runner, layout, states.streams, adjoint, Between, change)
     total = (change[:, 0].double() * first[: len(batch)].double()).sum((1, 2))
-    size = float(scores.abs().sum(1).amax(1).sum()) + float(values[0].abs().max())
+    # each run's logits round by their own size, which is that of the normed state times W_U
+    normed = runner.head.norm.apply(states.streams[-1][:, places(metric)])
+    size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
+    size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
     error = float((total - (values[0] - values[1]).double()).abs().max())
     require(

@@ -143,7 +143,7 @@ def _token(view: ModelView, value: Any, what: str) -> int:
     """The id of a token, given as an id or as a text that is one token."""
     if isinstance(value, str):
         ids = encoded(view, value)
-        pieces = view.decode(ids)
+        pieces = view.decode(ids) if ids else ["no token"]
         # the text itself, not the token that stands for unknown words
         known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
         got = f"{value!r}, which is {', '.join(map(repr, pieces))}"
