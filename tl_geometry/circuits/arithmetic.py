@@ -42,8 +42,10 @@ SMALL = 1e-6
 NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Gauss-Legendre nodes that are tried for a row. Most rows close with 8 or 16; one whose scores
 move by hundreds crosses from one key to another within 1% of the line, which takes hundreds."""
-OPEN = 64
-"""A row is closed within so many roundings of its difference of scores."""
+CLOSED = 64 * 2**-52
+"""A row of float64 numbers is closed within this share of its difference of scores, a row of others
+within their own rounding: along the line everything is float64, or the error of thousands of rows
+would add up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,16 +328,17 @@ class _LineOfRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         pattern = rows.softmax(-1)
-        ends = rows.flatten(0, -2).chunk(2)
+        ends = rows.double().flatten(0, -2).chunk(2)
         gap = ends[0] - ends[1]
-        first, second = pattern.flatten(0, -2).chunk(2)
+        first, second = (end.softmax(-1) for end in ends)
         change, reach = first - second, 1 + gap.abs().amax(-1)
+        within = max(CLOSED, torch.finfo(rows.dtype).eps)
         left = torch.arange(len(gap), device=gap.device)
         ctx.levels = []
         for nodes in NODES:
             closed = along_rows(ends[1][left], gap[left], gap[left], nodes)
             error = (closed - change[left]).abs().amax(-1)
-            done = error <= OPEN * torch.finfo(rows.dtype).eps * reach[left]
+            done = error <= within * reach[left]
             done = torch.ones_like(done) if nodes == NODES[-1] else done
             ctx.levels.append((nodes, left[done]))
             left = left[~done]
@@ -347,12 +350,12 @@ class _LineOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         end, gap = ctx.saved_tensors
-        g = grads[0].flatten(0, -2).chunk(2)[0]
+        g = grads[0].double().flatten(0, -2).chunk(2)[0]
         back = torch.zeros_like(gap)
         for nodes, rows in ctx.levels:
             if len(rows):
                 back[rows] = along_rows(end[rows], gap[rows], g[rows], nodes)
-        return torch.cat([back, -back]).view_as(grads[0])
+        return torch.cat([back, -back]).view_as(grads[0]).to(grads[0])
 
 
 class _LineOfModule(torch.autograd.Function):

@@ -84,29 +84,27 @@ class EdgeScores(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """The largest absolute score first."""
-        order = _by_size(self.scores)
         writers, readers = self.layout.writers, self.layout.readers
-        sources, targets = (end[order].tolist() for end in self.layout.ends())
-        columns = (x[order].tolist() for x in self._bounds(self.scores, self.errors))
-        named = ([writers[i] for i in sources], [readers[i] for i in targets])
-        return list(zip(*named, *columns, strict=True))
+        ends = zip(*(end.tolist() for end in self.layout.ends()), strict=True)
+        labels = [(writers[source], readers[target]) for source, target in ends]
+        return self._sorted(labels, self.scores, self.errors)
 
     def nodes(self) -> Table:
         """Embedding, heads and MLPs as a whole: ``writer``, ``score``, ``low``, ``high`` (95% over
         prompts), the largest absolute score first."""
-        import pandas as pd
+        labels = [(writer,) for writer in self.layout.writers]
+        cells: Any = tuple(self._sorted(labels, self.node_scores, self.node_errors))
+        names = ("writer", "score", "low", "high")
+        return Table(names=names, cells=cells, provenance=self.provenance)
 
-        order = _by_size(self.node_scores)
-        columns = [x[order].tolist() for x in self._bounds(self.node_scores, self.node_errors)]
-        frame = pd.DataFrame({"writer": [self.layout.writers[i] for i in order.tolist()]})
-        frame["score"], frame["low"], frame["high"] = columns
-        return Table.of(frame, self.provenance)
-
-    def _bounds(self, values: Tensor, errors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means with Student's 95% interval over prompts."""
+    def _sorted(
+        self, labels: Sequence[tuple[str, ...]], values: Tensor, errors: Tensor
+    ) -> list[tuple[str | float, ...]]:
+        """Labels, scores and Student's 95% intervals over prompts, the largest score first."""
         # one degree of freedom at least, where the quantile exists: below 10 prompts errors are NaN
         reach = errors * float(t_quantile(torch.tensor(max(1.0, self.prompts - 1.0))))
-        return values, values - reach, values + reach
+        numbers = torch.stack([values, values - reach, values + reach], 1).tolist()
+        return [(*labels[i], *numbers[i]) for i in _by_size(values).tolist()]
 
     def kept(self, fraction: float) -> Bool[Tensor, " edge"]:
         """The edges of largest absolute score, ``fraction`` of all."""
@@ -288,7 +286,10 @@ def _contrast(
         adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
     scores, first = _contracted(runner, layout, states.streams, adjoint, Between, change)
     total = (change[:, 0].double() * first[: len(batch)].double()).sum((1, 2))
-    size = float(scores.abs().sum(1).amax(1).sum()) + float(values[0].abs().max())
+    # each run's logits round by their own size, which is that of the normed state times W_U
+    normed = runner.head.norm.apply(states.streams[-1][:, places(metric)])
+    size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
+    size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
     error = float((total - (values[0] - values[1]).double()).abs().max())
     require(

@@ -68,7 +68,8 @@ class EdgeFinder:
         self.sources = _Sources(empty, empty, first_constant[:0])
         for name, part in leaves.items():
             rows = [i for i, other in enumerate(self.nodes["components"]) if other == name]
-            self._write(torch.tensor(rows, dtype=torch.int64, device=device), part)
+            at = torch.tensor(rows, dtype=torch.int64, device=device)
+            self._write(at, part[self.positions[at]])
 
     def tables(self) -> dict[str, Any]:
         """The nodes and edges of the graph, as fields of its result."""
@@ -84,7 +85,7 @@ class EdgeFinder:
             self.constant = self.constant + layer.attention_constant
             if not block.parallel:
                 self._into_mlp(mlps, layer)
-            self._write(mlps, layer.mlp)
+            self._write(mlps, layer.mlp[self.positions[mlps]])
             self.constant = self.constant + layer.mlp_constant
         target = torch.tensor([TARGET_NODE], device=self.positions.device)
         self.totals[TARGET_NODE, VALUE] = walk.value
@@ -96,10 +97,9 @@ class EdgeFinder:
             self.nodes | edges | tables | {"attention": self.attention, "response": self.response}
         )
 
-    def _write(self, nodes: Int[Tensor, " row"], write: Write) -> None:
-        """Nodes of one component have written."""
-        at = self.positions[nodes]
-        new = (nodes, at, write[at])
+    def _write(self, nodes: Int[Tensor, " row"], writes: Float[Tensor, "row d_model"]) -> None:
+        """Some nodes have written."""
+        new = (nodes, self.positions[nodes], writes)
         self.sources = _Sources(*(torch.cat(x) for x in zip(self.sources, new, strict=True)))
 
     def _add(
@@ -158,11 +158,13 @@ class EdgeFinder:
         with torch.no_grad():
             norm = arithmetic.map(block.spec.norm, entered)
             everywhere = torch.arange(entered.shape[1], device=entered.device)
+            normed = norm.at(sources.positions).linear(sources.writes)
+            constant = norm.at(everywhere).linear(self.constant)
             projected, constants = {}, {}
             for which in "qkv":
-                maps = which, norm, block.head_map(seen.sides[which].raw, which, arithmetic)
-                projected[which] = block.parts(sources.writes, sources.positions, *maps)
-                constants[which] = block.parts(self.constant, everywhere, *maps)
+                head_norm = block.head_map(seen.sides[which].raw, which, arithmetic)
+                projected[which] = block.parts(normed, sources.positions, which, head_norm)
+                constants[which] = block.parts(constant, everywhere, which, head_norm)
             if not walk.between:
                 constants["q"] = constants["q"] + block.layer.q_constant[0]
                 constants["k"] = constants["k"] + block.layer.k_constant[0]
@@ -173,8 +175,7 @@ class EdgeFinder:
                 of_head = rows[heads == head]
                 self._into_head(block, layer, head, of_head, seen, response[head], *sides)
         # after all edges into this block, so that no head reads another
-        for head in heads.unique().tolist():
-            self._write(rows[heads == head], writes[head])
+        self._write(rows, writes[heads, self.positions[rows]])
 
     def _into_head(
         self,

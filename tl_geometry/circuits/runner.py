@@ -217,16 +217,15 @@ class Block:
 
     def parts(
         self,
-        parts: Float[Tensor, "row d_model"],
+        normed: Float[Tensor, "row d_model"],
         at: Int[Tensor, " row"],
         which: str,
-        norm: NormMap,
         head_norm: NormMap | None,
     ) -> Float[Tensor, "row head d_head"]:
-        """Queries, keys or values of parts of the stream at some positions, without constants, by
-        the linear maps of a run over one prompt or pair (:meth:`head_map`)."""
-        x = norm.at(at).linear(parts)
-        x = einsum(x, self.matrix(which), "n d, r d e -> n r e")
+        """Queries, keys or values of parts of the stream at some positions of one prompt or pair,
+        without constants; the parts have been through the linear map of the norm, ``head_norm`` is
+        that of the QK-norm (:meth:`head_map`)."""
+        x = einsum(normed, self.matrix(which), "n d, r d e -> n r e")
         x = x.repeat_interleave(self.size(which), 1)
         if which == "v":
             return x

@@ -71,7 +71,8 @@ class Layer(NamedTuple):
 
 @dataclass(eq=False)
 class Walk:
-    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns."""
+    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns;
+    ``rounding`` is what the sum rounds with beside its own terms."""
 
     runner: Runner
     states: States
@@ -82,6 +83,7 @@ class Walk:
     direction: Float[Tensor, " d_model"]
     readout_constant: float
     value: float
+    rounding: float
     layers: list[Layer] = field(default_factory=list)
     adjoints: list[Write] = field(default_factory=list)
 
@@ -107,14 +109,17 @@ class Walk:
         readout = head.W_U[:, list(ids)].to(last) @ signs
         with torch.no_grad():
             direction = arithmetic().map(head.norm, last).adjoint(readout)[0, 0]
-        read = head.norm.apply(last)[:, 0].double() @ readout.double()
+        normed = head.norm.apply(last)[:, 0].double()
+        read, size = normed @ readout.double(), normed.abs() @ readout.abs().double()
         if between:
-            return cls(
-                runner, states, ids, at, leaf, True, direction, 0.0, float(read[0] - read[1])
-            )
+            # each run's logit rounds by its own size, in every block
+            rounding = len(runner.blocks) * float(size.sum())
+            found = direction, 0.0, float(read[0] - read[1]), rounding
+            return cls(runner, states, ids, at, leaf, True, *found)
         bias = float(head.b_U[list(ids)].double() @ signs.double())
         constant = float(head.norm.bias.double() @ readout.double()) + bias
-        return cls(runner, states, ids, at, leaf, False, direction, constant, float(read[0]) + bias)
+        found = direction, constant, float(read[0]) + bias, 0.0
+        return cls(runner, states, ids, at, leaf, False, *found)
 
     # ---- the walk
 
@@ -243,7 +248,7 @@ class Walk:
         up on the way."""
         total = float(values.leaves.sum() + values.constant)
         total += float(values.mlps.sum()) if self.leaf else 0.0
-        size = float(values.flat().abs().sum() + values.constant.abs())
+        size = float(values.flat().abs().sum() + values.constant.abs()) + self.rounding
         bound = reconstruction_bound(self.runner.roundoff, size)
         if not abs(total - self.value) <= bound:  # NaN is refused too
             fail(
@@ -260,10 +265,13 @@ class Walk:
         """What everything but heads wrote straight to the logit."""
         at, constant = self.position, first_constant
         named = {name: dot(part[at], self.direction) for name, part in leaves.items()}
+        blocks = writing_of(self.runner.view).blocks
         for number, layer in enumerate(self.layers):
-            constant = constant + layer.attention_constant + layer.mlp_constant
+            b_out = blocks[number].b_out.to(constant) * (not self.between)
+            constant = constant + layer.attention_constant + b_out
             if self.runner.blocks[number].mlp is not None:
-                named[f"mlp{number}"] = dot(layer.mlp[at], self.direction)
+                whole = layer.mlp[at] + layer.mlp_constant[at] - b_out
+                named[f"mlp{number}"] = dot(whole, self.direction)
         if not self.between:
             named[CONSTANTS] = dot(constant[at], self.direction) + self.readout_constant
         return torch.stack(list(named.values())).cpu(), tuple(named)
