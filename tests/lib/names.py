@@ -272,7 +272,14 @@ NAMES: dict[str, str] = {
 }
 """Name of version 1 -> names of version 2, or ``gone: why``."""
 
-ADDED = ("Prompts", "plot", "directions_needed", "layer_anomalies", "papers.published_split", "papers.factorisation_gap")
+ADDED = (
+    "Prompts",
+    "plot",
+    "directions_needed",
+    "layer_anomalies",
+    "papers.published_split",
+    "papers.factorisation_gap",
+)
 """Names of version 2 that none of version 1 became."""
 
 WITHOUT_ROW: dict[str, str] = {
