@@ -267,9 +267,12 @@ def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
 
 
 def _skips(a: Analysis) -> Any:
-    rows = a.pilots[: len(a.pilots) // 2]
-    maps = ("ridge", "identity", "mean")
-    return flow.skip_costs(a.model, rows, map_types=maps, seed=a.seed, progress=False)
+    """Maps fitted on the first half of the pilots, tried on a quarter of the others."""
+    half, states = len(a.pilots) // 2, range(a.view.n_layers + 1)
+    read = a.pilots.tokens[:half, :-1]  # the last token is a target
+    fitted = flow.trajectories(a.model, read, states=states, progress=False)
+    tried, maps = a.pilots[half : half + half // 2], ("ridge", "identity", "mean")
+    return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
 
 def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
