@@ -82,7 +82,7 @@ NAMES: dict[str, str] = {
     "RelativeKernel": "relative_kernel",
     "TopCells": "gone: the largest of split.total().topk(k)",
     "Band": "gone: bands of wavelengths by pandas.cut",
-    "BandTable": "gone: bands of wavelengths by pandas.cut",
+    "BandTable": "Table",
     "default_bands": "gone: bands of wavelengths by pandas.cut",
     "HeadPlanes": "ScoreSplit",
     "PlaneTable": "ScoreSplit SweepTable",
