@@ -37,7 +37,7 @@ def _truncation(w: World) -> Any:
 
 
 def _skips(w: World) -> Any:
-    return tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
+    return skips(w, pairs=[(0, 1), (1, 2)])
 
 
 def _planes(w: World) -> Any:
