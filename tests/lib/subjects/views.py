@@ -8,6 +8,7 @@ from typing import Any
 
 import tl_geometry as tlg
 from tests.lib.subjects.circuits import composition, faithfulness
+from tests.lib.subjects.flow import skips
 from tests.lib.subjects.row import Answers, Subject, rotary
 from tests.lib.worlds import QUIET, World
 from tl_geometry import interventions, render, sphere
