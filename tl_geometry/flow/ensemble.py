@@ -190,7 +190,7 @@ def trajectories(
     model: ModelLike,
     tokens: TokensLike,
     *,
-    position: str | int | None = None,
+    position: int | None = None,
     states: Iterable[int] | int | None = None,
     post_norm: bool = False,
     batch_size: int | None = None,
@@ -207,9 +207,9 @@ def trajectories(
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see
             :func:`tl_geometry.corpus.pseudo_sentences` for those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
-            a causal model, but the first token of an encoder, whose last token summarises the text
-            no more than any other.
+        position: of the token that is followed, -1 for the last. By default the last ("pilot") of a
+            causal model, but the first of an encoder, whose last token summarises the text no more
+            than any other.
         states: which states, one or several, in increasing order; by default 1 to n_layers
             (outputs of the blocks, as published). State 0 is the embedding.
         post_norm: also keep the last state after the final norm (see
@@ -228,7 +228,8 @@ def trajectories(
     """
     view = as_view(model)
     rows = as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos)
-    followed = _position(view, position, rows.length)
+    position = (-1 if view.causal else 0) if position is None else position
+    followed = -1 if position == -1 else index(position, rows.length, "position")
     states = range(1, view.n_layers + 1) if states is None else states
     chosen = indices(states, view.n_layers + 1, "states")
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
@@ -243,10 +244,9 @@ def trajectories(
 
     names = [view.state_hooks[s] for s in chosen]
     hooks = {name: partial(keep, into=into) for name, into in zip(names, found, strict=True)}
-    with tqdm(total=len(rows), unit="chunk", disable=not progress, desc=view.name) as bar:
-        for batch in rows.tokens.split(batch_of(batch_size, rows.length, view.device)):
-            view.run(batch, hooks)
-            bar.update(len(batch))
+    batches = rows.tokens.split(batch_of(batch_size, rows.length, view.device))
+    for batch in tqdm(batches, unit="batch", disable=not progress, desc=view.name):
+        view.run(batch, hooks)
     X = torch.stack([torch.cat(parts) for parts in found], dim=1)
     # summed over states, one check covers them all: a NaN or infinity makes its sum not finite
     finite(X.sum(1), "states of the followed token")
@@ -272,17 +272,6 @@ def trajectories(
         post_norm=normed,
         provenance=about,
     )
-
-
-def _position(view: ModelView, position: str | int | None, length: int) -> int:
-    """The followed position as a number; -1 stands for the last."""
-    if position is None:
-        return -1 if view.causal else 0
-    if isinstance(position, str):
-        expected = '"pilot", "cls" or a position'
-        require(position in ("pilot", "cls"), "position", expected=expected, got=repr(position))
-        return -1 if position == "pilot" else 0
-    return position if position == -1 else index(position, length, "position")
 
 
 # ---- the shape of an ensemble

@@ -99,15 +99,13 @@ def truncation_kl(
     whole = (Pilot(view, chunk) for chunk in rows.tokens.split(1))
     runs = pilots(view, rows.tokens, batch_size) if positions == "pilot" else whole
     measured, baseline, previous = [], [], None
-    with tqdm(total=len(rows), disable=not progress, desc="truncation", unit="chunk") as bar:
-        for pilot in runs:
-            log_probs = pilot(edits, 1 + len(grid), at)
-            own, changed = log_probs[:1], log_probs[1:]
-            measured.append(torch.stack(list(distances(changed, own.expand_as(changed)))).cpu())
-            if previous is not None:
-                baseline.append(distances(own, previous).kl.cpu())
-            previous = own
-            bar.update()
+    bar = {"total": len(rows), "disable": not progress, "desc": "truncation", "unit": "chunk"}
+    for pilot in tqdm(runs, **bar):
+        log_probs = pilot(edits, 1 + len(grid), at)
+        own, changed = log_probs[:1], log_probs[1:]
+        measured.append(torch.stack(list(distances(changed, own.expand_as(changed)))).cpu())
+        baseline += [] if previous is None else [distances(own, previous).kl.cpu()]
+        previous = own
     found, apart = torch.stack(measured, dim=1), torch.cat(baseline)
     known = ensemble.tokens is not None
     shared = known and bool(paths.shared_rows(rows.tokens, ensemble.tokens).any())  # type: ignore

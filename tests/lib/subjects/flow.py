@@ -43,11 +43,9 @@ def aligned(a: Any) -> Answers:
     }
 
 
-def moved(m: Any) -> Answers:
+def moved(images: Any) -> Answers:
     """A map between two states, by what it does to vectors."""
-    probes = torch.randn(7, len(m.input), generator=torch_seeded(5), dtype=torch.float64)
-    probes[-1] = 0
-    return {"images of six vectors and zero": m(probes)}
+    return {"images of six vectors and zero": images}
 
 
 MEASURES = (
@@ -166,10 +164,12 @@ def _log_variances() -> Table:
 
 def _fit(w: World, *, map_type: str, start: int = 0, end: int = 2) -> Any:
     X = w.all_states.X.double()
+    probes = torch.randn(7, X.shape[-1], generator=torch_seeded(5), dtype=torch.float64)
+    probes[-1] = 0
     if map_type.startswith("flow"):
         signs = "V" if map_type.endswith("signed") else "U"
-        return flow.flow_map(flow.fit_aligned_bases(X), start, end, signs=signs)
-    return maps.MapsFrom(X[:, start]).to(X[:, end], map_type)
+        return flow.flow_map(flow.fit_aligned_bases(X), start, end, signs=signs)(probes)
+    return maps.MapsFrom(X[:, start]).to(X[:, end], map_type)(probes)
 
 
 def _linear_flow() -> torch.Tensor:
@@ -206,7 +206,7 @@ def _langevin(_: World) -> Any:
 
 def _samples(w: World, **options: Any) -> torch.Tensor:
     x = _linear_flow()[:2, 0]
-    found = _langevin(w).simulate(x, [3], **given(options, samples=64, seed=3))
+    found = _langevin(w).simulate(x, [3.0], **given(options, samples=64, seed=3))
     return found.reshape(64, -1)
 
 
