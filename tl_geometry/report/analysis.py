@@ -35,6 +35,8 @@ GROUPED = 128
 too small for intervals."""
 LARGE = 30_000_000
 """Weights in the blocks above which windows are fewer: so SmolLM2-135M takes minutes."""
+KEPT = 32
+"""Windows whose states are kept whole, for the null without a context."""
 COMPARED = 64
 """Most windows of nulls that have a basis of their own: spliced text, untrained weights."""
 PROMPTS, SHORT = 12, 64
@@ -125,7 +127,7 @@ class Analysis:
     @cached_property
     def basis(self) -> PositionContext:
         """Mean, position and context of every state."""
-        return decompose(self.view, self.fitted, keep=8, seed=self.seed, progress=False)
+        return decompose(self.view, self.fitted, keep=KEPT, seed=self.seed, progress=False)
 
     @cached_property
     def spliced(self) -> PositionContext:

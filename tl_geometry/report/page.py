@@ -3,7 +3,6 @@ the findings first, then the sections with their figures, tables and cards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -70,10 +69,14 @@ def cell(row: Any, name: str) -> str:
     >>> cell({"x": 0.51234, "x_low": 0.5, "x_high": 0.6}, "x")
     '0.512 [0.5, 0.6]'
     """
-    low, high, error = (row.get(f"{name}_{end}", math.nan) for end in ("low", "high", "se"))
-    if math.isfinite(low) and math.isfinite(high):
-        return f"{number(row[name])} [{number(low)}, {number(high)}]"
-    return f"{number(row[name])} ± {error:.1g}" if math.isfinite(error) else number(row[name])
+    keys = (name, *(f"{name}_{end}" for end in ("low", "high", "se")))
+    values = [row.get(key) for key in keys]
+    # below a ten-thousandth digits are noise in a column of shares
+    rounded = [round(value, 4) if isinstance(value, float) else value for value in values]
+    value, low, high, error = (number(value) for value in rounded)
+    if "–" not in (low, high):
+        return f"{value} [{low}, {high}]"
+    return value if error == "–" else f"{value} ± {error}"
 
 
 def heading(column: str) -> str:
