@@ -50,7 +50,7 @@ def words() -> Mapping[str, Any]:
 
 def frame_of(a: Analysis, result: Any) -> pd.DataFrame:
     """The table of a result."""
-    return result if isinstance(result, pd.DataFrame) else result.to_dataframe()
+    return getattr(result, "to_dataframe", lambda: result)()
 
 
 def plot(a: Analysis, result: Any) -> Any:
@@ -261,34 +261,32 @@ def _map(a: Analysis, geometry: Any) -> Any:
 
 def _ensembles(a: Analysis) -> Any:
     """The numbers of the trajectories beside gibberish and random weights."""
-    rows = a.pilots
-    options: dict[str, Any] = {"prepend_bos": bool(rows.has_bos), "seed": a.seed}
-    noise = corpus.gibberish(a.model, len(rows), rows.tokens.shape[1], **options)
-    paths = {"text": a.paths, "gibberish": flow.trajectories(a.model, noise, progress=False)}
+    count, length = a.pilots.tokens.shape
+    options: dict[str, Any] = {"prepend_bos": bool(a.pilots.has_bos), "seed": a.seed}
+    noise = corpus.gibberish(a.model, count, length, **options)
+    paths = {"text": a.paths, "gibberish": a.follow(a.model, noise)}
     with models.reinitialized(a.model, seed=a.seed) as control:
-        paths["random weights"] = flow.trajectories(control, rows, progress=False)
+        paths["random weights"] = a.follow(control, a.pilots)
     return flow.compare_ensembles(paths)
 
 
 def _truncation(a: Analysis) -> Any:
-    """Directions of the first half of the pilots, tried on a quarter of the others."""
-    half, rows = len(a.paths) // 2, a.pilots
-    tried, fitted = rows[half : half + half // 2], a.paths.pick(torch.arange(half))
-    return flow.truncation_kl(a.model, tried, fitted, progress=False)
+    fitted, tried = a.halves
+    return flow.truncation_kl(a.model, tried.tokens[:, :-1], fitted, progress=False)
 
 
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.paths) // 4
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.halves[1])
     few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
     return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
-    rows = a.pilots[: len(a.pilots) // 2]
+    fitted, tried = a.halves
     maps = ("ridge", "identity", "mean")
-    return flow.skip_costs(a.model, rows, map_types=maps, seed=a.seed, progress=False)
+    return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
 
 def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
@@ -301,7 +299,7 @@ def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
     # as if the errors were independent: chunks that move both alike would make it smaller
     error = (frame["kl_se"] ** 2 + frame["forgotten_kl_se"] ** 2) ** 0.5
     frame = frame.assign(single=single.astype(float), saved=frame["forgotten_kl"] - frame["kl"])
-    return frame.assign(saved_se=error, samples=frame.get("test", len(a.pilots) // 4))
+    return frame.assign(saved_se=error, samples=frame["test"])
 
 
 # ---- the run
