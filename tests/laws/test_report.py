@@ -198,12 +198,14 @@ def test_tables_of_the_same_model_and_corpus_are_read(
 def test_a_folder_of_other_things_is_refused_and_forced(model: Any, tmp_path: Path) -> None:
     rows = tlg.zoo.default_windows(model, 16, n=12)
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "overview.csv").write_text("mine")
+    for name in ("overview", "heads"):
+        (tmp_path / f"{name}.csv").write_text("mine")
     with pytest.raises(tlg.GeometryError, match="--force"):
         build(model, rows, tmp_path, sections=["overview"])
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "overview.csv"}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"mine"}
     build(model, rows, tmp_path, sections=["overview"], force=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "heads.csv").read_text() == "mine"
     assert (tmp_path / "overview.csv").read_text().startswith("property,value")
     for text in ("{", "[]", '{"written_by": "me"}', "[" * 100_000):
         (tmp_path / "report.json").write_text(text)
