@@ -168,10 +168,9 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     changes = effects.edited - effects.clean
     others = (changes.sum(0) - changes) / max(len(changes) - 1, 1)
     gap = paired_interval((changes - others).T)
-    beside = {"edit": effects.edits, "others": others.mean(1), **gap.columns("excess")}
-    frame = effects.df.merge(pd.DataFrame({k: list(v) for k, v in beside.items()}), on="edit")
-    numbers = ["others", *gap.columns("excess")]
-    frame[numbers] = frame[numbers].astype(float)
+    columns = {"others": others.mean(1), **gap.columns("excess")}
+    beside = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+    frame = effects.df.merge(beside.assign(edit=effects.edits), on="edit")
     heads = a.table("heads").set_index("name")
     why = [_why(heads.loc[name]) for name in frame["edit"]]
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
