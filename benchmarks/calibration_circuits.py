@@ -45,7 +45,7 @@ def untrained_autocorrelation() -> float:
     """Of the states of the model with random weights."""
     model, rows = model_and_rows()
     with reinitialized(model, seed=0) as null:
-        samples = decompose(null, rows, keep=len(rows), progress=False).samples
+        samples = decompose(null, rows, keep=len(rows), progress=False).sample_states
     assert samples is not None
     return lag_one(samples.transpose(0, 1))
 

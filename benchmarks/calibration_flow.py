@@ -20,11 +20,9 @@ from benchmarks.calibration_outcomes import (
 )
 from tl_geometry.base.intervals import Interval
 from tl_geometry.base.results import Provenance
-from tl_geometry.flow.ensemble import Trajectories
-from tl_geometry.flow.noise import isotropy_tests, layer_anomalies, normality_p
-from tl_geometry.flow.reports import flow_report
-from tl_geometry.flow.residuals import flow_map
-from tl_geometry.flow.separation import separability
+from tl_geometry.base.tables import Table
+from tl_geometry.flow import Trajectories, flow_map, flow_report, layer_anomalies, separability
+from tl_geometry.flow.noise import isotropy_tests, normality_p
 
 FLOW_D = 12
 """Coordinates of a planted flow."""
@@ -52,6 +50,13 @@ def accuracy(repeats: int) -> list[Outcome]:
     ]
 
 
+def of_pairs(values: torch.Tensor) -> Table:
+    """A table of a value ``[start end]`` for each pair of states, numbered from 1."""
+    pairs = torch.triu_indices(*values.shape, 1).T.tolist()
+    cells = tuple((i + 1, j + 1, float(values[i, j])) for i, j in pairs)
+    return Table(names=("start", "end", "value"), cells=cells, provenance=Provenance())
+
+
 def anomalies(states: int, repeats: int) -> list[Outcome]:
     """Null runs in which some layer is called anomalous."""
     start, g = time.perf_counter(), torch.Generator().manual_seed(states)
@@ -59,9 +64,10 @@ def anomalies(states: int, repeats: int) -> list[Outcome]:
     for _ in range(repeats):
         tau = (t - t[:, None]).clamp(min=1)
         values = 0.2 * t - 0.1 * tau.log() + 0.3 * torch.randn(states, generator=g).double()
-        found = layer_anomalies(values)
-        hits.append(torch.tensor([float(found.flagged.any())]))
-        before.append(torch.tensor([float((found.z.nan_to_num().abs() > 3.5).any())]))
+        found = layer_anomalies(of_pairs(values), ["value"])
+        z = torch.tensor(found.column("z"))
+        hits.append(torch.tensor([float(any(found.column("flagged")))]))
+        before.append(torch.tensor([float((z.nan_to_num().abs() > 3.5).any())]))
     name, old = f"anomalous layers, {states} states", torch.stack(before)
     origin = Origin("a law of noise, Gaussian deviations", "none", f"{states} states")
     late = f"{name}, z above 3.5 (of before)"
@@ -77,7 +83,7 @@ def residual_tests(repeats: int) -> list[Outcome]:
     for seed in range(repeats):
         g = torch.Generator().manual_seed(seed)
         x = torch.randn(100, 24, generator=g)
-        p["sphericity"].append(torch.tensor([isotropy_tests(x).sphericity_p]))
+        p["sphericity"].append(torch.tensor([isotropy_tests(x)["sphericity_p"]]))
         p["normality"].append(normality_p(x))
     origin = Origin("Gaussian noise", "none", "100 trajectories")
     return [
@@ -106,18 +112,20 @@ def flow_of(trajectories: int, states: int, generator: torch.Generator) -> Traje
 def flow_reports(trajectories: int, states: int, repeats: int) -> list[Outcome]:
     """What a flow report says of noise that is isotropic and Gaussian, and of layers none of which
     is anomalous; beside it the test of sphericity of held-out residuals, which it does not give."""
-    start, later = time.perf_counter(), torch.triu_indices(states, states, 1)
+    start = time.perf_counter()
     flagged, normal, round_ = [], [], []
     for seed in range(repeats):
         paths = flow_of(trajectories, states, torch.Generator().manual_seed(seed))
         report = flow_report(paths, seed=seed)
-        maps = [report.in_sample[n] for n in ("log_variance", "mean_over_sd", "relative_error")]
-        found = [layer_anomalies(m, times=paths.times).flagged.any() for m in maps]
-        flagged.append(torch.stack(found).double())
-        normal.append(report.isotropy["gaussian_rejected_raw"][later[0], later[1]])
+        odd = layer_anomalies(report)
+        measures = dict.fromkeys(odd.column("measure"))
+        found = [float(any(odd.column("flagged", measure=m))) for m in measures]
+        flagged.append(torch.tensor(found, dtype=torch.float64))
+        rejected = report.column("gaussian_rejected_raw")
+        normal.append(torch.tensor(rejected, dtype=torch.float64))
         train, test = paths.split(seed=seed)
         moved = flow_map(train.aligned_bases(), 0, 1)(test.X[:, 0].double())
-        p = isotropy_tests(test.X[:, 1] - moved).sphericity_p
+        p = isotropy_tests(test.X[:, 1] - moved)["sphericity_p"]
         round_.append(torch.tensor([float(p <= 0.05)]))
     first = flow_of(trajectories, states, torch.Generator().manual_seed(0))
     alike = f"{lag_one(first.X):.2f} (from state to state)"

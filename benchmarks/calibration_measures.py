@@ -117,7 +117,7 @@ def real_states() -> Tensor:
     model = tlg.zoo.embedded()
     view = tlg.view(model)
     ids = tlg.zoo.default_windows(model, 24, n=600).tokens
-    samples = tlg.decompose(view, ids, keep=600, progress=False).samples
+    samples = tlg.decompose(view, ids, keep=600, progress=False).sample_states
     assert samples is not None
     return samples.transpose(0, 1)
 

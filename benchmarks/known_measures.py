@@ -267,7 +267,7 @@ def separated(seed: int) -> Iterator[Finding]:
 def anomalous(seed: int) -> Iterator[Finding]:
     """Maps of pairs of 12 states of which one state is off by five standard deviations of the
     others."""
-    from tl_geometry.flow.noise import layer_anomalies
+    from benchmarks.calibration_flow import of_pairs
 
     counts, sizes, odd = Counts(0, 0, 0), [], []
     t = torch.arange(1, 13).double()
@@ -277,10 +277,11 @@ def anomalous(seed: int) -> Iterator[Finding]:
         values = 0.2 * t - 0.1 * tau.log() + 0.3 * torch.randn(12, generator=g).double()
         off = int(torch.randint(2, 12, (), generator=g))
         values[:, off] += 5 * 0.3
-        found = layer_anomalies(values)
-        hit = int(found.flagged[off])
-        counts += Counts(hit, 1 - hit, int(found.flagged.sum()) - hit)
-        sizes.append(found.z[1:].abs())
+        found = tlg.flow.layer_anomalies(of_pairs(values), ["value"])
+        flagged = found.column("flagged")
+        hit = int(flagged[off])
+        counts += Counts(hit, 1 - hit, sum(flagged) - hit)
+        sizes.append(torch.tensor(found.column("z")[1:]).abs())
         odd.append(torch.arange(1, 12) == off)
     scores, inside = torch.cat(sizes), torch.cat(odd)
     ranked = (auroc(scores, inside), auroc_by_chance(scores, inside))

@@ -75,7 +75,7 @@ def plain(P: np.ndarray, sizes: tuple[float, float], k: int, estimate: Any) -> d
 def straightforward(basis: PositionContext) -> list[dict[str, float]]:
     """Measures of every state; those of the subsets behind errors and curve are computed too."""
     estimate, found = screenot(), []
-    sums, counts = basis.group_sums.numpy(), basis.group_counts.numpy()
+    sums, counts = basis.moments.sums.numpy(), basis.group_counts.numpy()
     members = subsets(basis).member.numpy()[1:]
     inside, k = slice(*basis.window), usable_k(20, min(basis.pos.shape[1:]))
     for row, state in enumerate(basis.states):

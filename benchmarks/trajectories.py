@@ -8,17 +8,13 @@ exactly, float32 at every layer and float64 at chosen layers.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.linalg import logm
 from torch import Tensor
 
 from benchmarks.harness import Row, interleave
-from tl_geometry.flow.ensemble import trajectories
-from tl_geometry.flow.langevin import LangevinModel
+from tl_geometry.flow import LangevinModel, trajectories
 from tl_geometry.models.reader import as_view
 
 SIZES = {
@@ -81,16 +77,8 @@ def flow(layers: int, size: int) -> LangevinModel:
         ]
     )
     S = torch.rand(layers, size, generator=generator, dtype=torch.float64) + 0.5
-    return LangevinModel(
-        subspace=torch.eye(size, dtype=torch.float64),
-        U=U,
-        S=S,
-        times=torch.arange(1, layers + 1).double(),
-        outside=torch.zeros(layers, dtype=torch.float64),
-        alpha=0.64,
-        rate=0.18,
-        trajectories=1,
-    )
+    times = torch.arange(1, layers + 1).double()
+    return LangevinModel(U=U, S=S, times=times, alpha=0.64, rate=0.18)
 
 
 def simulation(size: str) -> list[Row]:
@@ -119,59 +107,7 @@ def simulation(size: str) -> list[Row]:
         f"float64, {len(chosen)} layers": lambda: model.simulate(x, chosen),
     }
     note = f"{paths} paths, d {d}; mean within {error:.1f} standard errors of the closed form"
-    return interleave(
-        "langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note)
-    ) + integration(size)
-
-
-def logarithm_per_step(model: LangevinModel, x: Tensor, end: float, dt: float, seed: int) -> Tensor:
-    """Euler-Maruyama as published: the rotation and its generator from a matrix logarithm at every
-    step."""
-    generator, t = torch.Generator().manual_seed(seed), float(model.times[0])
-    for _ in range(round((end - t) / dt)):
-        k = min(int(t - float(model.times[0]) + 1e-9), len(model.times) - 2)
-        log = torch.from_numpy(np.real(logm((model.U[k].mT @ model.U[k + 1]).numpy())))
-        R = model.U[k] @ torch.linalg.matrix_exp((t - float(model.times[k])) * log)
-        drift = R @ log @ R.mT + (R * model.stretch_rate(t)) @ R.mT
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype) * dt**0.5
-        x = x + dt * x @ drift.mT + model.noise.amplitude(t) * noise
-        t += dt
-    return x
-
-
-def fresh(model: LangevinModel) -> LangevinModel:
-    """The model without the logarithms it has computed."""
-    return dataclasses.replace(model, U=model.U.clone())
-
-
-def integration(size: str) -> list[Row]:
-    """One unit of time in ten steps of 0.1: a matrix logarithm in each, ours (one for the
-    interval), and the exact law in one step."""
-    paths, d = SIZES[size][2], {"smoke": 16, "cpu": 256, "gpu": 256}[size]
-    full = flow(3, d)
-    U = torch.stack(
-        [full.U[0], *(full.U[0] @ torch.matrix_exp(0.3 * (w - w.mT) / d**0.5) for w in full.U[1:])]
-    )
-    model = dataclasses.replace(full, U=U)
-    x = torch.randn(paths, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain, ours = (
-        logarithm_per_step(model, x, 2.0, 0.1, 7),
-        model.simulate(x, [2.0], method="euler", dt=0.1, seed=7)[0, :, 0],
-    )
-    error = float((plain - ours).abs().max() / ours.abs().max())
-    assert error < 1e-8, error
-    routes = {
-        "Euler, a logarithm per step": lambda: logarithm_per_step(model, x, 2.0, 0.1, 7),
-        "Euler, one per interval": lambda: fresh(model).simulate(
-            x, [2.0], method="euler", dt=0.1, seed=7
-        ),
-        "exact": lambda: fresh(model).simulate(x, [2.0], seed=7),
-    }
-    note = {
-        "Euler, one per interval": f"{paths} paths, d {d}, the same draws: paths agree to "
-        f"{error:.0e}"
-    }
-    return interleave("langevin, 10 steps", routes, rounds=SIZES[size][1], notes=note)
+    return interleave("langevin", routes, rounds=rounds, notes=dict.fromkeys(routes, note))
 
 
 def run(size: str) -> list[Row]:

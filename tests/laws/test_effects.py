@@ -251,7 +251,7 @@ def test_random_controls_are_drawn_by_seed_and_shared() -> None:
     assert len(drawn.df) == 3
 
 
-def test_a_swap_has_no_control_and_own_controls_are_taken() -> None:
+def test_a_swap_has_no_control() -> None:
     edits = {
         "content": interventions.term(model(), basis(), "content", "L1H2"),
         "wrong content": interventions.term(model(), basis(), "content", "L1H2", how="swap"),
@@ -260,14 +260,6 @@ def test_a_swap_has_no_control_and_own_controls_are_taken() -> None:
     assert found.controls_of("wrong content") == []
     assert found.beyond("wrong content") is None
     assert set(found.df.edit) == set(edits)
-
-    def another(edit: Any, draw: int) -> Any:
-        return interventions.heads(model(), (0, draw), by="zero")
-
-    own = interventions.effects(model(), IDS, edits, control=another, draws=3)
-    zeros = interventions.each(model(), ["L0H0", "L0H1", "L0H2"], by="zero")
-    wanted = interventions.effects(model(), IDS, zeros).edited
-    assert torch.allclose(own.controls["content", "another"], wanted, atol=1e-6)
 
 
 # ---- planted causes

@@ -399,10 +399,9 @@ def receivers_of(kind: str) -> list[list[str]]:
     return [["L1H2<q>"], [key], [value], ["L1H2<q>", key, value], ["mlp0"], ["mlp1", "output"]]
 
 
-@pytest.mark.parametrize("between", ["frozen", "live"])
 @every_kind
-def test_a_path_is_patched_as_in_the_models_own_code(kind: str, between: str) -> None:
-    right, other, live = decoder(kind), decoder(kind).run(OTHERS), between == "live"
+def test_a_path_is_patched_as_in_the_models_own_code(kind: str) -> None:
+    right, other = decoder(kind), decoder(kind).run(OTHERS)
     pairs = {"reference": PROMPTS, "counterfactual": OTHERS}
     values = {
         "zero": lambda h: torch.zeros_like(other["z", 0][:, :, h]),
@@ -415,8 +414,8 @@ def test_a_path_is_patched_as_in_the_models_own_code(kind: str, between: str) ->
         for position in (None, 6):
             if position is not None and receivers[0] not in ("mlp0", receivers_of(kind)[2][0]):
                 continue  # at other readers of the last block little is left of one position
-            patched = edits.path_patch(right, PROMPTS, new, receivers, live=live, position=position)
-            options = {"by": by, "between": between, **pairs, "positions": position}
+            patched = edits.path_patch(right, PROMPTS, new, receivers, position=position)
+            options = {"by": by, **pairs, "positions": position}
             found = exactly(kind, interventions.path, ["L0H1", "L0H3"], receivers, **options)
             assert far(found, patched["logits", 0]) < 1e-9, (receivers, by)
             assert far(patched["logits", 0], run(kind)["logits", 0]) > 1e-5, receivers
@@ -432,10 +431,9 @@ def test_a_path_through_all_readers_is_the_knockout(architecture: str) -> None:
         readers += ["mlp1", "output"]
         options = {"by": "zero", "reference": IDS}
         knocked = within(model, interventions.heads(model, ["L0H1", "L0H2"], **options), IDS)
-        for between in ("frozen", "live"):
-            path = partial(interventions.path, model, ["L0H1", "L0H2"], between=between, **options)
-            assert far(within(model, path(receivers=readers), IDS), knocked) < 1e-4
-            assert far(within(model, path(receivers=readers[:-1]), IDS), knocked) > 1e-4
+        path = partial(interventions.path, model, ["L0H1", "L0H2"], **options)
+        assert far(within(model, path(receivers=readers), IDS), knocked) < 1e-4
+        assert far(within(model, path(receivers=readers[:-1]), IDS), knocked) > 1e-4
 
 
 def _reads(model: Any, receiver: str) -> bool:
@@ -823,16 +821,6 @@ REFUSALS: dict[str, Refusal] = {
         "receivers",
     ),
     "no receiver": (lambda m: interventions.path(m, "L0H0", [], by="zero"), "receivers"),
-    "a live path without prompts": (
-        lambda m: within(
-            m, interventions.path(m, "L0H0", "output", by="zero", between="live"), IDS
-        ),
-        "reference",
-    ),
-    "something between": (
-        lambda m: interventions.path(m, "L0H0", "output", by="zero", between="clean"),
-        "between",
-    ),
 }
 
 

@@ -126,7 +126,7 @@ def test_some_heads_in_any_order() -> None:
     for chosen in ([(1, 3), (0, 2)], [(0, 0)], ["L1H1", "L1H0"]):
         some = tlg.sweep_heads(model, FRESH, basis_of("llama"), heads=chosen, **QUIET, **options)
         rows = [whole.heads.index(head) for head in some.heads]
-        for name in (*SHARES, "by_plane", "theta", "dropped_mass"):
+        for name in (*SHARES, "by_plane", "dropped_mass"):
             assert torch.allclose(getattr(some, name), getattr(whole, name)[rows], atol=1e-6)
         assert torch.allclose(some.samples["gs"], whole.samples["gs"][rows], atol=1e-6)
         null = "cs_position_null"
@@ -357,7 +357,7 @@ def trained() -> Any:
     return model.eval().requires_grad_(False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
 def test_a_trained_circuit_is_found() -> None:
     """Position drives the previous-token head, content the induction heads."""
@@ -374,3 +374,14 @@ def test_a_trained_circuit_is_found() -> None:
     for head in range(2):
         assert frame.dominant_group[1, head] == "content"
         assert frame.induction[1, head] > 10 * frame.induction_uniform[1, head]
+
+
+def test_the_heads_of_the_embedded_model_are_found() -> None:
+    """The same of a model that was trained before, on text."""
+    model = tlg.zoo.embedded()
+    windows = tlg.zoo.default_windows(model, 64, n=48)
+    basis = tlg.decompose(model, windows[:32], **QUIET)
+    table = tlg.sweep_heads(model, windows[32:], basis, **QUIET)
+    assert table.top("previous", 2).by_group.labels == ("position",) * 2
+    assert table.top("induction", 3).by_group.labels == ("content",) * 3
+    assert (table.types["previous"] < 0.2).sum() == 14

@@ -82,7 +82,7 @@ NAMES: dict[str, str] = {
     "RelativeKernel": "relative_kernel",
     "TopCells": "gone: the largest of split.total().topk(k)",
     "Band": "gone: bands of wavelengths by pandas.cut",
-    "BandTable": "gone: bands of wavelengths by pandas.cut",
+    "BandTable": "Table",
     "default_bands": "gone: bands of wavelengths by pandas.cut",
     "HeadPlanes": "ScoreSplit",
     "PlaneTable": "ScoreSplit SweepTable",
@@ -181,14 +181,14 @@ NAMES: dict[str, str] = {
     "fit_map": "flow_map",
     "flow_report": "flow_report",
     "FlowReport": "flow_report",
-    "compare_ensembles": "flow_report",
+    "compare_ensembles": "compare_ensembles",
     "truncation_kl": "truncation_kl",
     "TruncationCurve": "truncation_kl",
     "skip_map": "skip_costs",
     "SkipMap": "skip_costs",
     "fit_noise_law": "fit_noise_law",
     "LangevinModel": "LangevinModel",
-    "separability": "papers.sarfati",
+    "separability": "separability",
     "ensembles_apart": "papers.sarfati",
     "true_against_extrapolated": "papers.sarfati",
     # papers
@@ -280,6 +280,8 @@ ADDED = (
     "papers.published_split",
     "papers.factorisation_gap",
     "measures.learning_curve",
+    "directions_needed",
+    "layer_anomalies",
 )
 """Names of version 2 that none of version 1 became."""
 

@@ -60,9 +60,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert sum(sizes.values()) <= 6_000_000
     assert (target / "tl_geometry" / "py.typed").exists()
     views = target / "tl_geometry" / "render" / "assets"
-    assert {"page.css", "page.js", "split.js", "heads.js", "space.js"} <= {
-        p.name for p in views.iterdir()
-    }
+    assert {"kit.css", "kit.js", "maps.js", "arcs.js"} <= {p.name for p in views.iterdir()}
     assert {"report.css", "page.html", "words.toml"} <= {
         p.name for p in (target / "tl_geometry" / "report" / "assets").iterdir()
     }
@@ -255,7 +253,7 @@ def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_ca
     with zipfile.ZipFile(wheel) as packed:
         assert {
             "tl_geometry/zoo/assets/model.safetensors",
-            "tl_geometry/render/assets/split.js",
+            "tl_geometry/render/assets/kit.js",
             "tl_geometry/report/assets/words.toml",
         } <= set(packed.namelist())
 

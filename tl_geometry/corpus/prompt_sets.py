@@ -156,7 +156,7 @@ def prompts(
     pairs = [] if answers is None else _each(answers, len(ids), "answers")
     if others is not None:
         pairs = list(zip(pairs, _each(others, len(ids), "others"), strict=True))
-    sides = [pair if isinstance(pair, tuple) else (pair,) for pair in pairs]
+    sides = [pair if isinstance(pair, tuple | list) else (pair,) for pair in pairs]
     tokens = [torch.tensor([_token(view, token) for token in side]) for side in zip(*sides)]
     names = {n: _positions(view, n, v, spoken, ids) for n, v in (positions or {}).items()}
     copies = len(ids) - len({tuple(r.tolist()) for r in map(torch.cat, zip(ids, other_ids or ids))})

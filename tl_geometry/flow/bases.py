@@ -26,9 +26,6 @@ from tl_geometry.base.linalg import svd
 
 ALIGNMENTS = ("greedy", "hungarian")
 """How :func:`align_directions` chains singular directions."""
-CHUNK = 4096
-"""Trajectories that are held in float64 at a time: bounds the memory of their right singular
-vectors."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,21 +76,16 @@ def fit_aligned_bases(
     # state by state: no float64 copy of the whole ensemble exists
     center = torch.stack([state.double().mean(0) for state in X.unbind(1)])
     center = center if centered else torch.zeros_like(center)
-    factors = [_directions_and_values(X[:, s].double() - center[s]) for s in range(X.shape[1])]
-    U, S = (torch.stack(parts) for parts in zip(*factors, strict=True))
+    factors = [svd(state.double() - c) for state, c in zip(X.unbind(1), center, strict=True)]
+    # of M_t^T = V_t S_t U_t^T
+    V, S, U = (torch.stack(parts) for parts in zip(*factors, strict=True))
     order, sign = align_directions(U, align)
-    U, S = U.gather(2, order[:, None].expand_as(U)) * sign[:, None], S.gather(1, order)
-    overlap = _right_overlaps(X, U, S, center)
-    return AlignedBases(U=U, S=S, center=center, order=order, sign=sign, overlap=overlap)
-
-
-def _directions_and_values(rows: Float[Tensor, "trajectory d_model"]) -> tuple[Tensor, Tensor]:
-    """Directions ``U_t [d_model rank]`` and singular values of one state; ``rows`` is ``M_t^T``."""
-    if rows.shape[0] > rows.shape[1]:
-        # the triangular factor of QR has the same singular values and directions in d_model rows
-        rows = torch.linalg.qr(rows, mode="r").R
-    factors = svd(rows)
-    return factors.V, factors.S
+    S, sign = S.gather(1, order), sign[:, None]
+    U = U.gather(2, order[:, None].expand_as(U)) * sign
+    # a direction in which the states do not vary has no right vector
+    V = V.gather(2, order[:, None].expand_as(V)) * sign * (inverse_values(S) > 0)[:, None]
+    overlap = einsum(V, V, "s n rank, t n rank -> s t rank")
+    return AlignedBases(U=U, S=S, center=center, order=order, sign=sign[:, 0], overlap=overlap)
 
 
 def inverse_values(
@@ -113,20 +105,6 @@ def inverse_values(
     return torch.where(large, 1 / torch.where(large, S, 1.0), 0.0)
 
 
-def _right_overlaps(
-    X: Tensor, U: Tensor, S: Tensor, center: Tensor
-) -> Float[Tensor, "state state rank"]:
-    """``v_i(s).v_i(t)`` for all pairs of states, with ``v_i(t) = M_t^T u_i(t) / s_i(t)``."""
-    overlap = torch.zeros(X.shape[1], X.shape[1], S.shape[1], dtype=torch.float64, device=X.device)
-    inverse = inverse_values(S)
-    # V is as large as X: its products are summed block by block, and V never exists as a whole
-    for block in X.split(CHUNK):
-        V = einsum(block.double() - center, U, "n state d, state d rank -> state n rank")
-        V = V * inverse[:, None]
-        overlap += einsum(V, V, "s n rank, t n rank -> s t rank")
-    return overlap
-
-
 def align_directions(
     U: Float[Tensor, "state d_model rank"], method: str = "greedy"
 ) -> tuple[Int[Tensor, "state rank"], Float[Tensor, "state rank"]]:
@@ -144,13 +122,12 @@ def align_directions(
     >>> order[1].tolist(), sign[1].tolist()
     ([1, 0], [-1.0, -1.0])
     """
-    states, _, rank = U.shape
-    order = torch.arange(rank, device=U.device).repeat(states, 1)
-    sign = torch.ones(states, rank, dtype=U.dtype, device=U.device)
+    order = torch.arange(U.shape[2], device=U.device).repeat(len(U), 1)
+    sign = torch.ones(order.shape, dtype=U.dtype, device=U.device)
     previous = U[0]
-    for t in range(1, states):
+    for t in range(1, len(U)):
         cosines = previous.mT @ U[t]
-        order[t] = _assign(cosines.abs().cpu().numpy(), method).to(order)
+        order[t] = torch.tensor(_continued(cosines.abs().cpu().numpy(), method))
         matched = cosines.gather(1, order[t][:, None])[:, 0]
         # a cosine of 0 counts as positive: a sign of 0 would erase the direction
         sign[t] = torch.where(matched < 0, -1.0, 1.0).to(sign)
@@ -158,18 +135,15 @@ def align_directions(
     return order, sign
 
 
-def _assign(similarity: np.ndarray, method: str) -> Int[Tensor, " rank"]:
+def _continued(similarity: np.ndarray, method: str) -> list[int]:
     """The column that continues each row of ``similarity [row column]`` (absolute cosines)."""
     if method == "hungarian":
-        order = linear_sum_assignment(similarity, maximize=True)[1]
-        return torch.from_numpy(np.ascontiguousarray(order))
-    unused, rank = similarity.copy(), len(similarity)
-    order = np.empty(rank, dtype=np.int64)
-    for i in range(rank):
-        order[i] = rank - 1 - int(np.argmax(unused[i, ::-1]))  # reversed: the later one on a tie
-        # -1 is below every absolute cosine, so a column is used once
-        unused[:, order[i]] = -1
-    return torch.from_numpy(order)
+        return linear_sum_assignment(similarity, maximize=True)[1].tolist()
+    order: list[int] = []
+    for row in similarity:
+        row[order] = -1  # below every absolute cosine: a column is used once
+        order.append(len(row) - 1 - int(np.argmax(row[::-1])))  # reversed: the later one on a tie
+    return order
 
 
 def top_directions(aligned: AlignedBases, row: int, K: int) -> Float[Tensor, "d_model rank"]:

@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.checks import finite, index
+from tl_geometry.base.checks import finite, index, indices
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.linalg import normalize_rows
 from tl_geometry.base.results import Provenance, Result
 from tl_geometry.base.tables import Table
-from tl_geometry.corpus.sources import as_tokens, state_indices
+from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, begins_with_bos
 from tl_geometry.flow import maps
 from tl_geometry.flow.bases import AlignedBases, fit_aligned_bases
@@ -71,8 +71,9 @@ class Trajectories(Result):
         require(state in self.states, "state", expected=f"one of {self.states}", got=state)
         return self.states.index(state)
 
-    def pick(self, rows: Int[Tensor, " sample"]) -> Trajectories:
+    def pick(self, rows: Int[Tensor, " sample"] | Sequence[int]) -> Trajectories:
         """Some of the trajectories, in the given order (for instance without the outliers)."""
+        rows = torch.as_tensor(rows)
         optional = {n: getattr(self, n) for n in ("tokens", "labels", "post_norm")}
         chosen = {n: None if v is None else v[rows] for n, v in optional.items()}
         provenance = replace(self.provenance, contexts=len(rows))
@@ -139,23 +140,16 @@ def table_of(rows: Sequence[Mapping[str, Any]], provenance: Provenance, chance: 
     return Table(names=tuple(rows[0]), cells=cells, provenance=provenance, chance=chance)
 
 
-def require_trajectories(value: object, what: str) -> None:
-    """Refuse anything but :class:`Trajectories` where an ensemble is wanted."""
-    ok = isinstance(value, Trajectories)
-    instead = "tl_geometry.trajectories(model, tokens)"
-    require(ok, what, expected="Trajectories", got=type(value).__name__, instead=instead)
-
-
 def require_fitting(
     view: ModelView, ensemble: Trajectories, states: Sequence[int], chunks: Tensor
 ) -> None:
     """Refuse an ensemble of another model, of states after the final norm, without some of
     ``states``, of another token than the last that is read of ``chunks [sample position]``, and
     chunks with BOS for an ensemble without or the other way round."""
-    require_trajectories(ensemble, "ensemble")
     about, has_bos = ensemble.provenance, begins_with_bos(chunks, view.bos_id)
     position, missing = ensemble.position, sorted(set(states) - set(ensemble.states))
     last = -1 if ensemble.tokens is None else ensemble.tokens.shape[1] - 1
+    instead = "trajectories(model, chunks, states=...)"
     # an ensemble made from plain tensors has no fingerprint to compare, and may not know of BOS
     same_model, same_bos = (None, view.fingerprint), (None, has_bos)
     for fits, expected, got in (
@@ -165,7 +159,6 @@ def require_fitting(
         (position in (-1, last), "trajectories of the last token read", f"position {position}"),
         (about.has_bos in same_bos, f"has_bos={has_bos}, as tokens", f"has_bos={about.has_bos}"),
     ):
-        instead = "trajectories(model, chunks, states=...)"
         require(fits, "ensemble", expected=expected, got=got, instead=instead)
 
 
@@ -197,8 +190,8 @@ def trajectories(
     model: ModelLike,
     tokens: TokensLike,
     *,
-    position: str | int | None = None,
-    states: Iterable[int | str] | int | str | None = None,
+    position: int | None = None,
+    states: Iterable[int] | int | None = None,
     post_norm: bool = False,
     batch_size: int | None = None,
     prepend_bos: bool | None = None,
@@ -214,12 +207,11 @@ def trajectories(
     Args:
         tokens: chunks as :func:`tl_geometry.decompose` takes them; see
             :func:`tl_geometry.corpus.pseudo_sentences` for those of the paper.
-        position: ``"pilot"`` (last token), ``"cls"`` (first) or a number. By default the pilot of
-            a causal model, but the first token of an encoder, whose last token summarises the text
-            no more than any other.
+        position: of the token that is followed, -1 for the last. By default the last ("pilot") of a
+            causal model, but the first of an encoder, whose last token summarises the text no more
+            than any other.
         states: which states, one or several, in increasing order; by default 1 to n_layers
-            (outputs of the blocks, as published). State 0 is the embedding. Names of hooks that
-            hold states are taken too (``"blocks.1.hook_resid_pre"``).
+            (outputs of the blocks, as published). State 0 is the embedding.
         post_norm: also keep the last state after the final norm (see
             :meth:`Trajectories.after_norm`).
         batch_size: chunks of one forward pass, by default about 4,096 tokens on a CPU, 16,384 on a
@@ -236,26 +228,26 @@ def trajectories(
     """
     view = as_view(model)
     rows = as_tokens(view, tokens, labels=labels, prepend_bos=prepend_bos)
-    followed = _position(view, position, rows.length)
-    requested = range(1, view.n_layers + 1) if states is None else states
-    chosen = state_indices(requested, view.n_layers + 1, view.state_hooks)
+    position = (-1 if view.causal else 0) if position is None else position
+    followed = -1 if position == -1 else index(position, rows.length, "position")
+    states = range(1, view.n_layers + 1) if states is None else states
+    chosen = indices(states, view.n_layers + 1, "states")
     require(list(chosen) == sorted(chosen), "states", expected="increasing states", got=chosen)
     expected = f"states that include the last one, {view.n_layers}"
     require(not post_norm or view.n_layers in chosen, "post_norm", expected=expected, got=chosen)
-    # on the CPU, at least in float32
     dtype = torch.promote_types(view.dtype, torch.float32)
-    X = torch.empty(len(rows), len(chosen), view.d_model, dtype=dtype)
-    at = 0
+    found: list[list[Tensor]] = [[] for _ in chosen]
 
-    def keep(h: Tensor, row: int) -> None:
-        X[at : at + len(h), row] = h[:, followed].to(X)
+    def keep(h: Tensor, into: list[Tensor]) -> None:
+        # a copy: a view of one position would hold the memory of all
+        into.append(h[:, followed].to("cpu", dtype, copy=True))
 
-    hooks = {view.state_hooks[s]: partial(keep, row=i) for i, s in enumerate(chosen)}
-    with tqdm(total=len(rows), unit="chunk", disable=not progress, desc=view.name) as bar:
-        for batch in rows.tokens.split(batch_of(batch_size, rows.length, view.device)):
-            view.run(batch, hooks)
-            at += len(batch)
-            bar.update(len(batch))
+    names = [view.state_hooks[s] for s in chosen]
+    hooks = {name: partial(keep, into=into) for name, into in zip(names, found, strict=True)}
+    batches = rows.tokens.split(batch_of(batch_size, rows.length, view.device))
+    for batch in tqdm(batches, unit="batch", disable=not progress, desc=view.name):
+        view.run(batch, hooks)
+    X = torch.stack([torch.cat(parts) for parts in found], dim=1)
     # summed over states, one check covers them all: a NaN or infinity makes its sum not finite
     finite(X.sum(1), "states of the followed token")
     flags = ["first token followed"] if followed == 0 else []
@@ -270,7 +262,7 @@ def trajectories(
             fail("post_norm", expected=expected, got=got, instead="post_norm=False")
         normed = norm.apply(X[:, -1].to(norm.gain)).to(X)
         flags += [FOLDED] if view.processed else []
-    window = (0, rows.length)
+    about = view.provenance(rows, window=(0, rows.length), sources=SOURCE, flags=tuple(flags))
     return Trajectories(
         X=X,
         states=chosen,
@@ -278,19 +270,8 @@ def trajectories(
         tokens=rows.tokens,
         labels=rows.labels,
         post_norm=normed,
-        provenance=view.provenance(rows, window=window, sources=SOURCE, flags=tuple(flags)),
+        provenance=about,
     )
-
-
-def _position(view: ModelView, position: str | int | None, length: int) -> int:
-    """The followed position as a number; -1 stands for the last."""
-    if position is None:
-        return -1 if view.causal else 0
-    if isinstance(position, str):
-        expected = '"pilot", "cls" or a position'
-        require(position in ("pilot", "cls"), "position", expected=expected, got=repr(position))
-        return -1 if position == "pilot" else 0
-    return position if position == -1 else index(position, length, "position")
 
 
 # ---- the shape of an ensemble

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -84,16 +83,15 @@ class LangevinModel(Result):
         >>> g = torch.Generator().manual_seed(0)
         >>> x = torch.randn(50, 1, 3, generator=g, dtype=torch.float64)
         >>> model = LangevinModel.fit(torch.cat([x, 2 * x], dim=1), noise=(0.0, 0.0))
-        >>> torch.allclose(model.simulate(x[:, 0], [2])[0, :, 0], 2 * x[:, 0])
+        >>> torch.allclose(model.simulate(x[:, 0], [2.0])[0, :, 0], 2 * x[:, 0])
         True
         """
         alpha, rate = noise.flow if isinstance(noise, NoiseLaw) else noise
-        about, X = Provenance(sources=SOURCE, contexts=len(ensemble)), ensemble
-        if isinstance(ensemble, Trajectories):
-            about, X = ensemble.provenance, ensemble.X
-        aligned, times = fit_aligned_bases(X), torch.arange(1, X.shape[1] + 1).double()
-        times = ensemble.times if isinstance(ensemble, Trajectories) else times
-        got = X.shape[1]
+        known = isinstance(ensemble, Trajectories)
+        X = ensemble.X if known else ensemble
+        times = ensemble.times if known else torch.arange(1.0, X.shape[1] + 1).double()
+        about = ensemble.provenance if known else Provenance(sources=SOURCE, contexts=len(X))
+        aligned, got = fit_aligned_bases(X), X.shape[1]
         require(got >= 2, "states", expected="at least two", got=got, instead="more states")
         S = torch.maximum(aligned.S, FLOOR * aligned.S.amax(-1, keepdim=True)).clamp(min=TINY)
         raised = int((aligned.S < S).sum())
@@ -101,11 +99,6 @@ class LangevinModel(Result):
         return LangevinModel(
             U=aligned.U, S=S, times=times, alpha=alpha, rate=rate, provenance=about
         )
-
-    @cached_property
-    def _spline(self) -> CubicSpline:
-        """``ln sigma`` over the layers."""
-        return CubicSpline(self.times.numpy(), self.S.log().cpu().numpy(), axis=0)
 
     def _rows(self, *times: float) -> list[int]:
         """Indices of the states at some times, which do not fall."""
@@ -120,14 +113,14 @@ class LangevinModel(Result):
         """``I_i``: variance that the co-moving coordinate ``y_i`` gains from state ``s`` to state
         ``t``, by 16-point Gauss-Legendre from state to state."""
         first, last = self._rows(s, t)
+        log_sigma = CubicSpline(self.times.numpy(), self.S.log().cpu().numpy(), axis=0)
         total = torch.zeros(self.S.shape[1], dtype=torch.float64)
         # third derivatives of a cubic spline jump at the states: across one the rule loses order
         for k in range(first, last):
             left, right = float(self.times[k]), float(self.times[k + 1])
             u = (left + right) / 2 + (right - left) / 2 * NODES
-            log_sigma = torch.from_numpy(self._spline(u.numpy()))
-            values = torch.exp(self.rate * u[:, None] - 2 * log_sigma)
-            total += (right - left) / 2 * einsum(WEIGHTS, values, "sample, sample rank -> rank")
+            exponent = self.rate * u[:, None] - 2 * torch.from_numpy(log_sigma(u.numpy()))
+            total += (right - left) / 2 * einsum(WEIGHTS, exponent.exp(), "u, u rank -> rank")
         return self.alpha * self.rate * total.to(self.S.device)
 
     def transition(self, s: float, t: float) -> Float[Tensor, "d_model d_model"]:

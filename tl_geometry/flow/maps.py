@@ -2,17 +2,15 @@
 Sarfati et al. 2025 and its baselines, and takes statistics of their residuals, for
 :func:`tl_geometry.flow_report` and :func:`tl_geometry.skip_costs`.
 
-Every map is ``x -> output + scale * ((x - input) @ left * stretch) @ right.T``: the flow (rotation
-and stretch between two aligned bases), the identity, the scaled identity, the mean shift, the best
-linear map, a ridge regression, the constant mean. Compare them on held-out trajectories: in-sample
-the best linear map wins by construction, and with fewer trajectories than coordinates its residual
-is zero.
+Maps are the flow (rotation and stretch between two aligned bases), the identity, the scaled
+identity, the mean shift, the best linear map, a ridge regression, the constant mean. Compare them
+on held-out trajectories: in-sample the best linear map wins by construction, and with fewer
+trajectories than coordinates its residual is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -44,30 +42,17 @@ SIGNS = ("U", "V")
 minimise the residual."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LayerMap:
-    """``x -> output + scale * ((x - input) @ left * stretch) @ right.T``; ``left`` ``None`` stands
-    for the identity.
-
-    Row vectors: ``input`` and ``output`` are the centres of the two states.
-    """
-
-    input: Float[Tensor, " d_model"]
-    output: Float[Tensor, " d_model"]
-    scale: float = 1.0
-    left: Float[Tensor, "d_model rank"] | None = None
-    stretch: Float[Tensor, " rank"] | None = None
-    right: Float[Tensor, "d_model rank"] | None = None
-
-    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The map applied to states, in their own dtype."""
-        moved = x - self.input.to(x)
-        if self.left is not None and self.stretch is not None and self.right is not None:
-            moved = (moved @ self.left.to(x) * self.stretch.to(x)) @ self.right.to(x).mT
-        return self.output.to(x) + self.scale * moved
+Map = Callable[[Tensor], Tensor]
+"""From states ``[*batch d_model]`` to the states that are expected later, in float64."""
 
 
-def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -> LayerMap:
+def low_rank(input: Tensor, left: Tensor, stretch: Tensor, right: Tensor, output: Tensor) -> Map:
+    """``x -> output + ((x - input) @ left * stretch) @ right.T``: row vectors, centres of the two
+    states, and matrices ``[d_model rank]``."""
+    return lambda x: ((x.double() - input) @ left * stretch) @ right.mT + output
+
+
+def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -> Map:
     """Rotation and stretch from state row ``start`` to ``end``:
     ``x~ = R(end) diag(s_i(end) / s_i(start)) R(start)^T x``.
 
@@ -88,13 +73,8 @@ def flow_map(aligned: AlignedBases, start: int, end: int, *, signs: str = "U") -
     stretch = aligned.S[end] * inverse_values(aligned.S[start])
     if choice(signs, SIGNS, "signs") == "V":
         stretch = stretch * torch.where(aligned.overlap[start, end] < 0, -1.0, 1.0)
-    return LayerMap(
-        input=aligned.center[start],
-        output=aligned.center[end],
-        left=aligned.U[start],
-        stretch=stretch,
-        right=aligned.U[end],
-    )
+    center, U = aligned.center, aligned.U
+    return low_rank(center[start], U[start], stretch, U[end], center[end])
 
 
 PENALTIES = torch.logspace(-10, 2, 49, dtype=torch.float64)
@@ -118,7 +98,7 @@ class MapsFrom:
     Raises ``GeometryError`` for states of different shapes or not finite.
 
     >>> x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
-    >>> MapsFrom(x).to(x + 1, "shift").output.round(decimals=4).tolist()
+    >>> MapsFrom(x).to(x + 1, "shift")(torch.zeros(3)).round(decimals=4).tolist()
     [1.0, 1.0, 1.0]
     """
 
@@ -137,7 +117,7 @@ class MapsFrom:
         """Singular value decomposition of the states about their mean."""
         return svd(self.x - self.x.mean(0))
 
-    def ridge(self, y: Float[Tensor, "trajectory d_model"]) -> LayerMap:
+    def ridge(self, y: Float[Tensor, "trajectory d_model"]) -> Map:
         """The best affine map with the penalty ``share * s_1^2`` whose share, one of
         :data:`PENALTIES`, minimises the criterion of generalised cross-validation,
         ``n |y - y~|^2 / (n - 1 - trace)^2``: trace of the shrinkage, and one degree of freedom for
@@ -155,34 +135,29 @@ class MapsFrom:
         best = (n * residual_energy / freedom.square()).argmin()
         # what a ridge regression has in place of 1 / s, s / (s^2 + penalty); 0 where s is 0
         shrunk = S / (S.square() + penalty[best])
-        return LayerMap(
-            input=self.x.mean(0),
-            output=y.mean(0),
-            left=V,
-            stretch=torch.where(S > 0, shrunk, 0.0),
-            right=target.mT,
-        )
+        shrunk = torch.where(S > 0, shrunk, 0.0)
+        return low_rank(self.x.mean(0), V, shrunk, target.mT, y.mean(0))
 
-    def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> LayerMap:
+    def to(self, after: Float[Tensor, "trajectory d_model"], map_type: str) -> Map:
         """The map of a type to ``after``, states of the same trajectories."""
         got = describe(after)
         require(self.x.shape == after.shape, "states", expected=describe(self.x), got=got)
         choice(map_type, MAPS, "map_type")
         x, y = self.x, finite(after.double(), "states after")
-        plain = LayerMap(input=torch.zeros_like(x[0]), output=torch.zeros_like(x[0]))
-        if map_type == "shift":
-            return replace(plain, output=(y - x).mean(0))
-        if map_type == "mean":
-            return replace(plain, output=y.mean(0), scale=0.0)
-        if map_type == "scaled":
-            energy = float(x.square().sum())
-            return replace(plain, scale=float((x * y).sum()) / energy if energy > 0 else 0.0)
         if map_type == "ridge":
             return self.ridge(y)
         if map_type == "linear":
             U, S, V = self.factors
-            return replace(plain, left=V, stretch=inverse_values(S), right=y.mT @ U)
-        return plain
+            zero = torch.zeros_like(x[0])
+            return low_rank(zero, V, inverse_values(S), y.mT @ U, zero)
+        if map_type == "scaled":
+            energy = float(x.square().sum())
+            scale = float((x * y).sum()) / energy if energy > 0 else 0.0
+            return lambda h: scale * h.double()
+        if map_type == "mean":
+            return lambda h: y.mean(0).expand_as(h)
+        step = (y - x).mean(0) if map_type == "shift" else torch.zeros_like(x[0])
+        return lambda h: h.double() + step
 
 
 def score_map(
@@ -263,7 +238,7 @@ def residual_statistics(residual: Float[Tensor, "trajectory d_model"]) -> dict[s
 
 
 def measured(
-    layer_map: LayerMap,
+    layer_map: Map,
     before: Float[Tensor, "trajectory d_model"],
     after: Float[Tensor, "trajectory d_model"],
 ) -> tuple[dict[str, float], Float[Tensor, "trajectory d_model"]]:

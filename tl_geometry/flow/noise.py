@@ -46,9 +46,8 @@ class NoiseLaw(NamedTuple):
     ) -> Float[Tensor, "*batch"]:
         """Variance of one coordinate of the residual from time ``start`` to ``end``, by this
         law."""
-        return (
-            self.log_alpha + _log_growth(self.law, self.rate, start.double(), end.double())
-        ).exp()
+        growth = _log_growth(self.law, self.rate, start.double(), end.double())
+        return (self.log_alpha + growth).exp()
 
     @property
     def flow(self) -> tuple[float, float]:

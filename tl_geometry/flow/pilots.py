@@ -37,75 +37,62 @@ HOOKED = "past_kv_cache"
 """What HookedTransformer calls the argument of forward() that takes kept keys."""
 
 
-@dataclass(eq=False)
-class KeptKeys:
-    """Keys and values of what stands before the pilots of some chunks, in a cache of the model's
-    own library, which the argument ``name`` of its forward() takes."""
+def kept_keys(view: ModelView, before: Int[Tensor, "batch position"], name: str) -> Any:
+    """Keys and values of what stands before the pilots of some chunks, run once, in a cache of the
+    model's own library that the argument ``name`` of its forward() takes."""
+    if name == HOOKED:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-    view: ModelView
-    name: str
-    cache: Any
+        sizes: Any = SimpleNamespace(n_layers=view.n_layers, d_head=view.d_head, dtype=view.dtype)
+        sizes.n_key_value_heads = view.key_heads(0)
+        cache = TransformerLensKeyValueCache.init_cache(sizes, view.device, len(before))
+    else:
+        from transformers import DynamicCache
 
-    @classmethod
-    def of(cls, view: ModelView, before: Int[Tensor, "batch position"], name: str) -> KeptKeys:
-        """Run the tokens before the pilots once."""
-        if name == HOOKED:
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+        cache = DynamicCache()
+    # a hook that does nothing at the last state: nothing is unembedded
+    last = {view.state_hooks[-1]: lambda h: None}
+    view.run(before, last, forward=_arguments(view, before, name, cache))
+    return cache
 
-            sizes: Any = SimpleNamespace(n_layers=view.n_layers, d_head=view.d_head)
-            sizes.n_key_value_heads, sizes.dtype = view.key_heads(0), view.dtype
-            cache = TransformerLensKeyValueCache.init_cache(sizes, view.device, len(before))
-        else:
-            from transformers import DynamicCache
 
-            cache = DynamicCache()
-        kept = cls(view, name, cache)
-        # a hook that does nothing at the last state: nothing is unembedded
-        last = {view.state_hooks[-1]: lambda h: None}
-        view.run(before, last, forward=kept.arguments(before))
-        return kept
+def _arguments(view: ModelView, tokens: Tensor, name: str, cache: Any) -> dict[str, Any]:
+    """What a pass over the next ``tokens`` is given; nothing without a cache."""
+    if name != HOOKED:
+        return {name: cache, "use_cache": True} if name else {}
+    # without a mask HookedTransformer asks its tokenizer for one, and may have none
+    return {name: cache, "attention_mask": torch.ones_like(tokens, device=view.device)}
 
-    def arguments(self, tokens: Int[Tensor, "batch position"]) -> dict[str, Any]:
-        """What a pass over the next ``tokens`` is given."""
-        given = {self.name: self.cache}
-        # without a mask HookedTransformer asks its tokenizer for one, and may have none
-        more = {"attention_mask": torch.ones_like(tokens, device=self.view.device)}
-        return given | (more if self.name == HOOKED else {"use_cache": True})
 
-    def row(self, row: int, copies: int) -> KeptKeys:
-        """``copies`` of one row; what a pass adds to them leaves the original alone."""
-        cache, (parts, *_), at = copy.copy(self.cache), self._parts, slice(row, row + 1)
-        setattr(cache, parts, [copy.copy(layer) for layer in getattr(cache, parts)])
-        if self.name == HOOKED:
-            cache.previous_attention_mask = cache.previous_attention_mask[at].repeat(copies, 1)
-        kept = KeptKeys(self.view, self.name, cache)
-        kept.repeat(row, copies)
-        return kept
+def _repeat(cache: Any, row: int, copies: int, first: int = 0) -> None:
+    """Put ``copies`` of one row in the place of all rows of a cache, from layer ``first`` on."""
+    for layer in (cache.entries if hasattr(cache, "entries") else cache.layers)[first:]:
+        hooked = hasattr(layer, "past_keys")
+        for name in ("past_keys", "past_values") if hooked else ("keys", "values"):
+            setattr(layer, name, getattr(layer, name)[[row] * copies])
 
-    def repeat(self, row: int, copies: int, first: int = 0) -> None:
-        """Put ``copies`` of one row in the place of all, from layer ``first`` on."""
-        parts, *names = self._parts
-        for layer in getattr(self.cache, parts)[first:]:
-            for name in names:
-                setattr(layer, name, getattr(layer, name)[[row] * copies])
 
-    @property
-    def _parts(self) -> tuple[str, str, str]:
-        """Names of a cache's layers, and of the keys and values of one."""
-        if self.name == HOOKED:
-            return "entries", "past_keys", "past_values"
-        return "layers", "keys", "values"
+def _copies(cache: Any, row: int, copies: int) -> Any:
+    """``copies`` of one row of a cache; what a pass adds to them leaves the original alone."""
+    new, parts = copy.copy(cache), "entries" if hasattr(cache, "entries") else "layers"
+    setattr(new, parts, [copy.copy(layer) for layer in getattr(cache, parts)])
+    if hasattr(cache, "previous_attention_mask"):
+        new.previous_attention_mask = cache.previous_attention_mask[[row] * copies]
+    _repeat(new, row, copies)
+    return new
 
 
 @dataclass(eq=False)
 class Pilot:
-    """The last token of one chunk ``tokens [1 position]``, which is row ``row`` of ``kept``."""
+    """The last token of one chunk ``tokens [1 position]``, which is row ``row`` of the kept keys in
+    ``cache`` (see :func:`kept_keys`); ``late`` variants begin at the state that makes them."""
 
     view: ModelView
     tokens: Int[Tensor, "batch position"]
-    late: bool = False
-    kept: KeptKeys | None = None
+    name: str = ""
+    cache: Any = None
     row: int = 0
+    late: bool = False
 
     def __call__(
         self, edits: Mapping[int, Edit], rows: int, at: int | slice = -1
@@ -113,10 +100,9 @@ class Pilot:
         """Log-probabilities (float64) of the token after the pilot: of the model's own run, and of
         the variants that ``edits`` of its states add to it, ``rows`` in all. With
         ``at=slice(None)`` edits see every position of a whole chunk."""
-        started, alive = 1 if self.late else rows, 1
-        tokens = self.tokens if self.kept is None else self.tokens[:, -1:]
-        tokens = tokens.repeat(started, 1)
-        kept = None if self.kept is None else self.kept.row(self.row, started)
+        view, alive, started = self.view, 1, 1 if self.late else rows
+        tokens = (self.tokens[:, -1:] if self.name else self.tokens).repeat(started, 1)
+        cache = _copies(self.cache, self.row, started) if self.name else None
 
         def put(h: Tensor, state: int, edit: Edit) -> Tensor:
             nonlocal alive
@@ -124,15 +110,14 @@ class Pilot:
             alive = len(edited)
             # rows that begin late stand behind the same tokens as the first one
             h = torch.cat([h, h[:1].repeat(max(0, alive - len(h)), 1, 1)])
-            if self.late and kept is not None:
-                kept.repeat(0, len(h), first=state)
+            if self.late:
+                _repeat(cache, 0, alive, first=state)
             h[:alive, at] = edited.to(h)
             return h
 
-        hooks = {self.view.state_hooks[s]: partial(put, state=s, edit=e) for s, e in edits.items()}
-        forward = {} if kept is None else kept.arguments(tokens)
-        logits = self.view.logits(tokens, hooks, -1, forward=forward)
-        return logits[:, 0].double().log_softmax(-1)
+        hooks = {view.state_hooks[s]: partial(put, state=s, edit=e) for s, e in edits.items()}
+        forward = _arguments(view, tokens, self.name, cache)
+        return view.logits(tokens, hooks, -1, forward=forward)[:, 0].double().log_softmax(-1)
 
 
 def pilots(
@@ -143,9 +128,9 @@ def pilots(
     size = BATCH if batch_size is None else batch_of(batch_size, chunks.shape[1], view.device)
     name, late = _fastest(view, chunks[:1])
     for part in chunks.split(size):
-        kept = KeptKeys.of(view, part[:, :-1], name) if name else None
+        cache = kept_keys(view, part[:, :-1], name) if name else None
         for row in range(len(part)):
-            yield Pilot(view, part[row : row + 1], late, kept, row)
+            yield Pilot(view, part[row : row + 1], name, cache, row, late)
 
 
 def _fastest(view: ModelView, chunk: Int[Tensor, "batch position"]) -> tuple[str, bool]:
@@ -162,8 +147,8 @@ def _fastest(view: ModelView, chunk: Int[Tensor, "batch position"]) -> tuple[str
     doubled = dict.fromkeys({1, view.n_layers}, lambda h: torch.cat([h, h[-1:]]))
     for name, late in itertools.product(() if view.hooked() else names, (True, False)):
         with suppress(Exception):  # a class may refuse kept keys, or late rows, in any words
-            kept = KeptKeys.of(view, chunk[:, :-1], name)
-            found = Pilot(view, chunk, late, kept)(doubled, 1 + len(doubled))
+            cache = kept_keys(view, chunk[:, :-1], name)
+            found = Pilot(view, chunk, name, cache, 0, late)(doubled, 1 + len(doubled))
             if float((found - own).abs().max()) <= bound:
                 return name, late
     return "", False

@@ -19,7 +19,6 @@ from tl_geometry.flow.ensemble import (
     bundle,
     entropy_rank,
     outliers,
-    require_trajectories,
     table_of,
     too_few,
 )
@@ -65,22 +64,20 @@ def flow_report(
     >>> report.column("end", start=1)
     [2, 3, 4]
     """
-    require_trajectories(ensemble, "ensemble")
-    expected, got = "at least two states", ensemble.states
-    require(len(ensemble.states) >= 2, "trajectories", expected=expected, got=got)
     # isotropy tests need 8 held-out trajectories, half of 16
-    expected, got = "at least 16", len(ensemble)
-    require(len(ensemble) >= 16, "trajectories", expected=expected, got=got, instead="more chunks")
+    n, states = len(ensemble), ensemble.states
+    expected, got = "at least 16 of two states", f"{n} of {len(states)}"
+    require(n >= 16 and len(states) >= 2, "trajectories", expected=expected, got=got)
     map_types = maps.map_names(map_types, maps.MAPS)
     train, test = ensemble.split(train_share, seed=seed)
     aligned = train.aligned_bases()
     starts = [maps.MapsFrom(state) for state in train.X.unbind(1)]
     rows = []
-    for i, j in itertools.combinations(range(len(ensemble.states)), 2):
+    for i, j in itertools.combinations(range(len(states)), 2):
         flow = maps.flow_map(aligned, i, j)
         fitted, _ = maps.measured(flow, train.X[:, i], train.X[:, j])
         held_out, residual = maps.measured(flow, test.X[:, i], test.X[:, j])
-        row: dict[str, Any] = {"start": ensemble.states[i], "end": ensemble.states[j]}
+        row: dict[str, Any] = {"start": states[i], "end": states[j]}
         row |= {f"{name}_in": value for name, value in fitted.items()}
         row |= {f"{name}_out": value for name, value in held_out.items()}
         before, true = test.X[:, i].double(), test.X[:, j].double()
@@ -92,7 +89,7 @@ def flow_report(
         rows.append({**row, "train": len(train), "test": len(test)})
     flags = list(too_few(len(train), train.X.shape[-1], "maps"))
     dropped = (inverse_values(aligned.S[:-1]) == 0).sum(1).tolist()
-    text = ", ".join(f"{n} from state {state}" for n, state in zip(dropped, train.states) if n)
+    text = ", ".join(f"{n} from state {state}" for n, state in zip(dropped, states) if n)
     flags += [f"directions of {aligned.rank} dropped: {text}"] if text else []
     far = outliers(ensemble.X)
     flags += [f"{len(far)} norm outliers kept"] if far else []
@@ -128,10 +125,10 @@ def compare_ensembles(ensembles: Mapping[str, Trajectories], *, k: int = 10) -> 
             values: list[Any] = residuals.column(measure)
             row[measure] = sum(values) / len(values)
         for law in noise.LAWS:
-            known = len(ensemble.states) >= 3
+            known = len(ensemble.states) >= 3  # a law takes three pairs
             fit = noise.fit_noise_law(residuals, law=law) if known else None
-            row[f"{law}_rate"] = fit.rate if fit else math.nan
-            row[f"{law}_r2"] = fit.r2 if fit else math.nan
+            rate, r2 = (fit.rate, fit.r2) if fit else (math.nan, math.nan)
+            row |= {f"{law}_rate": rate, f"{law}_r2": r2}
         rows.append(row)
     fewest = min(ensembles.values(), key=len)
     few = too_few(len(fewest), fewest.X.shape[-1], "directions and maps")

@@ -4,6 +4,7 @@ scikit-learn (``pip install "tl-geometry[ml]"``)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,14 +74,11 @@ def separability(
         learner = svm.LinearSVC(random_state=seed, dual="auto", max_iter=20_000, C=0.01)
     learner = pipeline.make_pipeline(preprocessing.StandardScaler(), learner)
 
-    def score(labels: np.ndarray, splits: list[Any]) -> Tensor:
-        found = model_selection.cross_val_score(learner, points, labels, cv=splits)
-        return torch.from_numpy(found)
-
-    generator, scores = np.random.default_rng(seed), score(classes, splits)
-    shuffled = torch.cat([score(generator.permutation(classes), [split]) for split in splits])
+    run = partial(model_selection.cross_val_score, learner, points)
+    generator, scores = np.random.default_rng(seed), torch.from_numpy(run(classes, cv=splits))
+    shuffled = [run(generator.permutation(classes), cv=[split]).item() for split in splits]
     mean, reach = float(scores.mean()), resampled_t_reach(scores, test_share)
-    return Accuracy(mean, mean - reach, mean + reach, float(shuffled.mean()), len(splits[0][1]))
+    return Accuracy(mean, mean - reach, mean + reach, sum(shuffled) / repeats, len(splits[0][1]))
 
 
 def resampled_t_reach(values: Float[Tensor, " sample"], test_share: float) -> float:

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,10 +18,9 @@ from tl_geometry.base.tables import Table
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.flow import ensemble as paths
-from tl_geometry.flow.maps import LayerMap, MapsFrom, flow_map, map_names
+from tl_geometry.flow.maps import Map, MapsFrom, flow_map, map_names
 from tl_geometry.flow.pilots import Pilot, pilots
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import require_output
 from tl_geometry.models.output_head import distances, token_losses
 from tl_geometry.models.reader import as_view
@@ -116,14 +114,13 @@ def skip_costs(
     if count:
         flags += (f"{count} of {len(rows)} test chunks left out: maps are fitted on them",)
         rows = rows[~same]
-    maps = _fit(ensemble, [(pair, kind) for kind in types for pair in chosen], align, view)
+    maps = _fit(ensemble, [(pair, kind) for kind in types for pair in chosen], align)
     items = list(maps.items())
     parts = [dict(items[i : i + VARIANTS]) for i in range(0, len(items), VARIANTS)]
     found, chunks = [], pilots(view, rows.tokens[:, :-1], batch_size)
-    with tqdm(total=len(rows), disable=not progress, desc="skipping", unit="chunk") as bar:
-        for pilot, target in zip(chunks, rows.tokens[:, -1], strict=True):
-            found.append(torch.cat([_measure(pilot, target, part) for part in parts]))
-            bar.update()
+    bar = tqdm(rows.tokens[:, -1], disable=not progress, desc="skipping", unit="chunk")
+    for pilot, target in zip(chunks, bar, strict=True):
+        found.append(torch.cat([_measure(pilot, target, part) for part in parts]))
     costs = torch.stack(found)
     errors, own_loss = costs[..., 0].std(0) / len(rows) ** 0.5, float(costs[:, 0, -1].mean())
     by_job = {job: (costs[:, i].mean(0).tolist(), float(errors[i])) for i, job in enumerate(maps)}
@@ -160,45 +157,29 @@ def _pairs(n_layers: int, pairs: Sequence[Pair] | str | None) -> list[Pair]:
     return sorted(chosen, key=lambda pair: (pair[1] - pair[0], pair))
 
 
-def _fit(
-    ensemble: paths.Trajectories, jobs: list[Job], align: str, view: ModelView
-) -> dict[Job, LayerMap]:
-    """The map of every job, on the model's device, sorted by the state that it replaces. Fitted in
-    float64; float32 halves their memory, and bases that maps share stay shared."""
-    dtype = torch.float64 if view.dtype == torch.float64 else torch.float32
-    casts: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # the original is held too, so that no other tensor gets its memory
-        key = (value.data_ptr(), value.shape)
-        return casts.setdefault(key, (value, value.to(view.device, dtype)))[1]
-
+def _fit(ensemble: paths.Trajectories, jobs: list[Job], align: str) -> dict[Job, Map]:
+    """The map of every job, in float64 on the CPU, sorted by the state that it replaces."""
     aligned, starts = ensemble.aligned_bases(align=align), {}
-    maps: dict[Job, LayerMap] = {}
+    maps: dict[Job, Map] = {}
     for (a, b), kind in sorted(jobs, key=lambda job: job[0][::-1]):
         i, j = ensemble.row(a), ensemble.row(b)
         if kind.startswith("flow"):
-            found = flow_map(aligned, i, j, signs="U" if kind == "flow" else "V")
+            maps[(a, b), kind] = flow_map(aligned, i, j, signs="U" if kind == "flow" else "V")
         else:
             start = starts[i] = starts.get(i) or MapsFrom(ensemble.X[:, i])
-            found = start.to(ensemble.X[:, j], kind)
-        maps[(a, b), kind] = LayerMap(**{name: cast(v) for name, v in vars(found).items()})
+            maps[(a, b), kind] = start.to(ensemble.X[:, j], kind)
     return maps
 
 
-def _measure(
-    pilot: Pilot, target: Tensor, maps: Mapping[Job, LayerMap]
-) -> Float[Tensor, "row column"]:
+def _measure(pilot: Pilot, target: Tensor, maps: Mapping[Job, Map]) -> Float[Tensor, "row column"]:
     """KL(own | replaced), whether the most likely tokens agree, the share of five that do, the
     increase of the loss, and the model's own loss, a row for each map on one chunk."""
     clean: dict[int, Tensor] = {}
 
     def edit(h: Tensor, state: int) -> Tensor:
-        clean[state] = h[:1].to(torch.promote_types(h.dtype, torch.float32), copy=True)
+        clean[state] = h[:1].double().cpu()
         ending = [layer_map(clean[a]) for ((a, b), _), layer_map in maps.items() if b == state]
-        return torch.cat([h, *ending])
+        return torch.cat([h, *(moved.to(h) for moved in ending)])
 
     edits = {s: partial(edit, state=s) for s in sorted({s for pair, _ in maps for s in pair})}
     log_probs = pilot(edits, 1 + len(maps))

@@ -95,35 +95,29 @@ def truncation_kl(
     expected, instead = f"1 to {aligned.rank} directions", "more trajectories"
     require(fits, "K", expected=expected, got=grid, instead=instead)
     edits = {s: _projection(view, aligned, ensemble.row(s), grid) for s in states}
-    runs, at = (Pilot(view, chunk) for chunk in rows.tokens.split(1)), slice(None)
-    if positions == "pilot":
-        runs, at = pilots(view, rows.tokens, batch_size), -1
+    at = -1 if positions == "pilot" else slice(None)
+    whole = (Pilot(view, chunk) for chunk in rows.tokens.split(1))
+    runs = pilots(view, rows.tokens, batch_size) if positions == "pilot" else whole
     measured, baseline, previous = [], [], None
-    with tqdm(total=len(rows), disable=not progress, desc="truncation", unit="chunk") as bar:
-        for pilot in runs:
-            log_probs = pilot(edits, 1 + len(grid), at)
-            own, changed = log_probs[:1], log_probs[1:]
-            measured.append(torch.stack(list(distances(changed, own.expand_as(changed)))).cpu())
-            if previous is not None:
-                baseline.append(distances(own, previous).kl.cpu())
-            previous = own
-            bar.update()
+    bar = {"total": len(rows), "disable": not progress, "desc": "truncation", "unit": "chunk"}
+    for pilot in tqdm(runs, **bar):
+        log_probs = pilot(edits, 1 + len(grid), at)
+        own, changed = log_probs[:1], log_probs[1:]
+        measured.append(torch.stack(list(distances(changed, own.expand_as(changed)))).cpu())
+        baseline += [] if previous is None else [distances(own, previous).kl.cpu()]
+        previous = own
     found, apart = torch.stack(measured, dim=1), torch.cat(baseline)
-    fitted = ensemble.tokens
-    shared = fitted is not None and bool(paths.shared_rows(rows.tokens, fitted).any())
+    known = ensemble.tokens is not None
+    shared = known and bool(paths.shared_rows(rows.tokens, ensemble.tokens).any())  # type: ignore
     few = paths.too_few(len(ensemble), view.d_model, "directions")
     about = {"baseline_mean": float(apart.mean()), "baseline_median": float(apart.median())}
-    about |= {"where": where, "positions": positions}
-    about |= {"held_out": fitted is not None and not shared, "fitted": len(ensemble)}
-    about["claimed"] = not few
-    columns: dict[str, Any] = dict(zip(("kl", "kl_reverse", "top1", "top5"), found.mean(1)))
-    columns["kl_se"] = found[0].std(0) / len(rows) ** 0.5
-    order = ("kl", "kl_se", "kl_reverse", "top1", "top5")
-    table = [
-        {"K": k, **{name: float(columns[name][i]) for name in order}, **about}
-        for i, k in enumerate(grid)
-    ]
-    flags = [] if fitted is not None else ["chunks of the directions not known"]
+    about |= {"where": where, "positions": positions, "held_out": known and not shared}
+    about |= {"fitted": len(ensemble), "claimed": not few}
+    means, errors, table = found.mean(1).mT.tolist(), found[0].std(0) / len(rows) ** 0.5, []
+    for k, (kl, reverse, top1, top5), error in zip(grid, means, errors.tolist(), strict=True):
+        row = {"K": k, "kl": kl, "kl_se": error, "kl_reverse": reverse, "top1": top1, "top5": top5}
+        table.append(row | about)
+    flags = [] if known else ["chunks of the directions not known"]
     flags += ["directions fitted on the same chunks"] if shared else []
     flags += [f"{flag}: no K is claimed" for flag in few]
     provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)

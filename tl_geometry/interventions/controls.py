@@ -17,8 +17,6 @@ from tl_geometry.interventions.prompts import Edit
 from tl_geometry.interventions.surrogates import surrogate
 from tl_geometry.interventions.terms import PAIRS, pairs_of, planes, term
 
-Control = str | Callable[[Edit, int], Edit]
-"""A control by name, or a function of an edit and the number of a draw."""
 CONTROLS = ("shrink", "terms", "heads", "planes", "directions", "writers")
 Head = tuple[int, int]
 
@@ -31,7 +29,7 @@ class Draw(NamedTuple):
 
 
 def draws_of(
-    edits: Mapping[str, Edit], controls: Sequence[Control], draws: int, seed: int
+    edits: Mapping[str, Edit], controls: Sequence[str], draws: int, seed: int
 ) -> dict[tuple[str, str], list[Draw]]:
     """The controls of every edit, by (edit, name of the control).
 
@@ -41,11 +39,9 @@ def draws_of(
     taken = {head for edit in edits.values() for head in edit.heads}
     count = checks.whole(draws)
     for control in controls:
-        if not callable(control):
-            checks.choice(control, CONTROLS, "control")
+        checks.choice(control, CONTROLS, "control")
         before = len(found)
-        drawn = callable(control) or control not in ("shrink", "terms")
-        fits = count is not None and (not drawn or count >= 2)
+        fits = count is not None and (control in ("shrink", "terms") or count >= 2)
         require(fits, "draws", expected="at least 2 random ones", got=repr(draws))
         for name, edit in edits.items():
             named = _named(edit, control, range(seed, seed + (count or 0)), taken)
@@ -55,13 +51,8 @@ def draws_of(
     return found
 
 
-def _named(edit: Edit, control: Control, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
+def _named(edit: Edit, control: str, seeds: range, taken: set[Head]) -> dict[str, list[Draw]]:
     """The controls of one edit, by their names."""
-    if callable(control):
-        made = [
-            Draw((id(edit), id(control), i), partial(control, edit, i)) for i in range(len(seeds))
-        ]
-        return {getattr(control, "__name__", "control"): made}
     again: Any = edit.again
     if again is None or again.keywords.get("how") == "swap":
         return {}

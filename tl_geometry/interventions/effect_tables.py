@@ -30,7 +30,7 @@ from tl_geometry.base.intervals import (
 )
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus.token_windows import TokensLike
-from tl_geometry.interventions.controls import Control, Draw, draws_of
+from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
 from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
@@ -40,7 +40,7 @@ from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
 from tl_geometry.scores.values import target_ids
 
-METRICS = ("loss", "difference", "probability")
+METRICS = ("loss", "difference")
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A metric of one's own: one number for each prompt from its logits."""
 Token = int | str
@@ -150,7 +150,7 @@ def effects(
     answer: Any = None,
     other: Any = None,
     position: int | str = -1,
-    control: Control | Sequence[Control] | None = None,
+    control: str | Sequence[str] | None = None,
     draws: int = 8,
     seed: int = 0,
     batch_size: int | None = None,
@@ -165,14 +165,13 @@ def effects(
             ``path``, ``surrogate``, sums of them). Those that lack prompts get these, and
             ``counterfactual``.
         metric: the next-token ``"loss"`` (nats, mean over the prompt), the ``"difference"`` of the
-            logits of ``answer`` and ``other`` at ``position``, the ``"probability"`` of ``answer``
-            there, or a function of logits ``[batch position d_vocab]`` that gives a number for each
-            prompt.
+            logits of ``answer`` and ``other`` at ``position``, or a function of logits
+            ``[batch position d_vocab]`` that gives a number for each prompt.
         answer, other: tokens, as ids or texts of one token, one for all prompts or one for each.
         control: ``"shrink"`` (the same share of the scores' covariance, from all terms evenly),
-            ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"``,
-            ``"writers"`` (``draws`` random ones), or a function of an edit and the number of a draw
-            that gives an edit; one or several. An edit gets those that it has; a swap gets none.
+            ``"terms"`` (every other term), ``"heads"``, ``"planes"``, ``"directions"`` or
+            ``"writers"`` (``draws`` random ones), one or several. An edit gets those that it has; a
+            swap gets none.
 
     Raises ``GeometryError`` for a control that no edit has, for too few other heads, and for a
     metric that is not finite; ``UnsupportedModelError`` for a metric by name of an encoder or of a
@@ -191,10 +190,7 @@ def effects(
     known = Known.of(view, prompts, counterfactual, prepend_bos)
     given = _checked(view, edits, known)
     run = _Run.of(view, known, metric, answer, other, position, batch_size)
-    controls: list[Any] = []
-    if control is not None:
-        one = isinstance(control, str) or callable(control)
-        controls = [control] if one else [*control]  # type: ignore[misc]
+    controls = [control] if isinstance(control, str) else list(control or ())
     drawn = draws_of(given, controls, draws, seed)  # refused before anything is run
     count = len(given) + sum(map(len, drawn.values()))
     with tqdm(total=count + 1, disable=not progress, desc=view.name, unit="run") as bar:
@@ -284,7 +280,7 @@ class _Run:
         if own is None:
             checks.choice(name, METRICS, "metric")
             require_output(view, "effects")
-        sides = {"difference": (answer, other), "probability": (answer,)}.get(name, ())
+        sides = (answer, other) if name == "difference" and own is None else ()
         missing = any(side is None for side in sides)
         expected, instead = f'tokens for metric="{name}"', "answer=, other="
         require(not missing, "answer", expected=expected, got="none", instead=instead)
@@ -318,10 +314,8 @@ class _Run:
             return values.detach().double().cpu()
         if self.ids is None:
             return next_token_losses(logits, tokens.to(logits.device)).double().mean(1).cpu()
-        last = logits[:, 0].double().cpu()
-        last = last.softmax(-1) if self.name == "probability" else last
-        chosen = last.gather(1, self.ids[rows])
-        return chosen[:, 0] - chosen[:, 1] if self.name == "difference" else chosen[:, 0]
+        chosen = logits[:, 0].double().cpu().gather(1, self.ids[rows])
+        return chosen[:, 0] - chosen[:, 1]
 
 
 def _tokens(view: ModelView, given: Any, prompts: int) -> Int[Tensor, " context"]:

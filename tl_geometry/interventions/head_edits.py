@@ -41,7 +41,6 @@ from tl_geometry.models.reader import as_view
 from tl_geometry.models.write_spec import attention_of, by_head, require_decoder, writing_of
 
 BY = ("mean", "zero", "prompt", "counterfactual")
-BETWEEN = ("frozen", "live")
 Place = tuple[str, int, tuple[int, ...]]
 """A hook that is edited, its block (or state), and the heads for one of mixed values."""
 
@@ -236,19 +235,11 @@ def _positions(wanted: Any, length: int, known: Known | None) -> list[int]:
     several = isinstance(wanted, Iterable) and not isinstance(wanted, str | Tensor)
     found: list[int] = []
     for at in list(wanted) if several else [wanted]:
-        if isinstance(at, str):
-            if known is None:
-                fail("reference", expected=f"prompts that have a position {at!r}", got="none")
-            found.append(known.rows.position(at))
-            continue
-        number = checks.whole(at)
-        found.append(
-            checks.index(
-                at if number is None else number % length if -length <= number < 0 else number,
-                length,
-                "position",
-            )
-        )
+        if isinstance(at, str) and known is None:
+            fail("reference", expected=f"prompts that have a position {at!r}", got="none")
+        place = known.rows.position(at) if isinstance(at, str) and known else at
+        below = checks.whole(place) is not None and place < 0
+        found.append(checks.index(length + place if below else place, length, "position"))
     return found
 
 
@@ -303,7 +294,6 @@ def path(
     receivers: str | Sequence[str],
     *,
     by: str = "mean",
-    between: str = "frozen",
     reference: TokensLike | Known | None = None,
     counterfactual: TokensLike | None = None,
     positions: Any = None,
@@ -312,20 +302,15 @@ def path(
 ) -> Edit:
     """Path patching: only ``receivers`` read what other values of the heads ``senders`` write.
 
-    Every other reader reads the running stream x; a receiver reads instead
-
-        frozen    ``x + write(z') - write(z)``: the direct edge from the senders alone
-        live      the stream of a run in which the senders are replaced and everything responds
-
-    ``write`` is what the senders' block adds, after the norm behind attention where there is one.
-    Everything behind a receiver is live, norms included. Where every reader of a sender is a
-    receiver, both are the knockout.
+    Every other reader reads the running stream x; a receiver reads ``x + write(z') - write(z)``,
+    the direct edge from the senders alone. ``write`` is what the senders' block adds, after the
+    norm behind attention where there is one. Everything behind a receiver is live, norms included.
+    Where every reader of a sender is a receiver, this is the knockout.
 
     Args:
         receivers: ``"L5H1<q>"``, ``"L5H1<k>"`` and ``"L5H1<v>"`` (of all heads that share them),
             ``"mlp5"``, ``"output"``, one or several.
-        by, reference, counterfactual, seed: as in :func:`heads`. ``between="live"`` needs
-            ``reference`` prompts (or those of ``effects``), and its passes must be over them.
+        by, reference, counterfactual, seed: as in :func:`heads`.
         positions: where the receivers read it, as in :func:`heads`.
 
     Raises ``GeometryError`` for a sender that does not come before every receiver, and for unknown
@@ -341,7 +326,6 @@ def path(
     view = as_view(model)
     require_decoder(view, f"paths of {view.name}")
     checks.choice(by, BY, "by")
-    checks.choice(between, BETWEEN, "between")
     chosen = checks.heads(senders, view.n_layers, view.n_heads)
     to = Receivers.of(view, receivers)
     last, known = to.last_sender(view), _known(view, by, reference, counterfactual, prepend_bos)
@@ -352,12 +336,12 @@ def path(
         new = Replacement(by, known, {}, seed)
         first = [whole_prompts(view, min(at for at, _ in chosen))]
         names = [view.z_hooks[layer] for layer in heads_by_layer(chosen)]
-        before, other = (_live if between == "live" else _frozen)(view, chosen, to, new)
+        before, other = _frozen(view, chosen, new)
         hooks = [*new.hooks(names), *first, *before]
         return [*hooks, *_receiving(view, to, other, positions, known)]
 
     options: dict[str, Any] = {"senders": senders, "receivers": receivers, "by": by, "seed": seed}
-    options |= {"between": between, "reference": known, "positions": positions}
+    options |= {"reference": known, "positions": positions}
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] <= last]
     together, again = by == "prompt", partial(path, model=view, **options)
     return Edit(view, make, known=known, heads=chosen, pool=pool, together=together, again=again)
@@ -368,7 +352,7 @@ Other = Callable[[str, Tensor], Tensor]
 
 
 def _frozen(
-    view: ModelView, senders: Sequence[tuple[int, int]], to: Receivers, new: Replacement
+    view: ModelView, senders: Sequence[tuple[int, int]], new: Replacement
 ) -> tuple[list[NamedHook], Other]:
     """Readers of the senders' values, and the stream with ``write(z') - write(z)``."""
     changes: dict[int, Tensor] = {}
@@ -385,30 +369,6 @@ def _frozen(
 
     hooks = [reader(layer, some) for layer, some in heads_by_layer(senders).items()]
     return hooks, lambda name, x: x + torch.stack(list(changes.values())).sum(0).to(x)
-
-
-def _live(
-    view: ModelView, senders: Sequence[tuple[int, int]], to: Receivers, new: Replacement
-) -> tuple[list[NamedHook], Other]:
-    """A reader of which prompts are run, and their streams where the senders are replaced."""
-    known = new.known
-    if known is None:
-
-        def refuse(value: Tensor, hook: Any) -> None:
-            expected, instead = 'prompts for between="live"', "reference=prompts"
-            fail("reference", expected=expected, got="none", instead=instead)
-
-        return [(view.state_hooks[0], refuse)], lambda name, x: x
-    names = [view.state_hooks[layer] for layer in {*to.heads, *to.mlps}]
-    names += [*(view.z_hooks[at] for at in to.mlps), view.state_hooks[-1]]
-    with heads(view, senders, by=new.by, reference=known, seed=new.seed).attached():
-        seen = view.activations(known.rows.tokens, list(dict.fromkeys(names)))
-    streams = {f"L{layer}": seen[view.state_hooks[layer]] for layer in to.heads}
-    for at in to.mlps:
-        pre, z = seen[view.state_hooks[at]], seen[view.z_hooks[at]]
-        streams[f"mlp{at}"] = _mlp_input(view, at, pre, z)
-    streams["output"] = seen[view.state_hooks[-1]]
-    return [known.hook(new.rows)], lambda name, x: streams[name][new.rows["rows"]].to(x)
 
 
 def written(

@@ -28,28 +28,24 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.rows import row_center
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit, Known, from_another, require_several
+from tl_geometry.models.attention import scores_of
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import head_spreads, judge_rounding
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, describe_planes
+from tl_geometry.scores.projection import PARTS, project_basis, split_heads
+from tl_geometry.scores.splitter import require_positions
+from tl_geometry.scores.terms import ALIBI, BIAS, BIAS_LABELS, GROUPS, group_of
 
-PARTS = ("bias", "pos", "cvec")
-"""Parts of queries and keys: mean and constants, position, the rest."""
-ALIBI = ("alibi", "alibi")
-"""The term that is added to the scores by position."""
 PAIRS = tuple(product(PARTS, PARTS))
-"""(query part, key part) of the terms."""
-GROUPS = {
-    "position": (*(p for p in PAIRS if "cvec" not in p), ALIBI),
-    "content": (("cvec", "cvec"),),
-    "token": (("bias", "cvec"), ("cvec", "bias")),
-    "mixed": (("pos", "cvec"), ("cvec", "pos")),
-}
-"""Groups of terms (SPEC C.4)."""
-NAMES = {"-".join(p): (p,) for p in (*PAIRS, ALIBI)} | GROUPS
-NAMES |= dict.fromkeys(("mean-mean", "relative position"), (("bias", "bias"),))
+"""(query part, key part) of the terms of mean and constants, position, and the rest."""
+ALIBI_TERM = (ALIBI, ALIBI)
+"""The term that is added to the scores by position."""
+NAMES = {"-".join(p): (p,) for p in (*PAIRS, ALIBI_TERM)}
+NAMES |= {g: tuple(p[0] for n, p in NAMES.items() if group_of(n) == g) for g in GROUPS}
+NAMES |= dict.fromkeys(BIAS_LABELS, ((BIAS, BIAS),))
 """What may be named: terms, groups, and the labels under which (bias, bias) is shown."""
 Pair = tuple[str, str]
 Terms = str | Pair | Sequence[str | Pair]
@@ -66,12 +62,12 @@ def pairs_of(names: Terms | Any) -> tuple[Pair, ...]:
     >>> pairs_of("token"), pairs_of([("pos", "pos"), "cvec-pos"])
     ((('bias', 'cvec'), ('cvec', 'bias')), (('pos', 'pos'), ('cvec', 'pos')))
     """
-    one = isinstance(names, str) or (isinstance(names, tuple) and names in (*PAIRS, ALIBI))
+    one = isinstance(names, str) or (isinstance(names, tuple) and names in (*PAIRS, ALIBI_TERM))
     fits = one or isinstance(names, Sequence)
     require(fits, "term", expected="names of terms", got=repr(names), instead='"content"')
     pairs: list[Pair] = []
     for name in [names] if one else names:
-        fits = isinstance(name, str) or name in (*PAIRS, ALIBI)
+        fits = isinstance(name, str) or name in (*PAIRS, ALIBI_TERM)
         require(fits, "term", expected=f"one of {', '.join(NAMES)}", got=repr(name))
         pairs += (
             NAMES[checks.choice(name, list(NAMES), "term")] if isinstance(name, str) else [name]
@@ -178,22 +174,21 @@ def term(
     require_basis(basis)
     basis.check_model(view)
     basis.require_identifiable("interventions")
-    kept = [p for p in PAIRS if "bias" in p] if how == "keep" else []
+    kept = [p for p in PAIRS if BIAS in p] if how == "keep" else []
     weights = torch.tensor([[float((a, b) in (*pairs, *kept)) for b in PARTS] for a in PARTS])
-
     flags: dict[str, None] = {}
 
+    def new(run: RunningHeads) -> Tensor:
+        layer, length = run.layer, run.layer.h.shape[1]
+        require_positions(basis, length)
+        q, k = split_heads(layer, project_basis(layer, basis, length), list(run.heads))
+        flags.update(dict.fromkeys(rounding(run, q, k)))
+        X = weighted(weights, q, k)
+        X = X if run.bias is None or ALIBI_TERM not in pairs else X + run.bias
+        return changed(how, run, X, seed=seed, drop=basis.window[0])
+
     def scores(layer: int, some: tuple[int, ...]) -> NewScores:
-        mapped = basis_rows(basis, layer)
-
-        def new(run: RunningHeads) -> Tensor:
-            q, k = running_parts(run, basis, mapped)
-            flags.update(dict.fromkeys(rounding(run, q, k)))
-            X = weighted(weights, q, k) * run.layer.scale
-            if run.bias is not None and ALIBI in pairs:
-                X = X + run.bias
-            return changed(how, run, X, seed=seed, drop=basis.window[0])
-
+        basis.index(layer)
         return new
 
     first = [bos_check(view, basis)] if view.bos_id is not None else []
@@ -207,38 +202,11 @@ def rounding(run: RunningHeads, q: Tensor, k: Tensor) -> tuple[str, ...]:
     """A remark where rounding of the parts may exceed 1% of what scores of a row spread over;
     ``ReconstructionError`` where it may exceed all of it."""
     own, parts = (
-        float(einsum(a, b, "b i h e, b j h e -> b h i j").max() * run.layer.scale)
+        float(einsum(a, b, "b i h e, b j h e -> b h i j").max())
         for a, b in ((q.sum(0).abs(), k.sum(0).abs()), (q.abs().sum(0), k.abs().sum(0)))
     )
     spreads = head_spreads(run.total, run.layer.allowed.to(q.device))
     return judge_rounding(run.layer.roundoff, (own, parts), spreads, f"layer {run.layer.layer}")
-
-
-def basis_rows(basis: PositionContext, layer: int) -> Float[Tensor, "part position d_model"]:
-    """Mean and positional vectors of a layer's input, of every position that the basis has seen."""
-    row = basis.index(layer)
-    return torch.stack([basis.mean[row].expand_as(basis.pos_seen[row]), basis.pos_seen[row]])
-
-
-def running_parts(
-    run: RunningHeads, basis: PositionContext, mapped: Float[Tensor, "part position d_model"]
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys of the running heads by part, ``[part batch position head d_head]``: of
-    mean and constants, of position, and the rest. Gradients pass."""
-    layer, heads = run.layer, list(run.heads)
-    length, most = layer.h.shape[1], mapped.shape[1]
-    expected = f"at most {most} positions, as the basis has seen"
-    require(length <= most, "tokens", expected=expected, got=f"{length} positions")
-    layer = layer.normalized() if basis.provenance.normalized else layer
-    rows = mapped[:, None, :length].to(layer.h)  # for every prompt the same
-
-    def parts(which: str) -> Tensor:
-        mapped = getattr(layer, f"{which}_map")(rows)[..., heads, :]
-        bias, pos = mapped * getattr(layer, f"{which}_scale")[..., heads, None]
-        bias = bias + getattr(layer, f"{which}_constant")[..., heads, :]
-        return torch.stack([bias, pos, run.own(which) - bias - pos])
-
-    return parts("q"), parts("k")
 
 
 def weighted(weights: Float[Tensor, "a c"], q: Tensor, k: Tensor) -> Tensor:
@@ -295,29 +263,18 @@ def planes(
     """
     view = as_view(model)
     checks.choice(how, PLANES_HOW, "how")
-    wanted = _chosen(names)
+    wanted: Any = tuple(names) if isinstance(names, list) else names  # a pair of floats is a band
 
-    def scores(layer: int, some: tuple[int, ...]) -> NewScores:
-        def new(run: RunningHeads) -> Tensor:
-            coordinates = plane_coordinates(run, wanted, draw)
-            X = run.layer.scale * einsum(
-                run.own("q") * coordinates.to(run.total),
-                run.own("k"),
-                "b i h e, b j h e -> b h i j",
-            )
-            new = changed(how, run, X, seed=seed)
-            return new if how != "keep" or run.bias is None else new + run.bias
-
-        return new
+    def new(run: RunningHeads) -> Tensor:
+        inside = plane_coordinates(run, wanted, draw).to(run.total)
+        X = scores_of(run.own("q") * inside, run.own("k"), run.layer.scale)
+        new = changed(how, run, X, seed=seed)
+        return new if how != "keep" or run.bias is None else new + run.bias
 
     options = {"names": names, "heads": heads, "how": how, "draw": draw, "seed": seed}
     again = partial(planes, model=view, **options)
-    return edit_of_scores(view, heads, scores, again=again, together=how == "swap")
-
-
-def _chosen(names: Any) -> Any:
-    """Planes in the words of :mod:`tl_geometry.scores.planes`; a pair of floats is a band."""
-    return tuple(names) if isinstance(names, list) else names
+    together = how == "swap"
+    return edit_of_scores(view, heads, lambda *_: new, again=again, together=together)
 
 
 def plane_coordinates(

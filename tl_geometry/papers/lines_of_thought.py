@@ -108,7 +108,7 @@ def sarfati(
     rows = [*_law(paths), *_truncation(view, before_norm, K, progress)]
     with tlg.models.reinitialized(view, seed=seed) as untrained:
         residuals = flow.trajectories(untrained, chunks, progress=progress).residuals()
-    kurtosis = float(residuals.abs_kurtosis.nanmean())
+    kurtosis = _mean(residuals.column("abs_kurtosis"))
     rows.append(("mean |kurtosis|, untrained", kurtosis, "same configuration, new weights"))
     if separate:
         most, size = PERCEPTRON
@@ -137,17 +137,18 @@ def _beside(model: str, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
 def _law(paths: flow.Trajectories) -> list[Row]:
     """The noise law and the kurtosis of the residuals."""
     residuals = paths.residuals()
-    law, increment = (
-        flow.fit_noise_law(residuals.log_variance, law=law, times=paths.times)
-        for law in ("asymptotic", "increment")
-    )
+    law, increment = (flow.fit_noise_law(residuals, law=law) for law in ("asymptotic", "increment"))
     preferred = "asymptotic" if law.aic <= increment.aic else "increment"
     return [
         ("alpha", law.alpha, f"R^2 {law.r2:.3f}; AIC prefers the {preferred} law"),
         ("ln alpha", law.log_alpha, "natural logarithm"),
         ("lambda", law.rate, f"increment law: {increment.rate:.3f}"),
-        ("mean |kurtosis|", float(residuals.abs_kurtosis.nanmean()), "over all pairs of layers"),
+        ("mean |kurtosis|", _mean(residuals.column("abs_kurtosis")), "over all pairs of layers"),
     ]
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values)
 
 
 def _truncation(
@@ -156,16 +157,16 @@ def _truncation(
     """How many directions the output needs; no rows without a trained next-token output."""
     if not (view.head_trained and view.causal) or paths.tokens is None:
         return []
-    grid = tuple(k for k in K if k <= paths.aligned_bases(align="none").rank)
+    grid = tuple(k for k in K if k <= paths.aligned_bases().rank)
     curve = flow.truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
-    kl = dict(zip(curve.K, curve.kl.tolist(), strict=True))
-    top5 = dict(zip(curve.K, curve.top5.tolist(), strict=True))
+    kl, top5 = (dict(zip(grid, curve.column(name), strict=True)) for name in ("kl", "top5"))
     # the reply's criterion: a tenth of the KL at the smallest K
-    sufficient = [k for k in curve.K if kl[k] <= 0.1 * kl[curve.K[0]]]
-    needed = float(sufficient[0]) if curve.claimed and sufficient else math.nan
-    note = f"by the text's other criterion, 10% of the baseline: {curve.needed()}"
-    if not curve.claimed:
-        note = f"not claimed: {curve.fitted} chunks are fewer than {view.d_model} dimensions"
+    sufficient = [k for k in grid if kl[k] <= 0.1 * kl[grid[0]]]
+    claimed = bool(curve.column("claimed")[0])
+    needed = float(sufficient[0]) if claimed and sufficient else math.nan
+    note = f"by the text's other criterion, 10% of the baseline: {flow.directions_needed(curve)}"
+    if not claimed:
+        note = f"not claimed: {len(paths)} chunks are fewer than {view.d_model} dimensions"
     rows = [("K with 90% of the KL gone", needed, note)]
     rows += [(f"KL at K = {k}", kl[k], "in-sample directions") for k in (1, 256) if k in kl]
     if 256 in top5:
@@ -176,10 +177,15 @@ def _truncation(
 def _separability(paths: flow.Trajectories, seed: int) -> list[Row]:
     """How well a linear SVM tells true states from extrapolated ones, tau layers on."""
     # the middle state: GPT-2-medium, whose published accuracies go to tau = 10, has 12 layers left
-    start = paths.states[max(0, len(paths.states) // 2 - 1)]
-    table = flow.true_against_extrapolated(paths, start=start, seed=seed)
-    note, taus = f"held out, from state {start}", [t for t in (1, 10) if t <= len(table.names)]
-    return [(f"SVM accuracy, tau = {t}", float(table.accuracy[t - 1, 0]), note) for t in taus]
+    start = max(0, len(paths.states) // 2 - 1)
+    note, rows = f"held out, from state {paths.states[start]}", []
+    train, test = paths.split(seed=seed)
+    for tau in (t for t in (1, 10) if start + t < len(paths.states)):
+        move = flow.flow_map(train.aligned_bases(), start, start + tau)
+        true, moved = test.X[:, start + tau].double(), move(test.X[:, start].double())
+        found = flow.separability(true, moved, paired=True, seed=seed)
+        rows.append((f"SVM accuracy, tau = {tau}", found.accuracy, note))
+    return rows
 
 
 def _from_gibberish(real: flow.Trajectories, random: flow.Trajectories, seed: int) -> Row:
@@ -187,5 +193,8 @@ def _from_gibberish(real: flow.Trajectories, random: flow.Trajectories, seed: in
     (most, length), count = PERCEPTRON, len(real.X)
     note = f"{count} trajectories of {length} tokens, held out"
     note += "" if count == most else f"; published protocol: {most:,}"
-    lowest = float(flow.ensembles_apart(real, random, seed=seed).accuracy[:, 0].min())
+    states = zip(real.X.unbind(1), random.X.unbind(1), strict=True)
+    lowest = min(
+        flow.separability(a, b, classifier="perceptron", seed=seed).accuracy for a, b in states
+    )
     return "perceptron accuracy against gibberish, lowest layer", lowest, note

@@ -177,8 +177,9 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> windows = tlg.zoo.default_windows(model, 16, n=16)
-    >>> skips = tlg.flow.skip_costs(model, windows, progress=False)
+    >>> tokens = tlg.zoo.default_windows(model, 16, n=16).tokens
+    >>> paths = tlg.trajectories(model, tokens[:8, :-1], states=range(5), progress=False)
+    >>> skips = tlg.skip_costs(model, tokens[8:], paths, progress=False)
     >>> skip_figure(skips).title
     'How many blocks can be skipped for how much loss?'
     """

@@ -231,8 +231,8 @@ def head_planes(
     caption = "Each bar is the share of a plane in the covariance of scores (none: not rotated)."
     if profile is not None:
         axes[-1].set_xlabel("offset, query minus key (tokens)")
-        caption += f" The curve is the mean of {profile.term} at each offset, with its "
-        caption += f"{profile.level:.0%} interval over prompts (none below 10)."
+        caption += f" The curve is the mean of {profile.term} at each offset, with its 95% "
+        caption += "interval over prompts (none below 10)."
     draw.legend(figure, axes[:columns])
     return draw.view(
         figure,

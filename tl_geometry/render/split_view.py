@@ -107,13 +107,13 @@ def split(
     )
     named = ", ".join(labels) if len(rows) <= 4 else f"{len(rows)} heads"
     groups = [(group, i) for i, name in enumerate(chosen) if (group := _group(name))]
-    query, key = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax())
+    query, key, pattern = length - 1, int(np.nan_to_num(values[0, -1, -1]).argmax()), len(names) - 1
     return Page(
         title=title or f"What are the attention scores of {named} made of?",
         caption=_caption(split, chosen, limit, centered=centered),
         parts=[
             grid,
-            parts.bars("What this score is made of", range(len(names)), groups=groups),
+            parts.bars("What it is made of", range(pattern), groups=groups, numbers=[pattern]),
             parts.tokens("Where the chosen query looks, and why", [*map(str, tokens)]),
         ],
         begin={"i": query, "j": key, "kept": [query, key], "query": query, "source": len(chosen)},

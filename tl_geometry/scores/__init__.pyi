@@ -2,7 +2,6 @@ from .head_types import HeadTypes as HeadTypes
 from .head_types import head_type_scores as head_type_scores
 from .head_types import repeated_random_tokens as repeated_random_tokens
 from .head_types import token_range as token_range
-from .planes import BandTable as BandTable
 from .planes import HeadPlanes as HeadPlanes
 from .planes import PlaneTable as PlaneTable
 from .relative import OffsetProfile as OffsetProfile

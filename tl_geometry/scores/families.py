@@ -22,13 +22,8 @@ from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.writers import GRAINS, Written, writer_names
 from tl_geometry.scores.terms import ALIBI, BIAS
 
-STREAM_PARTS = (
-    ("pos", "cvec"),
-    ("pos", "ctx", "resid"),
-    ("mean", "pos", "cvec"),
-    ("mean", "pos", "ctx", "resid"),
-)
-"""Named splits of the stream; without ``mean`` the mean belongs to ``bias``."""
+STREAM_PARTS = (("pos", "cvec"), ("pos", "ctx", "resid"))
+"""Named splits of the stream; the mean belongs to ``bias``."""
 UserParts = Mapping[
     str, Float[Tensor, "batch position d_model"] | Float[Tensor, "layer batch position d_model"]
 ]
@@ -80,21 +75,18 @@ def _writer_parts(
     return {name: by_name.get(name, nothing) for name in names}
 
 
-def _given_parts(
-    given: UserParts, layers: Sequence[int], n_layers: int, layer: LayerView, _: Written | None
-) -> Parts:
+def _given_parts(given: UserParts, n_layers: int, layer: LayerView, _: Written | None) -> Parts:
     """Tensors of the caller's own for one layer, if they sum to its input: ``[batch position
     d_model]``, the same for every layer, or ``[layer batch position d_model]``, with one for each
-    layer of the model (the final state may follow) or one for each of ``layers``."""
+    layer of the model (the final state may follow)."""
     parts: Parts = {}
     for name, value in given.items():
         what = f"part {name!r}"
         if value.dim() == 4:
-            fits = len(value) in (n_layers, n_layers + 1, len(layers))
-            expected = f"a first axis of {n_layers} layers or of the {len(layers)} chosen"
+            fits = len(value) in (n_layers, n_layers + 1)
+            expected = f"a first axis of {n_layers} layers"
             require(fits, what, expected=expected, got=describe(value))
-            of_chosen = len(value) == len(layers) < n_layers
-            value = value[layers.index(layer.layer) if of_chosen else layer.layer]
+            value = value[layer.layer]
         fits, expected = value.shape == layer.h.shape, f"shape {tuple(layer.h.shape)}"
         require(fits, what, expected=expected, got=describe(value))
         parts[name] = checks.finite(value, what).to(layer.h.device)
@@ -121,8 +113,7 @@ def family_of(
         reserved = [n for n in parts if n in (BIAS, ALIBI) or "-" in n]
         expected = "names other than bias and alibi, without '-'"
         require(len(parts) > 0 and not reserved, "parts", expected=expected, got=reserved or "none")
-        given = partial(_given_parts, parts, sorted(layers), view.n_layers)
-        return Family(tuple(parts), given)
+        return Family(tuple(parts), partial(_given_parts, parts, view.n_layers))
     # before tuple(parts), which would take a string letter by letter
     if isinstance(parts, str):
         require(parts in GRAINS, "parts", expected=f"one of {STREAM_PARTS + GRAINS}", got=parts)
@@ -143,5 +134,5 @@ def family_of(
         names,
         lambda layer, _: stream_parts(basis, names, layer),
         basis.provenance.normalized,
-        mean_in_bias="mean" not in names,
+        mean_in_bias=True,
     )

@@ -71,7 +71,7 @@ def detection_patterns(
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadTypes:
     """Scores of each type per head, between 0 and 1, and the ``baselines`` that uniform attention
-    would score. ``queries`` counts the queries that a score averages over; without any it is NaN.
+    would score. Without a query that a score averages over it is NaN.
 
     ``errors`` are standard errors of the scores over the rows of tokens, weighted by the queries of
     each row; NaN below 10 rows. With rows from different ranges of ids (:func:`token_ranges`) they
@@ -81,7 +81,6 @@ class HeadTypes:
     scores: dict[str, Float[Tensor, "*layer head"]]
     errors: dict[str, Float[Tensor, "*layer head"]]
     baselines: dict[str, float]
-    queries: dict[str, int]
 
 
 def head_type_scores(
@@ -99,10 +98,12 @@ def head_type_scores(
     >>> bool(abs(types.scores["induction"] - types.baselines["induction"]) < 1e-6)
     True
     """
-    (batch, length), device = tokens.shape, pattern.device
-    fits = pattern.shape[-2:] == (length, length) and pattern.shape[-4] == batch
+    batch, length = tokens.shape
+    fits = isinstance(pattern, Tensor) and pattern.dim() >= 4
+    fits = fits and (pattern.shape[-4], *pattern.shape[-2:]) == (batch, length, length)
     expected = f"[... batch head query key] for tokens {tuple(tokens.shape)}"
     require(fits, "pattern", expected=expected, got=describe(pattern))
+    device = pattern.device
     allowed = causal_mask(length) if allowed is None else allowed.cpu()
     uniform = allowed.double() / allowed.sum(-1, keepdim=True).clamp(min=1)
     keys_of = detection_patterns(tokens.cpu())
@@ -111,17 +112,17 @@ def head_type_scores(
     queries_of: dict[str, Tensor] = {"same": torch.ones_like(repeated)}
     queries_of |= {"duplicate": repeated, "induction": repeated}
     queries_of |= {"previous": after_first, "neighbourhood": after_first}
-    scores, errors, baselines, queries = {}, {}, {}, {}
+    scores, errors, baselines = {}, {}, {}
     for name in HEAD_TYPES:
         keys = keys_of[name] & queries_of[name].unsqueeze(-1)
-        counts, queries[name] = queries_of[name].sum(-1).double(), int(queries_of[name].sum())
+        counts = queries_of[name].sum(-1).double()
         # NaN in place of a count of zero, so that a type without a query has no score
-        count = queries[name] or torch.nan
+        count = float(counts.sum()) or torch.nan
         row_sums = (pattern * keys.unsqueeze(1).to(device)).sum((-2, -1), dtype=torch.float64)
         scores[name] = row_sums.sum(-2) / count
         errors[name] = _ratio_error(row_sums, counts.to(device))
         baselines[name] = float((uniform * keys).sum()) / count
-    return HeadTypes(scores=scores, errors=errors, baselines=baselines, queries=queries)
+    return HeadTypes(scores=scores, errors=errors, baselines=baselines)
 
 
 def _ratio_error(

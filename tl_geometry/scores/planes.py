@@ -27,9 +27,11 @@ from typing import TypeGuard, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_geometry.base import checks
 from tl_geometry.base.errors import require
+from tl_geometry.base.tables import Table
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.scores.labels import dominant
 from tl_geometry.scores.terms import TermResult
@@ -81,11 +83,15 @@ class HeadPlanes:
     @staticmethod
     def of(planes: Sequence[RotaryPlanes], length: int) -> HeadPlanes:
         """The planes of heads, given those of each head's layer."""
-        most = max(len(p.theta) for p in planes)
-        theta = torch.full((len(planes), most), torch.nan, dtype=torch.float64)
-        for row, of_layer in zip(theta, planes, strict=True):
-            row[: len(of_layer.theta)] = of_layer.theta
-        return HeadPlanes(torch.stack([p.plane for p in planes]), theta, length)
+        each = [HeadPlanes(p.plane[None], p.theta.double()[None], length) for p in planes]
+        return HeadPlanes.beside(each)
+
+    @staticmethod
+    def beside(parts: Sequence[HeadPlanes]) -> HeadPlanes:
+        """The planes of several sets of heads, one after another."""
+        most = max(p.theta.shape[1] for p in parts)
+        theta = [pad(p.theta, (0, most - p.theta.shape[1]), value=torch.nan) for p in parts]
+        return HeadPlanes(torch.cat([p.plane for p in parts]), torch.cat(theta), parts[0].length)
 
     @property
     def wavelength(self) -> Float[Tensor, "head plane"]:
@@ -143,28 +149,6 @@ def describe_planes(planes: PlanesLike) -> str:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BandTable(TermResult):
-    """Shares of the bands of wavelengths, all terms together, one row for each head: what
-    :meth:`PlaneTable.by_band` returns. ``dominant`` is the band that is first by covariance and by
-    gain, each with a clear lead, else ``"unclear"``."""
-
-    heads: tuple[tuple[int, int], ...]
-    bands: tuple[str, ...]
-    dominant: tuple[str, ...]
-    cs: Float[Tensor, "head band"]
-    gs: Float[Tensor, "head band"]
-
-    def columns(self) -> Sequence[str]:
-        shares = [f"{share}_{band}" for share in ("cs", "gs") for band in self.bands]
-        return ("layer", "head", "dominant", *shares)
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        shares = torch.cat([self.cs, self.gs], 1).tolist()
-        each = zip(self.heads, self.dominant, shares, strict=True)
-        return [(*head, label, *of_head) for head, label, of_head in each]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
 class PlaneTable(TermResult):
     """Shares of each rotary plane, by term, for each head: what ``.planes()`` of a split or a sweep
     returns.
@@ -206,19 +190,24 @@ class PlaneTable(TermResult):
         """A head may have fewer planes than the widest one."""
         return ~self.head_planes.theta.isnan().unsqueeze(-1).expand_as(self.cs)
 
-    def by_band(self) -> BandTable:
-        """Sums over the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``."""
+    def by_band(self) -> Table:
+        """Shares of the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``, all terms
+        together, one row for each head; ``dominant`` is the band that is first by covariance and by
+        gain, each with a clear lead, else ``"unclear"``."""
         member = self.head_planes.bands()
         cs, gs = (
             torch.stack([(total * x).sum(-1) for x in member.values()], -1)
             for total in (self.total_cs, self.total_gs)
         )
-        return BandTable(
+        labels, shares = dominant(cs, gs, tuple(member)).labels, torch.cat([cs, gs], 1).tolist()
+        each = zip(self.heads, labels, shares, strict=True)
+        return Table(
             provenance=self.provenance,
-            bias_label=self.bias_label,
-            heads=self.heads,
-            bands=tuple(member),
-            dominant=dominant(cs, gs, tuple(member)).labels,
-            cs=cs,
-            gs=gs,
+            names=(
+                "layer",
+                "head",
+                "dominant",
+                *(f"{s}_{b}" for s in ("cs", "gs") for b in member),
+            ),
+            cells=tuple((*head, label, *row) for head, label, row in each),
         )

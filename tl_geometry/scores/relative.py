@@ -104,7 +104,6 @@ def relative_kernel(
     *,
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
-    length: int | None = None,
 ) -> RelativeKernel:
     """The relative-position kernel of heads of a rotary model: what they would score at each offset
     if every token were the mean.
@@ -116,8 +115,8 @@ def relative_kernel(
     Args:
         basis: from ``decompose(model, tokens, normalize=True)``.
         layers, heads: which heads, all by default.
-        length: positions of the forward pass whose rotation is used (some scaled rotary bases
-            depend on it), by default the positions that the basis has seen.
+
+    The rotation is that of a prompt as long as the basis has seen.
 
     Raises ``GeometryError`` for a basis of the states themselves, ``UnsupportedModelError`` for
     models without rotation and for QK-norm, whose scale varies by token:
@@ -130,8 +129,7 @@ def relative_kernel(
     got, instead = "one of the states themselves", "decompose(model, tokens, normalize=True)"
     require(basis.provenance.normalized, "basis", expected=expected, got=got, instead=instead)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    size, expected = basis.length if length is None else length, f"2 to {view.n_ctx} positions"
-    require(2 <= size <= view.n_ctx, "length", expected=expected, got=size)
+    size = basis.length
     kernels: dict[int, tuple[RotaryPlanes, Tensor]] = {}
 
     def on_layer(layer: LayerView) -> None:
@@ -193,7 +191,7 @@ def _kernel_of(
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OffsetProfile(Result):
     """Mean of a term at each offset i - j from ``first`` on, with ``low`` and ``high`` the bounds
-    of its ``level`` interval over prompts: what :func:`offset_profile` returns. The basis is taken
+    of its 95% interval over prompts: what :func:`offset_profile` returns. The basis is taken
     as given, so the interval does not cover its sampling error.
 
     In units of the score before any soft cap; NaN where no cell has the offset. ``cells`` counts
@@ -207,7 +205,6 @@ class OffsetProfile(Result):
     low: Float[Tensor, "head offset"]
     high: Float[Tensor, "head offset"]
     cells: Int[Tensor, "head offset"]
-    level: float = 0.95
     table_axes, table_values = ("head", "offset"), ("mean", "low", "high", "cells")
 
     @property
@@ -230,7 +227,6 @@ def offset_profile(
     term: tuple[str, str] | str | None = None,
     *,
     drop: int | None = None,
-    level: float = 0.95,
 ) -> OffsetProfile:
     """Mean of a term of a split (all terms together for ``None``) at each offset, over the allowed
     cells without the first ``drop`` queries and keys, and a t interval over prompts.
@@ -239,7 +235,6 @@ def offset_profile(
     normalised basis of a rotary model without QK-norm it is the kernel, the same in every prompt,
     so that its interval has no width.
     """
-    require(0 < level < 1, "level", expected="between 0 and 1", got=level)
     start = (split.provenance.window or (0, 0))[0] if drop is None else drop
     length = split.k.shape[2]
     require(0 <= start < length, "drop", expected=f"0 to {length - 1}", got=start)
@@ -255,7 +250,7 @@ def offset_profile(
     sums = term_matrix.new_zeros(batch, heads, size)
     sums.index_add_(2, index, torch.where(allowed, term_matrix, 0).flatten(2))
     means = sums / torch.where(cells > 0, cells, torch.nan)
-    mean, low, high, _ = paired_interval(means, level=level)
+    mean, low, high, _ = paired_interval(means)
     # the first offset that any head's mask allows (argmax returns the first maximum)
     first = int((cells > 0).any(0).int().argmax())
     mean, low, high, cells = (x[:, first:].cpu() for x in (mean, low, high, cells))
@@ -269,5 +264,4 @@ def offset_profile(
         low=low,
         high=high,
         cells=cells,
-        level=level,
     )

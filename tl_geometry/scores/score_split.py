@@ -96,31 +96,16 @@ class ScoreSplit(TermResult):
             tensors = [getattr(split, field.name) for split in layers]
             if all(isinstance(x, Tensor) for x in tensors):
                 dim = axes_of(ScoreSplit)[field.name].index("head")
-                at = pick.to(tensors[0].device)
-                joined[field.name] = torch.cat(tensors, dim).index_select(dim, at)
-        planes = [split.head_planes for split in layers]
-        most = max(p.theta.shape[1] for p in planes)
-        theta = [
-            torch.nn.functional.pad(p.theta, (0, most - p.theta.shape[1]), value=torch.nan)
-            for p in planes
-        ]
-        of_heads = HeadPlanes(
-            torch.cat([p.plane for p in planes]), torch.cat(theta), planes[0].length
-        )
+                joined[field.name] = torch.cat(tensors, dim).index_select(dim, pick)
         return dataclasses.replace(
             layers[0],
             **joined,  # pyright: ignore[reportArgumentType]
             heads=tuple(heads),
-            head_planes=of_heads.select(pick),
+            head_planes=HeadPlanes.beside([split.head_planes for split in layers]).select(pick),
             checks=tuple(check for split in layers for check in split.checks),
             scale=max(split.scale for split in layers),
             bias_label=common_label(split.bias_label for split in layers),
         )
-
-    @property
-    def theta(self) -> Float[Tensor, "head plane"]:
-        """Frequencies of the rotary planes, in radians per token."""
-        return self.head_planes.theta
 
     @property
     def allowed(self) -> Bool[Tensor, "head query key"]:

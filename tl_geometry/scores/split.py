@@ -60,7 +60,6 @@ def split_scores(
     memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
     cache: Any = None,
-    device: torch.device | str = "cpu",
 ) -> ScoreSplit:
     """Split attention scores exactly into terms of position and context, or of any additive parts
     of the stream.
@@ -78,11 +77,10 @@ def split_scores(
         layers, heads: which heads, ``(layer, head)`` or ``"L5H1"``; all of ``layers`` by default.
         parts: what the stream is split into, one of
 
-            - ``("pos", "cvec")``, with ``bias`` holding mean and constants, or
-              ``("pos", "ctx", "resid")``; either with ``"mean"`` first to keep the mean apart from
-              the constants;
+            - ``("pos", "cvec")`` or ``("pos", "ctx", "resid")``, with ``bias`` holding mean and
+              constants;
             - a mapping from names to tensors ``[batch position d_model]`` (or
-              ``[layer batch position d_model]``, one for each block or each of ``layers``) that sum
+              ``[layer batch position d_model]``, one for each block) that sum
               to the stream;
             - ``"writers"`` (each embedding, head and MLP that wrote the input) or ``"blocks"``
               (attention and MLP of a block as wholes), with ``"constants"`` for what is written
@@ -132,7 +130,7 @@ def split_scores(
 
     def on_layer(layer: LayerView, written: Written | None) -> None:
         heads_here = [head for l, head in chosen if l == layer.layer]
-        splits.append(split_layer(family, layer, heads_here, written, device=device))
+        splits.append(split_layer(family, layer, heads_here, written))
 
     writers = family.grain is not None
     each_layer(view, prompts, cache, layers_of, on_layer, writers=writers)
@@ -150,8 +148,6 @@ def split_layer(
     layer: LayerView,
     heads: Sequence[int],
     written: Written | None = None,
-    *,
-    device: torch.device | str = "cpu",
 ) -> ScoreSplit:
     """The split of some heads of one layer; refused where the terms do not add up to the model's
     scores. Its provenance has flags alone."""
@@ -170,12 +166,12 @@ def split_layer(
         provenance=Provenance(flags=flags),
         heads=tuple((layer.layer, head) for head in heads),
         parts=part_names(family),
-        q=q.to(device),
-        k=k.to(device),
-        bias=None if bias is None else bias.expand(-1, q.shape[2], -1).to(device),
-        key_range=_ranges(layer.allowed).expand(len(heads), -1, -1).to(device),
-        softcap=torch.full((len(heads),), cap, dtype=q.dtype, device=device),
-        sinks=sinks.to(dtype=q.dtype, device=device),
+        q=q.cpu(),
+        k=k.cpu(),
+        bias=None if bias is None else bias.expand(-1, q.shape[2], -1).cpu(),
+        key_range=_ranges(layer.allowed).expand(len(heads), -1, -1).cpu(),
+        softcap=torch.full((len(heads),), cap, dtype=q.dtype),
+        sinks=sinks.to(q.dtype).cpu(),
         head_planes=HeadPlanes.of([layer.planes()] * len(heads), q.shape[2]),
         checks=tuple(compared),
         scale=scale,

@@ -81,22 +81,19 @@ def sizes_and_spreads(
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
     heads: Sequence[int] | slice = ALL,
-    queries: slice = ALL,
     compare: Compare | None = None,
 ) -> tuple[float, Float[Tensor, " head"]]:
     """A of the bounds, the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed
-    cells of some queries (after the scale) with all keys, and how far scores spread in a row of
+    cells (``q`` after the scale), and how far scores spread in a row of
     each head. Scores are formed a few rows at a time, and handed to ``compare``."""
     sizes: list[Tensor] = []
     extremes: list[Tensor] = []
     several: list[Tensor] = []
     rows_of = heads if isinstance(heads, slice) else list(heads)
     bias = None if layer.bias is None else layer.bias[rows_of]
-    places, cells = range(q.shape[2])[queries], q.shape[1] * q.shape[3] * k.shape[2]
+    cells = q.shape[1] * q.shape[3] * k.shape[2]
     sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
-    for block in row_blocks(len(places), cells):
-        at = places[block]
-        rows = slice(at.start, at.stop, at.step)
+    for rows in row_blocks(q.shape[2], cells):
         total, size = (
             einsum(a[:, rows], b, "batch query head e, batch key head e -> batch head query key")
             for a, b in sums
@@ -160,16 +157,14 @@ def rounding_flags(
     layer: LayerView,
     q: Float[Tensor, "part batch position head d_head"],
     k: Float[Tensor, "part batch position head d_head"],
-    queries: slice = ALL,
-    heads: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
-    """:func:`judge_rounding` for the parts of some queries (after the scale) and of all keys;
-    ``heads`` are those on the head axis, ``None`` for all of the layer's."""
+    """:func:`judge_rounding` for the parts of the queries (after the scale) and keys of all
+    heads."""
     # a view that was not verified has no A: the largest |q| |k| bounds its scores instead
     unsplit = layer.reconstruction.scale or float(
         q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()
     )
-    scale, spreads = sizes_and_spreads(layer, q, k, ALL if heads is None else heads, queries)
+    scale, spreads = sizes_and_spreads(layer, q, k)
     return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
 
 

@@ -22,7 +22,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -71,35 +71,6 @@ KEPT_BYTES = 2**28
 """Projections of mean and pos are kept between batches where those of all layers fit."""
 
 
-@overload
-def sweep_heads(
-    model: ModelLike,
-    windows: TokensLike,
-    basis: PositionContext,
-    *,
-    parts: tuple[str, str] = PARTS[1:],
-    layers: Sequence[int] | int | None = None,
-    heads: Sequence[Head] | Head | None = None,
-    intervals: bool = False,
-    planes: bool = False,
-    batch_size: int | None = None,
-    prepend_bos: bool | None = None,
-    progress: bool = True,
-    seed: int = 0,
-) -> SweepTable: ...
-@overload
-def sweep_heads(
-    model: ModelLike,
-    windows: TokensLike,
-    basis: PositionContext | None = None,
-    *,
-    parts: Literal["writers", "blocks"],
-    layers: Sequence[int] | int | None = None,
-    batch_size: int | None = None,
-    prepend_bos: bool | None = None,
-    progress: bool = True,
-    seed: int = 0,
-) -> Any: ...
 def sweep_heads(
     model: ModelLike,
     windows: TokensLike,
@@ -114,7 +85,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> Any:
+) -> SweepTable:
     """Shares, dominant terms and head types of every attention head, in one pass over ``windows``
     that forms no term as a matrix.
 

@@ -12,11 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base import checks
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import Interval
+from tl_geometry.base.tables import Table
 from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.share_table import SHARES, ShareTable
-from tl_geometry.scores.terms import TermResult, key_of
+from tl_geometry.scores.terms import key_of
 
 LABEL = (
     *("dominant_{}", "{}_by_cs", "{}_share", "{}_margin"),
@@ -31,22 +33,6 @@ READ = (
 """Columns that are shown where there is no room for all, the most important first."""
 SHOWN = 8
 """How many of them plain text has: about 100 characters."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SweepColumns(TermResult):
-    """Some columns of a sweep table, for its display."""
-
-    cells: dict[str, list[object]]
-
-    def _caption(self, table: Sequence[Sequence[object]]) -> str:
-        return super()._caption(table).replace(type(self).__name__, SweepTable.__name__, 1)
-
-    def columns(self) -> Sequence[str]:
-        return list(self.cells)
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return list(zip(*self.cells.values(), strict=True))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,11 +105,13 @@ class SweepTable(ShareTable):
         if key not in numeric:
             expected = f"one of {', '.join(numeric[:12])} ..."
             fail("column", expected=expected, got=repr(column), instead="table.columns() for all")
-        require(n is None or n >= 1, "n", expected="at least 1 row, or None for all", got=n)
+        count = None if n is None else checks.whole(n)
+        fits, expected = n is None or (count is not None and count >= 1), "at least 1, None for all"
+        require(fits, "n", expected=expected, got=repr(n))
         values = torch.tensor(cells[key], dtype=torch.float64)
         worst = torch.inf if ascending else -torch.inf
         order = torch.where(torch.isnan(values), worst, values)
-        return self.select(order.argsort(descending=not ascending, stable=True)[:n])
+        return self.select(order.argsort(descending=not ascending, stable=True)[:count])
 
     def text(self, limit: int | None = None) -> str:
         """The first columns of :data:`READ` as aligned plain text."""
@@ -132,12 +120,10 @@ class SweepTable(ShareTable):
     def _repr_html_(self) -> str:
         return self._read(len(READ))._repr_html_()
 
-    def _read(self, count: int) -> SweepColumns:
+    def _read(self, count: int) -> Table:
         """The first ``count`` columns of :data:`READ`, with a flag that says where all are."""
         cells = self._cells()
         more = f"{count} of {len(cells)} columns (all: .to_dataframe(), render.heads)"
-        return SweepColumns(
-            provenance=self.provenance.flagged(more),
-            cells={column: cells[column] for column in READ[:count]},
-            bias_label=self.bias_label,
-        )
+        columns = [map(self.readable, cells[column]) for column in READ[:count]]
+        rows: Any = tuple(zip(*columns, strict=True))
+        return Table(provenance=self.provenance.flagged(more), names=READ[:count], cells=rows)

@@ -1,6 +1,6 @@
-"""What does each source part (position, context, a writer) make a head write into the stream, and
-what is its direct effect on chosen logits? The public function ``split_values``; circuits and
-interventions take :func:`target_ids` and :func:`trained_head` from here.
+"""What does each source part (position, context, a writer) make a head write into the stream? The
+public function ``split_values``; circuits and interventions take :func:`target_ids` and
+:func:`trained_head` from here.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
 of its layer's input,
@@ -10,9 +10,7 @@ of its layer's input,
 
 where A is the centring of LayerNorm (the identity for RMSNorm). The ``z_a`` of all parts sum to the
 model's own ``hook_z`` (checked). With a normalised basis the parts are those of the normed input
-and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``. The direct effect on a logit
-is the output through the final norm with its scale frozen, ``((output A) / s_final) gain W_U``
-(direct logit attribution, by source part).
+and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import UnsupportedModelError, fail, require, within_budget
+from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.base.results import Result
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
@@ -45,7 +43,6 @@ from tl_geometry.models.reconstruction import (
     reconstruction_bound,
     require_reconstruction,
 )
-from tl_geometry.models.write_spec import writing_of
 from tl_geometry.models.writers import Written
 from tl_geometry.scores.families import UserParts, family_of
 from tl_geometry.scores.splitter import (
@@ -64,16 +61,13 @@ class ValueSplit(Result):
 
     ``z[part]`` is the mixed value of each head before W_O; :meth:`output` is its write into the
     stream (without b_O, which belongs to the layer, and before the norm of models with a norm after
-    attention). ``logits`` is the direct effect on ``token_ids``, where they were asked for; its
-    last axis has one entry for each of them, not the whole vocabulary.
+    attention).
     """
 
     heads: tuple[tuple[int, int], ...]
     parts: tuple[str, ...]
     z: Float[Tensor, "part batch position head d_head"]
     W_O: Float[Tensor, "head d_head d_model"]
-    token_ids: tuple[int, ...] = ()
-    logits: Float[Tensor, "part batch position head d_vocab"] | None = None
     checks: tuple[Check, ...] = ()
     str_tokens: tuple[str, ...] = ()
     table_axes, table_values = ("head", "part"), ("share", "norm")
@@ -83,12 +77,6 @@ class ValueSplit(Result):
         the head's whole output)."""
         z = self.z.sum(0) if part is None else self.z[self._row(part)]
         return einsum(z, self.W_O, "batch position head e, head e d -> batch position head d")
-
-    def effect(self, part: str) -> Float[Tensor, "batch position head d_vocab"]:
-        """Direct effect of one source part on the chosen logits."""
-        if self.logits is None:
-            fail("effect", expected="token_ids= in split_values", got="none")
-        return self.logits[self._row(part)]
 
     def _row(self, part: str) -> int:
         return self.parts.index(checks.choice(part, self.parts, "part"))
@@ -121,21 +109,13 @@ def split_values(
     layers: Sequence[int] | int | None = None,
     heads: Sequence[Head] | Head | None = None,
     parts: Sequence[str] | UserParts = ("pos", "cvec"),
-    token_ids: Sequence[int | str] | int | str | None = None,
-    memory_budget: int = 2**31,
     prepend_bos: bool | None = None,
     cache: Any = None,
-    device: torch.device | str = "cpu",
 ) -> ValueSplit:
     """Split the outputs of heads exactly by source part, with the pattern and the norm scale
     frozen; arguments as :func:`split_scores`.
 
-    ``token_ids`` (ids, or texts of one token each) asks for the direct effect of each part on those
-    logits, through the final norm with its scale frozen.
-
-    Raises ``ReconstructionError`` where the parts do not sum to the model's ``hook_z``,
-    ``UnsupportedModelError`` for logits of a model whose output head was newly initialised or is
-    not a norm and a linear map (BERT), or that has a norm after attention (Gemma 2, OLMo 2).
+    Raises ``ReconstructionError`` where the parts do not sum to the model's ``hook_z``.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
@@ -149,13 +129,7 @@ def split_values(
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     layers_of = sorted({layer for layer, _ in chosen})
     family = family_of(view, parts, basis, layers_of)
-    names, wanted = part_names(family), () if token_ids is None else target_ids(view, token_ids)
-    numbers = len(names) * prompts.tokens.numel() * len(chosen) * (view.d_head + len(wanted))
     check_basis(view, prompts, basis)
-    size, of = numbers * max(4, view.dtype.itemsize), f"{len(chosen)} heads"
-    within_budget(size, memory_budget, "split", of=of, instead="heads= to choose some")
-    if wanted:
-        _require_linear_readout(view, layers_of)
     order: list[tuple[int, int]] = []
     z: list[Tensor] = []
     W_O: list[Tensor] = []
@@ -167,21 +141,18 @@ def split_values(
         order.extend((layer.layer, head) for head in here)
         layer = reading(family, layer)
         values = project(family, layer, "v", written)[..., here, :]
-        z.append(_mixed(layer, values, here, compared, flags).to(device))
-        W_O.append(view.weights(layer.layer).W_O[here].to(layer.h).to(device))
+        z.append(_mixed(layer, values, here, compared, flags).cpu())
+        W_O.append(view.weights(layer.layer).W_O[here].to(layer.h).cpu())
 
     writers = family.grain is not None
     each_layer(view, prompts, cache, layers_of, on_layer, writers=writers)
-    pick = torch.tensor([order.index(head) for head in chosen], device=device)
-    mixed, outward = torch.cat(z, dim=3).index_select(3, pick), torch.cat(W_O).index_select(0, pick)
+    pick = torch.tensor([order.index(head) for head in chosen])
     return ValueSplit(
         provenance=provenance_of(view, prompts, basis, flags, normalized=family.normalized),
         heads=chosen,
-        parts=names,
-        z=mixed,
-        W_O=outward,
-        token_ids=wanted,
-        logits=_direct_effects(view, wanted, prompts.tokens, mixed, outward) if wanted else None,
+        parts=part_names(family),
+        z=torch.cat(z, dim=3)[..., pick, :],
+        W_O=torch.cat(W_O)[pick],
         checks=tuple(compared),
         str_tokens=prompts.str_tokens,
     )
@@ -225,9 +196,7 @@ def _mixed(
     return z
 
 
-def trained_head(
-    view: ModelView, *, instead: str = "split_values without token_ids="
-) -> OutputHead:
+def trained_head(view: ModelView, *, instead: str) -> OutputHead:
     """The output head of a model whose logits are a norm and a trained linear map of the last
     state; refuses other models. ``instead`` is what the error recommends."""
     what = f"logits of {view.name}"
@@ -240,29 +209,3 @@ def trained_head(
         got = f"the output head of {view.class_name}"
         fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
     return head
-
-
-def _require_linear_readout(view: ModelView, layers: Iterable[int]) -> None:
-    """Refuse direct effects where a head's output does not reach the final linear map unchanged but
-    for the final norm."""
-    trained_head(view)
-    blocks = writing_of(view).blocks
-    direct = all(blocks[layer].after_attention is None for layer in layers)
-    what, expected = f"logits of {view.name}", "heads that write straight into the stream"
-    got, instead = "a norm after attention", "split_values without token_ids="
-    require(direct, what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-
-
-def _direct_effects(
-    view: ModelView, token_ids: Sequence[int], tokens: Tensor, z: Tensor, W_O: Tensor
-) -> Float[Tensor, "part batch position head d_vocab"]:
-    """Direct effect of each part on some logits; the last axis is ``token_ids``."""
-    head, last = trained_head(view), view.state_hooks[-1]
-    h = view.activations(tokens, [last])[last].to(head.norm.gain.dtype)
-    directions = head.directions(list(token_ids)).to(W_O)
-    # W_O and readout first: no output [part batch position head d_model] is formed
-    path = einsum(W_O, directions, "head e d, token d -> head e token")
-    effects = einsum(
-        z, path, "part batch position head e, head e token -> part batch position head token"
-    )
-    return effects / head.norm.scale(h).to(effects)[None, :, :, None, None]

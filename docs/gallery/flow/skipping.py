@@ -11,6 +11,7 @@ import tl_geometry as tlg
 model = tlg.zoo.embedded()
 text = "\n".join(tlg.zoo.corpus.held_out_documents().texts)
 texts = tlg.corpus.pseudo_sentences(model, text, 50, n=384, prepend_bos=True)
-maps = ("flow", "ridge", "identity", "mean")
-skips = tlg.skip_map(model, texts[:96], pairs="all", map_types=maps, progress=False)
+# the last token of a text is what the model should say next
+fitted = tlg.trajectories(model, texts.tokens[:336, :-1], states=range(5), progress=False)
+skips = tlg.skip_costs(model, texts[336:], fitted, pairs="all", progress=False)
 view = tlg.render.skip_figure(skips)

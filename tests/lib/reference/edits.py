@@ -167,14 +167,12 @@ def path_patch(
     new: NewValues,
     receivers: Sequence[str],
     *,
-    live: bool = False,
     position: int | None = None,
 ) -> Run:
     """The run in which receivers (readers, at one position or at all) read what heads with new
-    values would have written; all else is as it is. ``live``: they read the stream of a run in
-    which the heads are replaced; else the stream plus ``write(z') - write(z)``."""
+    values would have written, the stream plus ``write(z') - write(z)``; all else is as it is."""
     layout, hooks = Layout.of(decoder), knockout(decoder, new)
-    clean, patched = decoder.run(tokens), decoder.run(tokens, hooks)
+    clean = decoder.run(tokens)
     change = torch.zeros_like(clean["state", 0])
     for layer in sorted({l for l, _ in new}):
         # one layer at a time: a later sender's own inputs stay those of the clean run
@@ -189,8 +187,7 @@ def path_patch(
         def read(value: Tensor, run: Run) -> Tensor:
             new_value = value.clone()
             for r in chosen:
-                there = patched[key][:, at, r] if live else value[:, at, r] + change[:, at]
-                new_value[:, at, r] = there
+                new_value[:, at, r] = value[:, at, r] + change[:, at]
             return new_value
 
         return read

@@ -43,11 +43,9 @@ def aligned(a: Any) -> Answers:
     }
 
 
-def moved(m: Any) -> Answers:
+def moved(images: Any) -> Answers:
     """A map between two states, by what it does to vectors."""
-    probes = torch.randn(7, len(m.input), generator=torch_seeded(5), dtype=torch.float64)
-    probes[-1] = 0
-    return {"images of six vectors and zero": m(probes)}
+    return {"images of six vectors and zero": images}
 
 
 MEASURES = (
@@ -67,7 +65,9 @@ def report(r: Any) -> Answers:
     isotropy = r.names[r.names.index("variance_cv") : r.names.index("degenerate") + 1]
     found |= {f"isotropy: {name}": r.column(name) for name in isotropy}
     laws = [flow.fit_noise_law(r, law=name) for name in ("asymptotic", "increment")]
-    found |= prefixed("law", {law.law: [law.alpha, law.rate, law.log_alpha, law.r2] for law in laws})
+    found |= prefixed(
+        "law", {law.law: [law.alpha, law.rate, law.log_alpha, law.r2] for law in laws}
+    )
     odd = flow.layer_anomalies(r)
     each = {m: [odd.column(c, measure=m) for c in ("excess", "z")] for m in ANOMALIES}
     return found | prefixed("anomaly", each)
@@ -164,10 +164,12 @@ def _log_variances() -> Table:
 
 def _fit(w: World, *, map_type: str, start: int = 0, end: int = 2) -> Any:
     X = w.all_states.X.double()
+    probes = torch.randn(7, X.shape[-1], generator=torch_seeded(5), dtype=torch.float64)
+    probes[-1] = 0
     if map_type.startswith("flow"):
         signs = "V" if map_type.endswith("signed") else "U"
-        return flow.flow_map(flow.fit_aligned_bases(X), start, end, signs=signs)
-    return maps.MapsFrom(X[:, start]).to(X[:, end], map_type)
+        return flow.flow_map(flow.fit_aligned_bases(X), start, end, signs=signs)(probes)
+    return maps.MapsFrom(X[:, start]).to(X[:, end], map_type)(probes)
 
 
 def _linear_flow() -> torch.Tensor:
@@ -188,7 +190,7 @@ def _some(w: World) -> torch.Tensor:
     return (w.pilots[:, 1] % 2 == 0).nonzero()[:, 0]
 
 
-def _skips(w: World, seed: int = 0, **options: Any) -> Any:
+def skips(w: World, seed: int = 0, **options: Any) -> Any:
     """Maps of three pairs, fitted on half of the pilots and measured on the others."""
     read = w.pilots[:, :-1]
     train, test = tlg.trajectories(w.model, read, states=range(3), **QUIET).split(seed=seed)
@@ -204,7 +206,7 @@ def _langevin(_: World) -> Any:
 
 def _samples(w: World, **options: Any) -> torch.Tensor:
     x = _linear_flow()[:2, 0]
-    found = _langevin(w).simulate(x, [3], **given(options, samples=64, seed=3))
+    found = _langevin(w).simulate(x, [3.0], **given(options, samples=64, seed=3))
     return found.reshape(64, -1)
 
 
@@ -254,7 +256,7 @@ SUBJECTS = (
     ),
     Subject(
         name="flow_report",
-        covers=("flow_report",),
+        covers=("flow_report", "layer_anomalies"),
         call=lambda w, **o: tlg.flow_report(w.all_states, **o),
         answers=report,
         tolerance={"*kurtosis*": FOURTH, "held out: *": FITTED},
@@ -265,7 +267,7 @@ SUBJECTS = (
     ),
     Subject(
         name="truncation_kl",
-        covers=("truncation_kl",),
+        covers=("truncation_kl", "directions_needed"),
         call=lambda w, **o: tlg.truncation_kl(
             w.model, w.prompts, w.ensemble, **given(o, K=(1, 4, 9), **QUIET)
         ),
@@ -285,7 +287,7 @@ SUBJECTS = (
     Subject(
         name="skip_costs",
         covers=("skip_costs",),
-        call=_skips,
+        call=skips,
         answers=skipped,
         seeds=("*",),
         drawn=("*",),
@@ -320,7 +322,7 @@ SUBJECTS = (
     ),
     Subject(
         name="separability",
-        covers=("papers.sarfati",),
+        covers=("separability", "papers.sarfati"),
         call=lambda w, **o: flow.separability(w.ensemble.X[:, 0], w.ensemble.X[:, 1], **o),
         answers=separated,
         variants={"plain": {}, "paired": {"paired": True}},
@@ -331,7 +333,7 @@ SUBJECTS = (
     ),
     Subject(
         name="compare_ensembles",
-        covers=("flow_report",),
+        covers=("compare_ensembles",),
         call=lambda w: flow.compare_ensembles(
             {"pilots": w.all_states, "some": w.all_states.pick(_some(w))}, k=4
         ),

@@ -291,7 +291,7 @@ def _knockouts(w: World, *, controls: int = 2, together: bool = False, **options
 
 
 def _paths(w: World, *, controls: int = 0, receivers: Any = None, **options: Any) -> Any:
-    more = {k: options.pop(k) for k in ("by", "between", "counterfactual") if k in options}
+    more = {k: options.pop(k) for k in ("by", "counterfactual") if k in options}
     if "counterfactual" in more:
         more |= {"reference": w.prompts}
     readers = receivers or ["mlp1", "output"]
@@ -357,7 +357,6 @@ EFFECTS = (
         answers=paths,
         variants={
             "frozen between": {},
-            "live between": {"between": "live", "receivers": ["output"]},
             "query and value": {"receivers": lambda w: _inputs(w)},
             "counterfactual": {
                 "by": "counterfactual",

@@ -63,8 +63,6 @@ def shares(table: Any) -> Answers:
     found |= {"terms": [f"{a}, {b}" for a, b in table.pairs]}
     found |= {"cs by term": table.cs, "gs by term": table.gs}
     found["attention to positions left out"] = table.dropped_mass
-    sides = table.marginals()
-    found |= {"cs by part and side": sides.cs, "gs by part and side": sides.gs}
     found |= {"first term by cs": list(table.by_term.by_cs)}
     found |= {"first term by gs": list(table.by_term.by_gs), "lead": table.by_term.margin}
     for name, values in (("cs", table.group_cs), ("gs", table.group_gs)):
@@ -102,9 +100,8 @@ def planes(table: Any) -> Answers:
     found: Answers = {"wavelength of planes": table.wavelength, "terms": list(table.terms)}
     found |= {"cs by plane and term": table.cs, "gs by plane and term": table.gs}
     found |= {"cs by plane": table.total_cs, "gs by plane": table.total_gs}
-    bands = table.by_band()
-    found |= columns("cs of band", bands.bands, bands.cs)
-    return found | columns("gs of band", bands.bands, bands.gs)
+    bands = table.by_band().df.drop(columns=["layer", "head", "dominant"])
+    return found | {n.replace("s_", "s of band "): bands[n].to_numpy() for n in bands}
 
 
 def writers(table: Any) -> Answers:
@@ -130,8 +127,6 @@ def values(v: Any) -> Answers:
     }
     for part in v.parts:
         found[f"output part {part}"] = v.output(part)
-        if v.logits is not None:
-            found[f"effect part {part}"] = v.effect(part)
     return found | columns("mixed values part", v.parts, v.z, 0)
 
 
@@ -170,11 +165,6 @@ def parts_of_stream(w: World) -> dict[str, torch.Tensor]:
     share = torch.rand(2, len(stream), 1, stream.shape[2], 1, generator=generator)
     first, second = share[0] * stream, (1 - share[0]) * share[1] * stream
     return {"first": first, "second": second, "rest": stream - first - second}
-
-
-def _ids_of_effects(w: World) -> dict[str, Any]:
-    """Tokens whose logits are asked for. Gemma 2's heads write through a norm, and have none."""
-    return {} if w.kind == "gemma2" else {"token_ids": [5, 9]}
 
 
 def _split(w: World, **options: Any) -> Any:
@@ -278,7 +268,7 @@ SUBJECTS = (
         name="split_values",
         covers=("split_values",),
         call=lambda w, **o: tlg.split_values(
-            w.model, w.ids, **given(o, basis=w.basis, heads=w.heads, **_ids_of_effects(w))
+            w.model, w.ids, **given(o, basis=w.basis, heads=w.heads)
         ),
         reference=reference.values,
         answers=values,
@@ -288,8 +278,8 @@ SUBJECTS = (
             "blocks": {"parts": "blocks", "basis": None},
             "mapping": {"parts": parts_of_stream, "basis": None},
         },
-        order={**dict.fromkeys(("output", "output *", "effect *", "mixed *"), 0)},
-        later={**dict.fromkeys(("output", "output *", "effect *", "mixed *"), 1)},
+        order={**dict.fromkeys(("output", "output *", "mixed *"), 0)},
+        later={**dict.fromkeys(("output", "output *", "mixed *"), 1)},
         adds={"output": ("output part *",)},
         faults=("v",),
         half=("output",),

@@ -8,6 +8,7 @@ from typing import Any
 
 import tl_geometry as tlg
 from tests.lib.subjects.circuits import composition, faithfulness
+from tests.lib.subjects.flow import skips
 from tests.lib.subjects.row import Answers, Subject, rotary
 from tests.lib.worlds import QUIET, World
 from tl_geometry import interventions, render, sphere
@@ -37,7 +38,7 @@ def _truncation(w: World) -> Any:
 
 
 def _skips(w: World) -> Any:
-    return tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET)
+    return skips(w, pairs=[(0, 1), (1, 2)])
 
 
 def _planes(w: World) -> Any:

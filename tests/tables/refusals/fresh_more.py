@@ -168,7 +168,6 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: scores.head_type_scores(s.w.split.pattern().numpy(), s.ids),
         what="pattern",
         either=True,
-        today=STOPS,
     ),
     Row(
         name="16 a numpy cache",

@@ -71,7 +71,7 @@ REFUSED = {"true": True, "a float": 2.0, "a string": "2"}
 """A string as a target is a text of one token, which has its own rows."""
 OPEN_NUMBERS = {
     *(f"15 {kind}: edge_scores targets" for kind in TAKEN),
-    *(f"15 {kind}: {where}" for kind in REFUSED for where in ("top n", "token_readout k")),
+    *(f"15 {kind}: {where}" for kind in REFUSED for where in ("token_readout k",)),
 }
 """Rows that stop, or take what is no number, in the present version."""
 

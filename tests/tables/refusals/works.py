@@ -10,6 +10,7 @@ import tl_geometry as tlg
 from tests.tables.refusals.row import NAN, Group, Scene
 from tests.tables.refusals.scores import BASES, HEADS
 from tl_geometry import flow, measures, sphere, weights
+from tl_geometry.flow.maps import MapsFrom
 
 SHORT: dict[str, Any] = {"progress": False}
 NO_HEADS = {name: HEADS[name] for name in ("a head beyond the last", "a head by words", "no heads")}
@@ -59,9 +60,11 @@ def curve(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) ->
     )
 
 
-def skips(s: Scene, tokens: Any = None, **options: Any) -> Any:
-    given = {"pairs": [(1, 3)], "map_types": ("flow",), **SHORT, **options}
-    return tlg.skip_map(s.model, s.w.pilots if tokens is None else tokens, **given)
+def skips(s: Scene, tokens: Any = None, ensemble: Any = None, **options: Any) -> Any:
+    given = {"pairs": [(1, 2)], "map_types": ("flow",), **SHORT, **options}
+    read = s.w.pilots[20:, :-1]
+    fitted = ensemble or tlg.trajectories(s.model, read, states=range(3), **SHORT)
+    return tlg.skip_costs(s.model, s.w.pilots[:20] if tokens is None else tokens, fitted, **given)
 
 
 GROUPS = (
@@ -224,7 +227,7 @@ GROUPS = (
         },
     ),
     Group(
-        name="skip_map",
+        name="skip_costs",
         call=skips,
         right={"one pair": {}},
         wrong={
@@ -235,7 +238,15 @@ GROUPS = (
             "no pairs": ({"pairs": []}, "pairs"),
             "a map of no name": ({"map_types": ("spline",)}, "map_type"),
             "an alignment of no name": ({"align": "x"}, "align"),
-            "test chunks of other length": ({"test": lambda s: s.w.corpus}, "test"),
+            "chunks that maps were fitted on": ({"tokens": lambda s: s.w.pilots[20:]}, "tokens"),
+            "trajectories of another model": (
+                {"ensemble": lambda s: s.rotary.ensemble},
+                "ensemble",
+            ),
+            "trajectories without the embedding": (
+                {"ensemble": lambda s: s.w.ensemble, "pairs": [(0, 1)]},
+                "ensemble",
+            ),
         },
     ),
     Group(
@@ -250,14 +261,20 @@ GROUPS = (
     ),
     Group(
         name="a map between states",
-        call=lambda s, kind: flow.fit_map(noise(9, 4), noise(9, 4) + 1, kind),
+        call=lambda s, kind: MapsFrom(noise(9, 4)).to(noise(9, 4) + 1, kind),
         right={"linear": {"kind": "linear"}, "a shift": {"kind": "shift"}},
         wrong={"of no name": ({"kind": "spline"}, "map_type")},
     ),
     Group(
         name="a law of noise",
-        call=lambda s, **o: flow.fit_noise_law(torch.arange(9.0).view(3, 3).double() / 5, **o),
+        call=lambda s, ensemble=None, **o: flow.fit_noise_law(
+            (ensemble or s.w.all_states).residuals(), **o
+        ),
         right={"asymptotic": {}},
-        wrong={"of no name": ({"law": "cubic"}, "law")},
+        wrong={
+            "of no name": ({"law": "cubic"}, "law"),
+            "of no column": ({"of": "x"}, "column"),
+            "of one pair of states": ({"ensemble": lambda s: s.w.ensemble}, "pairs"),
+        },
     ),
 )
