@@ -35,6 +35,8 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
+SHAPE = ("rank", "relative_norm", "low_frequency")
+"""Measures of position that are drawn."""
 TOKENS = 24
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
@@ -242,6 +244,10 @@ def _report(a: Analysis, report: Any) -> pd.DataFrame:
     return report.to_dataframe().rename(columns={"blocks": "samples"})
 
 
+def _curves(a: Analysis, report: Any) -> Any:
+    return render.measure_curves(report, SHAPE)
+
+
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
     frame = tokens.to_dataframe()
     return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
@@ -341,7 +347,7 @@ SECTIONS = (
         (
             Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
             Item("massive", lambda a: a.basis.largest_tokens(), _massive, ()),
-            Item("position", lambda a: measures.positional_report(a.basis), _report, more=1.2),
+            Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
             Item("context", lambda a: measures.contextual_report(a.basis), _report, more=2.0),
         ),
     ),

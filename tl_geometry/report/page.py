@@ -72,7 +72,7 @@ def cell(row: Any, name: str) -> str:
     keys = (name, *(f"{name}_{end}" for end in ("low", "high", "se")))
     values = [row.get(key) for key in keys]
     # below a ten-thousandth digits are noise in a column of shares
-    rounded = [round(value, 4) if isinstance(value, float) else value for value in values]
+    rounded = [round(value, 4) + 0.0 if isinstance(value, float) else value for value in values]
     value, low, high, error = (number(value) for value in rounded)
     if "–" not in (low, high):
         return f"{value} [{low}, {high}]"
@@ -105,8 +105,9 @@ def document(
     )
     blocks = [block for _, made in parts for block in made if isinstance(block, Block)]
     found = [finding for block in blocks for finding in block.findings]
-    # first the head that does most, which says what the model does, then what excludes its null
-    found.sort(key=lambda finding: (finding.item != "removal", not finding.clear))
+    # first the head that does most and what it needs, then what excludes its null
+    first = {"removal": 0, "terms": 1}
+    found.sort(key=lambda finding: (first.get(finding.item, 2), not finding.clear))
     style = files("tl_geometry.report") / "assets" / "report.css"
     return environment.get_template("page.html").render(
         view=a.view,
