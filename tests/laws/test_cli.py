@@ -67,21 +67,12 @@ def test_there_are_four_commands_each_with_help_and_an_example_that_parses() -> 
 def test_mistakes_are_found_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    wrong = [
-        ["--help"],
-        ["fit", "--help"],
-        ["fit", "--contexts", "-5"],
-        ["fit", "--out", "basis.npz"],
-        ["fit", "--shard", "3/2"],
-        ["report", "--corpus", "absent.txt"],
-        ["report", "--out", "full"],
-        ["report", "--sections", "bodies"],
-        ["report", "full"],
-        ["check", "--dtype", "int8"],
-        ["trace", "a", "--answer", "c", "--keep", "nan"],
-        ["trace", "a", "--answer", "c", "--out", "full"],
-        ["nonsense"],
-    ]
+    lines = (
+        "--help, fit --help, fit --contexts -5, fit --out basis.npz, fit --shard 3/2, nonsense, "
+        "report --corpus absent.txt, report --out full, report --sections bodies, report full, "
+        "check --dtype int8, trace a --answer c --keep nan, trace a --answer c --out full"
+    )
+    wrong = [line.split() for line in lines.split(", ")]
     code = f"""
 import sys
 from tl_geometry import cli
@@ -101,44 +92,30 @@ print("torch" in sys.modules)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("True")  # the detector detects
-    lines = [line for line in done.stderr.splitlines() if line.startswith("tl-geometry: ")]
-    assert len(lines) == len(wrong) - 2
+    assert done.stderr.count("tl-geometry: ") == len(wrong) - 2
 
 
-def test_shards_join_to_the_basis_of_the_whole_corpus(directory: Path, tmp_path: Path) -> None:
+def test_shards_join_to_the_basis_that_the_function_gives(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = directory / "text.txt"
-    common = ("fit", directory, "--corpus", text, "--length", 16, "--quiet", "--full")
-    run(*common, "--out", tmp_path / "whole.safetensors")
-    for i in (1, 2, 3):
-        run(*common, "--shard", f"{i}/3", "--out", tmp_path / f"{i}.safetensors")
-    load = tlg.PositionContext.load
-    whole = load(tmp_path / "whole.safetensors")
-    parts = [load(tmp_path / f"{i}.safetensors") for i in (1, 2, 3)]
-    joined = tlg.PositionContext.merge(parts)
-    assert [part.contexts for part in parts] != [whole.contexts] * 3
+    words = ["fit", str(directory), "--corpus", str(text), "--length", "16", "--quiet", "--full"]
+    paths = [tmp_path / f"{i}.safetensors" for i in (1, 2, 3)]
+    for i, path in enumerate(paths, 1):
+        assert ended([*words, "--shard", f"{i}/3", "--out", str(path)], monkeypatch) == 0
+    parts = [tlg.PositionContext.load(path) for path in paths]
+    joined, model = tlg.PositionContext.merge(parts), tlg.load(directory)
+    whole = tlg.decompose(model, tlg.windows(model, text, 16), progress=False)
+    assert [part.contexts < whole.contexts for part in parts] == [True] * 3
     assert joined.contexts == whole.contexts
     assert torch.allclose(joined.mean, whole.mean, rtol=1e-6, atol=1e-8)
     assert torch.allclose(joined.pos, whole.pos, rtol=1e-6, atol=1e-7)
-
-
-def test_fit_gives_the_basis_of_the_function_and_keeps_files(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, out = directory / "text.txt", tmp_path / "basis.safetensors"
-    words = ["fit", str(directory), "--corpus", str(text), "--length", "16", "--quiet"]
-    words += ["--out", str(out), "--contexts"]
-    assert ended([*words, "12"], monkeypatch) == 0
-    model = tlg.load(directory)
-    rows = tlg.windows(model, text, 16, n=12)
-    by_hand = tlg.decompose(model, rows, progress=False)
-    basis = tlg.PositionContext.load(out)
-    assert basis.provenance.token_hash == by_hand.provenance.token_hash
-    assert torch.allclose(basis.pos, by_hand.pos)
-    before = out.read_bytes()
-    assert ended([*words, "8"], monkeypatch) == 2
-    assert out.read_bytes() == before
-    assert ended([*words, "8", "--force"], monkeypatch) == 0
-    assert tlg.PositionContext.load(out).contexts == 8
+    # a file that is there stays, but with --force
+    before, again = paths[0].read_bytes(), [*words, "--contexts", "8", "--out", str(paths[0])]
+    assert ended(again, monkeypatch) == 2
+    assert paths[0].read_bytes() == before
+    assert ended([*again, "--force"], monkeypatch) == 0
+    assert tlg.PositionContext.load(paths[0]).contexts == 8
 
 
 def test_trace_writes_the_graph_of_the_function(tmp_path: Path) -> None:

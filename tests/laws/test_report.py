@@ -3,6 +3,7 @@ takes it away; tables of the same model and corpus are read; what cannot be comp
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -22,11 +23,13 @@ import tl_geometry as tlg
 from tests.browser import Browser
 from tests.lib.models import tiny, tokens
 from tl_geometry.report import build
-from tl_geometry.report.findings import Ask, Finding, number, percent
+from tl_geometry.report.findings import Ask, Finding
 from tl_geometry.report.folder import SECTIONS as KEYS
 from tl_geometry.report.items import SECTIONS, words
 
 HOSTILE = "<img src=x onerror=window.planted=1>\u202e.txt"
+Made = tuple[Path, list[str], dict[str, Any]]
+"""The folder of a report of the embedded model, what was said, and the record."""
 ASK = Ask(
     value="x", nulls=("n",), shown="{x}", yes="{x} of {row}.", no="No evidence.", beside="{n}"
 )
@@ -41,16 +44,11 @@ def model() -> Any:
 def windows() -> tlg.TokenWindows:
     """Windows of a corpus with a hostile name."""
     rows = tlg.zoo.default_windows(tlg.zoo.embedded(), 48, n=160)
-    from dataclasses import replace
-
-    return replace(rows, corpus=HOSTILE)
+    return dataclasses.replace(rows, corpus=HOSTILE)
 
 
 @pytest.fixture(scope="session")
-def made(
-    model: Any, windows: tlg.TokenWindows, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str], dict[str, Any]]:
-    """The folder of a report of the embedded model, what was said, and the record."""
+def made(model: Any, windows: tlg.TokenWindows, tmp_path_factory: pytest.TempPathFactory) -> Made:
     out, said = tmp_path_factory.mktemp("report") / "made", list[str]()
     record = build(model, windows, out, say=said.append, command=["tl-geometry", "report"])
     return out, said, record
@@ -70,9 +68,7 @@ def findings(out: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_section_is_made_and_every_question_answered(
-    made: tuple[Path, list[str], dict[str, Any]],
-) -> None:
+def test_every_section_is_made_and_every_question_answered(made: Made) -> None:
     out, said, record = made
     assert record["failed"] == {}
     assert record["finished"]
@@ -95,9 +91,7 @@ def test_every_section_is_made_and_every_question_answered(
 
 
 @pytest.mark.slow
-def test_a_reader_meets_the_head_that_does_most_first_and_no_long_number(
-    made: tuple[Path, list[str], dict[str, Any]],
-) -> None:
+def test_a_reader_meets_the_head_that_does_most_first_and_no_long_number(made: Made) -> None:
     first, *others = findings(made[0])
     assert re.search(r"L\dH\d does most: without it the loss rises by \S+ nats\. Its scores", first)
     assert any("needs" in text and "shrink" in text for text in others)
@@ -110,7 +104,7 @@ def test_a_reader_meets_the_head_that_does_most_first_and_no_long_number(
 
 @pytest.mark.slow
 def test_the_head_that_does_most_is_the_one_whose_removal_costs_most_by_hand(
-    made: tuple[Path, list[str], dict[str, Any]], model: Any, windows: tlg.TokenWindows
+    made: Made, model: Any, windows: tlg.TokenWindows
 ) -> None:
     """Each z replaced by its mean over the prompts, in the model's own hooks."""
     ids, costs = windows.tokens[-32:][:12], {}
@@ -133,9 +127,7 @@ def test_the_head_that_does_most_is_the_one_whose_removal_costs_most_by_hand(
 
 
 @pytest.mark.slow
-def test_the_page_is_escaped_and_asks_for_nothing(
-    made: tuple[Path, list[str], dict[str, Any]],
-) -> None:
+def test_the_page_is_escaped_and_asks_for_nothing(made: Made) -> None:
     html = page_of(made[0])
     assert "<img src=x" not in html
     assert "&lt;img src=x onerror" in html
@@ -149,9 +141,7 @@ def test_the_page_is_escaped_and_asks_for_nothing(
 
 
 @pytest.mark.nightly
-def test_it_fits_and_draws_in_light_and_dark(
-    made: tuple[Path, list[str], dict[str, Any]], browser: Browser
-) -> None:
+def test_it_fits_and_draws_in_light_and_dark(made: Made, browser: Browser) -> None:
     for dark, width in ((False, 1280), (True, 400)):
         with browser.open(made[0] / "report.html", width=width, dark=dark) as page:
             assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -165,7 +155,7 @@ def test_it_fits_and_draws_in_light_and_dark(
 
 @pytest.mark.slow
 def test_tables_of_the_same_model_and_corpus_are_read(
-    made: tuple[Path, list[str], dict[str, Any]],
+    made: Made,
     model: Any,
     windows: tlg.TokenWindows,
     tmp_path: Path,
@@ -198,12 +188,14 @@ def test_tables_of_the_same_model_and_corpus_are_read(
 def test_a_folder_of_other_things_is_refused_and_forced(model: Any, tmp_path: Path) -> None:
     rows = tlg.zoo.default_windows(model, 16, n=12)
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "overview.csv").write_text("mine")
+    for name in ("overview", "heads"):
+        (tmp_path / f"{name}.csv").write_text("mine")
     with pytest.raises(tlg.GeometryError, match="--force"):
         build(model, rows, tmp_path, sections=["overview"])
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "overview.csv"}
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"mine"}
     build(model, rows, tmp_path, sections=["overview"], force=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "heads.csv").read_text() == "mine"
     assert (tmp_path / "overview.csv").read_text().startswith("property,value")
     for text in ("{", "[]", '{"written_by": "me"}', "[" * 100_000):
         (tmp_path / "report.json").write_text(text)
@@ -300,12 +292,6 @@ def test_what_a_question_asks_for_decides() -> None:
     assert ASK.answer(table.assign(x=np.nan)) is None
 
 
-def test_numbers_have_three_digits() -> None:
-    shown = [number(v) for v in (1234567.0, 1234567, -0.00012345, 999.6, np.inf, None, False)]
-    assert shown == ["1,230,000", "1,234,567", "−0.000123", "1,000", "∞", "–", "no"]
-    assert [percent(v) for v in (1.0, 0.0, 0.012345, 12.3456)] == ["100%", "0%", "1.23%", "1,230%"]
-
-
 @contextmanager
 def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
     """Each window adds its positional embeddings in a random order, that of its tokens."""
@@ -330,7 +316,7 @@ def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_position_drives_no_head_where_windows_do_not_agree_on_it(
-    made: tuple[Path, list[str], dict[str, Any]],
+    made: Made,
     model: Any,
     windows: tlg.TokenWindows,
     tmp_path: Path,

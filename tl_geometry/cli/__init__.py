@@ -233,8 +233,6 @@ def main() -> None:
         raise SystemExit(_line(str(error.format_message()), 2)) from None
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except OSError as error:  # a full disk, no permission
-        raise SystemExit(_line(f"{error.strerror}: {error.filename or 'a file'}", 2)) from None
     if code == 130:
         raise SystemExit(_line("stopped; the same command goes on from what is finished", code))
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -29,15 +29,6 @@ from tl_geometry.report.items import SECTIONS, Item, Section
 from tl_geometry.report.page import Block, Card, document
 
 
-def chosen_sections(names: Sequence[str] | None, *, quick: bool) -> list[Section]:
-    """The sections of these names, in reading order; all by default, without slow ones if
-    ``quick``."""
-    if names is None:
-        return [section for section in SECTIONS if not (quick and section.slow)]
-    folder.check_sections(names)
-    return [section for section in SECTIONS if section.key in names]
-
-
 def build(
     model: ModelLike,
     windows: TokenWindows,
@@ -77,7 +68,10 @@ def build(
     ...     build(model, windows, folder, sections=["overview"])["failed"]
     {}
     """
-    out, chosen = Path(out), chosen_sections(sections, quick=quick)
+    out, usual = Path(out), [s.key for s in SECTIONS if not (quick and s.slow)]
+    names = usual if sections is None else sections
+    folder.check_sections(names)
+    chosen = [s for s in SECTIONS if s.key in names]
     check_folder(out, force=force)
     a = Analysis(model=model, windows=windows, seed=seed)
     facts = _facts(a)
@@ -90,10 +84,10 @@ def build(
     fits = same or force or before is None
     require(fits, "--out", expected="a report of the same", got=got, instead=instead)
     if fresh or not same:
-        # a table of the earlier report must not be read for one of this
-        for item in (item for section in SECTIONS for item in section.items):
-            for path in _files(out, item):
-                path.unlink(missing_ok=True)
+        # no table of another report may be read for one of this; other files stay
+        stale = chosen if same or before is None else SECTIONS
+        for path in (p for section in stale for item in section.items for p in _files(out, item)):
+            path.unlink(missing_ok=True)
     _save(out / RECORD, json.dumps(record, indent=1))
     parts: list[tuple[Section, list[Block | Card]]] = []
     for section in chosen:

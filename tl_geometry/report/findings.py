@@ -49,9 +49,7 @@ def percent(value: float) -> str:
     >>> [percent(v) for v in (0.33452, 0.00005, 0.99999, -0.002)]
     ['33.5%', '0.01%', '100%', '−0.2%']
     """
-    if not math.isfinite(value):
-        return "–"
-    return f"{number(round(100 * value, 2) + 0.0)}%"
+    return f"{number(round(100 * value, 2) + 0.0)}%" if math.isfinite(value) else "–"
 
 
 class Shown(float):

@@ -35,6 +35,8 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
+SHAPE = ("rank", "relative_norm", "low_frequency")
+"""Measures of position that are drawn."""
 TOKENS = 24
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
@@ -50,7 +52,7 @@ def words() -> Mapping[str, Any]:
 
 def frame_of(a: Analysis, result: Any) -> pd.DataFrame:
     """The table of a result."""
-    return result if isinstance(result, pd.DataFrame) else result.to_dataframe()
+    return getattr(result, "to_dataframe", lambda: result)()
 
 
 def plot(a: Analysis, result: Any) -> Any:
@@ -168,10 +170,9 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     changes = effects.edited - effects.clean
     others = (changes.sum(0) - changes) / max(len(changes) - 1, 1)
     gap = paired_interval((changes - others).T)
-    beside = {"edit": effects.edits, "others": others.mean(1), **gap.columns("excess")}
-    frame = effects.df.merge(pd.DataFrame({k: list(v) for k, v in beside.items()}), on="edit")
-    numbers = ["others", *gap.columns("excess")]
-    frame[numbers] = frame[numbers].astype(float)
+    columns = {"others": others.mean(1), **gap.columns("excess")}
+    beside = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+    frame = effects.df.merge(beside.assign(edit=effects.edits), on="edit")
     heads = a.table("heads").set_index("name")
     why = [_why(heads.loc[name]) for name in frame["edit"]]
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
@@ -243,6 +244,10 @@ def _report(a: Analysis, report: Any) -> pd.DataFrame:
     return report.to_dataframe().rename(columns={"blocks": "samples"})
 
 
+def _curves(a: Analysis, report: Any) -> Any:
+    return render.measure_curves(report, SHAPE)
+
+
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
     frame = tokens.to_dataframe()
     return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
@@ -261,36 +266,31 @@ def _map(a: Analysis, geometry: Any) -> Any:
 
 def _ensembles(a: Analysis) -> Any:
     """The numbers of the trajectories beside gibberish and random weights."""
-    rows = a.pilots
-    options: dict[str, Any] = {"prepend_bos": bool(rows.has_bos), "seed": a.seed}
-    noise = corpus.gibberish(a.model, len(rows), rows.tokens.shape[1], **options)
-    paths = {"text": a.paths, "gibberish": flow.trajectories(a.model, noise, progress=False)}
+    count, length = a.pilots.tokens.shape
+    options: dict[str, Any] = {"prepend_bos": bool(a.pilots.has_bos), "seed": a.seed}
+    noise = corpus.gibberish(a.model, count, length, **options)
+    paths = {"text": a.paths, "gibberish": a.follow(a.model, noise)}
     with models.reinitialized(a.model, seed=a.seed) as control:
-        paths["random weights"] = flow.trajectories(control, rows, progress=False)
+        paths["random weights"] = a.follow(control, a.pilots)
     return flow.compare_ensembles(paths)
 
 
 def _truncation(a: Analysis) -> Any:
-    """Directions of the first half of the pilots, tried on a quarter of the others."""
-    half, rows = len(a.paths) // 2, a.pilots
-    tried, fitted = rows[half : half + half // 2], a.paths.pick(torch.arange(half))
-    return flow.truncation_kl(a.model, tried, fitted, progress=False)
+    fitted, tried = a.halves
+    return flow.truncation_kl(a.model, tried.tokens[:, :-1], fitted, progress=False)
 
 
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.paths) // 4
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.halves[1])
     few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
     return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
-    """Maps fitted on the first half of the pilots, tried on a quarter of the others."""
-    half, states = len(a.pilots) // 2, range(a.view.n_layers + 1)
-    read = a.pilots.tokens[:half, :-1]  # the last token is a target
-    fitted = flow.trajectories(a.model, read, states=states, progress=False)
-    tried, maps = a.pilots[half : half + half // 2], ("ridge", "identity", "mean")
+    fitted, tried = a.halves
+    maps = ("ridge", "identity", "mean")
     return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
 
@@ -304,7 +304,7 @@ def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
     # as if the errors were independent: chunks that move both alike would make it smaller
     error = (frame["kl_se"] ** 2 + frame["forgotten_kl_se"] ** 2) ** 0.5
     frame = frame.assign(single=single.astype(float), saved=frame["forgotten_kl"] - frame["kl"])
-    return frame.assign(saved_se=error, samples=frame.get("test", len(a.pilots) // 4))
+    return frame.assign(saved_se=error, samples=frame["test"])
 
 
 # ---- the run
@@ -347,7 +347,7 @@ SECTIONS = (
         (
             Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
             Item("massive", lambda a: a.basis.largest_tokens(), _massive, ()),
-            Item("position", lambda a: measures.positional_report(a.basis), _report, more=1.2),
+            Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
             Item("context", lambda a: measures.contextual_report(a.basis), _report, more=2.0),
         ),
     ),

@@ -3,7 +3,6 @@ the findings first, then the sections with their figures, tables and cards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -70,10 +69,14 @@ def cell(row: Any, name: str) -> str:
     >>> cell({"x": 0.51234, "x_low": 0.5, "x_high": 0.6}, "x")
     '0.512 [0.5, 0.6]'
     """
-    low, high, error = (row.get(f"{name}_{end}", math.nan) for end in ("low", "high", "se"))
-    if math.isfinite(low) and math.isfinite(high):
-        return f"{number(row[name])} [{number(low)}, {number(high)}]"
-    return f"{number(row[name])} ± {error:.1g}" if math.isfinite(error) else number(row[name])
+    keys = (name, *(f"{name}_{end}" for end in ("low", "high", "se")))
+    values = [row.get(key) for key in keys]
+    # below a ten-thousandth digits are noise in a column of shares
+    rounded = [round(value, 4) + 0.0 if isinstance(value, float) else value for value in values]
+    value, low, high, error = (number(value) for value in rounded)
+    if "–" not in (low, high):
+        return f"{value} [{low}, {high}]"
+    return value if error == "–" else f"{value} ± {error}"
 
 
 def heading(column: str) -> str:
@@ -102,8 +105,9 @@ def document(
     )
     blocks = [block for _, made in parts for block in made if isinstance(block, Block)]
     found = [finding for block in blocks for finding in block.findings]
-    # first the head that does most, which says what the model does, then what excludes its null
-    found.sort(key=lambda finding: (finding.item != "removal", not finding.clear))
+    # first the head that does most and what it needs, then what excludes its null
+    first = {"removal": 0, "terms": 1}
+    found.sort(key=lambda finding: (first.get(finding.item, 2), not finding.clear))
     style = files("tl_geometry.report") / "assets" / "report.css"
     return environment.get_template("page.html").render(
         view=a.view,
