@@ -113,7 +113,7 @@ class Composition(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """Readers and sides in order, the strongest writers first."""
-        sides = groupby(super().rows(), lambda row: row[:3])
+        sides: Any = groupby(super().rows(), lambda row: row[:3])
         return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
 
     def edges(
