@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from functools import cache
 from typing import Any
 
@@ -176,15 +175,6 @@ def test_maps_are_the_least_squares_solutions_of_their_type() -> None:
     assert float((noisy - ridge(x)).norm()) < min(errors[k] for k in ("shift", "mean", "scaled"))
 
 
-@pytest.mark.parametrize(("n", "d"), [(30, 40), (60, 20)])
-def test_ridge_shrinks_noise_where_a_map_can_fit_it_exactly(n: int, d: int) -> None:
-    x, y = normal(2 * n, d, seed=1), normal(2 * n, d, seed=2)
-    start = maps.MapsFrom(x[:n])
-    held_out = {k: float((y[n:] - start.to(y[:n], k)(x[n:])).norm()) for k in ("ridge", "linear")}
-    assert held_out["ridge"] < held_out["linear"]
-    assert held_out["ridge"] < 1.1 * float(y[n:].norm())
-
-
 @LAWS
 @given(st.integers(5, 60), st.integers(2, 6), st.integers(0, 10**6))
 def test_residual_statistics_against_scipy(n: int, d: int, seed: int) -> None:
@@ -241,9 +231,7 @@ def test_isotropy_accepts_isotropic_noise_and_sees_each_violation() -> None:
     assert round_["gaussian_rejected"] == round_["degenerate"] == 0
     C = np.corrcoef(x.numpy().T)
     assert round_["correlation"] == pytest.approx(np.abs(C[~np.eye(20, dtype=bool)]).mean())
-    long = x.clone()
-    long[:, 0] *= 3
-    found = noise.isotropy_tests(long)
+    found = noise.isotropy_tests(torch.cat([3 * x[:, :1], x[:, 1:]], dim=1))
     assert found["variance_cv"] > 3 * found["variance_cv_chance"]
     assert found["sphericity_p"] < 1e-3
     found = noise.isotropy_tests(x + 2 * x[:, :1])
@@ -281,20 +269,9 @@ def test_the_planted_layer_is_the_only_anomaly() -> None:
     assert math.isnan(found.column("z", state=1)[0])  # no pair ends there
     few = flow.layer_anomalies(of_pairs(values[:3, :3]), ["log_variance"])
     assert all(math.isnan(z) for z in few.column("z"))
-    flat = torch.zeros(9, 9).double()
-    flat[:, 5] = 7
+    flat = 7 * torch.eye(9).double()[5].expand(9, 9)
     alone = flow.layer_anomalies(of_pairs(flat), ["log_variance"])
     assert alone.column("z")[1:] == [math.inf if b == 5 else 0 for b in range(1, 9)]
-
-
-@pytest.mark.parametrize("states", [5, 11, 23])
-def test_one_null_run_in_twenty_flags_any_layer(states: int) -> None:
-    """Another generator draws the deviations; the usual fixed limit of 3.5 fails the bound."""
-    z = np.random.default_rng(1).standard_normal((20_000, states))
-    away = np.abs(z - np.median(z, axis=1, keepdims=True))
-    largest = (away / (1.4826 * np.median(away, axis=1, keepdims=True))).max(1)
-    assert 0.045 < (largest > noise.familywise_threshold(states)).mean() < 0.055
-    assert (largest > 3.5).mean() > 0.07
 
 
 # ---- sampling
@@ -326,8 +303,8 @@ def test_noise_without_stretching_is_the_increment_law_and_with_it_is_not() -> N
     expected = 0.5 * (math.exp(0.9) - math.exp(0.3))
     covariance = steady.noise_covariance(1.0, 3.0)
     assert torch.allclose(covariance, expected * torch.eye(3).double(), rtol=1e-9)
-    S = torch.tensor([1.0, 2.0, 4.0])[:, None] ** torch.tensor([0.0, 1.0, 2.0])
-    moving = dataclasses.replace(steady, S=S.double())
+    S = torch.tensor([1.0, 2.0, 4.0]).double()[:, None] ** torch.arange(3.0)
+    moving = dataclasses.replace(steady, S=S)
     spread = moving.noise_covariance(1.0, 3.0).diagonal()
     assert spread[0] == pytest.approx(expected)
     assert spread[2] > 2 * spread[0]  # not isotropic
@@ -391,8 +368,6 @@ def test_an_encoder_is_followed_at_its_first_token() -> None:
     found = flow.trajectories(bert, tokens(6, 9), **QUIET)
     assert found.position == 0
     assert "first token followed" in found.provenance.flags
-    last = flow.trajectories(bert, tokens(6, 9), position=-1, **QUIET)
-    assert any("not a pilot" in flag for flag in last.provenance.flags)
     with pytest.raises(tlg.UnsupportedModelError, match="truncation_kl: expected a causal"):
         flow.truncation_kl(bert, tokens(6, 9), found)
 
@@ -431,8 +406,6 @@ def test_bundles_by_brute_force_and_outliers() -> None:
     net = (X[:, -1] - X[:, 0]).norm(dim=-1)
     assert torch.allclose(found["straightness"], net / steps.norm(dim=-1).sum(1))
     assert float(found["neighbours_chance"]) == 3 / 8
-    energy = torch.arange(1, 9).double() ** -0.5
-    assert float(ensemble.entropy_rank(energy[None])) < 8
     X[4, 1] *= 1000
     assert ensemble.outliers(X) == (4,)
 
@@ -485,12 +458,6 @@ def test_classifiers_separate_what_is_separable_and_only_that() -> None:
     reach = separation.resampled_t_reach(values, 0.3)
     assert reach == pytest.approx(scipy.stats.t.ppf(0.975, 4) * spread)
     assert math.isnan(separation.resampled_t_reach(torch.ones(5), 0.3))
-
-
-def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(GeometryError, match=r"tl-geometry\[ml\]"):
-        flow.separability(normal(20, 2), normal(20, 2))
 
 
 # ---- the live model, its last token edited
@@ -608,7 +575,7 @@ def test_kept_keys_give_the_numbers_of_whole_passes(
 ) -> None:
     view, ids = as_view(tiny(model_class, architecture)), tokens(5, 12)
     fitted = flow.trajectories(view, tokens(40, 11, 2), states=range(3), **QUIET)
-    name, late = pilots._fastest(view, ids)
+    name, late = pilots._fastest(view, ids[:1])
     assert name
     assert late == (architecture != "bloom")
     fast = flow.skip_costs(view, ids, fitted, pairs="all", **QUIET)

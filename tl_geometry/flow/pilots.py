@@ -69,7 +69,9 @@ def _repeat(cache: Any, row: int, copies: int, first: int = 0) -> None:
     for layer in (cache.entries if hasattr(cache, "entries") else cache.layers)[first:]:
         hooked = hasattr(layer, "past_keys")
         for name in ("past_keys", "past_values") if hooked else ("keys", "values"):
-            setattr(layer, name, getattr(layer, name)[[row] * copies])
+            kept = getattr(layer, name)[row : row + 1]
+            # no copy: the pass makes one, where it adds the pilot's own
+            setattr(layer, name, kept.expand(copies, *kept.shape[1:]))
 
 
 def _copies(cache: Any, row: int, copies: int) -> Any:
@@ -77,7 +79,8 @@ def _copies(cache: Any, row: int, copies: int) -> Any:
     new, parts = copy.copy(cache), "entries" if hasattr(cache, "entries") else "layers"
     setattr(new, parts, [copy.copy(layer) for layer in getattr(cache, parts)])
     if hasattr(cache, "previous_attention_mask"):
-        new.previous_attention_mask = cache.previous_attention_mask[[row] * copies]
+        mask = cache.previous_attention_mask[row : row + 1]
+        new.previous_attention_mask = mask.expand(copies, -1)
     _repeat(new, row, copies)
     return new
 
