@@ -50,7 +50,9 @@ def load(
     path = Path(model).expanduser()
     if path.is_file():
         return results.load(path)
-    with _refusing(f"a model in {path.name}, or a name that TransformerLens knows"):
+    with _refusing(
+        f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
+    ):
         if path.is_dir() or str(model).startswith(("/", ".", "~")):
             hf, tokenizer, trained = _read(path, dtype)
             options = {"processed": processed, "name": _shown(path), "head_trained": trained}
