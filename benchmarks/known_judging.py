@@ -13,6 +13,9 @@ from torch import Tensor
 
 from benchmarks.known_models import TokenPairs
 from tl_geometry.circuits.edge_layout import EdgeLayout
+from tl_geometry.circuits.faithfulness import metrics_of_batch
+from tl_geometry.circuits.prompt_pairs import batches, pairs_of
+from tl_geometry.corpus import as_prompts
 from tl_geometry.models.reader import as_view
 
 DRAWS = 200
@@ -134,14 +137,14 @@ def exact_effects(model: Any, pairs: TokenPairs) -> tuple[tuple[str, ...], Float
     is lost where this edge alone carries the counterfactual's write, in a live run."""
     view = as_view(model)
     layout = EdgeLayout.of(view)
-    given = PromptPairs.of(view, pairs.prompts, pairs.counterfactuals, None)
-    metric = Metric.of(view, given, None, pairs.targets)
-    batch = next(given.batches(lambda length: len(pairs.prompts)))[0]
     names = layout.edge_names()
+    options = {"counterfactuals": pairs.counterfactuals, "answers": pairs.targets}
+    given = pairs_of(view, as_prompts(view, pairs.prompts, **options), None)
+    runner, batch = next(batches(view, layout, given, len(given)))
     all_but_one = ~torch.eye(len(names), dtype=torch.bool)
-    runs = EdgePass.of(view, layout, batch.clean)
-    clean, other, *without = _of_batch(runs, batch, metric, all_but_one, "edges").mean(1)
-    return names, (clean - torch.stack(without)) / (clean - other)
+    found = metrics_of_batch(runner, layout, batch, None, all_but_one, "edges").mean(1)
+    clean, other, without = found[0], found[1], found[2:]
+    return names, (clean - without) / (clean - other)
 
 
 def by_name(names: Sequence[str], chosen: Set[str]) -> Bool[Tensor, " item"]:

@@ -12,6 +12,7 @@ import torch
 from scipy.fft import dctn
 
 import tl_geometry as tlg
+from tests.lib.subjects.flow import skips
 from tests.lib.worlds import QUIET, World
 from tl_geometry import circuits, interventions, measures, render, sphere
 
