@@ -100,8 +100,8 @@ def measured(
 
 def provenance_of_pairs(view: ModelView, pairs: Prompts, **fields: Any) -> Provenance:
     """What a result on these pairs was computed from."""
-    tokens = pairs.token_hash
-    for row in pairs.counterfactual_ids or ():
+    tokens = ""
+    for row in (*pairs.ids, *(pairs.counterfactual_ids or ())):
         tokens = hash_tokens(row.unsqueeze(0), tokens)
     about: dict[str, Any] = {"corpus": "pairs of prompts", "contexts": len(pairs)}
     about |= {"token_hash": tokens, "has_bos": pairs.has_bos, "flags": pairs.flags}

@@ -62,7 +62,8 @@ class ContextState:
         """All measures but compactness, for sets of groups of contexts."""
         per_set: list[Values] = []
         bases = window_means(self.basis, self.row, member.double())
-        for rows, inside in zip(bases, member[:, self.basis.group_of], strict=True):
+        inside_of = member.repeat_interleave(self.basis.group_counts, 1)  # by context
+        for rows, inside in zip(bases, inside_of, strict=True):
             pos, ctx = rows - rows.mean(0), self.means - rows.mean(0)
             cosines = contextual.incoherence(pos, ctx[inside])._asdict()
             values = {f"incoherence_{name}": value for name, value in cosines.items()}

@@ -87,7 +87,7 @@ def _pictures(
     """Colour images: the block in blue and the diagonal in red on white. Colours follow the square
     root, which makes small entries visible too."""
     block = geometry.block[rows, :size, :size].abs()
-    block = torch.where(block > geometry.threshold[rows, None, None], block, 0.0)
+    block = torch.where(block > geometry["threshold"][rows, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
 
     def scaled(x: Tensor) -> Tensor:
