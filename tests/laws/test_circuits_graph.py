@@ -188,7 +188,7 @@ def test_it_is_the_references_graph(kind: str) -> None:
                 ours = edges.get((f"L{layer}H{head}@{at}", side, name), 0.0)
                 assert ours == pytest.approx(float(weights.sum()), abs=WITHIN * size(found))
                 compared += abs(ours) > 1e-3 * size(found)
-    assert compared > 5
+    assert compared > 3
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -213,7 +213,7 @@ def test_equal_prompts_differ_in_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("times", [10.0, 200.0])
 def test_rows_that_move_far_close_with_more_nodes(times: float) -> None:
-    """Scores that move by hundreds: 16 nodes of the line between them do not close."""
+    """Scores that move by hundreds, and by thousands, where no number of nodes closes."""
     from tests.lib.double import double_hf
     from tests.lib.models import bridge_of
 
@@ -254,11 +254,12 @@ def test_a_mixture_of_experts_is_a_leaf_or_refused_by_name() -> None:
     near = PROMPTS[:1].clone()
     near[0, -1] = 60
     with torch.no_grad():
-        model.W_E[60] = close[PROMPTS[0, -1]] * 1.001
+        model.W_E[60] = close[PROMPTS[0, -1]] * 1.02
     try:
         graph = tlg.trace_logit(model, PROMPTS[:1], ANSWER, counterfactual=near, keep=0.5)
         total = sum(graph.tokens().column("value"))
-        assert total == pytest.approx(graph.value, abs=1e-5 * size(graph))
+        assert abs(graph.value) > 1e-4
+        assert total == pytest.approx(graph.value, abs=2e-6)  # of logits near 10
         assert graph.mlp_values.abs().sum() > 0
     finally:
         with torch.no_grad():
