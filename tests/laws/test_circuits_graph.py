@@ -318,8 +318,8 @@ def test_means_over_prompts_have_paired_intervals() -> None:
     reach = 2.201 * float(each.std()) / 12**0.5  # Student's t with 11 degrees of freedom
     assert node["high"] - node["value"] == pytest.approx(reach, rel=1e-3)
     assert node["prompts"] == 12
-    total = table[(table["type"] == "node") & (table["target"] == "target")].iloc[0]
-    assert total["value"] == pytest.approx(sum(graph.value for graph in graphs) / 12)
+    whole = table[(table["type"] == "node") & (table["target"] == "target")].iloc[0]
+    assert whole["value"] == pytest.approx(sum(graph.value for graph in graphs) / 12)
     assert mean_graph(graphs[:3]).df["low"].isna().all()
     with pytest.raises(tlg.GeometryError, match="one length"):
         mean_graph([graphs[0], tlg.trace_logit(model, tokens(1, 7, seed=1), ANSWER, keep=0.5)])
