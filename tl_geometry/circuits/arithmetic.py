@@ -323,7 +323,9 @@ def along_rows(end: Tensor, gap: Tensor, g: Tensor, nodes: int) -> Tensor:
 
 class _LineOfRows(torch.autograd.Function):
     """Softmax of rows; back through the mean of J on the line between both halves. J is symmetric,
-    so that the map is its own transpose. A row that does not close gets twice the nodes."""
+    so that the map is its own transpose. A row that does not close gets twice the nodes. What the
+    most nodes miss, e = D p - J D s, is added along the line, ``J + e D s^T / |D s|^2`` (Broyden
+    1965), so that every row closes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -341,20 +343,28 @@ class _LineOfRows(torch.autograd.Function):
             done = error <= within * reach[left]
             done = torch.ones_like(done) if nodes == NODES[-1] else done
             ctx.levels.append((nodes, left[done]))
+            missed = torch.zeros_like(gap)
+            missed[left] = change[left] - closed
             left = left[~done]
             if not len(left):
                 break
-        ctx.save_for_backward(ends[1], gap)
+        # of rows that closed it is rounding
+        ctx.save_for_backward(ends[1], gap, missed if nodes == NODES[-1] else None)
         return pattern
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        end, gap = ctx.saved_tensors
+        end, gap, missed = ctx.saved_tensors
         g = grads[0].double().flatten(0, -2).chunk(2)[0]
         back = torch.zeros_like(gap)
         for nodes, rows in ctx.levels:
             if len(rows):
                 back[rows] = along_rows(end[rows], gap[rows], g[rows], nodes)
+        if missed is not None:
+            share = (missed * g).sum(-1, keepdim=True) / gap.square().sum(-1, keepdim=True).clamp(
+                min=1e-300
+            )
+            back += gap * share
         return torch.cat([back, -back]).view_as(grads[0]).to(grads[0])
 
 

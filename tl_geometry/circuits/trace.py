@@ -141,6 +141,7 @@ def _graph(
     chosen = fewest_carrying(values.flat(), keep) | walk.straight(values, names, straight, keep)
     if not walk.between:
         chosen = chosen | fewest_carrying(moved.flat(), keep)
+    answer, *rest = view.decode(walk.answers)
     finder = EdgeFinder(walk, leaves, first_constant, _nodes(walk, leaves, values, chosen), keep)
     tables = finder.tables()
     ends = torch.tensor([walk.value, float(values.constant)], dtype=torch.float64)
@@ -151,8 +152,8 @@ def _graph(
         token_ids=tuple(asked.tokens[0].tolist()),
         counterfactual=None if others is None else tuple(view.decode(others[0].tolist())),
         position=walk.position,
-        answer=view.decode(walk.answers[:1])[0],
-        other=view.decode(walk.answers[1:])[0] if len(walk.answers) > 1 else None,
+        answer=answer,
+        other=rest[0] if rest else None,
         answer_ids=walk.answers,
         probability=float(walk.states.logits[0, 0].softmax(-1)[walk.answers[0]]),
         value=walk.value,
