@@ -58,8 +58,7 @@ class Shared:
         self.total = total
 
     def read(self, which: str) -> Reads:
-        """The input of the readers ``"q"``, ``"k"``, ``"v"`` (groups of heads) or ``"mlp"``, once
-        for all of a kind."""
+        """The input of readers ``"q"``, ``"k"``, ``"v"`` or ``"mlp"``, once for all of a kind."""
         return self.total.unsqueeze(2)
 
     def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
@@ -261,8 +260,7 @@ class Block:
         return out if mlp.after.norm_type is None else arithmetic.norm(mlp.after, out)
 
     def _rows(self, scores: Tensor) -> Tensor:
-        """What the softmax is taken of: masked cells at the least number, a sink as one more
-        key."""
+        """What the softmax is taken of: masked cells at the least number, a sink one more key."""
         least = torch.finfo(scores.dtype).min
         rows = scores.masked_fill(~self.layer.allowed.to(scores.device), least)
         if self.spec.sinks is None:
@@ -284,7 +282,7 @@ class States(NamedTuple):
 
 
 OnBlock = Callable[[BlockRun], None]
-"""Receives each block that was run; it is valid during the call."""
+"""Receives each block that was run."""
 
 
 @dataclass(frozen=True, eq=False)
