@@ -191,9 +191,8 @@ def trace(
 ) -> None:
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
     where they looked. Writes a page, nodes, edges and tokens as CSV, and JSON for Neuronpedia."""
-    expected, instead = "a prompt, or a model and a prompt", "quotation marks"
-    fits = len(words) <= 2 and words[-1]
-    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead=instead)
+    fits, expected = len(words) <= 2 and words[-1], "a prompt, or a model and a prompt"
+    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead="quotes")
     name = words[0] if len(words) == 2 else None
     inputs.check_model(name, device, dtype)
     require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
