@@ -76,8 +76,8 @@ def variance_shares(
 
     >>> import tl_geometry as tlg
     >>> basis = tlg.decompose_activations(torch.randn(4, 12, 16, 8))
-    >>> variance_shares(basis.anova()).title[:24]
-    'Position goes from 9.2% '
+    >>> variance_shares(basis.anova()).title[:13]
+    'Position goes'
     """
     tables = [draw.frame(t, "state", *WORDS) for t in (table, control) if t is not None]
     figure, axes = draw.panels(ax, len(tables), size=(draw.WIDTH / len(tables), 2.6), sharey=True)

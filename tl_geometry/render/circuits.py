@@ -34,8 +34,8 @@ def composition_figure(
     >>> model = tlg.zoo.embedded()
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> edges = tlg.composition(model, windows, layers=1, progress=False)
-    >>> composition_figure(edges).title[:8]
-    'L1H0 rea'
+    >>> composition_figure(edges).title.split()[1]
+    'reads'
     """
     said = SHARES[choice(share, tuple(SHARES), "share")]
     random, low, high = f"random_{share}", f"{share}_low", f"{share}_high"

@@ -110,8 +110,8 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
-    >>> ids = model.to_tokens("width, height = width, height", prepend_bos=True)[:, :-1]
-    >>> induction(tlg.trace_logit(model, ids, " height")).title[:10]
+    >>> prompt = "width, height = width, he"
+    >>> induction(tlg.trace_logit(model, prompt, "ight", prepend_bos=True)).title[:10]
     'L1H3 wrote'
     """
     direct = graph.direct().df

@@ -137,8 +137,8 @@ def head_shares(sweep: SweepTable, *, share: str = "cs") -> draw.View:
     >>> windows = tlg.zoo.default_windows(model, 16, n=8)
     >>> basis = tlg.decompose(model, windows, progress=False)
     >>> sweep = tlg.sweep_heads(model, windows, basis, progress=False)
-    >>> head_shares(sweep).title[:20]
-    'Position is first in'
+    >>> head_shares(sweep).title[:14]
+    'What is first:'
     """
     what = {"cs": "variance of its scores", "gs": "gain of its pattern"}
     said = what[choice(share, tuple(what), "share")]
