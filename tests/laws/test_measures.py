@@ -260,12 +260,11 @@ def test_zero_rows_are_left_out_and_overlap_is_that_of_angles(
     kept = contextual.incoherence(pos[:, [0, *range(2, rows)]], ctx[:, 1:])
     for a, b in zip(contextual.incoherence(pos, ctx), kept, strict=True):
         assert torch.allclose(a, b)
-    r = min(rows, contexts, d_model)
-    if d_model > 1:
-        pos, ctx = gaussian(seed, rows, 9), gaussian(seed + 1, contexts, 9)
-        overlap = reference.subspace_overlap(pos.numpy(), ctx.numpy(), r)
-        assert float(contextual.subspace_overlap(pos, ctx, r)) == pytest.approx(overlap)
-        assert contextual.subspace_overlap(pos - pos.mean(0), ctx, rows).isnan()
+    pos, ctx = gaussian(seed, rows, 9), gaussian(seed + 1, contexts, 9)
+    r = min(rows, contexts) - 1
+    overlap = reference.subspace_overlap(pos.numpy(), ctx.numpy(), r)
+    assert float(contextual.subspace_overlap(pos, ctx, r)) == pytest.approx(overlap)
+    assert contextual.subspace_overlap(pos, ctx, r + 1).isnan()  # n rows span n - 1, centred
 
 
 @cases

@@ -401,7 +401,7 @@ def test_running_extremes_equal_a_full_sort_and_ties_come_by_id() -> None:
     assert ties.ids.tolist() == [[1, 3, 0, 2, 4], [0, 2, 4, 1, 3]]
 
 
-def test_directions_that_are_not_unique_are_marked() -> None:
+def test_directions_that_are_not_unique_are_marked(tmp_path: Any) -> None:
     hf = hf_model("gpt2", n_layer=1)
     with torch.no_grad():  # W_V W_O of every head is a multiple of a projection
         hf.transformer.h[0].attn.c_attn.weight[:, 64:] = torch.eye(32)
@@ -409,6 +409,9 @@ def test_directions_that_are_not_unique_are_marked() -> None:
     model = from_hf(hf, None, name="projections")
     r = tlg.token_readout(model, matrix="OV", features=4, raw=True)
     assert all(r.column("degenerate"))
+    again = type(r).load(r.save(tmp_path / "r.safetensors"))
+    assert torch.equal(again.left.ids, r.left.ids)
+    assert again.cells == r.cells
     assert not any(tlg.token_readout(tiny("bridge", "gpt2"), features=4).column("degenerate"))
     close(r.coverage, (torch.arange(1, 9) / 8).expand(4, 8).double(), 1e-6)
 

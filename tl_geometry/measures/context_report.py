@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base import checks
+from tl_geometry.base.errors import fail, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS
 from tl_geometry.base.linalg import numerical_rank
 from tl_geometry.base.tables import Table
@@ -223,9 +224,9 @@ def contextual_report(
     """
     require_basis(basis)
     require(draws >= 1, "draws", expected="at least 1", got=draws)
-    kind, k = ("pca", 1) if space == "full" else tuple(space)[:2]
     most = basis.mean.shape[1]
-    valid = kind == "pca" and isinstance(k, int) and 1 <= k <= most
+    pca = isinstance(space, tuple) and len(space) == 2 and space[0] == "pca"
+    valid = space == "full" or (pca and checks.whole(space[1]) in range(1, most + 1))
     expected = f'"full" or ("pca", k) with k from 1 to {most}'
     require(valid, "space", expected=expected, got=repr(space))
     states, flags = context_states(basis, labels=labels, rank=rank)
@@ -281,7 +282,7 @@ def learning_curve(basis: PositionContext, of: str = "position", **options: Any)
     [2, 4, 8, 16]
     """
     require_basis(basis)
-    choice(of, tuple(MEASURES), "of")
+    checks.choice(of, tuple(MEASURES), "of")
     states, flags = MEASURES[of](basis, **options)
     sets = subsets(basis)
     first = sets.jackknife.stop

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -73,8 +73,8 @@ def extremes(
 
 
 def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int) -> list[Extremes]:
-    """Tokens that the first ``features`` singular directions of every head point to, on the left
-    (query or reading) side and on the right (key or writing) side.
+    """Tokens that the first ``features`` singular directions of every head point to, a row each, on
+    the left (query or reading) side and on the right (key or writing) side.
 
     A pair of singular vectors is defined up to a common sign. It is chosen so that the best token
     of the right vector scores at least as high as the best token of its negative (a tie keeps the
@@ -82,13 +82,13 @@ def _read(svd: linalg.SVD, reads: Tensor, writes: Tensor, features: int, k: int)
     """
     most = svd.S.shape[-1]
     require(1 <= features <= most, "features", expected=f"1 to {most}", got=features)
-    pattern = "... d_model rank -> ... rank d_model"
+    pattern = "head d_model rank -> (head rank) d_model"
     left, right = (
         extremes(rearrange(vectors[..., :features], pattern), tokens, k)
         for vectors, tokens in ((svd.U, reads), (svd.V, writes))
     )
     # the best score of the negative vector is minus the smallest score
-    flip = (right.scores[..., 0, :1] < -right.scores[..., 1, :1]).unsqueeze(-1)
+    flip = (right.scores[:, 0, :1] < -right.scores[:, 1, :1]).unsqueeze(-1)
     return [
         Extremes(torch.where(flip, ids.flip(-2), ids), torch.where(flip, -scores.flip(-2), scores))
         for ids, scores in (left, right)
@@ -176,9 +176,8 @@ def token_readout(
     norm_of_reads, reads, values = None, rows, []
     sides: list[list[Extremes]] = []
     read_layers = sorted({layer for layer, _ in pairs})
-    for layer, factors in vocabulary.factors_of(
-        view, read_layers, matrix, raw=raw, offsets=tuple(offsets)
-    ):
+    options: dict[str, Any] = {"raw": raw, "offsets": tuple(offsets)}
+    for layer, factors in vocabulary.factors_of(view, read_layers, matrix, **options):
         chosen = [h for l, h in pairs if l == layer]
         svd = linalg.product_svd(factors.left[chosen], factors.right[chosen])
         norm = view.attention_norm(layer)
@@ -189,10 +188,7 @@ def token_readout(
         sides.append(_read(svd, reads, reads if writes is None else writes, features, k))
         values.append(svd.S)
     left, right = (
-        # a row for each head and direction
-        Extremes(
-            *(torch.cat([x.flatten(0, 1) for x in part]).cpu() for part in zip(*side, strict=True))
-        )
+        Extremes(*(torch.cat(parts).cpu() for parts in zip(*side, strict=True)))
         for side in zip(*sides, strict=True)
     )
     spectrum = torch.cat(values).cpu()

@@ -94,7 +94,7 @@ GROUPS = (
             "labels that are none": ({"labels": [None] * 40}, "labels"),
             "labels below zero": ({"labels": [-1, 0] * 20}, "labels"),
             "no rank": ({"rank": 0}, "rank"),
-            "a space of no name": ({"space": "x"}, "space", "ignored: another is computed"),
+            "a space of no name": ({"space": "x"}, "space"),
             "a basis without context": (
                 {"basis": lambda s: tlg.decompose(s.model, s.ids, keep_ctx=False, **SHORT)},
                 "basis",
