@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from tl_geometry import __version__
 from tl_geometry.base.errors import GeometryError, check_seed, choice, require
-from tl_geometry.base.printable import printable, printable_lines
+from tl_geometry.base.html import plain
 from tl_geometry.cli import inputs
 from tl_geometry.report.folder import check_folder, check_sections
 
@@ -114,10 +114,10 @@ def report(
     options: dict[str, Any] = {"quick": quick, "sections": names, "fresh": fresh, "force": force}
     options |= {"seed": seed, "say": say, "command": ["tl-geometry", *sys.argv[1:]]}
     failed = build(view, windows, out, **options)["failed"]
-    typer.echo(printable(str(out / "report.html")))
+    typer.echo(plain(str(out / "report.html")))
     if failed:
         what = "; ".join(f"{item} ({why})" for item, why in failed.items())
-        typer.echo(printable(f"tl-geometry: could not be computed: {what}"), err=True)
+        typer.echo(plain(f"tl-geometry: could not be computed: {what}"), err=True)
         raise typer.Exit(1)
 
 
@@ -155,7 +155,7 @@ def fit(
     rows = rows[(i - 1) * len(rows) // n : i * len(rows) // n]
     basis = decompose(view, rows, batch_size=batch_size, seed=seed, progress=not quiet)
     basis.save(out, full=full)
-    typer.echo(printable_lines(f"{out}: {basis!r}"))
+    typer.echo(f"{plain(out)}: {basis!r}")
 
 
 @app.command(epilog="For example: tl-geometry check gpt2")
@@ -191,15 +191,14 @@ def trace(
 ) -> None:
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
     where they looked. Writes a page, nodes, edges and tokens as CSV, and JSON for Neuronpedia."""
-    expected, instead = "a prompt, or a model and a prompt", "quotation marks"
-    fits = len(words) <= 2 and words[-1]
-    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead=instead)
+    fits, expected = len(words) <= 2 and words[-1], "a prompt, or a model and a prompt"
+    require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead="quotes")
     name = words[0] if len(words) == 2 else None
     inputs.check_model(name, device, dtype)
     require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
     choice(mlp, ("frozen", "leaf"), "--mlp")
     there = basis is None or basis.is_file()
-    require(there, "--basis", expected="a file of tl-geometry fit", got=printable(str(basis)))
+    require(there, "--basis", expected="a file of tl-geometry fit", got=plain(str(basis)))
     check_folder(out, force=force, report=False)
     from tl_geometry import PositionContext, render, trace_logit
     from tl_geometry.base.files import write_bytes
@@ -219,7 +218,7 @@ def trace(
         write_bytes(out / key, text.encode(errors="backslashreplace"))
     page = render.graph_page(graph).save(out / "graph.html")
     found = f"T = {graph.value:.3g}, {len(graph.nodes)} nodes, {len(graph.edges)} edges"
-    typer.echo(printable(f"{page}: {found}"))
+    typer.echo(plain(f"{page}: {found}"))
 
 
 def main() -> None:
@@ -241,5 +240,5 @@ def main() -> None:
 def _line(text: str, code: int) -> int:
     """Say what went wrong, and with which words, in one line on standard error."""
     line = f"tl-geometry: {' '.join(text.split())} [{shlex.join(sys.argv[1:])}]"
-    typer.echo(printable(line), err=True)
+    typer.echo(plain(line), err=True)
     return code

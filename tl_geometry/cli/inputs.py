@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base.errors import GeometryError, choice, require
-from tl_geometry.base.printable import printable
+from tl_geometry.base.html import plain
 from tl_geometry.corpus.text_files import file_names, read_text
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def check_model(model: str | None, device: str, dtype: str) -> None:
     is_path = name.startswith(("/", ".", "~", "\\")) or path.exists()
     found = name.strip() and (not is_path or (path / "config.json").is_file())
     expected = "a Hugging Face directory with config.json, or a name that TransformerLens knows"
-    require(found, "model", expected=expected, got=printable(repr(name)))
+    require(found, "model", expected=expected, got=plain(repr(name)))
 
 
 def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -> ModelView:
@@ -116,7 +116,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 def check_file(out: Path, *, force: bool) -> None:
     """Refuse a file to write that is there already, or that can be none."""
-    place = printable(str(out))
+    place = plain(str(out))
     named = out.suffix == ".safetensors" and not out.is_dir()
     named = named and (out.parent.is_dir() or not out.parent.exists())
     require(named, "--out", expected="a file name ending in .safetensors", got=place)

@@ -83,9 +83,8 @@ class Analysis:
     def fitted(self) -> TokenWindows:
         """The windows of the basis."""
         rows = self.windows[: len(self.windows) - self.held_out]
-        if len(rows) >= GROUPED:
-            return rows
-        return dataclasses.replace(rows, labels=None, label_names=())
+        few = len(rows) < GROUPED
+        return dataclasses.replace(rows, labels=None, label_names=()) if few else rows
 
     @property
     def swept(self) -> TokenWindows:

@@ -68,8 +68,8 @@ def build(
     ...     build(model, windows, folder, sections=["overview"])["failed"]
     {}
     """
-    out, usual = Path(out), [s.key for s in SECTIONS if not (quick and s.slow)]
-    names = usual if sections is None else sections
+    usual = [s.key for s in SECTIONS if not (quick and s.slow)]
+    out, names = Path(out), usual if sections is None else sections
     folder.check_sections(names)
     chosen = [s for s in SECTIONS if s.key in names]
     check_folder(out, force=force)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.printable import printable
+from tl_geometry.base.html import plain
 
 PAGE, RECORD = "report.html", "report.json"
 WRITER = "tl-geometry report"
@@ -32,7 +32,7 @@ def check_folder(out: Path, *, force: bool = False, report: bool = True) -> None
     """Refuse a file, and a folder that is not empty, unless ``force``; with ``report`` a folder of
     a report is taken too."""
     taken = out.exists() and not (out.is_dir() and (force or not any(out.iterdir())))
-    got = printable(f"{out}, {'which is not empty' if out.is_dir() else 'a file'}")
+    got = plain(f"{out}, {'which is not empty' if out.is_dir() else 'a file'}")
     expected, instead = "a new or empty folder", "another --out, or --force"
     ours = report and bool(record_of(out))
     require(not taken or ours, "--out", expected=expected, got=got, instead=instead)

@@ -35,8 +35,6 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
-SHAPE = ("rank", "relative_norm", "low_frequency")
-"""Measures of position that are drawn."""
 TOKENS = 24
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
@@ -194,9 +192,8 @@ def _example(a: Analysis) -> Any:
     """The split of the strongest previous-token and induction heads on a text written twice."""
     if not a.view.causal:
         raise GeometryError("an encoder has no previous-token or induction heads to show")
-    window, start = a.windows.tokens[0], int(bool(a.windows.has_bos))
+    window, start, heads = a.windows.tokens[0], int(bool(a.windows.has_bos)), a.table("heads")
     piece = window[start : start + min(TOKENS, (a.basis.length - start) // 2)]
-    heads = a.table("heads")
     chosen = dict.fromkeys(str(heads.nlargest(1, kind)["name"].iloc[0]) for kind in TYPES)
     return split_scores(
         a.model, torch.cat([window[:start], piece, piece]), a.basis, heads=[*chosen]
@@ -245,7 +242,7 @@ def _report(a: Analysis, report: Any) -> pd.DataFrame:
 
 
 def _curves(a: Analysis, report: Any) -> Any:
-    return render.measure_curves(report, SHAPE)
+    return render.measure_curves(report, ["rank", "relative_norm", "low_frequency"])
 
 
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
