@@ -12,6 +12,7 @@ import torch
 from scipy.fft import dctn
 
 import tl_geometry as tlg
+from tests.lib.subjects.flow import skips
 from tests.lib.worlds import QUIET, World
 from tl_geometry import circuits, interventions, measures, render, sphere
 
@@ -139,7 +140,7 @@ VIEWS = {
     "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
     "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
     "skip_figure": Shown(
-        result=lambda w: tlg.flow.skip_costs(w.model, w.pilots, pairs=[(0, 1), (1, 2)], **QUIET),
+        result=lambda w: skips(w, pairs=[(0, 1), (1, 2)]),
         draw=render.skip_figure,
     ),
     "truncation_figure": Shown(
