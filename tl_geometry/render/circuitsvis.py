@@ -54,7 +54,7 @@ def attention_heads(
 
     >>> pattern = torch.eye(3).expand(2, 3, 3)
     >>> attention_heads(pattern, ["a", "<b>", " c"], names=["L0H0", "L0H1"]).title
-    'Where do L0H0, L0H1 attend?'
+    'Values of L0H0, L0H1'
     """
     if isinstance(attention, ScoreSplit):
         what, values = "Attention", attention.pattern()[0].double().cpu()
@@ -117,16 +117,15 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     direct = graph.direct().df
     direct = direct[direct["head"] >= 0]
     heads = direct.groupby(["layer", "head"])["value"].sum()
-    pair = heads.idxmax() if head is None else checks.heads(head, 10**6, 10**6)[0]
-    known = [tuple(map(int, each)) for each in heads.index]
-    expected = "a head of the graph"
-    require(tuple(pair) in known, "head", expected=expected, got=head_name(pair))
+    known = [(int(layer), int(number)) for layer, number in heads.index]
+    pair = known[int(heads.argmax())] if head is None else checks.heads(head, 10**6, 10**6)[0]
+    require(pair in known, "head", expected="a head of the graph", got=head_name(pair))
     mine = direct[(direct["layer"] == pair[0]) & (direct["head"] == pair[1])]
     mine = mine.sort_values("position")
     values, texts = mine["value"].tolist(), mine["token"].astype(str).tolist()
     top, best = max(map(abs, values)) or 1.0, mine.loc[mine["value"].abs().idxmax()]
     props = {"tokens": [html.token_text(text) for text in texts], "values": values}
-    name, token = head_name((int(pair[0]), int(pair[1]))), html.token_text(str(best["token"]))
+    name, token = head_name(pair), html.token_text(str(best["token"]))
     return Page(
         title=f"{name} wrote {html.signed(best['value'], '+.2f')} of the logit from “{token}” at "
         f"{int(best['position'])}",

@@ -57,7 +57,7 @@ def truncation_figure(curve: Result | pd.DataFrame, *, ax: draw.Axes | None = No
     first = table.iloc[0]
     chunks = "held out" if first.get("held_out") else "in-sample"
     label = ", ".join([chunks, *(str(first[c]) for c in ("where", "positions") if c in table)])
-    look = {"color": draw.LINES[0], "ms": 3, "lw": 1.2, "label": label}
+    look = {"color": draw.LINES[0], "ms": 3, "lw": 1.2, "label": draw.drawable(label)}
     axis.errorbar(table["K"], table["kl"], 2 * table["kl_se"], fmt="o-", **look)
     for name, style in (("mean", "--"), ("median", ":")):
         line = {"label": f"null: consecutive chunks, {name}", "color": draw.NULL, "lw": 1}
@@ -195,7 +195,11 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
             rows = rows.sort_values("from_layer")
             null = kind == "mean"
             look = {"ms": 3, "lw": 2 if kind == "flow" else 1, "ls": "--" if null else "-"}
-            look |= {"color": draw.NULL if null else colour, "marker": "o", "label": kind}
+            look |= {
+                "color": draw.NULL if null else colour,
+                "marker": "o",
+                "label": draw.drawable(str(kind)),
+            }
             axis.plot(rows["from_layer"], rows["loss_increase"], **look)
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped")
         axis.set_xlabel("first block skipped")

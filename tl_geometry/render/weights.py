@@ -60,14 +60,15 @@ def weight_blocks(
     figure, axes = draw.panels(ax, len(rows), columns=columns, size=panel)
     size = min(SIZE, *geometry.block.shape[-2:])
     across, down = ("key", "query") if geometry.matrix == "QK" else ("output", "input")
-    pictures = _pictures(geometry, rows, size)
+    table = draw.frame(geometry, "k", "threshold", "lift")
+    pictures = _pictures(geometry, rows, torch.tensor(table["threshold"].iloc[rows].tolist()), size)
     for axis, row, picture in zip(axes, rows, pictures, strict=True):
         axis.imshow(picture.numpy(), interpolation="nearest")
-        edge = float(geometry.k[row]) - 0.5
+        edge = table["k"].iloc[row] - 0.5
         axis.plot([-0.5, edge, edge], [edge, edge, -0.5], "k--", lw=0.5)
         axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), xticks=[], yticks=[])
-        lift = float(geometry.lift[row])
-        axis.set_title(f"{head_name(geometry.heads[row])}: {lift:.3g} x chance", fontsize=8)
+        name, lift = head_name(geometry.heads[row]), table["lift"].iloc[row]
+        axis.set_title(f"{name}: {lift:.3g} x chance", fontsize=8)
         axis.set_xlabel(f"{across} direction", fontsize=8)
         axis.set_ylabel(f"{down} direction", fontsize=8)
     verb = "read" if geometry.matrix == "QK" else "write"
@@ -82,12 +83,12 @@ def weight_blocks(
 
 
 def _pictures(
-    geometry: WeightGeometry, rows: Sequence[int], size: int
+    geometry: WeightGeometry, rows: Sequence[int], least: Tensor, size: int
 ) -> Float[Tensor, "head row column 3"]:
     """Colour images: the block in blue and the diagonal in red on white. Colours follow the square
     root, which makes small entries visible too."""
     block = geometry.block[rows, :size, :size].abs()
-    block = torch.where(block > geometry["threshold"][rows, None, None], block, 0.0)
+    block = torch.where(block > least[:, None, None], block, 0.0)
     diagonal = torch.diag_embed(geometry.diagonal[rows, :size].abs())
 
     def scaled(x: Tensor) -> Tensor:
