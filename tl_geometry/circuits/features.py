@@ -245,7 +245,8 @@ class _FeatureSums:
         self, layer: LayerView, allowed: Tensor
     ) -> Float[Tensor, "weight batch head query key"]:
         """What cells count by: row-centred scores, and attention minus uniform."""
-        score = scores_of(*(x[:, self.drop :, self.heads] for x in (layer.q, layer.k)), layer.scale)
+        q, k = (x[:, self.drop :, self.heads] for x in (layer.q, layer.k))
+        score = scores_of(q, k, layer.scale)
         if layer.bias is not None:
             score = score + layer.bias[self.heads][:, self.drop :, self.drop :]
         p = masked_softmax(soft_cap(score, layer.softcap), allowed)

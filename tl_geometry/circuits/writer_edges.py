@@ -304,8 +304,8 @@ class _Sums(Sums):
         blocks = jackknife_blocks(self.counts)
         if int(self.counts.sum()) >= FEWEST and len(blocks) >= FEWEST_GROUPS:
             kept, sizes = (~blocks).double(), blocks.double() @ self.counts.double()
-            left_out = torch.tensordot(kept, self.own, ([1], [2]))
-            left_out = left_out / _divisor(torch.tensordot(kept, self.total, ([1], [2])))
+            left_out = einsum(kept, self.own, "b g, n s g h p -> b n s h p")
+            left_out = left_out / _divisor(einsum(kept, self.total, "b g, n s g h -> b n s h"))
             interval = jackknife_interval(found["{}"], [LeftOut(left_out, sizes)])
             found |= {"{}_low": interval.low, "{}_high": interval.high}
         by_share = {name: zip(SHARES, values, strict=True) for name, values in found.items()}
