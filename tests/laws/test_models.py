@@ -310,13 +310,12 @@ def test_a_directory_is_loaded_offline_and_whole_or_refused(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(tlg.GeometryError, match="no directory"):
-        tlg.load("/nowhere/at/all")
-    with pytest.raises(tlg.GeometryError, match="without one"):
-        tlg.load(tmp_path)
+    for nothing in ("/nowhere/at/all", tmp_path):
+        with pytest.raises(tlg.GeometryError, match="a model with safetensors in"):
+            tlg.load(nothing)
     hf_model("gpt2").config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(tlg.GeometryError, match="pickled"):
+    with pytest.raises(tlg.GeometryError, match=r"safetensors.*OSError"):
         tlg.load(tmp_path)
     with pytest.raises(tlg.GeometryError, match="float8"):
         tlg.load("gpt2", dtype=torch.float8_e4m3fn)

@@ -128,9 +128,6 @@ def _results(
         "sweep": call(lambda t: tlg.sweep_heads(model, t, basis, **quiet), ids),
         "writers": call(lambda t: tlg.sweep_heads(model, t, parts="writers", **quiet), ids),
         "composition": call(lambda t: tlg.composition(model, t, **quiet), ids),
-        "explain logit": call(
-            lambda t: tlg.explain_logit(model, t, position=3, target=5), prompt[:1]
-        ),
         "token paths": call(lambda t: tlg.token_paths(model, t), prompt[:1]),
         "dictionary": call(
             lambda *given: tlg.circuits.dictionary(given, 1),
@@ -143,7 +140,7 @@ def _results(
 
 NAMES = ["windows", "decompose", "decompose arrays", "activations", "one batch of activations"]
 NAMES += ["transform", "trajectories", "split of own parts", "split", "split values", "sweep"]
-NAMES += ["writers", "composition", "explain logit", "token paths", "dictionary"]
+NAMES += ["writers", "composition", "token paths", "dictionary"]
 
 
 @pytest.mark.parametrize("name", NAMES)

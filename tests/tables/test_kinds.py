@@ -52,11 +52,11 @@ WAYS = list(itertools.product(("bridge", "hooked"), (False, True)))
 
 
 def traced(model: Any, ids: Tensor, answer: int, other: int, mlp: str) -> Any:
-    return tlg.trace_logit(model, ids, answer, against=other, mlp=mlp)
+    return tlg.trace_logit(model, ids, answer, other=other, mlp=mlp)
 
 
 def scored(model: Any, ids: Tensor, others: Tensor) -> Any:
-    return tlg.edge_scores(model, ids, others, targets=PAIRS, method="gradient")
+    return tlg.edge_scores(model, ids, counterfactual=others, answer=PAIRS, method="gradient")
 
 
 def without_term(model: Any, basis: Any) -> Any:

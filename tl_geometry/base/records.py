@@ -14,19 +14,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import require
 
-TENSOR, RECORD, MAPPING, DTYPE = "$tensor", "$record", "$mapping", "$dtype"
-"""Keys of JSON objects that stand for a tensor, a record, a mapping whose keys are tuples, a
-dtype."""
+TENSOR, RECORD, MAPPING = "$tensor", "$record", "$mapping"
+"""Keys of JSON objects that stand for a tensor, a record, and a mapping whose keys are tuples."""
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON; its tensors go into ``tensors``, under ``name`` and below.
 
+    >>> import torch
     >>> tensors = {}
     >>> encode({"a": torch.zeros(2), "b": (1, "x")}, "parts", tensors), list(tensors)
     ({'a': {'$tensor': 'parts|a'}, 'b': [1, 'x']}, ['parts|a'])
@@ -34,8 +33,6 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[name] = value
         return {TENSOR: name}
-    if isinstance(value, torch.dtype):
-        return {DTYPE: str(value).removeprefix("torch.")}
     if names := fields_of(type(value)):  # before lists and tuples: a named tuple is a tuple too
         fields = {field: getattr(value, field) for field in names}
         return {RECORD: type(value).__name__, **encode(fields, name, tensors)}
@@ -58,8 +55,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
         return value
     if TENSOR in value:
         return tensors[value[TENSOR]]
-    if DTYPE in value:
-        return getattr(torch, value[DTYPE])
     if MAPPING in value:
         return {tuple(k): decode(v, tensors, known) for k, v in value[MAPPING]}
     if RECORD not in value:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -73,7 +74,7 @@ def infer_layer(
         reading,
         softcap=float(cap) if cap > 0 else None,
         has_scores=not torch.allclose(scores, pattern),  # some classes hold the pattern there
-        window=_window(parameters, module),
+        window=_window(parameters.model, module, layer),
     )
     # in its own dtype, whose least number marks masked keys
     masked = activations[f"{prefix}hook_attn_scores"] if reading.has_scores else None
@@ -122,13 +123,17 @@ def _qk_readings(attn: object, cfg_eps: float) -> Iterator[QKReading | None]:
     yield None
 
 
-def _window(parameters: Parameters, module: object) -> int | None:
-    """Width of a sliding window by the model's settings (used only where no hook holds scores)."""
-    source = inner(module)
-    config = getattr(part(parameters.model, "original_model"), "config", parameters.model.cfg)
-    local = "local" in (part(source, "attention_type"), part(source, "attn_type"))
-    width = config.window_size if local else part(source, "sliding_window")
-    return int(width) if width else None
+def _window(model: Any, module: object, layer: int) -> int | None:
+    """Width of a sliding window by the model's settings (used where no hook holds scores, and in
+    edits, which act before these are known)."""
+    source, config = inner(module), getattr(part(model, "original_model"), "config", model.cfg)
+    if "local" in (part(source, "attention_type"), part(source, "attn_type")):
+        return int(config.window_size)
+    kinds = part(config, "layer_types")
+    slides = part(config, "use_sliding_window") is not False
+    slides = slides if kinds is None else kinds[layer] == "sliding_attention"
+    width = part(source, "sliding_window") or part(config, "sliding_window")
+    return int(width) if width and slides else None
 
 
 def _scales(

@@ -14,7 +14,6 @@ import torch
 
 from tl_geometry.base import results
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail, require
-from tl_geometry.models.batches import device_of
 from tl_geometry.models.fingerprint import DTYPES, remember, require_numbers
 
 HEADS = ("cls.predictions", "lm_head", "embed_out", "score")
@@ -42,13 +41,18 @@ def load(
     class cannot hold the model. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
-    device = device_of(device, "cpu")
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        fail("device", expected="a device of this machine", got=f"{device!r} ({error})"[:200])
     if isinstance(model, torch.nn.Module):
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = Path(model).expanduser()
     if path.is_file():
         return results.load(path)
-    with _refusing(f"a model in {path.name}, or a name that TransformerLens knows"):
+    with _refusing(
+        f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
+    ):
         if path.is_dir() or str(model).startswith(("/", ".", "~")):
             hf, tokenizer, trained = _read(path, dtype)
             options = {"processed": processed, "name": _shown(path), "head_trained": trained}
@@ -132,8 +136,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
+        (hf_logging.enable_progress_bar if bars else hf_logging.disable_progress_bar)()
 
 
 def _on_disk(tokenizer: Any, directory: str) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import torch
 from jaxtyping import Float
@@ -163,7 +163,7 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
 
     for candidates in (_matrices(view, block, h), _modules(view, block, h)):
         tried = ((candidate, error(candidate)) for candidate in candidates)
-        best, least = nearest(tried, enough=rounding)
+        best, least = nearest(chain([(None, torch.inf)], tried), enough=rounding)
         # two products of matrices and an activation round more than one product; 1e-5 is for
         # outputs near zero. Readings that are closer to one another than this (gelu and gelu_tanh
         # on small inputs) are told apart by the smaller error, then by the order.

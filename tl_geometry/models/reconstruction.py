@@ -85,20 +85,21 @@ def reconstruction_bound(roundoff: float, scale: float) -> float:
     return (32 if roundoff <= 2**-24 else 4) * max(roundoff, 2**-24) * scale
 
 
-def nearest(candidates: Iterable[tuple[T, float]], enough: float = 0.0) -> tuple[T | None, float]:
-    """Of (candidate, error) the candidate of least error, and its error (``None`` and infinity of
-    none); the search ends at an error within ``enough``.
+def nearest(candidates: Iterable[tuple[T, float]], enough: float = 0.0) -> tuple[T, float]:
+    """Of (candidate, error), at least one, the candidate of least error, and its error; the search
+    ends at an error within ``enough``.
 
     >>> nearest([("a", 1.0), ("b", 0.995), ("c", 0.5)])
     ('c', 0.5)
     """
-    best, least = None, math.inf
-    for place, (candidate, error) in enumerate(candidates):
-        if place == 0 or error < least * TIE:
-            best, least = candidate, math.inf if math.isnan(error) else error
-        if least <= enough:
+    best: tuple[T, float] | None = None
+    for candidate, error in candidates:
+        if best is None or error < best[1] * TIE:
+            best = candidate, math.inf if math.isnan(error) else error
+        if best[1] <= enough:
             break
-    return best, least
+    assert best is not None
+    return best
 
 
 def pattern_error(

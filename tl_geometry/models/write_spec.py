@@ -141,8 +141,9 @@ def _embedding(
 
     counts = range(len(added), -1, -1)
     ways = [([e, *added[:n]], norm) for n, norm, e in product(counts, norms, embeds)]
-    best, _ = nearest((way, float(gap(*way).abs().max())) for way in ways)
-    hooks, norm = best or ([], None)
+    (hooks, norm), _ = nearest(
+        [(([], None), torch.inf), *((way, float(gap(*way).abs().max())) for way in ways)]
+    )
     _require_sum(view, gap(hooks, norm) if hooks else h, h, "embeddings")
     return tuple(zip(("embed", "pos_embed"), hooks)), norm
 

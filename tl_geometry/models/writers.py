@@ -143,10 +143,8 @@ class Written:
             rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
         if block.mlp_hook is not None:
-            self.dense[f"mlp{layer}"] = upcast(activations[block.mlp_hook]).to(z) - block.b_out.to(
-                z
-            )
-            rest = rest + block.b_out.to(z)
+            mlp, b_out = upcast(activations[block.mlp_hook]).to(z), block.b_out.to(z)
+            self.dense[f"mlp{layer}"], rest = mlp - b_out, rest + b_out
         self.constants = self.constants + rest
 
     def context(self, row: int) -> Written:
@@ -196,10 +194,9 @@ class Written:
         parts = len(writer_names(self.view, self.view.n_layers, grain))
         if parts * self.constants.nbytes > most:
             return None
-        empty = self.constants.new_empty(
-            parts if grain not in self._kept else 0, *self.constants.shape
-        )
-        since, stack = self._kept.get(grain, (0, empty))
+        if grain not in self._kept:
+            self._kept[grain] = 0, self.constants.new_empty(parts, *self.constants.shape)
+        since, stack = self._kept[grain]
         start, end = len(writer_names(self.view, since, grain)), len(self.names(grain))
         stack[: len(self.writing.embeddings) + 1] = self._first()
         if end > start:
@@ -299,14 +296,10 @@ def run_written(
         end = view._stream(tokens, names, take, last)
     else:
         entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        needed = [
-            *(name for of_layer in names.values() for name in of_layer),
-            *([last] * bool(last)),
-        ]
-        got = f"no {brief([name for name in needed if name not in entries])}"
-        fits = all(name in entries for name in needed)
-        instead = "model.run_with_cache(tokens), without filter"
-        require(fits, "cache", expected="hooks of every writer", got=got, instead=instead)
+        needed = [name for of_layer in names.values() for name in of_layer] + [last or ""]
+        missing = [name for name in needed if name and name not in entries]
+        got, instead = f"no {brief(missing)}", "model.run_with_cache(tokens), without filter"
+        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
         for layer, of_layer in names.items():
             take(layer, {name: entries[name] for name in of_layer})
         end = None if last is None else entries[last]

@@ -278,7 +278,6 @@ ROWS: tuple[Row, ...] = (
         what=".",
         holds=as_merged,
         either=True,
-        today=WRONG,
     ),
     Row(name="24 an adapter that is merged", call=lambda s: readout(True), holds=as_merged),
     Row(
