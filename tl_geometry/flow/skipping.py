@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -127,10 +128,10 @@ def skip_costs(
     table = []
     for kind, (a, b) in itertools.product(types, chosen):
         (kl, top1, top5, increase, _), error = by_job[(a, b), kind]
-        row = {"map_type": kind, "from_layer": a, "to_layer": b, "skipped": b - a, "kl": kl}
-        row |= {"kl_se": error, "top1": top1, "top5": top5, "loss_increase": increase}
-        counts = {"train": len(ensemble), "test": len(rows)}
-        table.append({**row, "own_loss": own_loss, **counts})
+        row: dict[str, Any] = {"map_type": kind, "from_layer": a, "to_layer": b}
+        row |= {"skipped": b - a, "kl": kl, "kl_se": error, "top1": top1, "top5": top5}
+        row |= {"loss_increase": increase, "own_loss": own_loss}
+        table.append({**row, "train": len(ensemble), "test": len(rows)})
     chance = math.log(view.d_vocab)
     if own_loss > NEAR_CHANCE * chance:
         text = f"the model's own loss, {own_loss:.2f} nats, is near chance ({chance:.2f})"

@@ -107,17 +107,18 @@ def truncation_kl(
         baseline += [] if previous is None else [distances(own, previous).kl.cpu()]
         previous = own
     found, apart = torch.stack(measured, dim=1), torch.cat(baseline)
-    known = ensemble.tokens is not None
-    shared = known and bool(paths.shared_rows(rows.tokens, ensemble.tokens).any())  # type: ignore
+    fitted = ensemble.tokens
+    shared = fitted is not None and bool(paths.shared_rows(rows.tokens, fitted).any())
     few = paths.too_few(len(ensemble), view.d_model, "directions")
-    about = {"baseline_mean": float(apart.mean()), "baseline_median": float(apart.median())}
-    about |= {"where": where, "positions": positions, "held_out": known and not shared}
-    about |= {"fitted": len(ensemble), "claimed": not few}
+    about: dict[str, Any] = {"baseline_mean": float(apart.mean())}
+    about |= {"baseline_median": float(apart.median()), "where": where, "positions": positions}
+    about |= {"held_out": fitted is not None and not shared, "fitted": len(ensemble)}
+    about["claimed"] = not few
     means, errors, table = found.mean(1).mT.tolist(), found[0].std(0) / len(rows) ** 0.5, []
     for k, (kl, reverse, top1, top5), error in zip(grid, means, errors.tolist(), strict=True):
         row = {"K": k, "kl": kl, "kl_se": error, "kl_reverse": reverse, "top1": top1, "top5": top5}
         table.append(row | about)
-    flags = [] if known else ["chunks of the directions not known"]
+    flags = ["chunks of the directions not known"] if fitted is None else []
     flags += ["directions fitted on the same chunks"] if shared else []
     flags += [f"{flag}: no K is claimed" for flag in few]
     provenance = view.provenance(rows, window=(0, rows.length), sources=paths.SOURCE)
