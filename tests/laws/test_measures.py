@@ -500,7 +500,7 @@ def test_paths_of_tokens_by_numpy(architecture: str) -> None:
                 ("radial", "tangential", "turn"), projection.update_split(state, update, view.norm)
             ):
                 assert torch.allclose(getattr(p, name)[u, l], x, atol=1e-5)
-    sampled = (vocabulary.embeddings(view), basis.samples)
+    sampled = (vocabulary.embeddings(view), basis.sample_states)
     for path, points in zip((p, fitted), sampled, strict=True):
         assert points is not None
         fit = on_sphere(view, points.flatten(0, -2))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tl_geometry as tlg
+from tests.lib.models import tiny, tokens
 from tests.lib.reference import scores as reference
 from tl_geometry import scores
 
@@ -320,6 +321,20 @@ def test_a_label_needs_both_shares(
     frame = table_of(*shares).to_dataframe()
     marked = frame[frame.group.notna() & frame.dominant].group.tolist()
     assert marked == ([label] if label in ("position", "content") else [])
+
+
+def test_marginals_sum_over_the_other_side() -> None:
+    model = tiny("bridge", "bloom")
+    fitted = tlg.decompose(model, tokens(12, 12, seed=2), progress=False)
+    table = tlg.split_scores(model, tokens(2, 10), fitted).shares()
+    frame = table.marginals().to_dataframe()
+    assert set(frame.part) == {"bias", "pos", "cvec", "alibi"}
+    sums: Any = frame.groupby(["layer", "head", "side"])[["cs", "gs"]].sum()
+    assert float((sums - 1).abs().max(axis=None)) < 1e-5
+    row = frame[(frame.layer == 1) & (frame["head"] == 2) & (frame.side == "key")].set_index("part")
+    cs = dict(zip(table.pairs, table.cs[6].tolist()))
+    for part in ("pos", "alibi"):
+        assert row.cs[part] == pytest.approx(sum(x for (_, k), x in cs.items() if k == part))
 
 
 # ---- head types

@@ -61,7 +61,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert (target / "tl_geometry" / "py.typed").exists()
     views = target / "tl_geometry" / "render" / "assets"
     assert {"kit.css", "kit.js", "maps.js", "arcs.js"} <= {p.name for p in views.iterdir()}
-    assert {"report.css", "report.js"} <= {
+    assert {"report.css", "page.html", "words.toml"} <= {
         p.name for p in (target / "tl_geometry" / "report" / "assets").iterdir()
     }
     read = (
@@ -254,7 +254,7 @@ def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_ca
         assert {
             "tl_geometry/zoo/assets/model.safetensors",
             "tl_geometry/render/assets/kit.js",
-            "tl_geometry/report/assets/report.js",
+            "tl_geometry/report/assets/words.toml",
         } <= set(packed.namelist())
 
 

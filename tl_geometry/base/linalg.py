@@ -1,5 +1,5 @@
 """Linear algebra that measures, weights, flow, scores and circuits share: deterministic SVDs (also
-of a product, from its factors), angles, rotations.
+of a product, from its factors), angles.
 
 Functions batch over leading axes and compute in the dtype they are given, unless they say
 otherwise. One rule fixes the signs of singular vectors in the whole library: the coordinate of
@@ -13,12 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.fft
-import scipy.linalg
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from tl_geometry.base.errors import require
 
 Left = Float[Tensor, "*batch row rank"]
 Right = Float[Tensor, "*batch column rank"]
@@ -195,46 +192,3 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     True
     """
     return torch.finfo(dtype).eps / 2
-
-
-def rotation_log(rotation: Float[Tensor, "row row"]) -> Float[Tensor, "row row"]:
-    """Real skew-symmetric logarithm of a rotation (determinant +1), from its real Schur form.
-
-    Each 2 x 2 block is a plane rotation by an angle in (-pi, pi]; eigenvalues -1 (an even number of
-    them) are paired into rotations by pi, for which the choice of plane is not unique. float64
-    inside. Raises ``GeometryError`` for what is no rotation.
-
-    >>> quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
-    >>> round(float(rotation_log(quarter)[1, 0]), 4)
-    1.5708
-    """
-    matrix = rotation.double().cpu().numpy()
-    size = matrix.shape[0]
-    error = np.abs(matrix.T @ matrix - np.eye(size)).max(initial=0)
-    require(
-        error < 1e-6,  # rounding of a float32 rotation is about 1e-7
-        "rotation",
-        expected="an orthogonal matrix",
-        got=f"orthogonality error {error:.1e}",
-    )
-    expected, instead = "determinant +1", "the last column with its sign flipped"
-    require(np.linalg.det(matrix) > 0, "rotation", expected=expected, got="-1", instead=instead)
-    schur, basis = scipy.linalg.schur(matrix, output="real")[:2]
-    log = np.zeros_like(schur)
-    negative: list[int] = []  # places of the eigenvalues -1
-    i = 0
-    while i < size:
-        # below the diagonal a real Schur form holds rounding, or the sine of a plane's angle
-        if i + 1 < size and abs(schur[i + 1, i]) > 1e-12:
-            theta = np.arctan2(
-                (schur[i + 1, i] - schur[i, i + 1]) / 2, (schur[i, i] + schur[i + 1, i + 1]) / 2
-            )
-            log[i + 1, i], log[i, i + 1] = theta, -theta
-            i += 2
-            continue
-        if schur[i, i] < 0:
-            negative.append(i)
-        i += 1
-    for a, b in zip(negative[::2], negative[1::2], strict=True):
-        log[b, a], log[a, b] = np.pi, -np.pi
-    return torch.from_numpy(basis @ log @ basis.T).to(rotation)

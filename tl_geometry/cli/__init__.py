@@ -1,5 +1,5 @@
-"""What does ``tl-geometry`` do? Each command checks its options, calls one public function and saves
-the result. The docstring of a command is its help text.
+"""What does ``tl-geometry`` do? Each command checks its options, calls one public function and
+saves the result. The docstring of a command is its help text.
 
 Options are checked before torch is imported; this is why commands import what they call in their
 own bodies."""
@@ -7,7 +7,6 @@ own bodies."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -25,33 +24,37 @@ from tl_geometry.report.folder import check_folder, check_sections
 # help without boxes: to load rich takes 0.15 of the 0.4 s of `--help`
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""What typer raises for a command line that it cannot parse: by version click's, or its own copy."""
+"""What typer raises for words that it cannot parse: by version click's, or its own copy."""
+NAMES = "A name that TransformerLens knows, a directory, smollm2 or minilm; none: the embedded one."
 
-Model = Annotated[
-    str | None,
-    Argument(
-        help="A name that TransformerLens knows, a Hugging Face directory, smollm2 or minilm. "
-        "Default: the embedded model."
-    ),
-]
+Model = Annotated[str | None, Argument(help=NAMES)]
 Corpus = Annotated[
-    list[Path] | None,
-    Option(help="Text file, a document each; may be repeated. Default: held-out standard library."),
+    list[Path] | None, Option(help="Text file, may be repeated; none: Python's own.")
 ]
-Contexts = Annotated[int | None, Option(min=1, help="Windows to use. Default: enough, or all.")]
+Contexts = Annotated[int | None, Option(min=1, help="Windows to use; none: enough, or all.")]
 Length = Annotated[int | None, Option(min=2, help="Tokens of a window.")]
-Bos = Annotated[
-    bool | None,
-    Option("--bos/--no-bos", help="Begin with the BOS token. Default: the model's own."),
-]
+Bos = Annotated[bool | None, Option("--bos/--no-bos", help="Begin with BOS; none: as the model.")]
 Device = Annotated[str, Option(help="cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[str, Option(help="float32, float64, bfloat16 or float16.")]
-Processed = Annotated[
-    bool, Option("--processed", help="Fold and centre the weights as TransformerLens does.")
-]
+Processed = Annotated[bool, Option("--processed", help="Fold and centre weights.")]
 Seed = Annotated[int, Option(help="Seed of every random choice.")]
+Folder = Annotated[Path, Option(help="Folder to write to.")]
 Force = Annotated[bool, Option("--force", help="Write where other files are.")]
 Quiet = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
+Quick = Annotated[bool, Option("--quick", help="Fewer windows, and no trajectories.")]
+Sections = Annotated[str | None, Option(help="Some of heads, states, weights, flow, overview.")]
+Fresh = Annotated[bool, Option("--fresh", help="Compute tables again that are there.")]
+Shard = Annotated[str, Option(help="i/n: the i-th of n parts of the windows.")]
+BatchSize = Annotated[int | None, Option(min=1, help="Windows in one forward pass.")]
+Full = Annotated[bool, Option("--full", help="Keep groups, context and second moments too.")]
+Prompt = Annotated[list[str], Argument(metavar="[MODEL] PROMPT", help="The prompt, last.")]
+Answer = Annotated[str, Option(help="Token whose logit is traced, as text.")]
+Other = Annotated[str | None, Option(help="Token whose logit is subtracted from it.")]
+Against = Annotated[str | None, Option(help="Prompt of the same length: trace the difference.")]
+Position = Annotated[int, Option(help="Where the logit is read; -1 is the last.")]
+Keep = Annotated[float, Option(help="Share of what is written that the nodes carry.")]
+Mlp = Annotated[str, Option(help="frozen (followed back) or leaf (taken as inputs).")]
+Basis = Annotated[Path | None, Option(help="File of tl-geometry fit: leaves by its parts.")]
 
 
 def _version(wanted: bool | None) -> None:
@@ -82,14 +85,10 @@ def report(
     dtype: Dtype = "float32",
     processed: Processed = False,
     seed: Seed = 0,
-    quick: Annotated[bool, Option("--quick", help="Fewer windows, and no trajectories.")] = False,
-    sections: Annotated[
-        str | None, Option(help="Some of heads, states, weights, flow, overview, with commas.")
-    ] = None,
-    fresh: Annotated[
-        bool, Option("--fresh", help="Compute tables again that the folder holds.")
-    ] = False,
-    out: Annotated[Path, Option(help="Folder to write to.")] = Path("tl-geometry-report"),
+    quick: Quick = False,
+    sections: Sections = None,
+    fresh: Fresh = False,
+    out: Folder = Path("tl-geometry-report"),
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -97,42 +96,27 @@ def report(
 
     A table that the folder holds, of this model and corpus, is read. Exit code 1 where something
     failed."""
-    inputs.check_model_options(model, device, dtype)
-    inputs.check_corpus(corpus or [])
+    inputs.check_model(model, device, dtype)
+    inputs.check_corpus(corpus)
     check_seed(seed)
     names = None if sections is None else [name.strip() for name in sections.split(",")]
-    check_sections(names or ["heads"])
+    check_sections(["heads"] if names is None else names)
     check_folder(out, force=force)
     say = (lambda line: None) if quiet else (lambda line: typer.echo(line, err=True))
     say("Loading the model and the text")
-    import torch
-
-    from tl_geometry.models.reader import as_view
     from tl_geometry.report.analysis import sizes
     from tl_geometry.report.build import build
 
-    view = as_view(inputs.load_model(model, device, dtype, processed=processed))
-    if view.d_model < inputs.NARROW and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & {*os.environ}:
-        torch.set_num_threads(1)
+    view = inputs.load_model(model, device, dtype, processed=processed)
     most, usual = sizes(view, quick=quick)
-    windows = inputs.cut(
-        view, corpus or [], length or usual, contexts, most=most, bos=bos, seed=seed
-    )
-    record = build(
-        view,
-        windows,
-        out,
-        quick=quick,
-        sections=names,
-        fresh=fresh,
-        force=force,
-        seed=seed,
-        say=say,
-        command=["tl-geometry", *sys.argv[1:]],
-    )
+    cut: dict[str, Any] = {"most": most, "prepend_bos": bos, "seed": seed}
+    windows = inputs.windows_of(view, corpus, length or usual, contexts, **cut)
+    options: dict[str, Any] = {"quick": quick, "sections": names, "fresh": fresh, "force": force}
+    options |= {"seed": seed, "say": say, "command": ["tl-geometry", *sys.argv[1:]]}
+    failed = build(view, windows, out, **options)["failed"]
     typer.echo(printable(str(out / "report.html")))
-    if record["failed"]:
-        what = "; ".join(f"{item} ({why})" for item, why in record["failed"].items())
+    if failed:
+        what = "; ".join(f"{item} ({why})" for item, why in failed.items())
         typer.echo(printable(f"tl-geometry: could not be computed: {what}"), err=True)
         raise typer.Exit(1)
 
@@ -140,10 +124,7 @@ def report(
 @app.command(epilog="For example: tl-geometry fit gpt2 --corpus book.txt --shard 1/4 --full")
 def fit(
     model: Model = None,
-    corpus: Annotated[
-        list[Path] | None,
-        Option(help="Text file, may be repeated; or one .npy file of token ids."),
-    ] = None,
+    corpus: Corpus = None,
     contexts: Contexts = None,
     length: Length = None,
     bos: Bos = None,
@@ -151,14 +132,9 @@ def fit(
     dtype: Dtype = "float32",
     processed: Processed = False,
     seed: Seed = 0,
-    shard: Annotated[
-        str | None,
-        Option(help="i/n: the i-th of n parts of the windows, for PositionContext.merge."),
-    ] = None,
-    batch_size: Annotated[int | None, Option(min=1, help="Windows in one forward pass.")] = None,
-    full: Annotated[
-        bool, Option("--full", help="Keep groups, context vectors and second moments too.")
-    ] = False,
+    shard: Shard = "1/1",
+    batch_size: BatchSize = None,
+    full: Full = False,
     out: Annotated[Path, Option(help="File to write.")] = Path("basis.safetensors"),
     force: Force = False,
     quiet: Quiet = False,
@@ -166,34 +142,16 @@ def fit(
     """The basis of a model on a corpus (mean, position and context of every state), to a file.
 
     Shards are joined in Python: PositionContext.merge([PositionContext.load(path), ...])."""
-    inputs.check_model_options(model, device, dtype)
+    inputs.check_model(model, device, dtype)
     check_seed(seed)
     i, n = inputs.shard_of(shard)
-    ids = corpus[0] if corpus and len(corpus) == 1 and corpus[0].suffix == ".npy" else None
-    if ids is None:
-        inputs.check_corpus(corpus or [])
-    require(
-        ids is None or (length is None and bos is None),
-        "--length, --bos",
-        expected="none with a file of token ids",
-        got="some",
-    )
-    place = printable(str(out))
-    named = out.suffix == ".safetensors" and not out.is_dir()
-    require(named, "--out", expected="a file name ending in .safetensors", got=place)
-    below = out.parent.is_dir() or not out.parent.exists()
-    require(below, "--out", expected="a file in a folder", got=place)
-    free = force or not out.exists()
-    require(free, "--out", expected="a new file", got=f"{place}, which is there", instead="--force")
+    inputs.check_corpus(corpus)
+    inputs.check_file(out, force=force)
     from tl_geometry.decomposition.from_model import decompose
-    from tl_geometry.models.reader import as_view
 
-    view = as_view(inputs.load_model(model, device, dtype, processed=processed))
-    if ids is None:
-        size = length or min(inputs.LENGTH, view.n_ctx)
-        rows = inputs.cut(view, corpus or [], size, contexts, bos=bos, seed=seed)
-    else:
-        rows = inputs.token_rows(ids)[:contexts]
+    view = inputs.load_model(model, device, dtype, processed=processed)
+    size = length or min(inputs.LENGTH, view.n_ctx)
+    rows = inputs.windows_of(view, corpus, size, contexts, prepend_bos=bos, seed=seed)
     rows = rows[(i - 1) * len(rows) // n : i * len(rows) // n]
     basis = decompose(view, rows, batch_size=batch_size, seed=seed, progress=not quiet)
     basis.save(out, full=full)
@@ -208,75 +166,57 @@ def check(
     processed: Processed = False,
 ) -> None:
     """What is supported, verified and refused for a model: the first thing to run."""
-    inputs.check_model_options(model, device, dtype)
+    inputs.check_model(model, device, dtype)
     from tl_geometry.models import check_model
 
     typer.echo(check_model(inputs.load_model(model, device, dtype, processed=processed)).text())
 
 
-@app.command(
-    epilog="For example: tl-geometry trace smollm2 'Paris is in' --answer ' France' --other ' Italy'"
-)
+@app.command(epilog="For example: tl-geometry trace smollm2 'Paris is in' --answer ' France'")
 def trace(
-    words: Annotated[
-        list[str], Argument(metavar="[MODEL] PROMPT", help="The prompt, after the model.")
-    ],
-    answer: Annotated[str, Option(help="Token whose logit is traced, as text.")],
-    other: Annotated[str | None, Option(help="Token whose logit is subtracted from it.")] = None,
-    counterfactual: Annotated[
-        str | None,
-        Option(help="Another prompt of the same length: the graph of the difference between both."),
-    ] = None,
-    position: Annotated[int, Option(help="Where the logit is read; -1 is the last.")] = -1,
-    keep: Annotated[float, Option(help="Share of what is written that the nodes carry.")] = 0.8,
-    mlp: Annotated[
-        str, Option(help="frozen (followed back) or leaf (taken as inputs).")
-    ] = "frozen",
-    basis: Annotated[
-        Path | None, Option(help="File of tl-geometry fit: leaves by position and content.")
-    ] = None,
+    words: Prompt,
+    answer: Answer,
+    other: Other = None,
+    counterfactual: Against = None,
+    position: Position = -1,
+    keep: Keep = 0.8,
+    mlp: Mlp = "frozen",
+    basis: Basis = None,
     bos: Bos = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     processed: Processed = False,
-    out: Annotated[Path, Option(help="Folder to write to.")] = Path("tl-geometry-trace"),
+    out: Folder = Path("tl-geometry-trace"),
     force: Force = False,
 ) -> None:
     """One logit back to the tokens, as a graph: which heads and MLPs wrote it, and why heads looked
-    where they looked. Writes graph.html, graph.json, nodes.csv, edges.csv and tokens.csv."""
+    where they looked. Writes a page, nodes, edges and tokens as CSV, and JSON for Neuronpedia."""
     expected, instead = "a prompt, or a model and a prompt", "quotation marks"
     fits = len(words) <= 2 and words[-1]
     require(fits, "PROMPT", expected=expected, got=f"{len(words)} texts", instead=instead)
     name = words[0] if len(words) == 2 else None
-    inputs.check_model_options(name, device, dtype)
+    inputs.check_model(name, device, dtype)
     require(0 < keep <= 1, "--keep", expected="a share above 0, at most 1", got=keep)
     choice(mlp, ("frozen", "leaf"), "--mlp")
     there = basis is None or basis.is_file()
     require(there, "--basis", expected="a file of tl-geometry fit", got=printable(str(basis)))
     check_folder(out, force=force, report=False)
-    from tl_geometry import render
+    from tl_geometry import PositionContext, render, trace_logit
     from tl_geometry.base.files import write_bytes
-    from tl_geometry.circuits import trace_logit
-    from tl_geometry.decomposition import PositionContext
-    from tl_geometry.models.reader import as_view
 
-    graph = trace_logit(
-        as_view(inputs.load_model(name, device, dtype, processed=processed)),
-        words[-1],
-        answer,
-        other=other,
-        counterfactual=counterfactual,
-        position=position,
-        keep=keep,
-        mlp=mlp,
-        basis=None if basis is None else PositionContext.load(basis),
-        prepend_bos=bos,
-    )
-    tables = {"nodes": graph.nodes, "edges": graph.edges, "tokens": graph.tokens()}
-    for key, table in tables.items():
-        frame = table if hasattr(table, "to_csv") else table.to_dataframe()
-        write_bytes(out / f"{key}.csv", frame.to_csv(index=False).encode(errors="backslashreplace"))
-    write_bytes(out / "graph.json", json.dumps(graph.to_json(), allow_nan=False).encode())
+    model = inputs.load_model(name, device, dtype, processed=processed)
+    options: dict[str, Any] = {"other": other, "counterfactual": counterfactual, "mlp": mlp}
+    options |= {"position": position, "keep": keep, "prepend_bos": bos}
+    options["basis"] = None if basis is None else PositionContext.load(basis)
+    graph = trace_logit(model, words[-1], answer, **options)
+    file = graph.to_json()
+    file["metadata"]["slug"] = "graph"  # circuit-tracer's server looks for the file of this name
+    tables = {"nodes": graph.nodes, "edges": graph.edges, "tokens": graph.tokens().df}
+    texts = {f"{key}.csv": table.to_csv(index=False) for key, table in tables.items()}
+    texts["graph.json"] = json.dumps(file, allow_nan=False)
+    texts["graph-metadata.json"] = json.dumps({"graphs": [file["metadata"]]}, allow_nan=False)
+    for key, text in texts.items():
+        write_bytes(out / key, text.encode(errors="backslashreplace"))
     page = render.graph_page(graph).save(out / "graph.html")
     found = f"T = {graph.value:.3g}, {len(graph.nodes)} nodes, {len(graph.edges)} edges"
     typer.echo(printable(f"{page}: {found}"))
@@ -293,8 +233,6 @@ def main() -> None:
         raise SystemExit(_line(str(error.format_message()), 2)) from None
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except OSError as error:  # a full disk, no permission
-        raise SystemExit(_line(f"{error.strerror}: {error.filename or 'a file'}", 2)) from None
     if code == 130:
         raise SystemExit(_line("stopped; the same command goes on from what is finished", code))
     raise SystemExit(code if isinstance(code, int) else 0)

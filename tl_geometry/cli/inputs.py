@@ -3,17 +3,19 @@ something is loaded, so that a mistyped option costs no more time than starting 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.errors import GeometryError, choice, require
 from tl_geometry.base.printable import printable
 from tl_geometry.corpus.text_files import file_names, read_text
 
 if TYPE_CHECKING:
     from tl_geometry.corpus.token_windows import TokenWindows
+    from tl_geometry.models.model_view import ModelView
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """Values of ``--dtype``."""
@@ -22,101 +24,101 @@ LENGTH = 512
 NARROW = 512
 """Width of a model below which threads cost more time than they save: on two busy cores a report of
 a model 128 wide took 234 s on two threads and 65 s on one."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""What a user sets to choose the number of threads."""
 
 
-def check_model_options(model: str | None, device: str, dtype: str) -> None:
+def check_model(model: str | None, device: str, dtype: str) -> None:
     """Refuse a path that is no Hugging Face directory, and a device or dtype of no name."""
     choice(dtype, DTYPES, "--dtype")
     known = re.fullmatch(r"cpu|mps|cuda(:\d+)?", device)
     require(known, "--device", expected="cpu, cuda, cuda:1 or mps", got=repr(device))
-    if model is None:
-        return
-    require(model.strip(), "model", expected="a name or a directory", got=repr(model))
-    path = Path(model).expanduser()
-    is_path = model.startswith(("/", ".", "~", "\\")) or path.exists()
-    found = not is_path or (path / "config.json").is_file()
+    name = "the embedded model" if model is None else model
+    path = Path(name).expanduser()
+    is_path = name.startswith(("/", ".", "~", "\\")) or path.exists()
+    found = name.strip() and (not is_path or (path / "config.json").is_file())
     expected = "a Hugging Face directory with config.json, or a name that TransformerLens knows"
-    require(found, "model", expected=expected, got=printable(model))
+    require(found, "model", expected=expected, got=printable(repr(name)))
 
 
-def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -> Any:
+def load_model(model: str | None, device: str, dtype: str, *, processed: bool) -> ModelView:
     """The model of this name: the embedded one, smollm2, minilm, a directory, or a name that
-    TransformerLens knows."""
+    TransformerLens knows. Narrow models run on one thread, unless the user has set a number."""
     import torch
 
     from tl_geometry import models, zoo
+    from tl_geometry.zoo.pretrained import minilm_directory
 
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device}
     if model is None:
         loaded = zoo.embedded(processed=processed)
         on_place = (device, dtype) == ("cpu", "float32")
-        return loaded if on_place else loaded.to(device).to(options["dtype"])
-    if model == "minilm":
-        return zoo.minilm(**options)
-    if model == "smollm2":
-        return zoo.smollm2(processed=processed, **options)
-    return models.load(model, processed=processed, **options)
+        loaded = loaded if on_place else loaded.to(device).to(options["dtype"])
+    elif model == "smollm2":
+        loaded = zoo.smollm2(processed=processed, **options)
+    else:
+        place = minilm_directory() if model == "minilm" else model
+        loaded = models.load(place, processed=processed, **options)
+    view = models.view(loaded)
+    if view.d_model < NARROW and not any(name in os.environ for name in THREADS):
+        torch.set_num_threads(1)
+    return view
 
 
-def check_corpus(corpus: Sequence[Path]) -> None:
+def check_corpus(corpus: Sequence[Path] | None) -> None:
     """Read all text files once, so that an unreadable one is refused before any work."""
-    for path in corpus:
+    for path in corpus or ():
         read_text(path, what="--corpus")
-    file_names(corpus)
+    file_names(corpus or ())
 
 
-def cut(
-    model: Any,
-    corpus: Sequence[Path],
+def windows_of(
+    model: ModelView,
+    corpus: Sequence[Path] | None,
     length: int,
     contexts: int | None,
     *,
     most: int | None = None,
-    bos: bool | None = None,
-    seed: int = 0,
+    **options: Any,
 ) -> TokenWindows:
     """Windows of the text files, or of the held-out standard-library modules: ``contexts`` of them,
-    or all, at most ``most``."""
-    from tl_geometry.base.errors import GeometryError
+    else ``most``, or all where there are fewer."""
     from tl_geometry.corpus.texts import windows
-    from tl_geometry.zoo.corpus import held_out_documents
+    from tl_geometry.zoo import default_windows
 
-    documents: Any = [*corpus]
-    names, label = file_names(corpus), ", ".join(path.name for path in corpus)
-    if not corpus:
-        held_out = held_out_documents()
-        documents, names = held_out.texts, held_out.names
-        label = "held-out standard-library modules"
-    options: Any = {"prepend_bos": bos, "labels": names, "seed": seed, "corpus": label}
+    names = file_names(corpus or ())
+    label: Any = {"labels": names, "corpus": ", ".join(names)}
+
+    def cut(n: int | None) -> TokenWindows:
+        if corpus:
+            return windows(model, corpus, length, n=n, **label, **options)
+        return default_windows(model, length, n=n, **options)
+
     try:
-        return windows(model, documents, length, n=contexts or most, **options)
+        return cut(contexts or most)
     except GeometryError as error:
-        # fewer windows than a report would take: all of them, where the number was not the user's
         if error.what != "n" or contexts is not None:
             raise
-        return windows(model, documents, length, **options)
+        return cut(None)
 
 
-def token_rows(path: Path) -> Any:
-    """The rows of a ``.npy`` file of token ids ``[context position]``, memory-mapped."""
-    import numpy as np
-
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        got = f"{printable(str(path))} ({' '.join(str(error).split())[:120]})"
-        fail("--corpus", expected="a .npy file of token ids", got=got, instead="numpy.save")
-    require(ids.ndim == 2, "--corpus", expected="rows of token ids", got=f"{ids.ndim} axes")
-    return ids
-
-
-def shard_of(text: str | None) -> tuple[int, int]:
+def shard_of(text: str) -> tuple[int, int]:
     """``i/n`` as two numbers, 1 <= i <= n.
 
-    >>> shard_of("2/8"), shard_of(None)
-    ((2, 8), (1, 1))
+    >>> shard_of("2/8")
+    (2, 8)
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text or "1/1")
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
     i, n = (int(found[1]), int(found[2])) if found else (0, 0)
     require(1 <= i <= n, "--shard", expected="i/n with 1 <= i <= n", got=repr(text))
     return i, n
+
+
+def check_file(out: Path, *, force: bool) -> None:
+    """Refuse a file to write that is there already, or that can be none."""
+    place = printable(str(out))
+    named = out.suffix == ".safetensors" and not out.is_dir()
+    named = named and (out.parent.is_dir() or not out.parent.exists())
+    require(named, "--out", expected="a file name ending in .safetensors", got=place)
+    free = force or not out.exists()
+    require(free, "--out", expected="a new file", got=f"{place}, which is there", instead="--force")

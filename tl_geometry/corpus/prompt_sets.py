@@ -73,7 +73,8 @@ class Prompts:
     @property
     def counterfactuals(self) -> Int[Tensor, "prompt position"] | None:
         """The ids of the counterfactuals of prompts of one length."""
-        return self.counterfactual_ids and torch.stack(self.counterfactual_ids)
+        others = self.counterfactual_ids
+        return None if others is None else torch.stack(others)
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""

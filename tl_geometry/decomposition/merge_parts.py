@@ -113,8 +113,9 @@ def _shared(parts: Sequence[PositionContext]) -> int:
     shared, instead = 0, "each shard once, or decompose over all tokens"
     for (k, first), (i, second) in itertools.combinations(enumerate(parts), 2):
         hashes, other = first.token_hashes, second.token_hashes
-        known = hashes is not None and other is not None
-        common = int(torch.isin(hashes, other).sum()) if known else 0
+        common = 0
+        if hashes is not None and other is not None:
+            common = int(torch.isin(hashes, other).sum())
         same = torch.equal(first.moments.sums, second.moments.sums)
         same = same or common > MOST_SHARED * min(first.contexts, second.contexts)
         expected, got = "disjoint contexts", f"the same ones in parts {k} and {i}"

@@ -99,6 +99,11 @@ class PositionContext(Result):
         """Contexts of each group."""
         return self.moments.counts.clone()
 
+    @property
+    def group_of(self) -> Int[Tensor, " context"]:
+        """Number of each context's group; groups are contiguous blocks."""
+        return torch.repeat_interleave(self.moments.counts)
+
     @cached_property
     def _mean(self) -> Float[Tensor, "state d_model"]:
         return self.moments.window_mean()

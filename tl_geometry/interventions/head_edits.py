@@ -237,9 +237,9 @@ def _positions(wanted: Any, length: int, known: Known | None) -> list[int]:
     for at in list(wanted) if several else [wanted]:
         if isinstance(at, str) and known is None:
             fail("reference", expected=f"prompts that have a position {at!r}", got="none")
-        place = known.rows.position(at) if isinstance(at, str) and known else at
-        below = checks.whole(place) is not None and place < 0
-        found.append(checks.index(length + place if below else place, length, "position"))
+        number = known.rows.position(at) if isinstance(at, str) and known else checks.whole(at)
+        number = length + number if number is not None and number < 0 else number
+        found.append(checks.index(at if number is None else number, length, "position"))
     return found
 
 

@@ -1,12 +1,12 @@
-"""How many contexts does one forward pass take, which of them is verified by itself, and on which
-device do sums and models live? Every function that streams a corpus asks here."""
+"""How many contexts one forward pass takes, and which of them is verified by itself: every function
+that streams a corpus asks here."""
 
 from __future__ import annotations
 
 import torch
 
 from tl_geometry.base.checks import whole
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import fail
 
 
 def default_batch(positions: int, device: torch.device) -> int:
@@ -35,16 +35,3 @@ def another_row(last: int, rows: int, draws: torch.Generator) -> int:
     if rows == 1:
         return 0
     return (last + 1 + int(torch.randint(rows - 1, (), generator=draws))) % rows
-
-
-def device_of(device: torch.device | str | None, default: torch.device | str) -> torch.device:
-    """The device that was asked for, if this machine has it (not ``meta``, which holds no
-    values)."""
-    try:
-        chosen = torch.empty(0, device=default if device is None else device).device
-        reason = "which holds no values" if chosen.type == "meta" else ""
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        chosen, reason = torch.device("cpu"), str(error).splitlines()[0][:120]
-    expected, got = "a device of this machine", f"{str(device)!r} ({reason})"
-    require(not reason, "device", expected=expected, got=got, instead='device="cpu"')
-    return chosen

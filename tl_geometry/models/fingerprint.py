@@ -125,6 +125,10 @@ def require_numbers(model: nn.Module) -> None:
     bad += [f"{n}, {p.dtype}" for n, p in model.named_parameters() if p.dtype not in DTYPES]
     kinds = {f"{type(m).__module__}.{type(m).__name__}": name for name, m in model.named_modules()}
     bad += [f"{n}, a {k}" for k, n in kinds.items() if any(q in k.lower() for q in QUANTISED)]
+    inside = getattr(model, "original_model", None) or model
+    # peft keeps the map that an adapter stands beside under this name
+    adapted = [n for n, m in inside.named_modules() if "base_layer" in m._modules]
+    bad += [f"{name}, beside which an adapter is not merged" for name in adapted]
     if bad:
         what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
         fail(what, expected=expected, got=bad[0], error=UnsupportedModelError)

@@ -30,7 +30,7 @@ from tl_geometry.models.attention import (
 from tl_geometry.models.infer import infer_layer
 from tl_geometry.models.layer_view import LayerHook, LayerView, frozen_fields
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import Parameters, inner, part, upcast
+from tl_geometry.models.parameters import inner, part, upcast
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
 from tl_geometry.models.runner import Hook, Runner, brief, hooked_points, keep
 
@@ -48,14 +48,13 @@ class Layers:
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool
-    _parameters: Parameters
     _runner: Runner
     _probe: Mapping[str, Tensor]
     _found: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def _model(self) -> Any:
-        return self._parameters.model
+        return self._runner.model
 
     @property
     def roundoff(self) -> float:
@@ -69,18 +68,18 @@ class Layers:
         index(layer, len(self._model.blocks), "layer")
         key = ("attention", layer)
         if key not in self._found:
-            self._parameters.attention(layer)
+            self._runner.attention(layer)
             missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
             if missing:
-                what, got = f"layer {layer} of {self._parameters.name}", f"no {', '.join(missing)}"
+                what, got = f"layer {layer} of {self._runner.name}", f"no {', '.join(missing)}"
                 expected = "hooks of queries, keys and pattern, as eager attention has"
                 fail(what, expected=expected, got=got, error=UnsupportedModelError)
-            self._found[key] = infer_layer(self._parameters, layer, self._probe, self.causal)
+            self._found[key] = infer_layer(self._runner, layer, self._probe, self.causal)
         return self._found[key]
 
     def _attention(self, layer: int, like: Tensor) -> Attention:
         """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
-        block, weights = self._parameters.block(layer), self._parameters.weights(layer).to(like)
+        block, weights = self._runner.block(layer), self._runner.weights(layer).to(like)
         return attention_of(block.attn, part(block, "ln1"), weights, self.layer_facts(layer))
 
     @torch.no_grad()
@@ -90,7 +89,7 @@ class Layers:
 
     def _has_sinks(self, layer: int) -> bool:
         """Whether the heads of a layer have one more logit each."""
-        return part(inner(self._parameters.attention(layer)), "sinks") is not None
+        return part(inner(self._runner.attention(layer)), "sinks") is not None
 
     def key_heads(self, layer: int) -> int:
         """How many heads of keys and values one layer has: fewer than query heads where groups of
@@ -198,7 +197,7 @@ class Layers:
         hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
         checks = [(layer, name, *pair) for name, pair in report.checks.items()]
-        require_reconstruction(checks, f"layer {layer} of {self._parameters.name}{acting}")
+        require_reconstruction(checks, f"layer {layer} of {self._runner.name}{acting}")
         return replace(view, reconstruction=report)
 
     # ---- passes

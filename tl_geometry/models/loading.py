@@ -14,7 +14,6 @@ import torch
 
 from tl_geometry.base import results
 from tl_geometry.base.errors import GeometryError, UnsupportedModelError, fail, require
-from tl_geometry.models.batches import device_of
 from tl_geometry.models.fingerprint import DTYPES, remember, require_numbers
 
 HEADS = ("cls.predictions", "lm_head", "embed_out", "score")
@@ -42,7 +41,10 @@ def load(
     class cannot hold the model. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
-    device = device_of(device, "cpu")
+    try:
+        device = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        fail("device", expected="a device of this machine", got=f"{device!r} ({error})"[:200])
     if isinstance(model, torch.nn.Module):
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = Path(model).expanduser()
@@ -132,8 +134,7 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
+        (hf_logging.enable_progress_bar if bars else hf_logging.disable_progress_bar)()
 
 
 def _on_disk(tokenizer: Any, directory: str) -> Any:

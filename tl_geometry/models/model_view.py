@@ -3,7 +3,7 @@ every TransformerLens class, so that other packages need not touch the model obj
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,6 @@ class ModelView(Layers):
     bos_id: int | None
     state_hooks: tuple[str, ...]
     pad_id: int | None = None
-    _run: Callable[..., Tensor | None]
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
@@ -123,7 +122,7 @@ class ModelView(Layers):
         state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
         fire is an error. ``forward`` are further arguments of the model's forward().
         """
-        return self._run(tokens, hooks, logits=logits, forward=forward)
+        return self._runner(tokens, hooks, logits=logits, forward=forward)
 
     def logits(
         self,
@@ -156,7 +155,7 @@ class ModelView(Layers):
     @torch.no_grad()
     def weights(self, layer: int) -> HeadWeights:
         """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._parameters.weights(layer)
+        return self._runner.weights(layer)
 
     @torch.no_grad()
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -166,22 +165,22 @@ class ModelView(Layers):
     @torch.no_grad()
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._parameters.unembed()
+        return self._runner.unembed()
 
     @torch.no_grad()
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._parameters.unembed_bias()
+        return self._runner.unembed_bias()
 
     @torch.no_grad()
     def output_head(self) -> OutputHead | None:
         """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
         where the output is not a linear readout of a norm of the last state."""
         if "head" not in self._found:
-            self._found["head"] = infer_head(self._parameters, self._runner)
+            self._found["head"] = infer_head(self._runner)
         like = next(iter(self._model.parameters())).new_empty(self.d_model)
         reading = self._found["head"]
-        return None if reading is None else read_head(self._parameters, reading, like)
+        return None if reading is None else read_head(self._runner, reading, like)
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""

@@ -54,17 +54,17 @@ class HeadReading(NamedTuple):
 
 
 @torch.no_grad()
-def infer_head(parameters: Parameters, runner: Runner) -> HeadReading | None:
+def infer_head(runner: Runner) -> HeadReading | None:
     """The reading that reproduces the model's logits of four random tokens, ``None`` where none
     does."""
-    model, last = parameters.model, runner.state_hooks[-1]
+    model, last = runner.model, runner.state_hooks[-1]
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, runner.d_vocab, (1, 4), generator=generator)
+    ids = torch.randint(0, int(model.cfg.d_vocab), (1, 4), generator=generator)
     states: dict[str, Tensor] = {}
     with without_hooks(model):
         logits = runner(ids, {last: keep(states, last)}, logits=True)
     h = states[last].double()
-    if logits is None or parameters.unembed().shape[0] != h.shape[-1]:
+    if logits is None or runner.unembed().shape[0] != h.shape[-1]:
         return None
     config = getattr(part(model, "original_model"), "config", None)
     cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
@@ -77,7 +77,7 @@ def infer_head(parameters: Parameters, runner: Runner) -> HeadReading | None:
     factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
     readings = norm_readings(part(model, "ln_final"), model.cfg)
     options = [HeadReading(norm, f, cap) for norm, f in itertools.product(readings, factors)]
-    errors = (read_head(parameters, option, h).logits(h) - exact for option in options)
+    errors = (read_head(runner, option, h).logits(h) - exact for option in options)
     pairs = ((option, float(error.abs().max())) for option, error in zip(options, errors))
     # in half precision several norms lie within the bound: the nearest is taken
     best, least = nearest(pairs, enough=bound if u <= 2**-24 else 0.0)

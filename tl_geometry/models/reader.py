@@ -24,7 +24,7 @@ from tl_geometry.base.errors import UnsupportedModelError, fail, require
 from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.parameters import Parameters, part
+from tl_geometry.models.parameters import part
 from tl_geometry.models.runner import (
     Runner,
     brief,
@@ -91,8 +91,8 @@ def view(model: Any) -> ModelView:
     cfg, parameter = model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
     digits = fingerprint(model)
-    run = Runner(model, class_name, name, hooks, int(cfg.n_ctx), int(cfg.d_vocab), parameter.device)
-    require_full_precision(run.device, name)
+    run = Runner(model, class_name, name, hooks)
+    require_full_precision(parameter.device, name)
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, name, run, made_of)
@@ -115,8 +115,6 @@ def view(model: Any) -> ModelView:
         bos_id=_bos_id(model),
         state_hooks=hooks,
         pad_id=None if pad is None else int(pad),
-        _run=run,
-        _parameters=Parameters(model, class_name, name),
         _runner=run,
         _probe=probe.activations,
         _found=probe.found,
@@ -138,9 +136,9 @@ def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]
     bad = [n for n, p in named if bool(p.detach().amin().isnan())]
     what, got = f"weights of {name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
-    states, length = run.state_hooks, min(PROBE_LENGTH, run.n_ctx)
+    states, length = run.state_hooks, min(PROBE_LENGTH, int(model.cfg.n_ctx))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, run.d_vocab, (PROBE_BATCH, length), generator=generator)
+    ids = torch.randint(0, int(model.cfg.d_vocab), (PROBE_BATCH, length), generator=generator)
     ends = [h.replace(BEFORE, AFTER) for h in states[:-1]]
     attending = [l for l, block in enumerate(model.blocks) if part(block, "attn") is not None]
     inside = [f"blocks.{l}.{h}" for l in attending for h in (*CORE, *TABLES)]

@@ -9,7 +9,6 @@ state is needed, a hook at that state ends the pass by a private exception (:cla
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.models.parameters import Parameters
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -47,32 +47,22 @@ class Stop(Exception):
 
 
 @dataclass(eq=False)
-class Runner:
+class Runner(Parameters):
     """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
 
     ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
     further arguments of the model's forward().
     """
 
-    model: Any
-    class_name: str
-    name: str
     state_hooks: tuple[str, ...]
-    n_ctx: int
-    d_vocab: int
-    device: torch.device
     points: dict[str, Any] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # else transformers keeps the keys and values of every layer
-        self.kwargs = {"use_cache": False} if "use_cache" in self.accepted else {}
-
-    @property
-    def accepted(self) -> Mapping[str, Any]:
-        """What the forward() of the model inside a bridge takes, by name."""
         original = getattr(self.model, "original_model", None)
-        return {} if original is None else inspect.signature(original.forward).parameters
+        taken = {} if original is None else inspect.signature(original.forward).parameters
+        # else transformers keeps the keys and values of every layer
+        self.kwargs = {"use_cache": False} if "use_cache" in taken else {}
 
     def has(self, name: str) -> bool:
         """Whether the model has a hook of that name."""
@@ -107,33 +97,11 @@ class Runner:
             fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
         return out
 
-    def behind(self, cache: Any, tokens: Tensor) -> Runner:
-        """The runner of a pass over ``tokens`` that reads and extends a cache of the keys and
-        values before them."""
-        runner = copy.copy(self)
-        if self.class_name == "HookedTransformer":
-            # without a mask it asks its tokenizer for one, and may have no tokenizer
-            runner.kwargs = {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
-            return runner
-        # transformers 5.24 has given the argument another name
-        name = "past_key_values" if "past_key_values" in self.accepted else "cache"
-        runner.kwargs = {"use_cache": True, name: cache}
-        return runner
-
-    def empty_cache(self, batch: int) -> Any:
-        """A cache without keys. Layers with a sliding window forget the keys outside of it."""
-        if self.class_name == "HookedTransformer":
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-            return TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, batch)
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.model.original_model.config)
-
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
-        require_full_precision(self.device, self.name)
+        cfg, device = self.model.cfg, next(iter(self.model.parameters())).device
+        require_full_precision(device, self.name)
         training = training_module(self.model)
         got, instead = f"training mode ({training})", "model.eval()"
         require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
@@ -142,11 +110,11 @@ class Runner:
         fits = ids and tokens.numel() > 0
         require(fits, "tokens", expected=expected, got=describe(tokens), instead=instead)
         low, high = (int(v) for v in tokens.aminmax())
-        fits = tokens.shape[1] <= self.n_ctx and low >= 0 and high < self.d_vocab
-        expected, got = f"at most {self.n_ctx} ids below {self.d_vocab}", describe(tokens)
+        fits = tokens.shape[1] <= cfg.n_ctx and low >= 0 and high < cfg.d_vocab
+        expected, got = f"at most {cfg.n_ctx} ids below {cfg.d_vocab}", describe(tokens)
         got, instead = f"{got}, from {low} to {high}", f"shorter windows, of {self.name}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
-        return tokens.to(self.device, torch.int64)
+        return tokens.to(device, torch.int64)
 
     def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""

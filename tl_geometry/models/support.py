@@ -3,14 +3,13 @@ users and the command line run it first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.results import Result
+from tl_geometry.base.tables import Cell, Table
 from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
@@ -23,25 +22,17 @@ Row = tuple[str, str, str]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ModelReport(Result):
+class ModelReport(Table):
     """Rows (property, value, verdict). A verdict begins with supported, verified (with the error),
     reported, or refused (and why)."""
-
-    findings: tuple[Row, ...]
-
-    def columns(self) -> Sequence[str]:
-        return ("property", "value", "verdict")
-
-    def rows(self) -> Sequence[Sequence[object]]:
-        return self.findings
 
     def __repr__(self) -> str:
         return self.text()
 
     @property
-    def refused(self) -> tuple[Row, ...]:
+    def refused(self) -> tuple[tuple[Cell, ...], ...]:
         """What this model does not get."""
-        return tuple(row for row in self.findings if row[2].startswith("refused"))
+        return tuple(row for row in self.cells if str(row[2]).startswith("refused"))
 
 
 def check_model(model: ModelLike) -> ModelReport:
@@ -51,12 +42,13 @@ def check_model(model: ModelLike) -> ModelReport:
     The first row is the largest reconstruction error of all layers beside what is allowed:
     recomputed queries, keys, scores and patterns against the model's own. Scores of the last layer
     are computed once more in float64 on the CPU, so that a device that multiplies wrongly is seen.
+
     Raises ``UnsupportedModelError`` for models that are refused altogether.
 
     >>> import tl_geometry as tlg
     >>> model = tlg.zoo.embedded()
     >>> report = tlg.check_model(model)
-    >>> report.findings[0][0], report.refused
+    >>> report.cells[0][0], report.refused
     ('largest reconstruction error', ())
     """
     view = as_view(model)
@@ -83,7 +75,8 @@ def check_model(model: ModelLike) -> ModelReport:
         rows.append(("scores", "not split", f"refused: {error}"))
     if hooked := view.hooked():
         rows.append(("hooks of the user", brief(hooked), "reported, they act in every number"))
-    return ModelReport(provenance=view.provenance(), findings=tuple(rows))
+    names = ("property", "value", "verdict")
+    return ModelReport(provenance=view.provenance(), names=names, cells=tuple(rows))
 
 
 def _head(view: ModelView) -> Row:
@@ -121,11 +114,9 @@ def _scores(view: ModelView, tokens: Tensor) -> list[Row]:
         turn = turn._replace(cos=turn.cos.to(h), sin=turn.sin.to(h))
     q, k = (exact.entering(exact.raw(h, which), which, turn) for which in "qk")
     gap = scores_of(last.q, last.k, last.scale).cpu() - scores_of(q, k, last.scale)
-    off, limit = (
-        float(gap.abs().max()),
-        2 * reconstruction_bound(view.roundoff, last.reconstruction.scale),
-    )
-    if off > limit:  # two kinds of arithmetic, each within its bound
+    # two kinds of arithmetic, each within its bound
+    limit = 2 * reconstruction_bound(view.roundoff, last.reconstruction.scale)
+    if (off := float(gap.abs().max())) > limit:
         rows.append(("this device", f"off by {off:.1e}", "refused: its products are wrong"))
     value = f"{error:.1e} of {bound:.1e} allowed, {what} of layer {worst.layer}"
     verdict = f"reported; {off:.1e} of {limit:.1e} from float64 on the CPU, in layer {last.layer}"
@@ -137,11 +128,8 @@ def _facts(view: ModelView) -> list[Row]:
     facts = [view.describe_layer(layer) for layer in range(view.n_layers)]
     rows: list[Row] = []
     for name in facts[0]:
-        layers_of: dict[str, list[str]] = {}
-        for layer, fact in enumerate(facts):
-            layers_of.setdefault(fact[name], []).append(str(layer))
-        shown = [f"{value} in layers {', '.join(which)}" for value, which in layers_of.items()]
-        rows.append(
-            (name, "; ".join(shown) if len(shown) > 1 else next(iter(layers_of)), "supported")
-        )
+        values = [fact[name] for fact in facts]
+        of = {v: ", ".join(str(l) for l, own in enumerate(values) if own == v) for v in values}
+        shown = "; ".join(f"{value} in layers {which}" for value, which in of.items())
+        rows.append((name, shown if len(of) > 1 else values[0], "supported"))
     return rows

@@ -1,5 +1,5 @@
-"""What can be said about a model on a corpus? :func:`build` computes the tables, draws their figures
-and writes a page that begins with what was found. ``tl-geometry report`` calls it."""
+"""What can be said about a model on a corpus? :func:`build` computes the tables, draws their
+figures and writes a page that begins with what was found. ``tl-geometry report`` calls it."""
 
 from __future__ import annotations
 

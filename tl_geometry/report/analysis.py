@@ -31,12 +31,14 @@ FITTED, FEWEST = 192, 64
 SWEPT = 32
 """Windows of the sweep, which the basis has not seen: as many as its intervals need."""
 GROUPED = 128
-"""Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be too
-small for intervals."""
+"""Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be
+too small for intervals."""
 LARGE = 30_000_000
-"""Weights in the blocks above which windows are fewer: so a report on SmolLM2-135M takes minutes."""
+"""Weights in the blocks above which windows are fewer: so SmolLM2-135M takes minutes."""
+KEPT = 32
+"""Windows whose states are kept whole, for the null without a context."""
 COMPARED = 64
-"""Most windows of the two nulls that have a basis of their own: spliced text, untrained weights."""
+"""Most windows of nulls that have a basis of their own: spliced text, untrained weights."""
 PROMPTS, SHORT = 12, 64
 """Prompts on which heads are removed, and most of their tokens. Intervals need 10 prompts."""
 TESTED = 16
@@ -54,6 +56,11 @@ def sizes(view: ModelView, *, quick: bool = False) -> tuple[int, int]:
     return fitted + SWEPT, min(LENGTH, view.n_ctx)
 
 
+def _short(rows: TokenWindows, length: int) -> TokenWindows:
+    """The first tokens of each window; a negative length leaves out the last ones."""
+    return dataclasses.replace(rows, tokens=rows.tokens[:, :length], str_tokens=())
+
+
 @dataclass(eq=False, kw_only=True)
 class Analysis:
     """A model and windows of a corpus, and the ``tables`` made so far, by item."""
@@ -61,7 +68,6 @@ class Analysis:
     model: ModelLike
     windows: TokenWindows
     seed: int = 0
-    quick: bool = False
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     @cached_property
@@ -86,28 +92,21 @@ class Analysis:
         """The windows of the sweep."""
         return self.windows[len(self.windows) - self.held_out :]
 
-    def pick(self, count: int, length: int | None = None) -> TokenWindows:
-        """At most ``count`` of the windows, evenly spaced, and their first ``length`` tokens."""
-        last = len(self.windows) - 1
-        rows = self.windows[torch.linspace(0, last, min(count, last + 1)).long()]
-        return dataclasses.replace(rows, tokens=rows.tokens[:, :length], str_tokens=())
-
     @property
     def prompts(self) -> TokenWindows:
         """The prompts on which heads are removed: windows that the basis has not seen."""
-        rows = self.swept[: min(PROMPTS, self.held_out)]
-        return dataclasses.replace(rows, tokens=rows.tokens[:, :SHORT], str_tokens=())
+        return _short(self.swept[: min(PROMPTS, self.held_out)], SHORT)
 
     @property
     def pilots(self) -> TokenWindows:
-        """The windows whose last token is followed."""
-        return self.pick(PILOTS // 2 if self.large else PILOTS, PILOT)
+        """The windows whose last token is followed, evenly spaced."""
+        last, most = len(self.windows) - 1, PILOTS // 2 if self.large else PILOTS
+        return _short(self.windows[torch.linspace(0, last, min(most, last + 1)).long()], PILOT)
 
     @property
     def followed(self) -> float:
         """Windows that cost as much as a pass over the pilots."""
-        pilots, rows = self.pilots.tokens, self.windows.tokens
-        return pilots.numel() / rows.shape[1]
+        return self.pilots.tokens.numel() / self.windows.length
 
     @property
     def large(self) -> bool:
@@ -126,7 +125,7 @@ class Analysis:
     @cached_property
     def basis(self) -> PositionContext:
         """Mean, position and context of every state."""
-        return decompose(self.view, self.fitted, keep=8, seed=self.seed, progress=False)
+        return decompose(self.view, self.fitted, keep=KEPT, seed=self.seed, progress=False)
 
     @cached_property
     def spliced(self) -> PositionContext:
@@ -146,10 +145,22 @@ class Analysis:
         options: dict[str, Any] = {"intervals": True, "seed": self.seed, "progress": False}
         return sweep_heads(self.model, self.swept, self.basis, **options)
 
+    def follow(self, model: ModelLike, rows: TokenWindows) -> flow.Trajectories:
+        """Trajectories of the token before the last, which is left as a target."""
+        states = range(self.view.n_layers + 1)
+        return flow.trajectories(model, _short(rows, -1), states=states, progress=False)
+
     @cached_property
-    def paths(self) -> Any:
+    def paths(self) -> flow.Trajectories:
         """The trajectories of the pilots."""
-        return flow.trajectories(self.model, self.pilots, progress=False)
+        return self.follow(self.model, self.pilots)
+
+    @property
+    def halves(self) -> tuple[flow.Trajectories, TokenWindows]:
+        """The trajectories that maps and directions are fitted on, and as many pilots again, of
+        which every second one is tried."""
+        half = len(self.paths) // 2
+        return self.paths.pick(torch.arange(half)), self.pilots[half::2]
 
     def table(self, key: str) -> pd.DataFrame:
         """The table of an earlier item."""

@@ -1,8 +1,8 @@
-"""How does a report come to its folder? :func:`build` makes section by section: the table of an item
-is computed, or read where it is there, and the page is written again after every section.
+"""How does a report come to its folder? :func:`build` makes section by section: the table of an
+item is computed, or read where it is there, and the page is written again after every section.
 
-``report.json`` holds one hash of model, tokens and settings. Only in a folder with the same hash are
-tables read; so a stopped report goes on where it was. Files are replaced atomically."""
+``report.json`` holds one hash of model, tokens and settings. Tables are read in a folder with the
+same hash alone; so a stopped report goes on where it was. Files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -22,26 +22,11 @@ from tl_geometry.base.errors import GeometryError, require
 from tl_geometry.base.files import write_bytes
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
+from tl_geometry.report import folder
 from tl_geometry.report.analysis import Analysis
-from tl_geometry.report.folder import (
-    PAGE,
-    RECORD,
-    WRITER,
-    check_folder,
-    check_sections,
-    record_of,
-)
+from tl_geometry.report.folder import PAGE, RECORD, WRITER, check_folder, record_of
 from tl_geometry.report.items import SECTIONS, Item, Section
 from tl_geometry.report.page import Block, Card, document
-
-
-def chosen_sections(names: Sequence[str] | None, *, quick: bool) -> list[Section]:
-    """The sections of these names, in reading order; all by default, without slow ones if
-    ``quick``."""
-    if names is None:
-        return [section for section in SECTIONS if not (quick and section.slow)]
-    check_sections(names)
-    return [section for section in SECTIONS if section.key in names]
 
 
 def build(
@@ -83,40 +68,44 @@ def build(
     ...     build(model, windows, folder, sections=["overview"])["failed"]
     {}
     """
-    out, chosen = Path(out), chosen_sections(sections, quick=quick)
+    out, usual = Path(out), [s.key for s in SECTIONS if not (quick and s.slow)]
+    names = usual if sections is None else sections
+    folder.check_sections(names)
+    chosen = [s for s in SECTIONS if s.key in names]
     check_folder(out, force=force)
-    a = Analysis(model=model, windows=windows, seed=seed, quick=quick)
-    record: dict[str, Any] = {"written_by": WRITER, "hash": _hash(a), "version": __version__}
-    record |= {"command": list(command), "model": a.view.name, "failed": {}, "finished": False}
+    a = Analysis(model=model, windows=windows, seed=seed)
+    facts = _facts(a)
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    record: dict[str, Any] = {"written_by": WRITER, "hash": digest, **facts}
+    record |= {"command": list(command), "failed": {}, "finished": False}
     before = record_of(out).get("hash")
-    same, got = before == record["hash"], "one of another model, corpus or version"
+    same, got = before == digest, "one of another model, corpus or version"
     instead = "another --out, or --force"
     fits = same or force or before is None
     require(fits, "--out", expected="a report of the same", got=got, instead=instead)
     if fresh or not same:
-        # a table of the earlier report must not be read for one of this
-        for item in (item for section in SECTIONS for item in section.items):
-            for path in _files(out, item):
-                path.unlink(missing_ok=True)
+        # no table of another report may be read for one of this; other files stay
+        stale = chosen if same or before is None else SECTIONS
+        for path in (p for section in stale for item in section.items for p in _files(out, item)):
+            path.unlink(missing_ok=True)
     _save(out / RECORD, json.dumps(record, indent=1))
     parts: list[tuple[Section, list[Block | Card]]] = []
     for section in chosen:
         blocks = _blocks(a, section, out, say or (lambda line: None))
-        failed = {b.what: b.why for b in blocks if isinstance(b, Card) and b.trace}
-        record["failed"] |= failed
         parts.append((section, blocks))
-        _save(out / PAGE, document(a, parts, [s for s in chosen if s not in dict(parts)]))
-    record |= {"finished": True, "provenance": dataclasses.asdict(a.basis.provenance)}
-    _save(out / RECORD, json.dumps(record, indent=1, default=str))
-    return record
+        cards = [block for block in blocks if isinstance(block, Card)]
+        record["failed"] |= {card.what: card.why for card in cards if card.trace}
+        _save(out / PAGE, document(a, parts, chosen[len(parts) :]))
+    _save(out / RECORD, json.dumps({**record, "finished": True}, indent=1))
+    return record | {"finished": True}
 
 
-def _hash(a: Analysis) -> str:
-    """16 hex digits of everything that the numbers depend on."""
-    view = a.view
-    what = [__version__, view.fingerprint, view.processed, str(view.dtype), a.windows.token_hash]
-    what += [list(a.windows.tokens.shape), bool(a.windows.has_bos), a.seed]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+def _facts(a: Analysis) -> dict[str, Any]:
+    """Everything that the numbers depend on."""
+    of_model = ("name", "fingerprint", "processed", "dtype")
+    facts: dict[str, Any] = {name: str(getattr(a.view, name)) for name in of_model}
+    facts |= {"tokens": a.windows.token_hash, "shape": list(a.windows.tokens.shape)}
+    return facts | {"bos": bool(a.windows.has_bos), "seed": a.seed, "version": __version__}
 
 
 def _save(path: Path, text: str) -> None:
@@ -137,7 +126,7 @@ def _blocks(
         try:
             blocks += make(a, item, out)
         except Exception as error:
-            blocks.append(_card(item.title, error))
+            blocks.append(_card(item.words["title"], error))
     return blocks
 
 
@@ -165,7 +154,7 @@ def _made(a: Analysis, item: Item, out: Path) -> list[Block | Card]:
             view = draw(a, result)
             figures.append(f"<!--{' '.join(getattr(view, 'scripts', ()))}-->{view.html()}")
         except Exception as error:
-            cards.append(_card(f"A figure of “{item.title}”", error))
+            cards.append(_card(f"A figure of “{item.words['title']}”", error))
     if not cards:
         _save(drawn, "\n".join(figures))
     return [_block(item, table, "".join(figures)), *cards]

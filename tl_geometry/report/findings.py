@@ -1,5 +1,5 @@
-"""What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one rule,
-and numbers are written as a reader reads them.
+"""What does a table say, and does it exclude what chance gives? An :class:`Ask` answers by one
+rule, and numbers are written as a reader reads them.
 
 1. It takes the row where the number is furthest beyond its nulls.
 2. It asks whether the 95% interval there excludes every null. The interval is Student's, and it is
@@ -49,10 +49,7 @@ def percent(value: float) -> str:
     >>> [percent(v) for v in (0.33452, 0.00005, 0.99999, -0.002)]
     ['33.5%', '0.01%', '100%', '−0.2%']
     """
-    if not math.isfinite(value):
-        return "–"
-    hundredths = round(100 * value, 2) + 0.0
-    return f"{hundredths:.3g}%".replace("-", "−")
+    return f"{number(round(100 * value, 2) + 0.0)}%" if math.isfinite(value) else "–"
 
 
 class Shown(float):
@@ -76,8 +73,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A question to a table: is the ``value`` of some row beyond its ``nulls`` (columns; none means
-    zero)?
+    """A question to a table, whether the ``value`` of some row is beyond its ``nulls``.
+
+    Nulls are columns; none of them means zero.
 
     - ``side``: 1 for above the nulls, -1 for below, 0 for either (``{more}`` in the sentence).
     - ``shown``: the number of the sentence as a template; ``yes``, ``no`` and ``beside`` are
@@ -86,14 +84,14 @@ class Ask:
     - ``p``: a column of p-values, corrected for all rows, which then decides.
     - ``evidence``: a column; only rows where it is :data:`RELIABLE` can be clear.
 
-    The table holds ``x_low`` and ``x_high``, or ``x_se``, of the value x, and ``samples``, the
-    number that its interval rests on; a null has ``_low`` or ``_sd`` (of ``draws``) where it is an
-    estimate.
+    The table holds ``x_low`` and ``x_high``, or ``x_se``, of the value x, and ``x_samples`` or
+    ``samples``, the number that its interval rests on; a null has ``_low`` or ``_sd`` (of
+    ``draws``) where it is an estimate.
 
     >>> import pandas as pd
-    >>> table = pd.DataFrame({"head": ["L0H1", "L1H0"], "x": [0.1, 0.5], "x_se": 0.05, "samples": 8})
+    >>> table = pd.DataFrame({"head": ["L0H1", "L1H0"], "x": [0.1, 0.5], "x_se": 0.05})
     >>> ask = Ask(value="x", shown="{x}", yes="{head} has {x}.", no="No evidence.", beside="{low}")
-    >>> ask.answer(table)
+    >>> ask.answer(table.assign(samples=8))
     Finding(said='L1H0 has 0.5.', value='0.5', beside='0.382', clear=True, item='')
     """
 
@@ -142,10 +140,13 @@ class Ask:
     def _trusted(self, row: Row) -> bool:
         return not self.evidence or float(row[self.evidence]) >= RELIABLE
 
+    def _samples(self, row: Row) -> float:
+        return float(row.get(f"{self.value}_samples", row.get("samples", math.nan)))
+
     def _ends(self, row: Row) -> tuple[float, float]:
         """The 95% interval, as the table has it or from its standard error."""
         value, error = float(row[self.value]), float(row.get(f"{self.value}_se", math.nan))
-        reach = float(stats.t.ppf(0.975, float(row.get("samples", math.nan)) - 1)) * error
+        reach = float(stats.t.ppf(0.975, self._samples(row) - 1)) * error
         low, high = (row.get(f"{self.value}_{end}") for end in ("low", "high"))
         return (
             value - reach if low is None else float(low),
@@ -158,7 +159,7 @@ class Ask:
             return self._gap(row) > 0 and float(row[self.p]) <= 0.05
         value, (low, high) = float(row[self.value]), self._ends(row)
         level = 1 - 0.05 / among / 2  # Bonferroni's rule, two-sided
-        freedom = float(row.get("samples", math.nan)) - 1
+        freedom = self._samples(row) - 1
         wider = float(stats.t.ppf(level, freedom) / stats.t.ppf(0.975, freedom))
         names = self.nulls or ("zero",)
         for name, null in zip(names, self._nulls(row), strict=True):

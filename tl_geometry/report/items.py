@@ -1,5 +1,5 @@
-"""What does a report contain? :data:`SECTIONS`, a list of sections of items. An item is a table, its
-figures, and what is asked of the table. The words are in ``assets/words.toml``.
+"""What does a report contain? :data:`SECTIONS`, a list of sections of items. An item is a table,
+its figures, and what is asked of the table. The words are in ``assets/words.toml``.
 
 An item that cannot be computed becomes a card with the reason (:mod:`tl_geometry.report.build`)."""
 
@@ -21,6 +21,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.base.intervals import paired_interval
 from tl_geometry.report.analysis import COMPARED, PROMPTS, TESTED, Analysis
 from tl_geometry.report.findings import Ask, Shown
+from tl_geometry.scores.head_types import SEQUENCES
 from tl_geometry.scores.split import split_scores
 
 GROUPS = ("position", "content", "token", "mixed")
@@ -34,9 +35,8 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
-SHAPE = ("rank", "stable_rank", "relative_norm", "low_frequency")
-ANGLE = ("incoherence_avg", "incoherence_max")
-"""Measures of position, and of position against context, that are drawn."""
+SHAPE = ("rank", "relative_norm", "low_frequency")
+"""Measures of position that are drawn."""
 TOKENS = 24
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
@@ -52,7 +52,12 @@ def words() -> Mapping[str, Any]:
 
 def frame_of(a: Analysis, result: Any) -> pd.DataFrame:
     """The table of a result."""
-    return result if isinstance(result, pd.DataFrame) else result.to_dataframe()
+    return getattr(result, "to_dataframe", lambda: result)()
+
+
+def plot(a: Analysis, result: Any) -> Any:
+    """The view that belongs to a result."""
+    return render.plot(result)
 
 
 @dataclass(frozen=True)
@@ -67,28 +72,19 @@ class Item:
     key: str
     compute: Callable[[Analysis], Any]
     frame: Callable[[Analysis, Any], pd.DataFrame] = frame_of
-    figures: tuple[Callable[[Analysis, Any], Any], ...] = ()
+    figures: tuple[Callable[[Analysis, Any], Any], ...] = (plot,)
     price: Callable[[Analysis], float] = lambda a: 0.0
-    more: float = 0.3
+    more: float = 0.5
 
     @property
-    def title(self) -> str:
-        return words()[self.key]["title"]
-
-    @property
-    def text(self) -> str:
-        """How to read it."""
-        return words()[self.key]["text"]
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns that the page shows; none for all."""
-        return words()[self.key].get("columns", [])
+    def words(self) -> Mapping[str, Any]:
+        """Its title, how to read it (``text``), the columns on the page, and its questions."""
+        return {"columns": [], "asks": [], **words()[self.key]}
 
     @property
     def asks(self) -> list[Ask]:
         """The questions to its table."""
-        return [Ask(**ask) for ask in words()[self.key].get("asks", ())]
+        return [Ask(**ask) for ask in self.words["asks"]]
 
 
 @dataclass(frozen=True)
@@ -106,8 +102,9 @@ class Section:
         return sum(a.second * item.price(a) + states * item.more for item in self.items)
 
 
-def _named(frame: pd.DataFrame) -> pd.DataFrame:
+def _named(a: Analysis, result: Any) -> pd.DataFrame:
     """A table of heads with their names first."""
+    frame = frame_of(a, result)
     names = [head_name(pair) for pair in zip(frame["layer"], frame["head"], strict=True)]
     return frame.assign(name=names)[["name", *frame]]
 
@@ -115,23 +112,24 @@ def _named(frame: pd.DataFrame) -> pd.DataFrame:
 # ---- heads
 
 
-def _bars(a: Analysis, effects: Any) -> Any:
-    return render.effect_bars(effects)
-
-
 def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
     """The sweep, and what its questions need: which heads rank a group first by covariance and by
     gain, and the largest share of another group than content."""
-    frame = _named(sweep.to_dataframe())
+    frame = _named(a, sweep)
     agree = frame["group_by_cs"] == frame["group_by_gs"]
     others = frame[[f"cs_{g}_corrected" for g in GROUPS if g != "content"]]
     return frame.assign(
         samples=min(map(len, sweep.sizes)),
-        sequences=len(a.swept),
+        induction_samples=SEQUENCES,
+        previous_samples=SEQUENCES,
         position_first=(agree & (frame["group_by_cs"] == "position")).astype(float),
         content_first=(agree & (frame["group_by_cs"] == "content")).astype(float),
         rival=others.max(axis=1),
     )
+
+
+def _price_of_heads(a: Analysis) -> float:
+    return len(a.fitted) + 6 * a.held_out
 
 
 def _why(head: pd.Series) -> str:
@@ -172,10 +170,9 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     changes = effects.edited - effects.clean
     others = (changes.sum(0) - changes) / max(len(changes) - 1, 1)
     gap = paired_interval((changes - others).T)
-    beside = {"edit": effects.edits, "others": others.mean(1), **gap.columns("excess")}
-    frame = effects.df.merge(pd.DataFrame({k: list(v) for k, v in beside.items()}), on="edit")
-    numbers = ["others", *gap.columns("excess")]
-    frame[numbers] = frame[numbers].astype(float)
+    columns = {"others": others.mean(1), **gap.columns("excess")}
+    beside = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
+    frame = effects.df.merge(beside.assign(edit=effects.edits), on="edit")
     heads = a.table("heads").set_index("name")
     why = [_why(heads.loc[name]) for name in frame["edit"]]
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
@@ -206,27 +203,49 @@ def _example(a: Analysis) -> Any:
     )
 
 
+def _shares(a: Analysis, split: Any) -> pd.DataFrame:
+    return split.shares().to_dataframe()
+
+
+def _page(a: Analysis, split: Any) -> Any:
+    return render.split(split, centered=True)
+
+
 # ---- states
 
 
+def _variance(a: Analysis) -> Any:
+    return a.basis.anova(null=a.spliced)
+
+
+def _price_of_nulls(a: Analysis) -> float:
+    return 2 * min(COMPARED, len(a.fitted))
+
+
+def _drawn(a: Analysis, anova: Any) -> Any:
+    return render.variance_shares(anova, control=a.untrained.anova())
+
+
+def _spirals(a: Analysis, anova: Any) -> Any:
+    return render.spirals(a.basis)
+
+
 def _beside_untrained(a: Analysis, anova: Any) -> pd.DataFrame:
-    frame, control = anova.to_dataframe(), a.untrained.anova().to_dataframe()
+    control = a.untrained.anova().to_dataframe().set_index("state")
     column = "pos_corrected" if "pos_corrected" in control else "pos_debiased"
-    control = control.set_index("state")
-    ends = {"pos_untrained": column, "pos_untrained_low": f"{column}_low"}
-    frame = frame.assign(samples=len(a.basis.group_counts))
-    return frame.assign(
-        **{
-            name: control[of].reindex(frame["state"]).array
-            for name, of in ends.items()
-            if of in control
-        }
-    )
+    null = control.filter(regex=f"^{column}(_low)?$")
+    null.columns = [name.replace(column, "pos_untrained") for name in null]
+    frame = anova.to_dataframe().assign(samples=len(a.basis.group_counts))
+    return frame.join(null, on="state")
 
 
-def _reports(a: Analysis, report: Any) -> pd.DataFrame:
+def _report(a: Analysis, report: Any) -> pd.DataFrame:
     """A report on states, with what its intervals rest on."""
     return report.to_dataframe().rename(columns={"blocks": "samples"})
+
+
+def _curves(a: Analysis, report: Any) -> Any:
+    return render.measure_curves(report, SHAPE)
 
 
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
@@ -234,44 +253,44 @@ def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
     return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
 
 
+def _geometry(a: Analysis) -> Any:
+    return weights.weight_geometry(a.model, a.basis, "QK", seed=a.seed)
+
+
+def _map(a: Analysis, geometry: Any) -> Any:
+    return render.heads(geometry, "excess", title="W_QK in the positional directions, by head")
+
+
 # ---- trajectories
 
 
 def _ensembles(a: Analysis) -> Any:
     """The numbers of the trajectories beside gibberish and random weights."""
-    rows = a.pilots
-    options: dict[str, Any] = {"prepend_bos": bool(rows.has_bos), "seed": a.seed}
-    noise = corpus.gibberish(a.model, len(rows), rows.tokens.shape[1], **options)
-    paths = {"text": a.paths, "gibberish": flow.trajectories(a.model, noise, progress=False)}
+    count, length = a.pilots.tokens.shape
+    options: dict[str, Any] = {"prepend_bos": bool(a.pilots.has_bos), "seed": a.seed}
+    noise = corpus.gibberish(a.model, count, length, **options)
+    paths = {"text": a.paths, "gibberish": a.follow(a.model, noise)}
     with models.reinitialized(a.model, seed=a.seed) as control:
-        paths["random weights"] = flow.trajectories(control, rows, progress=False)
+        paths["random weights"] = a.follow(control, a.pilots)
     return flow.compare_ensembles(paths)
 
 
 def _truncation(a: Analysis) -> Any:
-    """Directions of the first half of the pilots, tried on a quarter of the others."""
-    half, rows = len(a.paths) // 2, a.pilots
-    tried, fitted = rows[half : half + half // 2], a.paths.pick(torch.arange(half))
-    return flow.truncation_kl(a.model, tried, fitted, progress=False)
+    fitted, tried = a.halves
+    return flow.truncation_kl(a.model, tried.tokens[:, :-1], fitted, progress=False)
 
 
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most = curve.to_dataframe(), a.view.d_model
-    few = (2 * frame["K"] <= most) & frame["claimed"].astype(bool)
-    half = len(a.paths) // 2
-    return frame.assign(
-        few=few.astype(float), allowed=0.1 * frame["baseline_mean"], samples=half // 2, of=most
-    )
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.halves[1])
+    few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
+    return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
-    """Maps fitted on the first half of the pilots, tried on a quarter of the others."""
-    half, states = len(a.pilots) // 2, range(a.view.n_layers + 1)
-    read = a.pilots.tokens[:half, :-1]  # the last token is a target
-    fitted = flow.trajectories(a.model, read, states=states, progress=False)
-    tried, maps = a.pilots[half : half + half // 2], ("ridge", "identity", "mean")
+    fitted, tried = a.halves
+    maps = ("ridge", "identity", "mean")
     return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
 
@@ -285,29 +304,25 @@ def _skipped(a: Analysis, skips: Any) -> pd.DataFrame:
     # as if the errors were independent: chunks that move both alike would make it smaller
     error = (frame["kl_se"] ** 2 + frame["forgotten_kl_se"] ** 2) ** 0.5
     frame = frame.assign(single=single.astype(float), saved=frame["forgotten_kl"] - frame["kl"])
-    return frame.assign(saved_se=error, samples=frame.get("test", len(a.pilots) // 4))
+    return frame.assign(saved_se=error, samples=frame["test"])
 
 
 # ---- the run
 
 
 def _overview(a: Analysis) -> pd.DataFrame:
-    view, basis, p = a.view, a.basis, a.basis.provenance
-    (start, end), names = basis.window, a.windows.label_names
-    out = f"; before {start} left out (attention sink)" if start else ""
+    view, rows, p = a.view, a.windows, a.basis.provenance
+    (start, end), names = a.basis.window, rows.label_names
     facts = {
-        "model": f"{view.name} ({p.library}{', processed weights' if view.processed else ''})",
-        "size": f"{view.n_layers} blocks of {view.n_heads} heads, width {view.d_model}, vocabulary "
-        f"{view.d_vocab}",
+        "model": f"{view.name}, {p.library}{', processed weights' if view.processed else ''}",
         "weights": f"fingerprint {view.fingerprint}, computed in {p.dtype}",
-        "corpus": f"{p.corpus}: {len(a.windows)} windows of {basis.length} tokens, {a.held_out} of "
-        "them for the sweep alone",
-        "tokens": f"hash {a.windows.token_hash}",
+        "corpus": f"{p.corpus}: {len(rows)} windows of {rows.length} tokens ({rows.token_hash})",
         "documents": f"{len(names)}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}",
+        "kept from the basis": f"{a.held_out} windows, for the sweep and the removals",
         "first token": "BOS" if p.has_bos else "text (no BOS)",
-        "positions": f"{start} to {end - 1}{out}",
+        "positions": f"{start} to {end - 1} (an attention sink before them is left out)",
         "seed": str(a.seed),
-        "remarks": "; ".join([*p.flags, *a.windows.notes]) or "none",
+        "remarks": "; ".join([*p.flags, *rows.notes]) or "none",
     }
     return pd.DataFrame({"property": [*facts], "value": [*facts.values()]})
 
@@ -320,110 +335,42 @@ SECTIONS = (
         "heads",
         "Which head does most, and why",
         (
-            Item(
-                "heads",
-                lambda a: a.sweep,
-                _heads,
-                (lambda a, sweep: render.head_shares(sweep),),
-                price=lambda a: len(a.fitted) + 6 * a.held_out,
-                more=1.0,
-            ),
-            Item("removal", _removal, _removed, (_bars,), price=lambda a: TESTED * PROMPTS / 2),
-            Item("terms", _terms, _without, (_bars,), price=lambda a: 9 * PROMPTS / 2),
-            Item(
-                "example",
-                _example,
-                lambda a, split: split.shares().to_dataframe(),
-                (lambda a, split: render.split(split, centered=True),),
-            ),
+            Item("heads", lambda a: a.sweep, _heads, price=_price_of_heads, more=1.0),
+            Item("removal", _removal, _removed, price=lambda a: TESTED * PROMPTS / 2),
+            Item("terms", _terms, _without, price=lambda a: 9 * PROMPTS / 2),
+            Item("example", _example, _shares, (_page,)),
         ),
     ),
     Section(
         "states",
         "Position and context",
         (
-            Item(
-                "variance",
-                lambda a: a.basis.anova(null=a.spliced),
-                _beside_untrained,
-                (
-                    lambda a, anova: render.variance_shares(anova, control=a.untrained.anova()),
-                    lambda a, anova: render.spirals(a.basis),
-                ),
-                price=lambda a: 2 * min(COMPARED, len(a.fitted)),
-                more=1.0,
-            ),
-            Item("massive", lambda a: a.basis.largest_tokens(), _massive),
-            Item(
-                "position",
-                lambda a: measures.positional_report(a.basis, seed=a.seed),
-                _reports,
-                (lambda a, report: render.measure_curves(report, SHAPE),),
-                more=1.2,
-            ),
-            Item(
-                "context",
-                lambda a: measures.contextual_report(a.basis, seed=a.seed),
-                _reports,
-                (lambda a, report: render.measure_curves(report, ANGLE),),
-                more=2.0,
-            ),
+            Item("variance", _variance, _beside_untrained, (_drawn, _spirals), _price_of_nulls),
+            Item("massive", lambda a: a.basis.largest_tokens(), _massive, ()),
+            Item("position", lambda a: measures.positional_report(a.basis), _report, (_curves,)),
+            Item("context", lambda a: measures.contextual_report(a.basis), _report, more=2.0),
         ),
     ),
     Section(
         "weights",
         "Weights and the sphere",
         (
-            Item(
-                "weights_qk",
-                lambda a: weights.weight_geometry(a.model, a.basis, "QK", seed=a.seed),
-                lambda a, geometry: _named(geometry.to_dataframe()),
-                (lambda a, geometry: render.heads(geometry, "excess"),),
-                more=0.5,
-            ),
-            Item(
-                "readout_ov",
-                lambda a: weights.token_readout(a.model, matrix="OV"),
-                lambda a, readout: _named(readout.to_dataframe()),
-                (lambda a, readout: render.heads(readout),),
-            ),
-            Item(
-                "paths",
-                lambda a: sphere.token_paths(a.model, a.windows.tokens[:1, :TOKENS]),
-                figures=(lambda a, paths: render.sphere_paths(paths),),
-                more=0.5,
-            ),
+            Item("weights_qk", _geometry, _named, (_map,)),
+            Item("readout_ov", lambda a: weights.token_readout(a.model, matrix="OV"), _named, ()),
+            Item("paths", lambda a: sphere.token_paths(a.model, a.windows.tokens[:1, :TOKENS])),
         ),
     ),
     Section(
         "flow",
         "Trajectories as a flow",
         (
-            Item(
-                "flow",
-                lambda a: flow.flow_report(a.paths, seed=a.seed),
-                figures=(lambda a, report: render.baseline_figure(report),),
-                price=lambda a: a.followed,
-                more=0.5,
-            ),
-            Item("ensembles", _ensembles, price=lambda a: 3 * a.followed),
-            Item(
-                "truncation",
-                _truncation,
-                _truncated,
-                (lambda a, curve: render.truncation_figure(curve),),
-                price=lambda a: 2 * a.followed,
-            ),
-            Item(
-                "skips",
-                _skips,
-                _skipped,
-                (lambda a, skips: render.skip_figure(skips),),
-                price=lambda a: 2 * a.followed,
-            ),
+            Item("flow", lambda a: flow.flow_report(a.paths), price=lambda a: a.followed),
+            Item("ensembles", _ensembles, figures=(), price=lambda a: 3 * a.followed),
+            Item("truncation", _truncation, _truncated, price=lambda a: 2 * a.followed),
+            Item("skips", _skips, _skipped, price=lambda a: 2 * a.followed),
         ),
         slow=True,
     ),
-    Section("overview", "What was analysed", (Item("overview", _overview),)),
+    Section("overview", "What was analysed", (Item("overview", _overview, figures=()),)),
 )
 """The sections of a report in reading order."""

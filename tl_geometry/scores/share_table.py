@@ -6,14 +6,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_geometry.base.errors import choice, fail
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
+from tl_geometry.base.results import Result
 from tl_geometry.scores.labels import Dominant, dominant
 from tl_geometry.scores.planes import HeadPlanes, PlaneTable
 from tl_geometry.scores.sums import ShareSums
@@ -30,6 +32,24 @@ SHARES = ("cs", "gs")
 """Covariance and gain share."""
 LEVELS = ("term", "group")
 """A table is about terms, and about groups of terms."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Marginals(Result):
+    """Shares of each part on the query side (summed over key parts) and on the key side (summed
+    over query parts): what :meth:`ShareTable.marginals` returns.
+
+    ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is the attention paid to
+    positions that were left out (:class:`ShareTable`).
+    """
+
+    sides: ClassVar = ("query", "key")
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    cs: Float[Tensor, "head side part"]
+    gs: Float[Tensor, "head side part"]
+    dropped_mass: Float[Tensor, " head"]
+    table_axes, table_values = ("head", "side", "part"), ("cs", "gs", "dropped_mass")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,6 +185,25 @@ class ShareTable(TermResult):
     def by_group(self) -> Dominant:
         """Dominant group of each head; ``"unclear"`` where none is."""
         return self.dominant_by("group")
+
+    def marginals(self) -> Marginals:
+        """Shares of each part by side: on the query side summed over the key parts, on the key side
+        over the query parts. ALiBi counts as a part on both."""
+        names = tuple(dict.fromkeys(part for pair in self.pairs for part in pair))
+        member = [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
+        weight = torch.tensor(member).to(self.cs)
+        cs, gs = (
+            einsum(shares, weight, "head term, term side part -> head side part")
+            for shares in (self.cs, self.gs)
+        )
+        return Marginals(
+            provenance=self.provenance,
+            heads=self.heads,
+            parts=names,
+            cs=cs,
+            gs=gs,
+            dropped_mass=self.dropped_mass,
+        )
 
     def planes(self) -> PlaneTable:
         """Shares of each rotary plane, by term: which frequencies carry the scores.

@@ -32,7 +32,7 @@ LOADED = "it depends on how the weights are loaded"
 
 def verdicts(report: Any) -> Answers:
     """What is verified and what is refused, and the facts of attention."""
-    rows = [(str(what), str(value), str(verdict)) for what, value, verdict in report.findings]
+    rows = [(str(what), str(value), str(verdict)) for what, value, verdict in report.cells]
     found: Answers = {
         "refused": [what for what, _, verdict in rows if verdict.startswith("refused")] or "none",
         "verified": [what for what, _, verdict in rows if verdict.startswith("verified")],

@@ -216,13 +216,12 @@ def paths(w: World, variant: str, answers: Answers) -> Expected:
     other = variant == "counterfactual"
     z = run_of(w, "prompts_other" if other else "prompts")["z", 0][:, :, 1]
     new = {(0, 1): z if other else z.mean(0)}
-    readers = ["output"] if variant == "live between" else ["mlp1", "output"]
+    readers = ["mlp1", "output"]
     if variant == "query and value":
         key = "L1H1" if w.kind in ("gpt2", "bloom") else "L1H0-1"
         readers = ["L1H1<q>", f"{key}<k>", f"{key}<v>"]
     clean = metric(run_of(w, "prompts")["logits", 0])
-    live = variant == "live between"
-    runs = [edits.path_patch(model, w.prompts, new, [reader], live=live) for reader in readers]
+    runs = [edits.path_patch(model, w.prompts, new, [reader]) for reader in readers]
     return {
         "effect by prompt": torch.stack([metric(run["logits", 0]) - clean for run in runs])[None],
         "metric, clean": clean,

@@ -101,7 +101,7 @@ def planes(table: Any) -> Answers:
     found |= {"cs by plane and term": table.cs, "gs by plane and term": table.gs}
     found |= {"cs by plane": table.total_cs, "gs by plane": table.total_gs}
     bands = table.by_band().df.drop(columns=["layer", "head", "dominant"])
-    return found | {n.replace("s_", "s of band "): bands[n].to_numpy() for n in bands}
+    return found | {n.replace("s_", "s of band."): bands[n].to_numpy() for n in bands}
 
 
 def writers(table: Any) -> Answers:

@@ -14,7 +14,7 @@ def fit(*words: str) -> tuple[str, ...]:
 
 
 def trace(*words: str) -> tuple[str, ...]:
-    return ("trace", "x = 1", "--target", " x", *words)
+    return ("trace", "x = 1", "--answer", " x", *words)
 
 
 def _with(name: str, words: tuple[str, ...], what: str) -> Command:
@@ -31,6 +31,8 @@ COMMANDS = (
     _with("length 0", fit("--length", "0"), "length"),
     _with("length 1", fit("--length", "1"), "length"),
     _with("length beyond n_ctx", fit("--length", "4096"), "length|positions|tokens"),
+    _with("a shard of none", fit("--shard", "0/2"), "shard"),
+    _with("a shard beyond the last", fit("--shard", "3/2"), "shard"),
     _with("a batch of none", fit("--batch-size", "0"), "batch"),
     _with("a seed below zero", fit("--seed", "-1"), "seed"),
     _with("a seed of 65 bits", fit("--seed", str(2**64)), "seed"),
@@ -73,15 +75,17 @@ COMMANDS = (
     ),
     _with("a seed of a report below zero", ("report", "--seed", "-1"), "seed"),
     _with("a corpus of a report that is not there", ("report", "--corpus", "no.txt"), "no.txt"),
-    _with("a target of many tokens", trace("--target", "x y z"), "token"),
-    _with("a target of none", trace("--target", ""), "token"),
-    _with("no target", ("trace", "x = 1"), "target"),
-    _with("no prompt", ("trace", "--target", "x"), "PROMPT|prompt"),
+    _with("an answer of many tokens", trace("--answer", "x y z"), "token"),
+    _with("an answer of none", trace("--answer", ""), "token"),
+    _with("no answer", ("trace", "x = 1"), "answer"),
+    _with("no prompt", ("trace", "--answer", "x"), "PROMPT|prompt|WORDS"),
     _with("a position beyond the prompt", trace("--position", "99"), "position"),
     _with("nothing kept", trace("--keep", "0"), "keep"),
     _with("MLPs of no kind", trace("--mlp", "relu"), "mlp"),
     _with("a basis that is not there", trace("--basis", "no.safetensors"), "basis|no.safetensors"),
     _with("a trace into a file", trace("--out", "a.txt"), "out"),
+    _with("a trace into a folder that is not empty", trace("--out", "."), "--force"),
+    _with("sections of no name", ("report", "--sections", "heads,bodies"), "sections"),
     _with("a model that is not there", ("check", "gpt-99"), "gpt-99|name"),
     _with("a folder without a model", ("check", "."), "config.json"),
     Command(name="a pickled model", words=("check", "."), what="safetensors", files=PICKLED),
