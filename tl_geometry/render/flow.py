@@ -193,13 +193,9 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
         for kind, colour in colours.items():
             rows = table[(table["skipped"] == length) & (table["map_type"] == kind)]
             rows = rows.sort_values("from_layer")
-            null = kind == "mean"
+            null, name = kind == "mean", draw.drawable(str(kind))
             look = {"ms": 3, "lw": 2 if kind == "flow" else 1, "ls": "--" if null else "-"}
-            look |= {
-                "color": draw.NULL if null else colour,
-                "marker": "o",
-                "label": draw.drawable(str(kind)),
-            }
+            look |= {"color": draw.NULL if null else colour, "marker": "o", "label": name}
             axis.plot(rows["from_layer"], rows["loss_increase"], **look)
         axis.set_title(f"{length} block{'s' if length > 1 else ''} skipped")
         axis.set_xlabel("first block skipped")

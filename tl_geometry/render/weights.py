@@ -67,10 +67,8 @@ def weight_blocks(
         edge = table["k"].iloc[row] - 0.5
         axis.plot([-0.5, edge, edge], [edge, edge, -0.5], "k--", lw=0.5)
         axis.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), xticks=[], yticks=[])
-        name, lift = head_name(geometry.heads[row]), table["lift"].iloc[row]
-        axis.set_title(f"{name}: {lift:.3g} x chance", fontsize=8)
-        axis.set_xlabel(f"{across} direction", fontsize=8)
-        axis.set_ylabel(f"{down} direction", fontsize=8)
+        axis.set_title(f"{head_name(geometry.heads[row])}: {table['lift'].iloc[row]:.3g} x chance")
+        axis.set(xlabel=f"{across} direction", ylabel=f"{down} direction")
     verb = "read" if geometry.matrix == "QK" else "write"
     return draw.view(
         figure,
