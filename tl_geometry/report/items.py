@@ -35,7 +35,7 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
-TOKENS = 24
+TOKENS = 16
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
 """Largest tokens that are listed for each state."""
@@ -273,20 +273,20 @@ def _ensembles(a: Analysis) -> Any:
 
 
 def _truncation(a: Analysis) -> Any:
-    fitted, tried = a.halves
+    fitted, tried = a.fitted_and_tried
     return flow.truncation_kl(a.model, tried.tokens[:, :-1], fitted, progress=False)
 
 
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.halves[1])
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.fitted_and_tried[1])
     few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
     return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
-    fitted, tried = a.halves
+    fitted, tried = a.fitted_and_tried
     maps = ("ridge", "identity", "mean")
     return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
