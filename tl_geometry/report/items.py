@@ -104,7 +104,8 @@ def _named(a: Analysis, result: Any) -> pd.DataFrame:
     """A table of heads with their names first."""
     frame = frame_of(a, result)
     names = [head_name(pair) for pair in zip(frame["layer"], frame["head"], strict=True)]
-    return frame.assign(name=names)[["name", *frame]]
+    frame.insert(0, "name", names)
+    return frame
 
 
 # ---- heads
@@ -130,7 +131,7 @@ def _price_of_heads(a: Analysis) -> float:
     return len(a.fitted) + 6 * a.held_out
 
 
-def _why(head: pd.Series) -> str:
+def _why(head: Mapping[str, Any]) -> str:
     """What drives a head and where it looks, from its row of the sweep."""
     group, share = head["dominant_group"], Shown(head["group_share"])
     if group in GROUPS:
@@ -171,8 +172,8 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     columns = {"others": others.mean(1), **gap.columns("excess")}
     beside = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
     frame = effects.df.merge(beside.assign(edit=effects.edits), on="edit")
-    heads = a.table("heads").set_index("name")
-    why = [_why(heads.loc[name]) for name in frame["edit"]]
+    heads = {row["name"]: row for row in a.table("heads").to_dict("records")}
+    why = [_why(heads[name]) for name in frame["edit"]]
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
 
 
