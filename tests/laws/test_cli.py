@@ -87,9 +87,10 @@ import tl_geometry
 tl_geometry.Provenance
 print("torch" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    root = Path(tlg.__file__).parents[1]
+    code = f"import sys; sys.path.insert(0, {str(root)!r})\n{code}"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("True")  # the detector detects
     assert done.stderr.count("tl-geometry: ") == len(wrong) - 2
