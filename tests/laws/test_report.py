@@ -277,7 +277,7 @@ def test_what_a_question_asks_for_decides() -> None:
     assert answered(table).said == "0.5 of 0."
     below = Ask(**{**vars(ASK), "side": -1})
     assert answered(table, below).said == "0.1 of 1."
-    assert answered(table[:1], below).said == "No evidence."
+    assert answered(table.head(1), below).said == "No evidence."
     # a wide null, too few samples, no interval, a large p and no evidence each take it away
     assert not answered(table.assign(n_sd=0.2)).clear
     assert answered(table.assign(n_sd=0.001)).clear

@@ -26,20 +26,20 @@ from tl_geometry.scores.sweep import sweep_heads
 
 LENGTH = 128
 """Tokens of a window where the user gives no length: a longer one costs more and shows the same."""
-FITTED, FEWEST = 192, 64
+FITTED, FEWEST = 128, 64
 """Windows of the basis where the user gives no number: most, and for a large model or ``quick``."""
 SWEPT = 32
 """Windows of the sweep, which the basis has not seen: as many as its intervals need."""
-GROUPED = 128
+GROUPED = 256
 """Fewest windows of which documents are kept apart: of fewer, groups of whole documents would be
 too small for intervals."""
 LARGE = 30_000_000
 """Weights in the blocks above which windows are fewer: so SmolLM2-135M takes minutes."""
 KEPT = 32
 """Windows whose states are kept whole, for the null without a context."""
-COMPARED = 64
+COMPARED = 48
 """Most windows of nulls that have a basis of their own: spliced text, untrained weights."""
-PROMPTS, SHORT = 12, 64
+PROMPTS, SHORT = 12, 48
 """Prompts on which heads are removed, and most of their tokens. Intervals need 10 prompts."""
 TESTED = 16
 """Most heads that are removed one by one: each costs a pass over the prompts."""
@@ -52,7 +52,7 @@ SMALL: Mapping[str, Any] = {"second_moments": False, "progress": False}
 def sizes(view: ModelView, *, quick: bool = False) -> tuple[int, int]:
     """How many windows a report takes, and their length, where the user does not say."""
     weights = 12 * view.n_layers * view.d_model**2  # a block of width d has about 12 d^2
-    fitted = FEWEST if quick else FITTED // 2 if weights > LARGE else FITTED
+    fitted = FEWEST if quick else FITTED * 3 // 4 if weights > LARGE else FITTED
     return fitted + SWEPT, min(LENGTH, view.n_ctx)
 
 
@@ -155,11 +155,11 @@ class Analysis:
         return self.follow(self.model, self.pilots)
 
     @property
-    def halves(self) -> tuple[flow.Trajectories, TokenWindows]:
-        """The trajectories that maps and directions are fitted on, and as many pilots again, of
-        which every second one is tried."""
-        half = len(self.paths) // 2
-        return self.paths.pick(torch.arange(half)), self.pilots[half::2]
+    def fitted_and_tried(self) -> tuple[flow.Trajectories, TokenWindows]:
+        """The trajectories that maps and directions are fitted on, two thirds of them, and every
+        second one of the other pilots."""
+        fitted = 2 * len(self.paths) // 3
+        return self.paths.pick(torch.arange(fitted)), self.pilots[fitted::2]
 
     def table(self, key: str) -> pd.DataFrame:
         """The table of an earlier item."""

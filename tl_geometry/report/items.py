@@ -35,7 +35,7 @@ LOOKS = {
 }
 """Types of heads that are searched for, and where heads of any type look on repeated random
 tokens."""
-TOKENS = 24
+TOKENS = 16
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
 LISTED = 3
 """Largest tokens that are listed for each state."""
@@ -104,7 +104,8 @@ def _named(a: Analysis, result: Any) -> pd.DataFrame:
     """A table of heads with their names first."""
     frame = frame_of(a, result)
     names = [head_name(pair) for pair in zip(frame["layer"], frame["head"], strict=True)]
-    return frame.assign(name=names)[["name", *frame]]
+    frame.insert(0, "name", names)
+    return frame
 
 
 # ---- heads
@@ -130,7 +131,7 @@ def _price_of_heads(a: Analysis) -> float:
     return len(a.fitted) + 6 * a.held_out
 
 
-def _why(head: pd.Series) -> str:
+def _why(head: Mapping[str, Any]) -> str:
     """What drives a head and where it looks, from its row of the sweep."""
     group, share = head["dominant_group"], Shown(head["group_share"])
     if group in GROUPS:
@@ -171,8 +172,8 @@ def _removed(a: Analysis, effects: Any) -> pd.DataFrame:
     columns = {"others": others.mean(1), **gap.columns("excess")}
     beside = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
     frame = effects.df.merge(beside.assign(edit=effects.edits), on="edit")
-    heads = a.table("heads").set_index("name")
-    why = [_why(heads.loc[name]) for name in frame["edit"]]
+    heads = {row["name"]: row for row in a.table("heads").to_dict("records")}
+    why = [_why(heads[name]) for name in frame["edit"]]
     return frame.assign(samples=len(a.prompts), of=len(heads), why=why)
 
 
@@ -273,20 +274,20 @@ def _ensembles(a: Analysis) -> Any:
 
 
 def _truncation(a: Analysis) -> Any:
-    fitted, tried = a.halves
+    fitted, tried = a.fitted_and_tried
     return flow.truncation_kl(a.model, tried.tokens[:, :-1], fitted, progress=False)
 
 
 def _truncated(a: Analysis, curve: Any) -> pd.DataFrame:
     """The curve, and which rows keep at most half of the directions: nearly all suffice in any
     case."""
-    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.halves[1])
+    frame, most, samples = curve.to_dataframe(), a.view.d_model, len(a.fitted_and_tried[1])
     few = ((2 * frame["K"] <= most) & frame["claimed"].astype(bool)).astype(float)
     return frame.assign(few=few, allowed=0.1 * frame["baseline_mean"], samples=samples, of=most)
 
 
 def _skips(a: Analysis) -> Any:
-    fitted, tried = a.halves
+    fitted, tried = a.fitted_and_tried
     maps = ("ridge", "identity", "mean")
     return flow.skip_costs(a.model, tried, fitted, map_types=maps, progress=False)
 
