@@ -215,8 +215,8 @@ def test_noise_laws_recover_their_parameters(law: str, alpha: float, rate: float
     assert found.rate == pytest.approx(rate, abs=1e-5)
     assert found.alpha == pytest.approx(alpha, rel=1e-4)
     assert found.r2 == pytest.approx(1)
-    grows = alpha * rate > 0
-    flows = (alpha, rate) if grows else (-alpha, rate) if law == "increment" else (0.0, 0.0)
+    falls = (-alpha, rate) if law == "increment" else (0.0, 0.0)
+    flows = (alpha, rate) if rate > 0 else falls
     assert found.flow == pytest.approx(flows, rel=1e-4)
 
 
