@@ -215,8 +215,8 @@ def test_noise_laws_recover_their_parameters(law: str, alpha: float, rate: float
     assert found.rate == pytest.approx(rate, abs=1e-5)
     assert found.alpha == pytest.approx(alpha, rel=1e-4)
     assert found.r2 == pytest.approx(1)
-    grows = alpha * rate > 0
-    flows = (alpha, rate) if grows else (-alpha, rate) if law == "increment" else (0.0, 0.0)
+    falls = (-alpha, rate) if law == "increment" else (0.0, 0.0)
+    flows = (alpha, rate) if rate > 0 else falls
     assert found.flow == pytest.approx(flows, rel=1e-4)
 
 
@@ -329,17 +329,13 @@ def test_samples_have_the_moments_and_seeds_decide() -> None:
             fitted.simulate(x, wrong)
 
 
-def test_a_fitted_law_is_the_noise_of_a_flow_and_few_chunks_live_in_their_span(
-    tmp_path: Any,
-) -> None:
+def test_a_fitted_law_is_the_noise_of_a_flow_and_few_chunks_live_in_their_span() -> None:
     few = paths().pick(torch.arange(20))
     fitted = flow.LangevinModel.fit(few, noise=flow.fit_noise_law(few.residuals()))
     assert fitted.times.tolist() == [0, 1, 2, 3, 4]
     moved = fitted.simulate(few.X[:, 0].double(), [4.0])[0, :, 0]
     span = few.aligned_bases().U[-1]
     assert torch.allclose(moved @ span @ span.mT, moved, atol=1e-6)
-    again = flow.LangevinModel.load(fitted.save(tmp_path / "flow.safetensors"))
-    assert torch.equal(again.U, fitted.U)
 
 
 # ---- ensembles
@@ -413,7 +409,7 @@ def test_bundles_by_brute_force_and_outliers() -> None:
 # ---- the report
 
 
-def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other(tmp_path: Any) -> None:
+def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other() -> None:
     report = flow.flow_report(paths(), map_types="linear")
     train, test = paths().split()
     assert {*report.column("train"), *report.column("test")} == {len(train), len(test)}
@@ -432,8 +428,6 @@ def test_held_out_numbers_are_those_of_the_map_of_one_part_on_the_other(tmp_path
     assert report.column("r2_in") == pytest.approx(in_sample.column("r2"))
     assert {"error_ridge", "error_identity"} < set(report.names), "always beside"
     assert "sphericity_p" not in report.names
-    again = Table.load(report.save(tmp_path / "report.safetensors"))
-    assert again.df.equals(report.df)
     assert flow.fit_noise_law(report) == flow.fit_noise_law(in_sample)
     few = flow.flow_report(paths().pick(torch.arange(24)))
     assert any("fewer than the" in flag for flag in few.provenance.flags)

@@ -29,9 +29,9 @@ from tl_geometry.models.reader import as_view
 MAP_TYPES = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
 """Maps that replace blocks: the published flow, the flow with the best signs, and baselines of
 :class:`tl_geometry.flow.maps.MapsFrom`."""
-SKIPS, STARTS = (1, 2, 4), 12
+SKIPS, STARTS = (1, 2, 4), 6
 """Numbers of consecutive blocks that are skipped unless pairs are given, and from how many evenly
-spaced starts each: 31 pairs of states in a model of 30 blocks."""
+spaced starts each: 18 pairs of states in a model of 30 blocks."""
 VARIANTS = 256
 """Maps that are run in one pass: bounds the memory of their outputs (0.1 GiB for 50,000 tokens)."""
 NEAR_CHANCE = 0.75
@@ -74,7 +74,7 @@ def skip_costs(
         ensemble: trajectories of the last token read, with the states of ``pairs``:
             ``trajectories(model, others[:, :-1], states=range(n_layers + 1))``.
         pairs: ``(a, b)`` with a < b; ``"all"`` for all n_layers (n_layers + 1) / 2; by default
-            skips of 1, 2 and 4 blocks, of each at most 12 with evenly spaced starts.
+            skips of 1, 2 and 4 blocks, of each at most 6 with evenly spaced starts.
         align: order and signs of the flow's directions, see
             :func:`tl_geometry.flow.fit_aligned_bases`.
         batch_size: chunks whose keys and values are held at a time, by default 16.
