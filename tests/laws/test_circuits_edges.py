@@ -144,15 +144,18 @@ def test_pairs_of_any_lengths_and_batches_give_the_same_means(method: str) -> No
 
 
 def test_the_likeliest_tokens_are_compared_by_default() -> None:
-    model = tiny("bridge", "gpt2")
+    model, rows, others = tiny("bridge", "gpt2"), tokens(8, 6, seed=1), tokens(8, 6, seed=2)
     with torch.no_grad():
-        likeliest = [model(rows)[:, -1].argmax(-1).tolist() for rows in (PROMPTS, OTHERS)]
-    assert all(a != b for a, b in zip(*likeliest))
-    given = tlg.edge_scores(
-        model, PROMPTS, counterfactual=OTHERS, answer=list(zip(*likeliest)), method="gradient"
-    )
-    found = tlg.edge_scores(model, PROMPTS, counterfactual=OTHERS, method="gradient")
-    assert torch.equal(found.scores, given.scores)
+        after = [model(ids)[:, -1].argmax(-1) for ids in (rows, others)]
+    differ = after[0] != after[1]
+    assert differ.any()
+    rows, others = rows[differ], others[differ]
+    pairs = torch.stack(after, 1)[differ].tolist()
+    options: dict[str, Any] = {"counterfactual": others, "method": "gradient"}
+    given = tlg.edge_scores(model, rows, answer=pairs, **options)
+    assert torch.equal(tlg.edge_scores(model, rows, **options).scores, given.scores)
+    with pytest.raises(tlg.GeometryError, match="two different tokens"):
+        tlg.edge_scores(model, rows, counterfactual=rows)
 
 
 # ---- pruned runs

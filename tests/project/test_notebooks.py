@@ -41,7 +41,8 @@ REDUCED = {
         "names = 8": "names = 2",
         "attributions=True, ": "attributions=True, heads=list(heads.index[:12]), ",
         "curve = tlg.faithfulness(model, prompts.tokens, scores, ": (
-            "curve = tlg.faithfulness(model, prompts.tokens, scores, fractions=(0.01, 0.1), draws=1, "
+            "curve = tlg.faithfulness("
+            "model, prompts.tokens, scores, fractions=(0.01, 0.1), draws=1, "
         ),
         "plain, **pair, draws=1": "plain, **pair, draws=1, fractions=(0.01, 0.1)",
         "draws=8": "draws=1",

@@ -42,8 +42,10 @@ SMALL = 1e-6
 NODES = (8, 16, 32, 64, 128, 256, 512, 1024)
 """Gauss-Legendre nodes that are tried for a row. Most rows close with 8 or 16; one whose scores
 move by hundreds crosses from one key to another within 1% of the line, which takes hundreds."""
-OPEN = 64
-"""A row is closed within so many roundings of its difference of scores."""
+CLOSED = 64 * 2**-52
+"""A row of float64 numbers is closed within this share of its difference of scores, a row of others
+within their own rounding: along the line everything is float64, or the error of thousands of rows
+would add up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +188,7 @@ class Frozen(Live):
     def again(self, last: int) -> Frozen:
         """The maps of the ``last`` norms and activations once more, in their order."""
         other = Frozen(follow=self.follow)
-        other._queue = self._kept[-last:]
+        other._queue = self._kept[len(self._kept) - last :]
         return other
 
     def _keep(self, make: Callable[[], Any]) -> Any:
@@ -279,6 +281,12 @@ def mean_of(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
     return torch.cat([middle, middle])
 
 
+def difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "half ..."]:
+    """The first half of a batch less the second."""
+    first, second = x.chunk(2)
+    return first - second
+
+
 def secant(
     f: Callable[[Tensor], Tensor], x: Float[Tensor, "batch ..."]
 ) -> Float[Tensor, "batch ..."]:
@@ -315,38 +323,49 @@ def along_rows(end: Tensor, gap: Tensor, g: Tensor, nodes: int) -> Tensor:
 
 class _LineOfRows(torch.autograd.Function):
     """Softmax of rows; back through the mean of J on the line between both halves. J is symmetric,
-    so that the map is its own transpose. A row that does not close gets twice the nodes."""
+    so that the map is its own transpose. A row that does not close gets twice the nodes. What the
+    most nodes miss, e = D p - J D s, is added along the line, ``J + e D s^T / |D s|^2`` (Broyden
+    1965), so that every row closes."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         pattern = rows.softmax(-1)
-        ends = rows.flatten(0, -2).chunk(2)
+        ends = rows.double().flatten(0, -2).chunk(2)
         gap = ends[0] - ends[1]
-        first, second = pattern.flatten(0, -2).chunk(2)
+        first, second = (end.softmax(-1) for end in ends)
         change, reach = first - second, 1 + gap.abs().amax(-1)
+        within = max(CLOSED, torch.finfo(rows.dtype).eps)
         left = torch.arange(len(gap), device=gap.device)
         ctx.levels = []
         for nodes in NODES:
             closed = along_rows(ends[1][left], gap[left], gap[left], nodes)
             error = (closed - change[left]).abs().amax(-1)
-            done = error <= OPEN * torch.finfo(rows.dtype).eps * reach[left]
+            done = error <= within * reach[left]
             done = torch.ones_like(done) if nodes == NODES[-1] else done
             ctx.levels.append((nodes, left[done]))
+            missed = torch.zeros_like(gap)
+            missed[left] = change[left] - closed
             left = left[~done]
             if not len(left):
                 break
-        ctx.save_for_backward(ends[1], gap)
+        # of rows that closed it is rounding
+        ctx.save_for_backward(ends[1], gap, missed if nodes == NODES[-1] else None)
         return pattern
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        end, gap = ctx.saved_tensors
-        g = grads[0].flatten(0, -2).chunk(2)[0]
+        end, gap, missed = ctx.saved_tensors
+        g = grads[0].double().flatten(0, -2).chunk(2)[0]
         back = torch.zeros_like(gap)
         for nodes, rows in ctx.levels:
             if len(rows):
                 back[rows] = along_rows(end[rows], gap[rows], g[rows], nodes)
-        return torch.cat([back, -back]).view_as(grads[0])
+        if missed is not None:
+            share = (missed * g).sum(-1, keepdim=True) / gap.square().sum(-1, keepdim=True).clamp(
+                min=1e-300
+            )
+            back += gap * share
+        return torch.cat([back, -back]).view_as(grads[0]).to(grads[0])
 
 
 class _LineOfModule(torch.autograd.Function):

@@ -35,11 +35,6 @@ class LayerReaders(NamedTuple):
     value: slice
     mlp: slice
 
-    @property
-    def attention(self) -> slice:
-        """All readers of the heads."""
-        return slice(self.query.start, self.value.stop)
-
 
 @dataclass(frozen=True)
 class EdgeLayout:
@@ -100,45 +95,40 @@ class EdgeLayout:
     @property
     def head_writers(self) -> Int[Tensor, " head"]:
         """Numbers of the heads among the writers, layer by layer."""
-        firsts = torch.tensor([before for _, before, _, _ in self._layers()])
-        return (firsts.unsqueeze(1) + torch.arange(self.n_heads)).flatten()
+        return torch.tensor([i for i, name in enumerate(self.writers) if name[0] == "L"])
+
+    def _rows(self) -> list[tuple[str, int]]:
+        """Each reader's name, and how many writers it sees: the first so many."""
+        rows: list[tuple[str, int]] = []
+        for layer, before, size, mlp in self._layers():
+            rows += [(f"L{layer}H{head}<q>", before) for head in range(self.n_heads)]
+            firsts = range(0, self.n_heads, size)
+            groups = [f"{h}" if size == 1 else f"{h}-{h + size - 1}" for h in firsts]
+            rows += [(f"L{layer}H{group}<{side}>", before) for side in "kv" for group in groups]
+            seen = before + (self.n_heads if mlp == SEQUENTIAL else 0)
+            rows += [(f"mlp{layer}", seen)] if mlp != NO_MLP else []
+        return [*rows, (OUTPUT, len(self.writers))]
 
     @property
     def readers(self) -> tuple[str, ...]:
         """Names of the readers: ``"L5H1<q>"``, ``"L5H0-2<k>"`` (heads 0 to 2 share a key),
         ``"mlp5"``, ``"output"``."""
-        names: list[str] = []
-        for layer, _, size, mlp in self._layers():
-            names += [f"L{layer}H{head}<q>" for head in range(self.n_heads)]
-            for which in "kv":
-                firsts = range(0, self.n_heads, size)
-                groups = [f"{h}" if size == 1 else f"{h}-{h + size - 1}" for h in firsts]
-                names += [f"L{layer}H{group}<{which}>" for group in groups]
-            names += [f"mlp{layer}"] if mlp != NO_MLP else []
-        return (*names, OUTPUT)
+        return tuple(name for name, _ in self._rows())
 
     @property
     def seen(self) -> tuple[int, ...]:
         """How many writers each reader sees: the first so many."""
-        counts: list[int] = []
-        for layer, before, _, mlp in self._layers():
-            counts += [before] * (self.n_heads + 2 * self.n_key_heads[layer])
-            seen_by_mlp = before + (self.n_heads if mlp == SEQUENTIAL else 0)
-            counts += [seen_by_mlp] if mlp != NO_MLP else []
-        return (*counts, len(self.writers))
+        return tuple(seen for _, seen in self._rows())
 
     def layer_readers(self) -> Iterator[LayerReaders]:
         """The readers of each block."""
         at = 0
         for layer, _, _, mlp in self._layers():
-            keys = at + self.n_heads
-            values = keys + self.n_key_heads[layer]
-            mlps = values + self.n_key_heads[layer]
-            end = mlps + (mlp != NO_MLP)
-            yield LayerReaders(
-                slice(at, keys), slice(keys, values), slice(values, mlps), slice(mlps, end)
-            )
-            at = end
+            groups, slices = self.n_key_heads[layer], []
+            for size in (self.n_heads, groups, groups, int(mlp != NO_MLP)):
+                slices.append(slice(at, at + size))
+                at += size
+            yield LayerReaders(*slices)
 
     @property
     def allowed(self) -> Bool[Tensor, "row writer"]:

@@ -32,7 +32,7 @@ from tl_geometry.base.errors import ReconstructionError, choice, fail, require
 from tl_geometry.base.intervals import FEWEST, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
-from tl_geometry.circuits.arithmetic import Between, Live, gauss_legendre
+from tl_geometry.circuits.arithmetic import Between, Live, difference, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
@@ -42,7 +42,7 @@ from tl_geometry.circuits.prompt_pairs import (
     places,
     provenance_of_pairs,
 )
-from tl_geometry.circuits.runner import BlockRun, Runner, Stream
+from tl_geometry.circuits.runner import BlockRun, Runner, States, Stream
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -84,29 +84,27 @@ class EdgeScores(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """The largest absolute score first."""
-        order = _by_size(self.scores)
         writers, readers = self.layout.writers, self.layout.readers
-        sources, targets = (end[order].tolist() for end in self.layout.ends())
-        columns = (x[order].tolist() for x in self._bounds(self.scores, self.errors))
-        named = ([writers[i] for i in sources], [readers[i] for i in targets])
-        return list(zip(*named, *columns, strict=True))
+        ends = zip(*(end.tolist() for end in self.layout.ends()), strict=True)
+        labels = [(writers[source], readers[target]) for source, target in ends]
+        return self._sorted(labels, self.scores, self.errors)
 
     def nodes(self) -> Table:
         """Embedding, heads and MLPs as a whole: ``writer``, ``score``, ``low``, ``high`` (95% over
         prompts), the largest absolute score first."""
-        import pandas as pd
+        labels = [(writer,) for writer in self.layout.writers]
+        cells: Any = tuple(self._sorted(labels, self.node_scores, self.node_errors))
+        names = ("writer", "score", "low", "high")
+        return Table(names=names, cells=cells, provenance=self.provenance)
 
-        order = _by_size(self.node_scores)
-        columns = [x[order].tolist() for x in self._bounds(self.node_scores, self.node_errors)]
-        frame = pd.DataFrame({"writer": [self.layout.writers[i] for i in order.tolist()]})
-        frame["score"], frame["low"], frame["high"] = columns
-        return Table.of(frame, self.provenance)
-
-    def _bounds(self, values: Tensor, errors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means with Student's 95% interval over prompts."""
+    def _sorted(
+        self, labels: Sequence[tuple[str, ...]], values: Tensor, errors: Tensor
+    ) -> list[tuple[str | float, ...]]:
+        """Labels, scores and Student's 95% intervals over prompts, the largest score first."""
         # one degree of freedom at least, where the quantile exists: below 10 prompts errors are NaN
         reach = errors * float(t_quantile(torch.tensor(max(1.0, self.prompts - 1.0))))
-        return values, values - reach, values + reach
+        numbers = torch.stack([values, values - reach, values + reach], 1).tolist()
+        return [(*labels[i], *numbers[i]) for i in _by_size(values).tolist()]
 
     def kept(self, fraction: float) -> Bool[Tensor, " edge"]:
         """The edges of largest absolute score, ``fraction`` of all."""
@@ -182,9 +180,9 @@ def edge_scores(
     allowed, moments = layout.allowed, torch.zeros(2, 0, dtype=torch.float64)
     for runner, batch in batches(view, layout, pairs, batch_size):
         if method == "contrast":
-            scores, *metrics = _contrast(runner, layout, batch, metric)
+            scores, metrics = _contrast(runner, layout, batch, metric)
         else:
-            scores, *metrics = _gradients(runner, layout, batch, metric, midpoints)
+            scores, metrics = _gradients(runner, layout, batch, metric, midpoints)
         scores = scores.double().cpu()
         columns = [scores[:, allowed], scores.sum(1), torch.stack(metrics, 1).double().cpu()]
         rows = torch.cat(columns, 1)
@@ -213,34 +211,33 @@ def edge_scores(
 
 # ---- scores of one batch
 
-Batch = tuple[Float[Tensor, "batch reader writer"], Tensor, Tensor]
+Batch = tuple[Float[Tensor, "pair reader writer"], list[Float[Tensor, " pair"]]]
 """Scores of each pair, and the metric of both runs."""
 
 
-class Writes:
-    """What all writers wrote in a pass, ``[batch writer position d_model]``; or how much less than
-    in another pass."""
+@torch.no_grad()
+def both_runs(
+    runner: Runner,
+    batch: Prompts,
+    metric: UserMetric | None,
+    arithmetic: Callable[[], Live],
+    pick: Callable[[Tensor], Tensor],
+) -> tuple[States, Float[Tensor, "pair writer position d_model"], list[Float[Tensor, " pair"]]]:
+    """One pass over pairs, prompts first and then counterfactuals; what every writer wrote, as
+    ``pick`` takes it from both halves of the batch; and the metric of both."""
+    assert batch.counterfactuals is not None
+    writes = [torch.empty(0)]
 
-    def __init__(self, layout: EdgeLayout, like: Stream) -> None:
-        batch, length, width = like.shape
-        self.tensor = like.new_zeros(batch, len(layout.writers), length, width)
-        self.at = 0
+    def on_block(run: BlockRun) -> None:
+        writes.append(pick(run.heads.transpose(0, 1)))
+        if run.mlp is not None:
+            writes.append(pick(run.mlp).unsqueeze(1))
 
-    def add(self, writes: Float[Tensor, "writer batch position d_model"], sign: int = 1) -> None:
-        """Add what the next writers wrote."""
-        into = self.tensor[:, self.at : self.at + len(writes)]
-        into.add_(writes.detach().transpose(0, 1), alpha=sign)
-        self.at += len(writes)
-
-    def of_block(self, sign: int) -> Callable[[BlockRun], None]:
-        """Adds what a block wrote."""
-
-        def on_block(run: BlockRun) -> None:
-            self.add(run.heads, sign)
-            if run.mlp is not None:
-                self.add(run.mlp.unsqueeze(0), sign)
-
-        return on_block
+    tokens, positions = torch.cat([batch.tokens, batch.counterfactuals]), places(metric)
+    states = runner.verified(tokens, arithmetic, positions=positions, on_block=on_block)
+    writes[0] = pick(states.streams[0]).unsqueeze(1)
+    values = [measured(batch, metric, logits) for logits in states.logits.chunk(2)]
+    return states, torch.cat(writes, 1), values
 
 
 @torch.no_grad()
@@ -252,34 +249,22 @@ def _gradients(
     midpoints: Sequence[float],
 ) -> Batch:
     """Scores by gradients at some runs between both prompts."""
-    change: Writes | None = None
-    runs, values = [], []
-    for tokens, sign in ((batch.tokens, 1), (batch.counterfactuals, -1)):
-        assert tokens is not None
-        if change is None:
-            like = runner.blocks[0].layer.h
-            change = Writes(layout, like.new_empty(*tokens.shape, like.shape[-1]))
-        change.at = 1
-        on_block = change.of_block(sign)
-        runs.append(runner.verified(tokens, positions=places(metric), on_block=on_block))
-        values.append(measured(batch, metric, runs[-1].logits))
-    assert change is not None
-    clean, other = (run.streams[0] for run in runs)
-    change.tensor[:, 0] = clean - other
-    total: Tensor | float = 0.0
+    states, change, values = both_runs(runner, batch, metric, Live, difference)
+    clean = tuple(stream[: len(batch)] for stream in states.streams)
+    total = change.new_zeros(len(batch), len(layout.readers), len(layout.writers))
     for a in midpoints:
-        states = runs[0] if a == 1.0 else runner.run(other + a * (clean - other))
+        # the clean first state, moved towards the counterfactual's
+        streams = clean if a == 1.0 else runner.run(clean[0] - (1 - a) * change[:, 0]).streams
         with torch.enable_grad():
-            last = states.streams[-1].detach().requires_grad_()
+            last = streams[-1].detach().requires_grad_()
             of = measured(batch, metric, runner.logits(last[:, places(metric)], Live()))
             live, got = of.requires_grad, "one without a gradient"
             expected, instead = "a differentiable function", "a function of the logits in torch"
             require(live, "metric", expected=expected, got=got, instead=instead)
             adjoint = torch.autograd.grad(of.sum(), last)[0]
-        scores = _contracted(runner, layout, states.streams, adjoint, Live, change.tensor)[0]
-        total = total + scores / len(midpoints)
-    assert isinstance(total, Tensor)
-    return total, values[0], values[1]
+        scores, _ = _contracted(runner, layout, streams, adjoint, Live, change)
+        total += scores / len(midpoints)
+    return total, values
 
 
 @torch.no_grad()
@@ -287,22 +272,8 @@ def _contrast(
     runner: Runner, layout: EdgeLayout, batch: Prompts, metric: UserMetric | None
 ) -> Batch:
     """Scores by the linear network between both runs."""
-    assert batch.counterfactuals is not None
-    tokens, count = torch.cat([batch.tokens, batch.counterfactuals]), len(batch)
-    like = runner.blocks[0].layer.h
-    change = Writes(layout, like.new_empty(*batch.tokens.shape, like.shape[-1]))
-    change.at = 1
-
-    def on_block(run: BlockRun) -> None:
-        change.add(run.heads[:, :count] - run.heads[:, count:])
-        if run.mlp is not None:
-            change.add((run.mlp[:count] - run.mlp[count:]).unsqueeze(0))
-
-    positions = places(metric)
-    states = runner.verified(tokens, Between, positions=positions, on_block=on_block)
-    change.tensor[:, 0] = states.streams[0][:count] - states.streams[0][count:]
+    states, change, values = both_runs(runner, batch, metric, Between, difference)
     clean, other = states.logits.chunk(2)
-    values = [measured(batch, metric, logits) for logits in (clean, other)]
     g = torch.zeros_like(clean)
     for t, weight in gauss_legendre(METRIC_NODES) if metric is not None else ((0.5, 1.0),):
         with torch.enable_grad():
@@ -311,12 +282,14 @@ def _contrast(
             g = g + weight * torch.autograd.grad(of, between)[0]
     with torch.enable_grad():
         last = states.streams[-1].detach().requires_grad_()
-        logits = runner.logits(last[:, positions], Between())
+        logits = runner.logits(last[:, places(metric)], Between())
         adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
-    walked = _contracted(runner, layout, states.streams, adjoint, Between, change.tensor)
-    scores, first = walked
-    total = (change.tensor[:, 0].double() * first[:count].double()).sum((1, 2))
-    size = float(scores.abs().sum(1).amax(1).sum()) + float(values[0].abs().max())
+    scores, first = _contracted(runner, layout, states.streams, adjoint, Between, change)
+    total = (change[:, 0].double() * first[: len(batch)].double()).sum((1, 2))
+    # each run's logits round by their own size, which is that of the normed state times W_U
+    normed = runner.head.norm.apply(states.streams[-1][:, places(metric)])
+    size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
+    size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
     error = float((total - (values[0] - values[1]).double()).abs().max())
     require(
@@ -327,7 +300,7 @@ def _contrast(
         instead='method="gradient"',
         error=ReconstructionError,
     )
-    return scores, values[0], values[1]
+    return scores, values
 
 
 def _contracted(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from einops import einsum
@@ -30,7 +30,7 @@ from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.circuits.edge_scores import EdgeScores, Writes, largest
+from tl_geometry.circuits.edge_scores import EdgeScores, both_runs, largest
 from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
     batches,
@@ -39,7 +39,7 @@ from tl_geometry.circuits.prompt_pairs import (
     places,
     provenance_of_pairs,
 )
-from tl_geometry.circuits.runner import Reads, Runner, Stream
+from tl_geometry.circuits.runner import Reads, Runner, Shared, Stream
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
@@ -121,16 +121,17 @@ class Faithfulness(Result):
 
     def _of_set(self, complements: Tensor | None) -> Tensor:
         if complements is None:
-            got, instead = "a curve of rankings", "faithfulness(model, heads_or_edges, ...)"
-            fail("completeness", expected="a chosen set", got=got, instead=instead)
+            self._refuse("completeness", "a chosen set", "a curve of rankings")
         return complements
+
+    def _refuse(self, what: str, expected: str, got: str) -> NoReturn:
+        fail(what, expected=expected, got=got, instead=".f and .cpr, or .f and .completeness")
 
     def _weights(self) -> tuple[Float[Tensor, " level"], float]:
         """The weight of each level in an area by trapezoids over shares from 0 to 1, and what the
         end adds, where everything is kept and f is 1."""
         if self.complements is not None:
-            got, instead = "a chosen set", ".f and .completeness"
-            fail("CPR and CMD", expected="a curve of rankings", got=got, instead=instead)
+            self._refuse("CPR and CMD", "a curve of rankings", "a chosen set")
         order = self.fractions.argsort()
         at = torch.cat([torch.zeros(1), self.fractions[order], torch.ones(1)]).double()
         weights = torch.empty_like(self.fractions)
@@ -307,7 +308,7 @@ def _random_sets(
     return ranks.unsqueeze(1) < sets.sum(1).unsqueeze(1)
 
 
-class Pruned:
+class Pruned(Shared):
     """Each reader gets the counterfactual's stream, plus (running - counterfactual) of the writers
     that are kept for it. ``readers`` are those of the block that runs."""
 
@@ -317,8 +318,8 @@ class Pruned:
         counterfactual: Float[Tensor, "batch writer position d_model"],
         kept: Bool[Tensor, "row writer"],
     ) -> None:
+        super().__init__(torch.zeros_like(first))
         self.counterfactual, self.kept = counterfactual, kept.to(first)
-        self.total = torch.zeros_like(first)
         self.differences = torch.empty_like(counterfactual)
         self.written = 0
         self.readers = LayerReaders(*[slice(0)] * 4)
@@ -362,17 +363,12 @@ def metrics_of_batch(
     unit: str,
 ) -> Float[Tensor, "condition batch"]:
     """The metric of the clean run, of the counterfactual's, and of each pruned run."""
-    assert batch.counterfactuals is not None
-    positions = places(metric)
-    clean = runner.verified(batch.tokens, positions=positions)
-    writes = Writes(layout, clean.streams[0])
-    writes.at = 1
-    other = runner.verified(batch.counterfactuals, positions=positions, on_block=writes.of_block(1))
-    writes.tensor[:, 0] = other.streams[0]
-    values = [measured(batch, metric, run.logits) for run in (clean, other)]
+    second = lambda x: x[len(x) // 2 :]  # noqa: E731
+    states, writes, values = both_runs(runner, batch, metric, Live, second)
     for chosen in sets:
-        stream = Pruned(clean.streams[0], writes.tensor, _mask(layout, chosen, unit))
-        values.append(measured(batch, metric, pruned_logits(runner, layout, stream, positions)))
+        stream = Pruned(states.streams[0][: len(batch)], writes, _mask(layout, chosen, unit))
+        logits = pruned_logits(runner, layout, stream, places(metric))
+        values.append(measured(batch, metric, logits))
     return torch.stack(values).double().cpu()
 
 

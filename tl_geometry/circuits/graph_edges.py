@@ -27,7 +27,7 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.circuits.runner import Apart, Attended, Block, Shared, Write
+from tl_geometry.circuits.runner import Apart, Attended, Block, Write
 from tl_geometry.circuits.walk import Layer, Walk, fewest_carrying
 
 VALUE, QUERY, KEY = range(3)
@@ -68,14 +68,14 @@ class EdgeFinder:
         self.sources = _Sources(empty, empty, first_constant[:0])
         for name, part in leaves.items():
             rows = [i for i, other in enumerate(self.nodes["components"]) if other == name]
-            self._write(torch.tensor(rows, dtype=torch.int64, device=device), part)
+            at = torch.tensor(rows, dtype=torch.int64, device=device)
+            self._write(at, part[self.positions[at]])
 
     def tables(self) -> dict[str, Any]:
         """The nodes and edges of the graph, as fields of its result."""
         walk = self.walk
         for block, layer in zip(walk.runner.blocks, walk.layers, strict=True):
-            number = torch.tensor(block.number)
-            here = self.nodes["layers"] == number
+            here = self.nodes["layers"] == block.number
             heads = (here & (self.nodes["heads_of"] >= 0)).nonzero()[:, 0].to(self.positions.device)
             mlps = (here & (self.nodes["heads_of"] < 0)).nonzero()[:, 0].to(self.positions.device)
             if block.parallel:
@@ -85,7 +85,7 @@ class EdgeFinder:
             self.constant = self.constant + layer.attention_constant
             if not block.parallel:
                 self._into_mlp(mlps, layer)
-            self._write(mlps, layer.mlp)
+            self._write(mlps, layer.mlp[self.positions[mlps]])
             self.constant = self.constant + layer.mlp_constant
         target = torch.tensor([TARGET_NODE], device=self.positions.device)
         self.totals[TARGET_NODE, VALUE] = walk.value
@@ -97,10 +97,9 @@ class EdgeFinder:
             self.nodes | edges | tables | {"attention": self.attention, "response": self.response}
         )
 
-    def _write(self, nodes: Int[Tensor, " row"], write: Write) -> None:
-        """Nodes of one component have written."""
-        at = self.positions[nodes]
-        new = (nodes, at, write[at])
+    def _write(self, nodes: Int[Tensor, " row"], writes: Float[Tensor, "row d_model"]) -> None:
+        """Some nodes have written."""
+        new = (nodes, self.positions[nodes], writes)
         self.sources = _Sources(*(torch.cat(x) for x in zip(self.sources, new, strict=True)))
 
     def _add(
@@ -145,27 +144,38 @@ class EdgeFinder:
         if not len(rows) or self.walk.leaf:
             return
         at = self.positions[rows]
-        self.totals[rows.cpu(), VALUE] = layer.mlp_values[0, at].cpu()
-        self._here(VALUE, rows, layer.mlp_read[at])
+        self.totals[rows.cpu(), VALUE] = layer.ways[0].mlp[at].cpu()
+        self._here(VALUE, rows, layer.ways[0].mlp_read[at])
 
     def _heads(self, block: Block, layer: Layer, rows: Int[Tensor, " row"]) -> None:
         """Edges into heads of one block, and what these wrote."""
-        walk, arithmetic = self.walk, self.walk.arithmetic()
+        walk, arithmetic, sources = self.walk, self.walk.arithmetic(), self.sources
         entered = walk.states.streams[block.number]
         with torch.enable_grad():
             seen = block.attend(Apart(entered), arithmetic)
-            cotangent = walk.both(layer.responsive)
+            cotangent = walk.both(layer.ways[-1].z)
             response = torch.autograd.grad(seen.z, seen.scores, cotangent)[0][0]
         with torch.no_grad():
-            run = block.run(Shared(entered), walk.arithmetic(), leaf=True)
             norm = arithmetic.map(block.spec.norm, entered)
-            for head in self.nodes["heads_of"][rows.cpu()].unique().tolist():
-                of_head = rows[(self.nodes["heads_of"][rows.cpu()] == head).to(rows.device)]
-                self._into_head(block, layer, head, of_head, seen, response[head], norm, arithmetic)
-            writes = walk.writes(run)[0]
-            for head in self.nodes["heads_of"][rows.cpu()].unique().tolist():
-                of_head = rows[(self.nodes["heads_of"][rows.cpu()] == head).to(rows.device)]
-                self._write(of_head, writes[head])
+            everywhere = torch.arange(entered.shape[1], device=entered.device)
+            normed = norm.at(sources.positions).linear(sources.writes)
+            constant = norm.at(everywhere).linear(self.constant)
+            projected, constants = {}, {}
+            for which in "qkv":
+                head_norm = block.head_map(seen.sides[which].raw, which, arithmetic)
+                projected[which] = block.parts(normed, sources.positions, which, head_norm)
+                constants[which] = block.parts(constant, everywhere, which, head_norm)
+            if not walk.between:
+                constants["q"] = constants["q"] + block.layer.q_constant[0]
+                constants["k"] = constants["k"] + block.layer.k_constant[0]
+            writes = walk.head_writes(block, seen, arithmetic)[0]
+            heads = self.nodes["heads_of"].to(rows.device)[rows]
+            for head in heads.unique().tolist():
+                sides = ({w: x[:, head] for w, x in y.items()} for y in (projected, constants))
+                of_head = rows[heads == head]
+                self._into_head(block, layer, head, of_head, seen, response[head], *sides)
+        # after all edges into this block, so that no head reads another
+        self._write(rows, writes[heads, self.positions[rows]])
 
     def _into_head(
         self,
@@ -175,47 +185,30 @@ class EdgeFinder:
         rows: Int[Tensor, " row"],
         seen: Attended,
         response: Float[Tensor, "query key"],
-        norm: Any,
-        arithmetic: Any,
+        projected: dict[str, Float[Tensor, "source d_head"]],
+        constants: dict[str, Float[Tensor, "position d_head"]],
     ) -> None:
         """Value, query and key edges into one head at some queries."""
-        at, scale = self.positions[rows], block.spec.scale
+        at, scale, source = self.positions[rows], block.spec.scale, self.sources.positions
         pattern = seen.pattern[:, head].mean(0)[at]
         q, k = (seen.sides[w].entering[:, :, head].mean(0) for w in "qk")
-        adjoint, c = layer.z[at, head], response[at]
-        everywhere = torch.arange(len(q), device=q.device)
-        constants = {w: self._projected(block, head, w, seen, norm, arithmetic) for w in "qkv"}
-        of_sources = {w: constants[w](self.sources.writes, self.sources.positions) for w in "qkv"}
-        streams = {w: constants[w](self.constant, everywhere) for w in "qkv"}
-        if not self.walk.between:
-            streams["q"] = streams["q"] + block.layer.q_constant[0, :, head]
-            streams["k"] = streams["k"] + block.layer.k_constant[0, :, head]
-        pulled = scale * c @ k
-        source = self.sources.positions
+        adjoint, c = layer.ways[0].z[at, head], scale * response[at]
+        pulled = c @ k
         weights = (
-            pattern[:, source] * (adjoint @ of_sources["v"].mT),
-            (source == at.unsqueeze(1)) * (pulled @ of_sources["q"].mT),
-            scale * c[:, source] * (q[at] @ of_sources["k"].mT),
+            pattern[:, source] * (adjoint @ projected["v"].mT),
+            (source == at.unsqueeze(1)) * (pulled @ projected["q"].mT),
+            c[:, source] * (q[at] @ projected["k"].mT),
         )
         from_constants = (
-            (pattern * (adjoint @ streams["v"].mT)).sum(-1),
-            (pulled * streams["q"][at]).sum(-1),
-            scale * (c * (q[at] @ streams["k"].mT)).sum(-1),
+            (pattern * (adjoint @ constants["v"].mT)).sum(-1),
+            (pulled * constants["q"][at]).sum(-1),
+            (c * (q[at] @ constants["k"].mT)).sum(-1),
         )
-        self._totals(rows, layer, head, seen, pattern, pulled, scale * c, q)
-        self.attention[rows.cpu()], self.response[rows.cpu()] = (
-            pattern.float().cpu(),
-            c.float().cpu(),
-        )
+        self._totals(rows, layer, head, seen, pattern, pulled, c, q)
+        self.attention[rows.cpu()] = pattern.float().cpu()
+        self.response[rows.cpu()] = response[at].float().cpu()
         for edge_type in (VALUE, QUERY, KEY):
             self._add(edge_type, rows, weights[edge_type], from_constants[edge_type])
-
-    def _projected(
-        self, block: Block, head: int, which: str, seen: Attended, norm: Any, arithmetic: Any
-    ) -> Any:
-        """Makes queries, keys or values of parts of the stream for one head."""
-        head_map = block.head_map(seen.sides[which].raw, which, arithmetic)
-        return lambda parts, at: block.parts(parts, at, which, norm, head_map)[:, head]
 
     def _totals(
         self,
@@ -231,13 +224,13 @@ class EdgeFinder:
         """What all edges of each type into some nodes sum to."""
         at, targets = self.positions[rows], rows.cpu()
         if not self.walk.between:
-            self.totals[targets, VALUE] = layer.heads[head, at].cpu()
+            self.totals[targets, VALUE] = layer.ways[0].heads[head, at].cpu()
             total = (pulled.double() * q[at].double()).sum(-1).cpu()
             self.totals[targets, QUERY] = self.totals[targets, KEY] = total
             return
         sides = (seen.sides[w].entering[:, :, head].detach().double() for w in "qkv")
         dq, dk, dv = (x[0] - x[1] for x in sides)
-        adjoint = layer.z[at, head].double()
+        adjoint = layer.ways[0].z[at, head].double()
         by_value = (pattern.double() * einsum(adjoint, dv, "r e, j e -> r j")).sum(-1)
         by_key = (response.double() * einsum(q[at].double(), dk, "r e, j e -> r j")).sum(-1)
         self.totals[targets, VALUE] = by_value.cpu()

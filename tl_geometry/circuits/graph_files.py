@@ -77,43 +77,28 @@ def neuronpedia(graph: LogitGraph) -> dict[str, Any]:
         # front ends place nothing if the first column has it all, and delete all of a single column
         tokens = ["", *tokens]
         nodes = [node | {"ctx_idx": 1} for node in nodes]
-    return {
-        "metadata": _metadata(graph, tokens),
-        "qParams": {
-            "pinnedIds": ids[:1],
-            "supernodes": [],
-            "linkType": "both",
-            "clickedId": "",
-            "sg_pos": "",
-        },
-        "nodes": nodes,
-        "links": links,
-    }
+    page = {"supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    about = {"metadata": _metadata(graph, tokens), "qParams": {"pinnedIds": ids[:1], **page}}
+    return about | {"nodes": nodes, "links": links}
 
 
 def _metadata(graph: LogitGraph, tokens: list[str]) -> dict[str, Any]:
     """What the graph is of: one entry of ``graph-metadata.json``."""
-    between = graph.counterfactual
+    between, prompt = graph.counterfactual, "".join(tokens)
     target = [text for text in (graph.answer, graph.other) if text is not None]
+    settings = {"mlp": graph.mlp, "position": graph.position, "value": graph.value}
+    generator = {"name": "tl_geometry", "target": target}
     return {
-        "slug": slug("".join(tokens)),
+        "slug": slug(prompt),
         "scan": slug(graph.provenance.model or "model"),
         "transcoder_list": [],
         "prompt_tokens": tokens,
-        "prompt": "".join(tokens),
+        "prompt": prompt,
         "node_threshold": 1.0,  # front ends hide nodes of a larger influence: none of these
         "schema_version": 1,
-        "info": {
-            "creator_name": "tl_geometry",
-            "source_urls": [],
-            "generator": {"name": "tl_geometry", "target": target},
-        },
-        "generation_settings": {
-            "mlp": graph.mlp,
-            "position": graph.position,
-            "value": graph.value,
-            "counterfactual": None if between is None else "".join(between),
-        },
+        "info": {"creator_name": "tl_geometry", "source_urls": [], "generator": generator},
+        "generation_settings": settings
+        | {"counterfactual": None if between is None else "".join(between)},
         "pruning_settings": {"node_threshold": graph.keep, "edge_threshold": graph.keep},
     }
 
@@ -122,21 +107,10 @@ def _record(
     node_id: str, feature: int, layer: str, position: int, node_type: str, text: str, value: float
 ) -> dict[str, Any]:
     """A node: ``feature`` is a number that no other node of its layer and position has."""
-    return {
-        "node_id": node_id,
-        "feature": feature,
-        "layer": layer,
-        "ctx_idx": position,
-        "feature_type": node_type,
-        "token_prob": 0.0,
-        "is_target_logit": False,
-        "run_idx": 0,
-        "reverse_ctx_idx": 0,
-        "jsNodeId": node_id,
-        "clerp": text,
-        "influence": 1.0,
-        "activation": value,
-    }
+    own = {"node_id": node_id, "jsNodeId": node_id, "feature": feature, "layer": layer}
+    own |= {"ctx_idx": position, "feature_type": node_type, "clerp": text, "activation": value}
+    shared = {"token_prob": 0.0, "is_target_logit": False, "run_idx": 0, "reverse_ctx_idx": 0}
+    return own | shared | {"influence": 1.0}
 
 
 def _place(graph: LogitGraph, node: int) -> tuple[str, int, int, int]:

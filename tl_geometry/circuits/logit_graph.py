@@ -156,7 +156,8 @@ class LogitGraph(Result):
     def into(self, node: str) -> pd.DataFrame:
         """The edges into a node (its text, ``"L5H1@7"``, ``"target"``), the largest first."""
         choice(node, self.names, "node")
-        return self.edges[self.edges["target"] == node].reset_index(drop=True)
+        edges: Any = self.edges
+        return edges[edges["target"] == node].reset_index(drop=True)
 
     def tokens(self) -> Table:
         """T by input token: ``position``, ``token``, ``value`` and each part of it; the constants
@@ -214,7 +215,8 @@ class LogitGraph(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         """The nodes, the largest absolute value first. ``moved`` does not decide: it is first
         order, and largest at attention sinks, which write next to nothing."""
-        shown = self.nodes[self.nodes["kind"] != REST]
+        nodes: Any = self.nodes
+        shown = nodes[nodes["kind"] != REST]
         return list(shown[list(self.columns())].itertuples(index=False, name=None))
 
     def _caption(self, table: Sequence[Sequence[object]]) -> str:
@@ -258,9 +260,11 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
         parts.append(
             both.assign(graph=number)[["source", "target", "type", "value", "moved", "graph"]]
         )
-    rows = pd.concat(parts, ignore_index=True).groupby(["source", "target", "type", "graph"]).sum()
+    rows: Any = (
+        pd.concat(parts, ignore_index=True).groupby(["source", "target", "type", "graph"]).sum()
+    )
     wide = rows["value"].unstack("graph")
-    filled = torch.from_numpy(wide.fillna(0.0).to_numpy())
+    filled = torch.tensor(wide.fillna(0.0).to_numpy().copy())
     interval = paired_interval(filled.mT)
     frame = wide.index.to_frame(index=False)
     for name, column in zip(("value", "low", "high"), interval[:3], strict=True):
@@ -272,6 +276,6 @@ def mean_graph(graphs: Sequence[LogitGraph]) -> Table:
     return Table.of(_largest_first(frame), about)
 
 
-def _largest_first(frame: pd.DataFrame) -> pd.DataFrame:
+def _largest_first(frame: Any) -> Any:
     """Rows by absolute value; of equals the first."""
     return frame.iloc[(-frame["value"].abs()).argsort(kind="stable")].reset_index(drop=True)

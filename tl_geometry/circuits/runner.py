@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from einops import einsum
@@ -50,32 +50,15 @@ Heads = Float[Tensor, "batch position head d_head"]
 """Vectors of all heads."""
 
 
-@runtime_checkable
-class Reading(Protocol):
-    """Gives each reader of a block its input, and takes what the block writes."""
-
-    def read(self, which: str) -> Reads:
-        """The input of the readers ``"q"``, ``"k"``, ``"v"`` (groups of heads) or ``"mlp"``."""
-        ...
-
-    def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
-        """Add what writers wrote."""
-        ...
-
-    @property
-    def total(self) -> Stream:
-        """The stream so far."""
-        ...
-
-
 class Shared:
-    """The ordinary stream: every reader reads all that was written."""
+    """Gives each reader its input and takes what is written: the ordinary stream, of which every
+    reader reads all."""
 
     def __init__(self, total: Stream) -> None:
         self.total = total
 
     def read(self, which: str) -> Reads:
-        """The stream, once for all readers of a kind."""
+        """The input of readers ``"q"``, ``"k"``, ``"v"`` or ``"mlp"``, once for all of a kind."""
         return self.total.unsqueeze(2)
 
     def add(self, writes: Float[Tensor, "writer batch position d_model"]) -> None:
@@ -188,7 +171,7 @@ class Block:
         """W_Q, W_K or W_V, once for each group of heads."""
         return self.spec.matrix(which)[:: self.size(which)]
 
-    def run(self, stream: Reading, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
+    def run(self, stream: Shared, arithmetic: Live, *, leaf: bool = False) -> BlockRun:
         """Read and write as the block does; what the MLP wrote has no past with ``leaf``."""
         before = stream.read("mlp") if self.parallel else None
         attention = self.attend(stream, arithmetic)
@@ -204,7 +187,7 @@ class Block:
             stream.add(write.unsqueeze(0))
         return BlockRun(self, arithmetic, attention, heads, read, write, stream.total)
 
-    def attend(self, stream: Reading, arithmetic: Live) -> Attended:
+    def attend(self, stream: Shared, arithmetic: Live) -> Attended:
         """Attention up to the mixed values of its heads."""
         reads = {which: stream.read(which) for which in "qkv"}
         sides = {which: self.projected(reads[which], which, arithmetic) for which in "qkv"}
@@ -233,16 +216,15 @@ class Block:
 
     def parts(
         self,
-        parts: Float[Tensor, "row d_model"],
+        normed: Float[Tensor, "row d_model"],
         at: Int[Tensor, " row"],
         which: str,
-        norm: NormMap,
         head_norm: NormMap | None,
     ) -> Float[Tensor, "row head d_head"]:
-        """Queries, keys or values of parts of the stream at some positions, without constants, by
-        the linear maps of a run over one prompt or pair (:meth:`head_map`)."""
-        x = norm.at(at).linear(parts)
-        x = einsum(x, self.matrix(which), "n d, r d e -> n r e")
+        """Queries, keys or values of parts of the stream at some positions of one prompt or pair,
+        without constants; the parts have been through the linear map of the norm, ``head_norm`` is
+        that of the QK-norm (:meth:`head_map`)."""
+        x = einsum(normed, self.matrix(which), "n d, r d e -> n r e")
         x = x.repeat_interleave(self.size(which), 1)
         if which == "v":
             return x
@@ -278,8 +260,7 @@ class Block:
         return out if mlp.after.norm_type is None else arithmetic.norm(mlp.after, out)
 
     def _rows(self, scores: Tensor) -> Tensor:
-        """What the softmax is taken of: masked cells at the least number, a sink as one more
-        key."""
+        """What the softmax is taken of: masked cells at the least number, a sink one more key."""
         least = torch.finfo(scores.dtype).min
         rows = scores.masked_fill(~self.layer.allowed.to(scores.device), least)
         if self.spec.sinks is None:
@@ -301,7 +282,7 @@ class States(NamedTuple):
 
 
 OnBlock = Callable[[BlockRun], None]
-"""Receives each block that was run; it is valid during the call."""
+"""Receives each block that was run."""
 
 
 @dataclass(frozen=True, eq=False)

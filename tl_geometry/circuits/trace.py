@@ -106,8 +106,9 @@ def trace_logit(
     others = asked.counterfactuals
     one = basis is None or others is None
     require(one, "basis, counterfactual", expected="one of them", got="both")
-    walk = Walk.of(view, asked, at, leaf=mlp == "leaf", between=others is not None)
-    leaves, first_constant = walk.leaves()
+    tokens = asked.tokens if others is None else torch.cat([asked.tokens, others])
+    walk = Walk.of(view, asked, tokens, at, leaf=mlp == "leaf")
+    leaves, first_constant = walk.leaves(tokens)
     if basis is not None:
         basis.require_raw("trace_logit")
         leaves = stream_parts(basis, ("pos", "cvec"), walk.runner.blocks[0].layer)
@@ -140,6 +141,7 @@ def _graph(
     chosen = fewest_carrying(values.flat(), keep) | walk.straight(values, names, straight, keep)
     if not walk.between:
         chosen = chosen | fewest_carrying(moved.flat(), keep)
+    answer, *rest = view.decode(walk.answers)
     finder = EdgeFinder(walk, leaves, first_constant, _nodes(walk, leaves, values, chosen), keep)
     tables = finder.tables()
     ends = torch.tensor([walk.value, float(values.constant)], dtype=torch.float64)
@@ -150,8 +152,8 @@ def _graph(
         token_ids=tuple(asked.tokens[0].tolist()),
         counterfactual=None if others is None else tuple(view.decode(others[0].tolist())),
         position=walk.position,
-        answer=view.decode(walk.answers[:1])[0],
-        other=view.decode(walk.answers[1:])[0] if len(walk.answers) > 1 else None,
+        answer=answer,
+        other=rest[0] if rest else None,
         answer_ids=walk.answers,
         probability=float(walk.states.logits[0, 0].softmax(-1)[walk.answers[0]]),
         value=walk.value,

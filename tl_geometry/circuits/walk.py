@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, fail, require
-from tl_geometry.circuits.arithmetic import Between, Frozen, Live
+from tl_geometry.circuits.arithmetic import Between, Frozen, Live, difference
 from tl_geometry.circuits.logit_graph import CONSTANTS
-from tl_geometry.circuits.runner import BlockRun, Runner, States, Write
+from tl_geometry.circuits.runner import Attended, Block, BlockRun, Runner, States, Write
 from tl_geometry.corpus.prompt_sets import Prompts
-from tl_geometry.models.mlp import MLPModule, mlp_spec
+from tl_geometry.models.mlp import mlp_spec
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.write_spec import writing_of
@@ -45,28 +45,34 @@ class Values(NamedTuple):
         return torch.cat([x.flatten() for x in self[:3]])
 
 
-@dataclass(eq=False)
-class Layer:
-    """What a walk back leaves of one block, for one prompt (or pair): the linear part of what its
-    MLP wrote, its constants, and dT/d of: mixed values, by values alone (``z``) and with patterns
-    (``responsive``); what the MLP read and what stands behind the block."""
+class Way(NamedTuple):
+    """What one gradient says of a block, by values alone or with patterns: values of its heads and
+    its MLP, of all its constants together; dT/d(mixed values), and through the MLP alone
+    dT/d(stream that it reads)."""
 
     heads: Float[Tensor, "head position"]
-    followed: Float[Tensor, "head position"]
-    attention_constant: Write
-    mlp: Write
-    mlp_constant: Write
+    mlp: Float[Tensor, " position"]
+    constant: Float[Tensor, ""]
     z: Float[Tensor, "position head d_head"]
-    responsive: Float[Tensor, "position head d_head"]
     mlp_read: Write
-    constant: Float[Tensor, " 2"]
-    mlp_values: Float[Tensor, "2 position"]
+
+
+class Layer(NamedTuple):
+    """What a walk back leaves of one block, for one prompt (or pair): its :class:`Way` by values,
+    then that with patterns (between two prompts one that is both), what its MLP wrote without
+    constants, and the constants of attention and MLP."""
+
+    ways: tuple[Way, ...]
+    mlp: Write
+    attention_constant: Write
+    mlp_constant: Write
     direct_heads: Float[Tensor, "head source"]
 
 
 @dataclass(eq=False)
 class Walk:
-    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns."""
+    """A logit on its way back. ``adjoints`` are dT/d(state 0), by values and with patterns;
+    ``rounding`` is what the sum rounds with beside its own terms."""
 
     runner: Runner
     states: States
@@ -77,12 +83,14 @@ class Walk:
     direction: Float[Tensor, " d_model"]
     readout_constant: float
     value: float
-    tokens: Tensor
+    rounding: float
     layers: list[Layer] = field(default_factory=list)
     adjoints: list[Write] = field(default_factory=list)
 
     @classmethod
-    def of(cls, view: ModelView, asked: Prompts, at: int, *, leaf: bool, between: bool) -> Walk:
+    def of(cls, view: ModelView, asked: Prompts, tokens: Tensor, at: int, *, leaf: bool) -> Walk:
+        """Run the model over ``tokens``, a prompt and perhaps its counterfactual."""
+        between = len(tokens) == 2
         answers = [ids for ids in (asked.answers, asked.others) if ids is not None]
         expected, got = "answer=, the token whose logit is traced", "none"
         require(asked.answers is not None, "answer", expected=expected, got=got)
@@ -90,10 +98,6 @@ class Walk:
         differ, text = len(set(ids)) == len(ids), repr(view.decode(ids[:1])[0])
         expected = "two different tokens"
         require(differ, "answer, other", expected=expected, got=f"{text} twice")
-        tokens = asked.tokens
-        if between:
-            assert asked.counterfactuals is not None
-            tokens = torch.cat([tokens, asked.counterfactuals])
         if not leaf:
             for layer in range(0 if between else view.n_layers):
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
@@ -101,36 +105,27 @@ class Walk:
         arithmetic = Between if between else Frozen
         states = runner.verified(tokens, arithmetic, positions=slice(at, at + 1))
         head, last = runner.head, states.streams[-1][:, [at]]
-        weights = torch.zeros(len(head.b_U), dtype=torch.float64)
-        weights[list(ids)] = torch.tensor([1.0, -1.0], dtype=torch.float64)[: len(ids)]
-        readout = head.W_U[:, list(ids)].to(last) @ weights[list(ids)].to(last)
+        signs = torch.tensor([1.0, -1.0], device=last.device).to(last)[: len(ids)]
+        readout = head.W_U[:, list(ids)].to(last) @ signs
         with torch.no_grad():
             direction = arithmetic().map(head.norm, last).adjoint(readout)[0, 0]
-        constant = float(head.norm.bias.double() @ readout.double())
-        constant += float(head.b_U.double().cpu() @ weights)
-        part = _difference(last)[0, 0] if between else last[0, 0]
-        value = float(part.double() @ direction.double()) + (0.0 if between else constant)
-        if between:  # the model's own difference, from normed states
-            normed = head.norm.apply(last)[:, 0].double() @ readout.double()
-            value = float(normed[0] - normed[1])
-        return cls(
-            runner,
-            states,
-            ids,
-            at,
-            leaf,
-            between,
-            direction,
-            0.0 if between else constant,
-            value,
-            tokens,
-        )
+        normed = head.norm.apply(last)[:, 0].double()
+        read, size = normed @ readout.double(), normed.abs() @ readout.abs().double()
+        if between:
+            # each run's logit rounds by its own size, in every block
+            rounding = len(runner.blocks) * float(size.sum())
+            found = direction, 0.0, float(read[0] - read[1]), rounding
+            return cls(runner, states, ids, at, leaf, True, *found)
+        bias = float(head.b_U[list(ids)].double() @ signs.double())
+        constant = float(head.norm.bias.double() @ readout.double()) + bias
+        found = direction, constant, float(read[0]) + bias, 0.0
+        return cls(runner, states, ids, at, leaf, False, *found)
 
     # ---- the walk
 
     def one(self, x: Tensor) -> Tensor:
         """The prompt of a batch of one; between two runs their difference."""
-        return _difference(x)[0] if self.between else x[0]
+        return difference(x)[0] if self.between else x[0]
 
     def both(self, adjoint: Tensor) -> Tensor:
         """A gradient for the batch."""
@@ -144,79 +139,70 @@ class Walk:
         """From the last block to the first."""
         last = torch.zeros_like(self.states.streams[-1][0])
         last[self.position] = self.direction
-        adjoint, followed = self.both(last), self.both(last)
+        follow = (True,) if self.between else (False, True)
+        adjoints = [self.both(last) for _ in follow]
         for entered, run in self.runner.back(self.states.streams, self.arithmetic, leaf=self.leaf):
-            behind = adjoint
-            adjoint = run.pull(entered, adjoint, patterns=self.between)
-            grads, following, behind_followed = run.grads, run.grads, behind
-            if not self.between:
-                behind_followed = followed
-                followed = run.pull(entered, followed)
-                following = run.grads
+            behind = list(adjoints)
+            grads: list[dict[str, Tensor]] = []
+            for i, patterns in enumerate(follow):
+                adjoints[i] = run.pull(entered, behind[i], patterns=patterns)
+                grads.append(run.grads)
             direct = torch.autograd.grad(run.heads.sum(0), run.attention.z, self.both(last))[0]
             with torch.no_grad():
-                layer = self._layer(run, grads, following, behind[0], behind_followed[0], direct[0])
+                layer = self._layer(run, grads, [x[0] for x in behind], direct[0])
             self.layers.insert(0, layer)
-        self.adjoints = [adjoint[0], adjoint[0] if self.between else followed[0]]
+        self.adjoints = [adjoint[0] for adjoint in adjoints]
 
     def _layer(
         self,
         run: BlockRun,
-        grads: dict[str, Tensor],
-        following: dict[str, Tensor],
-        behind: Write,
-        behind_followed: Write,
+        grads: list[dict[str, Tensor]],
+        behind: list[Write],
         direct: Float[Tensor, "position head d_head"],
     ) -> Layer:
         heads, head_constants, mlp, mlp_constant = self.writes(run)
-        values = [dot(heads, g["heads"][:, 0]) for g in (grads, following)]
-        middles = [g["heads"][0, 0] for g in (grads, following)]
-        constants = [
-            dot(head_constants, middle).sum() + dot(mlp_constant, after).sum()
-            for middle, after in zip(middles, (behind, behind_followed), strict=True)
-        ]
-        read = grads.get("mlp read")
-        return Layer(
-            heads=values[0],
-            followed=values[1],
-            attention_constant=head_constants,
-            mlp=mlp,
-            mlp_constant=mlp_constant,
-            z=grads["z"][0],
-            responsive=following["z"][0],
-            mlp_read=torch.zeros_like(behind) if read is None else read[0],
-            constant=torch.stack(constants),
-            mlp_values=torch.stack([dot(mlp, after) for after in (behind, behind_followed)]),
-            direct_heads=self._direct(run, direct[self.position]),
+        ways = tuple(
+            Way(
+                dot(heads, g["heads"][:, 0]),
+                dot(mlp, after),
+                dot(head_constants, g["heads"][0, 0]).sum() + dot(mlp_constant, after).sum(),
+                g["z"][0],
+                g["mlp read"][0] if "mlp read" in g else torch.zeros_like(after),
+            )
+            for g, after in zip(grads, behind, strict=True)
         )
+        readout = self._direct(run, direct[self.position])
+        return Layer(ways, mlp, head_constants, mlp_constant, readout)
 
     def writes(
         self, run: BlockRun
     ) -> tuple[Float[Tensor, "head position d_model"], Write, Write, Write]:
         """What heads and MLP wrote without constants, each followed by its constants (of all heads
         together); between two runs the differences, which have none."""
-        nothing = torch.zeros_like(run.after[0])
-        mlp = nothing if run.mlp is None else self.one(run.mlp.detach())
-        heads = run.heads.detach()
-        if self.between:
-            return heads[:, 0] - heads[:, 1], nothing, mlp, nothing
-        block, frozen, constant = run.block, run.arithmetic, nothing
-        assert isinstance(frozen, Frozen)
-        kept = 0  # maps of the MLP that were kept last
-        if run.mlp is not None and block.mlp is not None:
-            kept = (1 if isinstance(block.mlp, MLPModule) else 2) + (
-                block.mlp.after.norm_type is not None
-            )
+        constant = torch.zeros_like(run.after[0])
+        mlp = constant if run.mlp is None else self.one(run.mlp.detach())
+        block, frozen = run.block, run.arithmetic
+        if isinstance(frozen, Frozen) and run.mlp is not None and block.mlp is not None:
             if self.leaf:
                 constant = constant + writing_of(self.runner.view).blocks[block.number].b_out
-            else:
-                zero = torch.zeros_like(run.after)
-                constant = block.mlp_write(zero, frozen.again(kept))[0]
-        shared = block.after is not None and block.after.norm_type is not None
-        weights = run.attention.pattern.sum(-1)
-        z = einsum(weights, block.spec.constant("v"), "b h i, h e -> b i h e")
-        head_constants = block.written(z, frozen.again(kept + shared))[:, 0]
-        return heads[:, 0] - head_constants, head_constants.sum(0), mlp - constant, constant
+            else:  # its last maps: a norm, the activation, perhaps a norm
+                last = frozen.again(2 + (block.mlp.after.norm_type is not None))
+                constant = block.mlp_write(torch.zeros_like(run.after), last)[0]
+        heads = self.head_writes(block, run.attention, frozen)
+        return *heads, mlp - constant, constant
+
+    def head_writes(
+        self, block: Block, seen: Attended, arithmetic: Live
+    ) -> tuple[Float[Tensor, "head position d_model"], Write]:
+        """What heads wrote without their constants, and these of all heads together."""
+        heads = block.written(seen.z.detach(), arithmetic)
+        if not isinstance(arithmetic, Frozen):
+            return heads[:, 0] - heads[:, 1], torch.zeros_like(heads[0, 0])
+        paid = seen.pattern.detach().sum(-1)  # one, less what a sink takes
+        z = einsum(paid, block.spec.constant("v"), "b h i, h e -> b i h e")
+        behind = block.after is not None and block.after.norm_type is not None
+        constants = block.written(z, arithmetic.again(int(behind)))[:, 0]
+        return heads[:, 0] - constants, constants.sum(0)
 
     def _direct(
         self, run: BlockRun, readout: Float[Tensor, "head d_head"]
@@ -229,15 +215,15 @@ class Walk:
         towards = einsum(v.double(), readout.double(), "b j h e, h e -> b h j")
         if not self.between:
             return pattern[0] * towards[0]
-        return pattern.mean(0) * _difference(towards)[0] + _difference(pattern)[0] * towards.mean(0)
+        return pattern.mean(0) * difference(towards)[0] + difference(pattern)[0] * towards.mean(0)
 
     # ---- values
 
-    def leaves(self) -> tuple[dict[str, Write], Write]:
+    def leaves(self, tokens: Tensor) -> tuple[dict[str, Write], Write]:
         """Embeddings by name, and what a norm behind them added to their sum."""
         view = self.runner.view
         writing = writing_of(view)
-        written = Written(view, writing, view.activations(self.tokens, writing.hooks(0)))
+        written = Written(view, writing, view.activations(tokens, writing.hooks(0)))
         first = self.states.streams[0]
         parts = {name: self.one(part.to(first)) for name, part in written.dense.items()}
         constants = written.constants.to(first)[0]
@@ -247,15 +233,14 @@ class Walk:
         self, leaves: dict[str, Write], first_constant: Write, *, follow: bool
     ) -> Values:
         """Values along value paths, or with those that patterns add."""
-        adjoint = self.adjoints[follow]
-        parts = torch.stack([dot(leaf, adjoint) for leaf in leaves.values()])
-        constant = dot(first_constant, adjoint).sum().cpu() + self.readout_constant
-        constant = constant + sum(layer.constant[int(follow)].cpu() for layer in self.layers)
+        which = -1 if follow else 0
+        ways, adjoint = [layer.ways[which] for layer in self.layers], self.adjoints[which]
+        constant = dot(first_constant, adjoint).sum() + self.readout_constant
         return Values(
-            parts.cpu(),
-            torch.stack([layer.followed if follow else layer.heads for layer in self.layers]).cpu(),
-            torch.stack([layer.mlp_values[int(follow)] for layer in self.layers]).cpu(),
-            constant,
+            torch.stack([dot(leaf, adjoint) for leaf in leaves.values()]).cpu(),
+            torch.stack([way.heads for way in ways]).cpu(),
+            torch.stack([way.mlp for way in ways]).cpu(),
+            (constant + torch.stack([way.constant for way in ways]).sum()).cpu(),
         )
 
     def require_sum(self, values: Values) -> None:
@@ -263,7 +248,7 @@ class Walk:
         up on the way."""
         total = float(values.leaves.sum() + values.constant)
         total += float(values.mlps.sum()) if self.leaf else 0.0
-        size = float(values.flat().abs().sum() + values.constant.abs())
+        size = float(values.flat().abs().sum() + values.constant.abs()) + self.rounding
         bound = reconstruction_bound(self.runner.roundoff, size)
         if not abs(total - self.value) <= bound:  # NaN is refused too
             fail(
@@ -280,10 +265,13 @@ class Walk:
         """What everything but heads wrote straight to the logit."""
         at, constant = self.position, first_constant
         named = {name: dot(part[at], self.direction) for name, part in leaves.items()}
+        blocks = writing_of(self.runner.view).blocks
         for number, layer in enumerate(self.layers):
-            constant = constant + layer.attention_constant + layer.mlp_constant
+            b_out = blocks[number].b_out.to(constant) * (not self.between)
+            constant = constant + layer.attention_constant + b_out
             if self.runner.blocks[number].mlp is not None:
-                named[f"mlp{number}"] = dot(layer.mlp[at], self.direction)
+                whole = layer.mlp[at] + layer.mlp_constant[at] - b_out
+                named[f"mlp{number}"] = dot(whole, self.direction)
         if not self.between:
             named[CONSTANTS] = dot(constant[at], self.direction) + self.readout_constant
         return torch.stack(list(named.values())).cpu(), tuple(named)
@@ -323,9 +311,3 @@ def fewest_carrying(
 def dot(a: Float[Tensor, "..."], b: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Dot products over the last axis, summed in float64."""
     return (a.double() * b.double()).sum(-1)
-
-
-def _difference(x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch ..."]:
-    """The first half of a batch less the second."""
-    first, second = x.chunk(2)
-    return first - second

@@ -74,7 +74,7 @@ def shared(s: Scene, source: Any = None, layer: int = 1, **options: Any) -> Any:
 
 UNSUPPORTED = tlg.UnsupportedModelError
 NEITHER = {
-    "answers in words": ({"answer": "ab"}, "answer"),
+    "answers in words": ({"answer": "x y z"}, "answer"),
     "equal answers": ({"answer": (5, 5)}, "answer"),
     "fractions as answers": ({"answer": (5.0, 6.0)}, "answer"),
     "answers beyond the vocabulary": ({"answer": (5, 10**6)}, "answer|other"),
@@ -89,7 +89,7 @@ GROUPS = (
         right={
             "a token": {},
             "another token": {"other": 9},
-            "two prompts": {"counterfactual": lambda s: s.w.other[:1, :6]},
+            "a counterfactual": {"counterfactual": lambda s: s.w.other[:1, :6]},
             "a position": {"position": 3},
             "MLPs as they are": {"mlp": "leaf"},
             "leaves of a basis": {"basis": lambda s: s.w.basis},

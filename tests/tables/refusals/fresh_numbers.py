@@ -70,7 +70,6 @@ TAKEN = {"numpy": np.int64(2), "a tensor": torch.tensor(2)}
 REFUSED = {"true": True, "a float": 2.0, "a string": "2"}
 """A string as a target is a text of one token, which has its own rows."""
 OPEN_NUMBERS = {
-    *(f"15 {kind}: edge_scores targets" for kind in TAKEN),
     *(f"15 {kind}: {where}" for kind in REFUSED for where in ("token_readout k",)),
 }
 """Rows that stop, or take what is no number, in the present version."""
