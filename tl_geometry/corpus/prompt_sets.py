@@ -6,6 +6,7 @@ padded."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
+from tl_geometry.base.results import hash_tokens
 from tl_geometry.corpus.sources import as_tokens, encoded, id_rows, is_text, text_ids
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
@@ -75,6 +77,11 @@ class Prompts:
         """The ids of the counterfactuals of prompts of one length."""
         others = self.counterfactual_ids
         return None if others is None else torch.stack(others)
+
+    @property
+    def token_hash(self) -> str:
+        """Hash of the ids in their order."""
+        return functools.reduce(lambda found, row: hash_tokens(row[None], found), self.ids, "")
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""
@@ -215,7 +222,7 @@ def _token(view: ModelView, value: Any) -> int:
     if not isinstance(value, str):
         return index(value, view.d_vocab, "answers")
     ids = encoded(view, value)
-    pieces = view.decode(ids)
+    pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
     expected, got = (
