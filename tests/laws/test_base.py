@@ -127,8 +127,6 @@ def test_paired_intervals_are_those_of_scipy(level: float) -> None:
         low, high = stats.t.interval(level, 9, center, error)
         mine = [float(end[column]) for end in found]
         assert mine == pytest.approx([center, low, high, error], rel=1e-12)
-    if level == 0.95:
-        assert torch.equal(torch.stack(found), torch.stack(paired_interval(x)))
     fewer = paired_interval(x[:9], level=level)
     assert torch.equal(fewer.value, x[:9].mean(0))
     assert all(bool(end.isnan().all()) for end in fewer[1:])
@@ -156,10 +154,6 @@ def test_two_sources_of_error_add_up() -> None:
         found = [float(end) for end in jackknife_interval(whole, given, level=level)]
         expected = [value, value - reach, value + reach, variance**0.5]
         assert found == pytest.approx(expected, rel=1e-10)
-    assert torch.equal(
-        torch.stack(jackknife_interval(whole, given)),
-        torch.stack(jackknife_interval(whole, given, level=0.95)),
-    )
 
 
 def test_a_jackknife_needs_two_groups_and_may_have_no_spread() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import choice, require
+from tl_geometry.base.errors import choice, fail
 from tl_geometry.base.files import as_path, read_file, write_atomically
 from tl_geometry.base.records import RECORD, decode, encode
 
@@ -221,7 +221,8 @@ class Result:
         names = [choice(name, list(table), "columns") for name in columns or table]
         note = " ".join(f"{type(self).__name__}: {self.provenance.line()}".split())
         options: dict[str, Any] = {"float_format": f"%.{digits}g", "na_rep": "--"}
-        text = table[names].head(rows).to_latex(index=False, escape=True, **options)
+        shown = table[names].head(len(table) if rows is None else rows)
+        text = shown.to_latex(index=False, escape=True, **options)
         return f"% {html.plain(note)}\n{text}"
 
     # ---- files
@@ -229,7 +230,7 @@ class Result:
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
         path, tensors = as_path(path), {}
-        header = {"schema": self.schema(), "module": type(self).__module__}
+        header: dict[str, Any] = {"schema": self.schema(), "module": type(self).__module__}
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         header["result"] = {n: encode(value, n, tensors) for n, value in fields.items()}
         write_atomically(path, tensors, header)
@@ -282,8 +283,8 @@ def load(path: str | Path) -> Any:
     module, name = str(header.get("module")), str(header["schema"]).split("/")[1]
     ours = module.startswith("tl_geometry.")
     cls = getattr(importlib.import_module(module), name, None) if ours else None
-    fits = isinstance(cls, type) and issubclass(cls, Result)
-    require(fits, str(path), expected="a result of tl_geometry", got=f"{module}.{name}")
+    if not (isinstance(cls, type) and issubclass(cls, Result)):
+        fail(str(path), expected="a result of tl_geometry", got=f"{module}.{name}")
     return cls.load(path)
 
 

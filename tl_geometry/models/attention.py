@@ -247,7 +247,8 @@ def rotation_of(tables: Tensor | None, reading: Reading, like: Tensor) -> Rotati
     if not reading.each_angle_twice:
         widen = "t n -> t (two n)" if reading.rotation == "half" else "t n -> t (n two)"
         tables = torch.stack([repeat(table, widen, two=2) for table in tables])
-    return Rotation(*tables.to(like), reading.rotation)
+    cos, sin = tables.to(like)
+    return Rotation(cos, sin, reading.rotation)
 
 
 def each_angle_twice(cos: Float[Tensor, "position column"]) -> bool:

@@ -121,14 +121,18 @@ def _left_out(name: str, value: Any) -> bool:
 
 def require_numbers(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
-    bad = [f"{n}, on the meta device" for n, p in model.named_parameters() if p.is_meta]
-    bad += [f"{n}, {p.dtype}" for n, p in model.named_parameters() if p.dtype not in DTYPES]
-    kinds = {f"{type(m).__module__}.{type(m).__name__}": name for name, m in model.named_modules()}
-    bad += [f"{n}, a {k}" for k, n in kinds.items() if any(q in k.lower() for q in QUANTISED)]
-    inside = getattr(model, "original_model", None) or model
-    # peft keeps the map that an adapter stands beside under this name
-    adapted = [n for n, m in inside.named_modules() if "base_layer" in m._modules]
-    bad += [f"{name}, beside which an adapter is not merged" for name in adapted]
+    bad = [
+        f"{name}, {'on the meta device' if p.is_meta else p.dtype}"
+        for name, p in model.named_parameters()
+        if p.is_meta or p.dtype not in DTYPES
+    ]
+    kinds: dict[type, str] = {}
+    for name, module in model.named_modules():
+        kinds[type(module)] = name
+        # peft keeps the map that an adapter stands beside under this name
+        bad += [f"{name}, an adapter that is not merged"] if "base_layer" in module._modules else []
+    named = {f"{kind.__module__}.{kind.__name__}": name for kind, name in kinds.items()}
+    bad += [f"{n}, a {k}" for k, n in named.items() if any(q in k.lower() for q in QUANTISED)]
     if bad:
         what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
         fail(what, expected=expected, got=bad[0], error=UnsupportedModelError)
