@@ -106,19 +106,15 @@ def test_the_curves_of_cost_are_those_of_the_stored_rows() -> None:
 
 
 def test_readme_shows_the_first_script_its_picture_and_its_output() -> None:
-    code, change = blocks("python")
+    (code,) = blocks("python")
     script = pictures.code(SCRIPTS["induction"])
     assert code == f'{script}view.save("induction.html")  # linked panels, one page, offline\n'
     assert blocks("text")[0] == SCRIPTS["induction"].with_suffix(".txt").read_text("utf-8")
     site = "https://tl-geometry.github.io/tl-geometry/main/_static"  # where pages are live
     assert re.findall(r"^\[!\[[^]]*\]\(([^)]*)\)\]\(([^)]*)\)$", README, re.MULTILINE) == [
-        ("docs/_static/tokens.png", f"{site}/graph.html"),
-        ("docs/_static/induction.png", f"{site}/induction.html"),
+        ("docs/_static/graph.png", f"{site}/graph.html"),
     ]
-    assert README.count("![") == 2
-    marked = [line for line in script.splitlines() if line.endswith("# the one line to change")]
-    assert [line.split(" = ")[0] for line in marked] == ["model"]
-    assert change.splitlines()[-1].startswith("model = TransformerBridge.boot_transformers(")
+    assert len(README.split()) <= 900
 
 
 @pytest.mark.slow

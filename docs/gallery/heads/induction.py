@@ -9,13 +9,17 @@ the mean of each row, which the softmax ignores).
 
 import tl_geometry as tlg
 
-model = tlg.zoo.embedded()  # the one line to change
-windows = tlg.zoo.default_windows(model, 128, n=128)
+model = tlg.zoo.embedded()  # or your HookedTransformer, or a TransformerBridge
+tokens = model.to_tokens("def area(width, height):\n    return width * height\n")
+logits, cache = model.run_with_cache(tokens)
+
+windows = tlg.zoo.default_windows(model, 128, n=128)  # or tlg.windows(model, texts, 128)
 basis = tlg.decompose(model, windows, progress=False)  # mean, position, context of every state
-top = tlg.sweep_heads(model, windows[:32], basis, progress=False).top("induction", 3)
-columns = ["layer", "head", "induction", "dominant_group", "group_share", "group_gain"]
-print(top.to_dataframe()[columns].round(2).to_string(index=False))
-prompt = "def area(width, height):\n    return width * height\n"
-split = tlg.split_scores(model, prompt, basis, heads=top.heads[:1], prepend_bos=True)
-print(f"terms miss the model's scores by {split.reconstruction.worst:.1f} of what rounding allows")
-view = tlg.render.split(split, centered=True)
+heads = tlg.sweep_heads(model, windows[:32], basis, progress=False).top("induction", 1).heads
+split = tlg.split_scores(model, tokens, basis, heads=heads, cache=cache)  # sums to the scores
+view = tlg.render.split(split, centered=True)  # shows itself in a notebook
+
+repeats = tlg.corpus.repeated_random_tokens(16, 3, 24, low=100, high=model.cfg.d_vocab)
+edit = tlg.interventions.term(model, basis, "content", heads=heads)
+found = tlg.effects(model, repeats, {"without content": edit}, control="heads", progress=False)
+print(found.sentence("without content"))

@@ -1,15 +1,16 @@
-"""A logit as a graph back to the tokens
-=====================================
+"""Why the model says another name: the graph between two prompts
+===============================================================
 
-Each mark is a head, an MLP or a token that wrote part of the difference between the logits of two
-names in SmolLM2. The more it wrote, the larger the mark: red for " Mary", blue for " John". In the
-live page, click a head to see what it read and why it looked there, and move the
-slider to see more nodes.
+After "... John gave a drink to" SmolLM2-135M-Instruct says " Mary", after "... Mary gave a drink
+to" it says " John". Each mark is a token, a head or an MLP that wrote part of the difference between
+both runs (red towards " Mary"); all of it adds up, query and key edges included. In the live page,
+click a head to see what it read and why it looked there.
 """
 
 import tl_geometry as tlg
 
 model = tlg.zoo.smollm2()
-prompt = "When Mary and John went to the store, John gave a drink to"
-graph = tlg.trace_logit(model, prompt, " Mary", other=" John", prepend_bos=True)
+start = "When Mary and John went to the store,"
+prompt, other = f"{start} John gave a drink to", f"{start} Mary gave a drink to"
+graph = tlg.trace_logit(model, prompt, " Mary", other=" John", counterfactual=other)
 view = tlg.render.graph_page(graph)
