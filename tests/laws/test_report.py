@@ -282,7 +282,8 @@ def test_what_a_question_asks_for_decides() -> None:
     assert not answered(table.assign(n_sd=0.2)).clear
     assert answered(table.assign(n_sd=0.001)).clear
     assert not answered(table.assign(x_se=0.2)).clear
-    assert not answered(table.assign(samples=2)).clear
+    assert not answered(table.assign(samples=2, x_se=0.02)).clear
+    assert answered(table.assign(samples=8, x_se=0.02)).clear
     assert not answered(table.drop(columns="x_se")).clear
     for column in ("p", "evidence"):
         asked = Ask(**{**vars(ASK), column: "y"})

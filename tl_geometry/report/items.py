@@ -127,7 +127,7 @@ def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
     )
 
 
-def _price_of_heads(a: Analysis) -> float:
+def _price_of_heads(a: Analysis) -> int:
     return len(a.fitted) + 6 * a.held_out
 
 
@@ -216,7 +216,7 @@ def _variance(a: Analysis) -> Any:
     return a.basis.anova(null=a.spliced)
 
 
-def _price_of_nulls(a: Analysis) -> float:
+def _price_of_nulls(a: Analysis) -> int:
     return 2 * min(COMPARED, len(a.fitted))
 
 
