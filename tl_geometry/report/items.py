@@ -37,8 +37,6 @@ LOOKS = {
 tokens."""
 TOKENS = 16
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
-LISTED = 3
-"""Largest tokens that are listed for each state."""
 
 
 @functools.cache
@@ -248,7 +246,8 @@ def _curves(a: Analysis, report: Any) -> Any:
 
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
     frame = tokens.to_dataframe()
-    return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
+    # three of each state show whether a few tokens dominate it
+    return frame.groupby("state").head(3).assign(ratio=frame["norm"] / frame["rms"])
 
 
 def _geometry(a: Analysis) -> Any:
