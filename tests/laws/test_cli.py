@@ -23,7 +23,7 @@ from tl_geometry import cli
 from tl_geometry.cli import app
 
 PROMPT = "def f(width, height):\n    return"
-OTHER = "def f(length, height):\n    return"
+OTHER = "def f(height, width):\n    return"
 
 
 @pytest.fixture(scope="module")

@@ -83,11 +83,9 @@ def test_every_section_is_made_and_every_question_answered(made: Made) -> None:
         assert set(item.words["columns"]) <= set(table.columns), item.key
         answers = [ask.answer(table, item.key) for ask in item.asks]
         assert None not in answers, item.key
-        # the sentence of the other verdict can be written too
         for ask in item.asks:
             fields = {**table.iloc[0], "low": 0.0, "high": 1.0, "among": 1, "more": "more"}
-            assert ask.yes.format(**fields)
-            assert ask.no.format(**fields)
+            assert ask.yes.format(**fields) != ask.no.format(**fields)
 
 
 @pytest.mark.slow
@@ -137,7 +135,6 @@ def test_the_page_is_escaped_and_asks_for_nothing(made: Made) -> None:
     policy = html.partition('content="')[2].partition('"')[0]
     assert "default-src 'none'" in policy
     assert "unsafe-inline" not in policy.partition("script-src")[2]
-    assert len(html) < 5_000_000
 
 
 @pytest.mark.nightly
@@ -176,7 +173,6 @@ def test_tables_of_the_same_model_and_corpus_are_read(
     assert re.search(r"about \d+ s", said[1])
     assert findings(out)[0] == findings(made[0])[0]
     assert (out / "weights_qk.csv").read_bytes() == (made[0] / "weights_qk.csv").read_bytes()
-    # computed again, it meets the planted fault; so does a report of other tokens
     failed = build(model, windows, out, fresh=True, **asked)["failed"]
     assert any("computed again" in why for why in failed.values())
     with pytest.raises(tlg.GeometryError, match="another model, corpus or version"):
@@ -267,7 +263,6 @@ def test_a_table_without_an_effect_gives_no_finding() -> None:
     assert np.mean(claims) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 300)
     real = [answered(table) for table in tables(6.0, 50)]
     assert np.mean([found.clear for found in real]) > 0.9
-    assert real[0].said.endswith("of 0.")
 
 
 def test_what_a_question_asks_for_decides() -> None:
@@ -282,7 +277,8 @@ def test_what_a_question_asks_for_decides() -> None:
     assert not answered(table.assign(n_sd=0.2)).clear
     assert answered(table.assign(n_sd=0.001)).clear
     assert not answered(table.assign(x_se=0.2)).clear
-    assert not answered(table.assign(samples=2)).clear
+    assert not answered(table.assign(samples=2, x_se=0.02)).clear
+    assert answered(table.assign(samples=8, x_se=0.02)).clear
     assert not answered(table.drop(columns="x_se")).clear
     for column in ("p", "evidence"):
         asked = Ask(**{**vars(ASK), column: "y"})

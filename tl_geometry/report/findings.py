@@ -10,7 +10,7 @@ rule, and numbers are written as a reader reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Ask:
     yes: str
     no: str
     beside: str
-    nulls: tuple[str, ...] = ()
+    nulls: Sequence[str] = ()
     side: int = 1
     p: str = ""
     evidence: str = ""

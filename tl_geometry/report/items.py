@@ -37,8 +37,6 @@ LOOKS = {
 tokens."""
 TOKENS = 16
 """Most tokens whose paths on the sphere are drawn, and that the example repeats."""
-LISTED = 3
-"""Largest tokens that are listed for each state."""
 
 
 @functools.cache
@@ -127,7 +125,7 @@ def _heads(a: Analysis, sweep: Any) -> pd.DataFrame:
     )
 
 
-def _price_of_heads(a: Analysis) -> float:
+def _price_of_heads(a: Analysis) -> int:
     return len(a.fitted) + 6 * a.held_out
 
 
@@ -216,7 +214,7 @@ def _variance(a: Analysis) -> Any:
     return a.basis.anova(null=a.spliced)
 
 
-def _price_of_nulls(a: Analysis) -> float:
+def _price_of_nulls(a: Analysis) -> int:
     return 2 * min(COMPARED, len(a.fitted))
 
 
@@ -248,7 +246,8 @@ def _curves(a: Analysis, report: Any) -> Any:
 
 def _massive(a: Analysis, tokens: Any) -> pd.DataFrame:
     frame = tokens.to_dataframe()
-    return frame.groupby("state").head(LISTED).assign(ratio=frame["norm"] / frame["rms"])
+    # three of each state show whether a few tokens dominate it
+    return frame.groupby("state").head(3).assign(ratio=frame["norm"] / frame["rms"])
 
 
 def _geometry(a: Analysis) -> Any:
