@@ -159,7 +159,8 @@ def _truncation(
         return []
     grid = tuple(k for k in K if k <= paths.aligned_bases().rank)
     curve = flow.truncation_kl(view, paths.tokens, paths, K=grid, progress=progress)
-    kl, top5 = (dict(zip(grid, curve.column(name), strict=True)) for name in ("kl", "top5"))
+    columns: list[Any] = [curve.column(name) for name in ("kl", "top5")]
+    kl, top5 = (dict(zip(grid, column, strict=True)) for column in columns)
     # the reply's criterion: a tenth of the KL at the smallest K
     sufficient = [k for k in grid if kl[k] <= 0.1 * kl[grid[0]]]
     claimed = bool(curve.column("claimed")[0])
