@@ -275,7 +275,6 @@ NAMES: dict[str, str] = {
 ADDED = (
     "Prompts",
     "plot",
-    "render.plot",
     "render.induction",
     "papers.published_split",
     "papers.factorisation_gap",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tl_geometry.base import checks, html
 from tl_geometry.base.results import Provenance, Result
@@ -56,7 +56,7 @@ class Table(Result):
     def rows(self) -> Sequence[Sequence[object]]:
         return self.cells
 
-    def column(self, name: str, **where: object) -> list[Cell]:
+    def column(self, name: str, **where: object) -> list[Any]:
         """The values of one column, in the rows whose other columns have the given values."""
         for asked in (name, *where):
             checks.choice(asked, self.names, "column")

@@ -85,7 +85,7 @@ def sweep_heads(
     prepend_bos: bool | None = None,
     progress: bool = True,
     seed: int = 0,
-) -> SweepTable:
+) -> SweepTable | Any:  # with ``parts="writers"`` or ``"blocks"`` a WriterSweep
     """Shares, dominant terms and head types of every attention head, in one pass over ``windows``
     that forms no term as a matrix.
 

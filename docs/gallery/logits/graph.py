@@ -3,8 +3,8 @@
 
 After "... John gave a drink to" SmolLM2-135M-Instruct says " Mary", after "... Mary gave a drink
 to" it says " John". Each mark is a token, a head or an MLP that wrote part of the difference of
-the two runs (red towards " Mary"); all of it adds up, query and key edges included. In the live page,
-click a head to see what it read and why it looked there.
+the two runs, red towards " Mary". All of it adds up, query and key edges included. In the live
+page, click a head to see what it read and why it looked there.
 """
 
 import tl_geometry as tlg
