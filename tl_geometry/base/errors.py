@@ -80,9 +80,14 @@ def within_budget(size: int, budget: int, what: str, *, of: str, instead: str) -
     require(size <= budget, what, expected=expected, got=got, instead=instead, error=BudgetError)
 
 
+MOST_NAMES = 20
+"""Names that a refusal lists: a sentence, not a page."""
+
+
 def choice(value: str, options: Sequence[str], what: str) -> str:
     """``value`` if it is one of ``options``, else an error that lists them."""
-    names = ", ".join(map(repr, options))
+    more = ", ..." if len(options) > MOST_NAMES else ""
+    names = ", ".join(map(repr, options[:MOST_NAMES])) + more
     require(value in options, what, expected=f"one of {names}", got=repr(value))
     return value
 

@@ -79,7 +79,7 @@ def variance_shares(
     >>> variance_shares(basis.anova()).title[:13]
     'Position goes'
     """
-    tables = [draw.frame(t, "state", *WORDS) for t in (table, control) if t is not None]
+    tables = [draw.frame(t, "state", *WORDS) for t in (table, control)[: 1 + (control is not None)]]
     figure, axes = draw.panels(ax, len(tables), size=(draw.WIDTH / len(tables), 2.6), sharey=True)
     for axis, current, name in zip(axes, tables, ("trained", "untrained control"), strict=False):
         for part, word in WORDS.items():

@@ -174,7 +174,7 @@ def shares(w: World, variant: str, answers: Answers) -> Expected:
 
 
 def values(w: World, variant: str, answers: Answers) -> Expected:
-    """Mixed values of parts, what heads write with them, and the effect on logits."""
+    """Mixed values of parts, and what heads write with them."""
     run, model = run_of(w, "ids"), decoder(w.kind)
     found: dict[str, list[Tensor]] = {}
     for layer, head in places(answers["heads"]):
@@ -185,9 +185,7 @@ def values(w: World, variant: str, answers: Answers) -> Expected:
             found.setdefault(f"mixed values part.{name}", []).append(z[:, :, head])
             if block.after_attention is None:
                 write = z[:, :, head] @ block.W_O[head]
-                effect = scores.direct_effect(model, run, write)[..., [5, 9]]
                 found.setdefault(f"output part {name}", []).append(write)
-                found.setdefault(f"effect part {name}", []).append(effect)
     shared = {name: x for name, x in found.items() if len(x) == len(answers["heads"])}
     return {name: torch.stack(x, 2) for name, x in shared.items()}
 

@@ -184,8 +184,8 @@ GROUPS = (
             "nothing there": ({"path": lambda s: s.folder / "none.safetensors"}, "file"),
             "a folder": ({"path": lambda s: s.folder}, "file"),
             "a number": ({"path": 3}, "file|path"),
-            "text": ({"path": lambda s: s.path("t.safetensors", "text")}, "safetensors"),
-            "an empty file": ({"path": lambda s: s.path("t.safetensors")}, "safetensors"),
+            "text": ({"path": lambda s: s.path("t.safetensors", "text")}, "file"),
+            "an empty file": ({"path": lambda s: s.path("t.safetensors")}, "file"),
             "one byte changed": ({"path": lambda s: altered(s)}, "safetensors|file"),
             "cut": ({"path": lambda s: cut(s)}, "safetensors|file"),
             "another result": (

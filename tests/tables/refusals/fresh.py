@@ -53,7 +53,7 @@ USES: dict[str, Callable[[Scene, torch.Tensor], Any]] = {
 }
 
 
-UNFLAGGED = ("trajectories", "edge_scores")
+UNFLAGGED = ("edge_scores",)
 """Where a single padding token at the end of some rows is not said yet."""
 
 

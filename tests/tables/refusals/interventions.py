@@ -210,7 +210,6 @@ GROUPS = (
             "to a number": ({"receivers": [7]}, "receivers"),
             "to nothing": ({"receivers": []}, "receivers"),
             "from nothing": ({"senders": []}, "head|senders"),
-            "of no kind": ({"between": "all"}, "between"),
             "counterfactuals of other length": (
                 {
                     "by": "counterfactual",

@@ -25,7 +25,7 @@ OTHERS: Options = {
 }
 ITS_OWN = "^(?!terms)"
 """What a refusal is about: not what the view looked for in the wrong thing."""
-RIGHT = {"split": "a split", "spirals": "a basis", "fourier": "a basis"}
+RIGHT = {"split": "a split"} | dict.fromkeys(("spirals", "fourier", "variance_shares"), "a basis")
 
 
 def drawn(s: Scene, view: str, result: Any) -> Any:

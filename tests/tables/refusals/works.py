@@ -26,6 +26,11 @@ NO_TOKENS = {
 }
 
 
+def _two_states(s: Scene) -> Any:
+    """Trajectories of two states alone."""
+    return tlg.trajectories(s.model, s.w.pilots, states=(0, 1), progress=False)
+
+
 def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -215,7 +220,7 @@ GROUPS = (
         right={"two ranks": {}},
         wrong={
             **NO_BATCH,
-            "no directions": ({"K": ()}, "^K$", "an IndexError"),
+            "no directions": ({"K": ()}, "^K$"),
             "directions beyond": ({"K": (1, 9999)}, "^K$"),
             "a place of no name": ({"where": "x"}, "where"),
             "positions of no name": ({"positions": "x"}, "positions"),
@@ -274,7 +279,7 @@ GROUPS = (
         wrong={
             "of no name": ({"law": "cubic"}, "law"),
             "of no column": ({"of": "x"}, "column"),
-            "of one pair of states": ({"ensemble": lambda s: s.w.ensemble}, "pairs"),
+            "of one pair of states": ({"ensemble": _two_states}, "pairs"),
         },
     ),
 )
