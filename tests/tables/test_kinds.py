@@ -124,7 +124,7 @@ class Reference:
             handle.remove()
 
     def embedding_effect(self, clean: Tensor, other: Tensor) -> float:
-        """``(other - clean) . d metric / d (input of the first block)``, mean over prompts, where
+        """``(clean - other) . d metric / d (input of the first block)``, mean over prompts, where
         the metric is the difference of two logits at the last position."""
         seen: list[Tensor] = []
 
@@ -140,7 +140,7 @@ class Reference:
             handle.remove()
         metric = sum(row[answer] - row[wrong] for row, (answer, wrong) in zip(logits, PAIRS))
         slope = torch.autograd.grad(torch.as_tensor(metric), seen[1])[0]
-        return float((slope * (seen[0] - seen[1])).sum().detach()) / len(clean)
+        return float((slope * (seen[1] - seen[0])).sum().detach()) / len(clean)
 
     def uncapped(self, logits: Tensor) -> Tensor:
         cap = getattr(self.hf.config, "final_logit_softcapping", None)

@@ -131,12 +131,6 @@ def split_values(
     return {name: torch.einsum("bhij,bjhe->bihe", p, v) for name, v in values.items()}
 
 
-def direct_effect(decoder: Decoder, run: Run, write: Tensor) -> Tensor:
-    """What a write ``[b i d]`` adds to all logits (before a soft cap) at the final norm's frozen
-    scale."""
-    return decoder.norm.linear(write, run["output_scale", 0][:, :, 0]) @ decoder.W_U
-
-
 # -- shares ----------------------------------------------------------------------------------------
 
 
