@@ -52,7 +52,7 @@ def accuracy(repeats: int) -> list[Outcome]:
 
 def of_pairs(values: torch.Tensor) -> Table:
     """A table of a value ``[start end]`` for each pair of states, numbered from 1."""
-    pairs = torch.triu_indices(*values.shape, 1).T.tolist()
+    pairs = torch.triu_indices(values.shape[0], values.shape[1], 1).T.tolist()
     cells = tuple((i + 1, j + 1, float(values[i, j])) for i, j in pairs)
     return Table(names=("start", "end", "value"), cells=cells, provenance=Provenance())
 

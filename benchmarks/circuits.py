@@ -85,7 +85,7 @@ def pairs(model: Any, task: str, numbers: tuple[int, int]) -> tuple[Any, Any]:
     for part in parts:
         clean, other, answers, rivals = (list(column) for column in zip(*part, strict=True))
         answered = list(zip(answers, rivals, strict=True))
-        found.append(tlg.prompts(model, clean, counterfactuals=other, answers=answered))
+        found.append(tlg.corpus.prompts(model, clean, counterfactuals=other, answers=answered))
     return found[0], found[1]
 
 

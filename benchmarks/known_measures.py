@@ -243,7 +243,7 @@ def ranks(seed: int) -> Iterator[Finding]:
         position = 20 * left @ right.T
         states = position + torch.randn(128, 32, 48, generator=g)
         basis = tlg.decompose_activations(states)
-        report = tlg.positional_report(basis, jackknife=False, nulls=False)
+        report: Any = tlg.positional_report(basis, jackknife=False, nulls=False)
         truth[rank], labels_of[rank] = str(rank), str(int(report.df["rank"][0]))
     counted = Finding.of_labels("ScreeNOT rank", "ranks 2, 4 and 8", labels_of, truth, none="")
     yield Finding(counted.measure, counted.model, counted.counts, 3 / 20)

@@ -41,7 +41,7 @@ def measure(architecture: str, model_class: str, processed: bool) -> Cell:
         with torch.no_grad():
             make = bridge_of if model_class == "bridge" else hooked_of
             model = make(hf_model(architecture), processed, name=f"tiny-{architecture}")
-        refused = check_model(model).refused
+        refused: Any = check_model(model).refused
     except GeometryError as error:
         return {"verdict": "refused", "why": _short(str(error))}
     except Exception as error:  # whatever TransformerLens raises for what it cannot hold

@@ -44,7 +44,7 @@ def orthogonal(states: int, d: int, seed: int) -> Tensor:
 
 def of_pairs(values: Tensor, name: str = "log_variance") -> Table:
     """A table of a value ``[start end]`` for each pair of states, numbered from 1."""
-    pairs = torch.triu_indices(*values.shape, 1).T.tolist()
+    pairs = torch.triu_indices(values.shape[0], values.shape[1], 1).T.tolist()
     cells = tuple((i + 1, j + 1, float(values[i, j])) for i, j in pairs)
     return Table(names=("start", "end", name), cells=cells, provenance=Provenance())
 
@@ -371,14 +371,14 @@ def test_an_encoder_is_followed_at_its_first_token() -> None:
 def test_halves_share_no_chunk_and_no_document() -> None:
     ids = tokens(20, 10, 3)
     labels = torch.arange(28) % 5
-    twice = flow.trajectories(model(), torch.cat([ids, ids[:8]]), **QUIET)
-    documents = flow.trajectories(model(), tokens(28, 10, 4), labels=labels, **QUIET)
+    twice: Any = flow.trajectories(model(), torch.cat([ids, ids[:8]]), **QUIET)
+    documents: Any = flow.trajectories(model(), tokens(28, 10, 4), labels=labels, **QUIET)
     for seed in range(4):
         train, test = twice.split(seed=seed)
         assert len(train) + len(test) == 28
         assert not bool(ensemble.shared_rows(test.tokens, train.tokens).any())
         # the twin: without tokens nobody can know
-        plain = dataclasses.replace(twice, tokens=None, labels=torch.arange(28))
+        plain: Any = dataclasses.replace(twice, tokens=None, labels=torch.arange(28))
         halves = [set(half.labels.tolist()) for half in plain.split(seed=seed)]
         assert any((i in halves[0]) != (i + 20 in halves[0]) for i in range(8))
         train, test = documents.split(seed=seed)

@@ -119,7 +119,7 @@ def test_the_lists_of_a_graph_add_up(between: bool) -> None:
     """The edges into a node that a page lists, and what it leaves out, sum to the node."""
     part = payload(render.graph_page(graph(between=between)))["parts"][1]
     nodes, edges = part["nodes"], pd.DataFrame(part["edges"])
-    inside = edges if between else edges[edges["type"] == "value"]
+    inside: Any = edges if between else edges[edges["type"] == "value"]
     sums = inside.groupby("target")["value"].sum()
     scale = max(map(abs, nodes["value"]))
     assert len(sums) >= 3

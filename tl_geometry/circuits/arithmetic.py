@@ -336,7 +336,7 @@ class _LineOfRows(torch.autograd.Function):
         change, reach = first - second, 1 + gap.abs().amax(-1)
         within = max(CLOSED, torch.finfo(rows.dtype).eps)
         left = torch.arange(len(gap), device=gap.device)
-        ctx.levels = []
+        ctx.levels, nodes, missed = [], 0, None
         for nodes in NODES:
             closed = along_rows(ends[1][left], gap[left], gap[left], nodes)
             error = (closed - change[left]).abs().amax(-1)

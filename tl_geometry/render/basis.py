@@ -92,7 +92,7 @@ def variance_shares(
         axis.set_title(name if control is not None else "")
     axes[0].set_ylabel("share of variance")
     draw.legend(figure, axes[:1], ax=ax)
-    first = tables[0]
+    first: Any = tables[0]
     return draw.view(
         figure,
         table,

@@ -5,6 +5,7 @@ circuit. The gallery and notebooks draw them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,7 +40,7 @@ def composition_figure(
     """
     said = SHARES[choice(share, tuple(SHARES), "share")]
     random, low, high = f"random_{share}", f"{share}_low", f"{share}_high"
-    table = draw.frame(composition, "layer", "head", "side", share, random, low, high)
+    table: Any = draw.frame(composition, "layer", "head", "side", share, random, low, high)
     table = table[table[share].notna()].rename(columns={"writer": "part"})
     edges = table.iloc[(-table[share].abs()).argsort(kind="stable")].head(n)
     names = [

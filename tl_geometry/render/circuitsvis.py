@@ -114,7 +114,7 @@ def induction(graph: LogitGraph, head: Head | None = None) -> Page:
     >>> induction(tlg.trace_logit(model, prompt, "ight", prepend_bos=True)).title[:10]
     'L1H3 wrote'
     """
-    direct = graph.direct().df
+    direct: Any = graph.direct().df
     direct = direct[direct["head"] >= 0]
     heads = direct.groupby(["layer", "head"])["value"].sum()
     known = [(int(layer), int(number)) for layer, number in heads.index]

@@ -93,7 +93,7 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
     >>> baseline_figure(tlg.flow_report(paths)).title
     'Which map predicts the next state?'
     """
-    table = draw.frame(report, "start", "end", "relative_error_out")
+    table: Any = draw.frame(report, "start", "end", "relative_error_out")
     states = sorted({*table["start"], *table["end"]})
     after = dict(itertools.pairwise(states))
     steps = table[table["end"] == table["start"].map(after)]
@@ -136,7 +136,7 @@ def noise_figure(report: Table, *, ax: draw.Axes | None = None) -> draw.View:
     >>> noise_figure(tlg.flow_report(paths)).title
     'Does the residual grow as noise does?'
     """
-    table = draw.frame(report, "start", "end", "log_variance_in")
+    table: Any = draw.frame(report, "start", "end", "log_variance_in")
     figure, (axis,) = draw.panels(ax)
     starts = sorted(set(table["start"]))
     laws = [fit_noise_law(report, law=law) for law in STYLES] if len(table) >= FEWEST else []
@@ -183,7 +183,7 @@ def skip_figure(skips: Result | pd.DataFrame) -> draw.View:
     >>> skip_figure(skips).title
     'How many blocks can be skipped for how much loss?'
     """
-    table = draw.frame(skips, "map_type", "from_layer", "to_layer", "loss_increase")
+    table: Any = draw.frame(skips, "map_type", "from_layer", "to_layer", "loss_increase")
     table = table.assign(skipped=table["to_layer"] - table["from_layer"])
     lengths = draw.some(sorted(set(table["skipped"])), LENGTHS)
     width = draw.WIDTH / max(len(lengths), 2)

@@ -80,7 +80,7 @@ def graph_page(graph: LogitGraph) -> Page:
 def _nodes(table: pd.DataFrame) -> pd.DataFrame:
     """The largest nodes, the target first, with the row that each stands on: the embeddings on row
     0, heads of block l on row 2 l + 1, its MLP above them, the target on top."""
-    nodes = table[table["kind"] != "rest"].reset_index(drop=True)
+    nodes: Any = table[table["kind"] != "rest"].reset_index(drop=True)
     target, leaf = nodes["kind"] == "target", nodes["layer"] < 0
     row = (2 * nodes["layer"] + 1 + (nodes["kind"] == "mlp")).mask(leaf, 0)
     row = row.mask(target, 1 + row[~target].max() // 2 * 2 + 1)  # above the last MLP
@@ -92,8 +92,8 @@ def _nodes(table: pd.DataFrame) -> pd.DataFrame:
 def _edges(table: pd.DataFrame, nodes: pd.DataFrame, *, exact: bool) -> pd.DataFrame:
     """The largest edges of each type into each node, by the places of their ends among ``nodes``;
     what a list leaves out has the source -1."""
-    place = pd.Series(nodes.index, nodes["node"])
-    edges = table.assign(at=table["source"].map(place), target=table["target"].map(place))
+    place: Any = pd.Series(nodes.index, nodes["node"])
+    edges: Any = table.assign(at=table["source"].map(place), target=table["target"].map(place))
     edges = edges[edges["target"].notna()].astype({"target": int})
     group = ["target", "type"]
     whole = edges.groupby(group)["value"].sum()
@@ -142,7 +142,7 @@ def token_attribution(table: Result | pd.DataFrame, *, title: str = "") -> Page:
     >>> token_attribution(graph.tokens()).title
     'What each token contributes to the logit'
     """
-    rows = draw.frame(table, "token", "value")
+    rows: Any = draw.frame(table, "token", "value")
     placed = rows if "position" not in rows else rows[rows["position"] >= 0]
     rest, total = rows["value"].sum() - placed["value"].sum(), rows["value"].sum()
     constants = f" and the constants ({signed(rest, '+.3g')})" if len(placed) < len(rows) else ""

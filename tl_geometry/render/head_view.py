@@ -107,8 +107,9 @@ def grid_of(table: pd.DataFrame, column: str, empty: Any = np.nan) -> np.ndarray
     """A column as ``[layer head]``, empty where the table has no head."""
     layers = sorted(set(table["layer"]))
     kind = float if isinstance(empty, float) else object
-    grid = np.full((len(layers), 1 + int(table["head"].max())), empty, dtype=kind)
-    for layer, head, value in zip(table["layer"], table["head"], table[column], strict=True):
+    heads: Any = table["head"]
+    grid = np.full((len(layers), 1 + int(heads.max())), empty, dtype=kind)
+    for layer, head, value in zip(table["layer"], heads, table[column], strict=True):
         grid[layers.index(layer), head] = value if kind is float else str(value)
     return grid
 

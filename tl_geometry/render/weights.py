@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -153,7 +154,7 @@ def effect_bars(effects: Result | pd.DataFrame, *, ax: draw.Axes | None = None) 
     >>> effect_bars(effects).title
     'What does L0H0 do to the loss?'
     """
-    table = draw.frame(effects, "edit", "change", "change_low", "change_high")
+    table: Any = draw.frame(effects, "edit", "change", "change_low", "change_high")
     bars: list[tuple[str, float, float, str]] = []
     for edit, rows in table.groupby("edit", sort=False):
         change, high = rows[["change", "change_high"]].iloc[0]

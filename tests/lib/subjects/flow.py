@@ -194,6 +194,7 @@ def skips(w: World, seed: int = 0, **options: Any) -> Any:
     """Maps of three pairs, fitted on half of the pilots and measured on the others."""
     read = w.pilots[:, :-1]
     train, test = tlg.trajectories(w.model, read, states=range(3), **QUIET).split(seed=seed)
+    assert test.tokens is not None
     held_out = w.pilots[ensemble.shared_rows(read, test.tokens)]
     types = ("flow", "flow-signed", "linear", "ridge", "shift", "identity", "mean")
     chosen = given(options, pairs=[(0, 1), (1, 2), (0, 2)], map_types=types, **QUIET)

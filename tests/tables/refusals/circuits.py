@@ -24,7 +24,7 @@ def scored(s: Scene, prompts: Any = None, others: Any = None, **options: Any) ->
     """Edge scores of two prompts and their counterfactuals."""
     prompts = s.ids[:2, :8] if prompts is None else prompts
     others = s.w.other[:2, :8] if others is None else others
-    given = {} if "metric" in options else {"answer": (11, 12)}
+    given: dict[str, Any] = {} if "metric" in options else {"answer": (11, 12)}
     given |= {"counterfactual": others, "method": "gradient", **options}
     return tlg.edge_scores(s.model, prompts, **given)
 
