@@ -19,8 +19,8 @@ from .base.errors import UnsupportedModelError as UnsupportedModelError
 from .base.results import Provenance as Provenance
 from .base.results import Result as Result
 from .base.tables import Table as Table
-from .circuits.edge_scores import edge_scores as edge_scores
-from .circuits.faithfulness import faithfulness as faithfulness
+from .circuits.kept_edges import faithfulness as faithfulness
+from .circuits.scored_edges import edge_scores as edge_scores
 from .circuits.trace import trace_logit as trace_logit
 from .circuits.writer_edges import composition as composition
 from .corpus import TokenWindows as TokenWindows

@@ -39,12 +39,14 @@ ONLY = {
 """Libraries that only these packages may import."""
 HEAVY = (*ONLY, "pandas", "transformers", "sklearn", "plotly")
 """Libraries that nothing imports before it needs them."""
+DRAWS_TABLES = {"render", "report"}
+"""Packages about tables, which themselves load at their first use: they may import pandas."""
 BY_NAME = {
     "scores.sweep imports tl_geometry.circuits.writer_sweep",
 }
 """Imports against the direction that are known, by a name in quotes."""
 MOST_LINES, MOST_OF_A_FUNCTION = 400, 60
-LONG, UNSHOWN = 13, 34
+LONG, UNSHOWN = 4, 8
 """How many modules and functions are longer, and how many public functions show no example: of what
 is not yet rewritten. These numbers only fall."""
 HOOK = re.compile(r"\bhook_[a-z]|\bblocks\.|\bln_final\b|\bhook_dict\b")
@@ -92,7 +94,7 @@ def forbidden(name: str, source: str) -> list[str]:
         top, _, rest = dotted.partition(".")
         if top in ONLY and mine not in ONLY[top]:
             wrong.append(f"{name} imports {top}")
-        if top in HEAVY and eager:
+        if top in HEAVY and eager and not (top == "pandas" and mine in DRAWS_TABLES):
             wrong.append(f"{name} imports {top} at import time")
         later = PACKAGES[PACKAGES.index(mine) + 1 :] if mine else ()
         if top == "tl_geometry" and rest.partition(".")[0] in later:
@@ -266,6 +268,7 @@ OTHERS = {
     "corpus.gibberish prepend_bos": "as published",
     "corpus.pseudo_sentences prepend_bos": "as published",
     "corpus.repeated_random_tokens seed": "as published",
+    "models.LayerView.logits heads": "a slice of all: a list would copy",
     "papers.sarfati prepend_bos": "as published",
     "zoo.default_windows prepend_bos": "the embedded model was trained with BOS",
 }

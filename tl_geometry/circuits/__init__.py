@@ -3,8 +3,8 @@
 - one runner: ``runner`` (blocks, walks back), ``arithmetic`` (live, frozen, between two runs);
 - the graph behind a logit, or behind its difference between two prompts: ``trace``, ``walk``,
   ``graph_edges``, ``logit_graph``; its file: ``graph_files``;
-- which edges of the live model matter: ``edge_layout``, ``prompt_pairs``, ``edge_scores``,
-  ``faithfulness``;
+- which edges of the live model matter: ``edge_layout``, ``prompt_pairs``, ``scored_edges``,
+  ``kept_edges``;
 - what a head reads: ``writer_sweep``, ``writer_edges`` (composition), ``dictionaries`` and
   ``features`` (a sparse autoencoder).
 

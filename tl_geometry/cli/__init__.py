@@ -105,7 +105,7 @@ def report(
     say = (lambda line: None) if quiet else (lambda line: typer.echo(line, err=True))
     say("Loading the model and the text")
     from tl_geometry.report.analysis import sizes
-    from tl_geometry.report.build import build
+    from tl_geometry.report.written import build
 
     view = inputs.load_model(model, device, dtype, processed=processed)
     most, usual = sizes(view, quick=quick)

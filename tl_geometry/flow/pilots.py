@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_geometry.models.batches import batch_of
+from tl_geometry.models.key_cache import empty_key_cache
 from tl_geometry.models.model_view import ModelView
 
 Edit = Callable[[Tensor], Tensor]
@@ -40,16 +40,7 @@ HOOKED = "past_kv_cache"
 def kept_keys(view: ModelView, before: Int[Tensor, "batch position"], name: str) -> Any:
     """Keys and values of what stands before the pilots of some chunks, run once, in a cache of the
     model's own library that the argument ``name`` of its forward() takes."""
-    if name == HOOKED:
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-        sizes: Any = SimpleNamespace(n_layers=view.n_layers, d_head=view.d_head, dtype=view.dtype)
-        sizes.n_key_value_heads = view.key_heads(0)
-        cache = TransformerLensKeyValueCache.init_cache(sizes, view.device, len(before))
-    else:
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
+    cache = empty_key_cache(view, len(before))
     # a hook that does nothing at the last state: nothing is unembedded
     last = {view.state_hooks[-1]: lambda h: None}
     view.run(before, last, forward=_arguments(view, before, name, cache))

@@ -12,7 +12,7 @@ import pandas as pd
 
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.results import Result
-from tl_geometry.circuits.faithfulness import Faithfulness
+from tl_geometry.circuits.kept_edges import Faithfulness
 from tl_geometry.render import figure as draw
 
 COLOURS = dict(zip(("query", "key", "value"), draw.LINES, strict=False))

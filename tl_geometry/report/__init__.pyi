@@ -1,3 +1,3 @@
-from .build import build as build
+from .written import build as build
 
 __all__: list[str]

@@ -19,7 +19,8 @@ heads = tlg.sweep_heads(model, windows[:32], basis, progress=False).top("inducti
 split = tlg.split_scores(model, tokens, basis, heads=heads, cache=cache)  # sums to the scores
 view = tlg.render.split(split, centered=True)  # shows itself in a notebook
 
-repeats = tlg.corpus.repeated_random_tokens(16, 3, 24, low=100, high=model.cfg.d_vocab)
+bos = model.tokenizer.bos_token_id
+repeats = tlg.corpus.repeated_random_tokens(16, 3, 24, low=100, high=2000, bos_id=bos)
 edit = tlg.interventions.term(model, basis, "content", heads=heads)
 found = tlg.effects(model, repeats, {"without content": edit}, control="heads", progress=False)
 print(found.sentence("without content"))

@@ -30,7 +30,6 @@ from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout, LayerReaders
-from tl_geometry.circuits.edge_scores import EdgeScores, both_runs, largest
 from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
     batches,
@@ -40,6 +39,7 @@ from tl_geometry.circuits.prompt_pairs import (
     provenance_of_pairs,
 )
 from tl_geometry.circuits.runner import Reads, Runner, Shared, Stream
+from tl_geometry.circuits.scored_edges import EdgeScores, both_runs, largest
 from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
