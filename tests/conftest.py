@@ -27,7 +27,7 @@ settings.register_profile("nightly", deadline=None, max_examples=300)
 DAILY = ("gpt2", "llama", "bloom", "gemma2")
 """Learned positions; rotations and grouped keys; ALiBi; soft caps and norms behind blocks."""
 MANY = 8
-DRAWN = ("tl_geometry/render/", "tl_geometry/papers/")
+DRAWN = ("tl_geometry/render/", "tl_geometry/papers/", "tl_geometry/zoo/pretrained.py")
 """Where examples take seconds each, of views and publications, which tables of tests have too."""
 SKIPPED: list[str] = []
 

@@ -298,6 +298,7 @@ def test_what_cannot_be_run_is_refused(options: dict[str, Any], says: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_lines_of_thought_stand_beside_the_published_range() -> None:
     model, text = zoo.embedded(), "\n".join(zoo.corpus.held_out_documents().texts)
     options: dict[str, Any] = {"n": 40, "length": 8, "K": (1, 4), "separate": False}
@@ -589,6 +590,7 @@ def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
     assert zoo.tokenizer().bos_token_id == 0
 
 
+@pytest.mark.nightly
 def test_default_windows_are_those_of_the_held_out_modules() -> None:
     documents, view = zoo.corpus.held_out_documents(), tlg.view(zoo.embedded())
     assert not set(documents.missing) & set(documents.names)

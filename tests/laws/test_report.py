@@ -118,7 +118,7 @@ def test_the_head_that_does_most_is_the_one_whose_removal_costs_most_by_hand(
             hooks = [(f"blocks.{layer}.attn.hook_z", mean)]
             with torch.no_grad():
                 loss = model.run_with_hooks(ids, return_type="loss", fwd_hooks=hooks)
-            costs[f"L{layer}H{head}"] = float(loss - clean)
+            costs[f"L{layer}H{head}"] = float((loss - clean).detach())
     table = pd.read_csv(made[0] / "removal.csv").set_index("edit")["change"]
     assert table.to_dict() == pytest.approx(costs, abs=1e-3)
     assert max(costs, key=lambda name: costs[name]) in findings(made[0])[0]
@@ -311,6 +311,7 @@ def positions_in_an_order_of_each_window(model: Any) -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_position_drives_no_head_where_windows_do_not_agree_on_it(
     made: Made,
     model: Any,

@@ -135,6 +135,7 @@ def test_two_reasons_have_equal_energy() -> None:
 
 @BOTH
 @pytest.mark.parametrize("name", ["circuit", "idle"])
+@pytest.mark.nightly
 def test_planted_edges_and_no_other_carry_the_next_token(name: str, positions: str) -> None:
     """One edge at a time from the counterfactual, in live runs."""
     truth = known(name, seed=2, positions=positions)

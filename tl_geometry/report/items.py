@@ -1,7 +1,8 @@
 """What does a report contain? :data:`SECTIONS`, a list of sections of items. An item is a table,
 its figures, and what is asked of the table. The words are in ``assets/words.toml``.
 
-An item that cannot be computed becomes a card with the reason (:mod:`tl_geometry.report.written`)."""
+An item that cannot be computed becomes a card with the reason
+(:mod:`tl_geometry.report.written`)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from tl_geometry.base import html
 from tl_geometry.base.results import SOURCES
@@ -117,7 +116,7 @@ def document(
         parts=parts,
         coming=[section.title for section in coming],
         allowed=" ".join(dict.fromkeys(text for block in blocks for text in block.scripts)),
-        style=Markup(style.read_text(encoding="utf-8")),
+        style=style.read_text(encoding="utf-8"),
         sources=[SOURCES[key] for key in WORKS],
         heading=heading,
         open=OPEN,
