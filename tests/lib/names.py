@@ -274,7 +274,7 @@ NAMES: dict[str, str] = {
 
 ADDED = (
     "Prompts",
-    "plot",
+    "render.plot",
     "render.induction",
     "papers.published_split",
     "papers.factorisation_gap",

@@ -5,7 +5,6 @@ and becomes green with the package that mends its kind."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,13 +230,6 @@ def latex_of(s: Scene, text: str) -> list[str]:
     return [line.removesuffix(r"\\").split("&")[at].strip() for line in lines[1:]]
 
 
-def many_texts(s: Scene) -> float:
-    """Seconds that it takes to cut many short texts."""
-    began = time.process_time()
-    tlg.windows(s.model, ["def f(x): return x + 1"] * 10_000, 6, prepend_bos=True)
-    return time.process_time() - began
-
-
 def packed(s: Scene) -> torch.Tensor:
     ids = s.ids.clone()
     ids[:, 9] = s.model.tokenizer.bos_token_id
@@ -392,11 +384,5 @@ ROWS: tuple[Row, ...] = (
         ),
         what="texts",
         either=True,
-    ),
-    Row(
-        name="22 many short texts",
-        call=many_texts,
-        holds=lambda s, seconds: seconds < 1.5,
-        today="takes 0.2 ms a text",
     ),
 )
