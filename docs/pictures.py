@@ -27,12 +27,12 @@ FIRST = "induction"
 """The script that README shows."""
 THUMBNAILS = {
     "tokens": (0, 0, 400),
-    "graph": (500, 0, 400),
-    "text": (0, 290, 500),
-    "head_types": (330, 0, 320),
+    "graph": (480, 380, 480),
+    "text": (0, 0, 500),
+    "head_types": (0, 300, 480),
     "heads": (0, 0, 345),
     "induction": (405, 315, 460),
-    "writers": (680, 740, 400),
+    "writers": (0, 0, 480),
     "planes": (0, 0, 400),
     "removal": (0, 0, 480),
     "faithfulness": (0, 0, 500),

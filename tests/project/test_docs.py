@@ -56,7 +56,8 @@ def test_every_example_has_the_picture_of_its_code_and_a_text_to_read_it_by() ->
         assert rule == "=" * len(title), name
         assert 20 < len(" ".join(text).split()) < 90, name
         assert code.startswith("import tl_geometry as tlg\n"), name
-        assert len(code.splitlines()) <= 12, name
+        # README's goes on from a split to a removal
+        assert len([line for line in code.splitlines() if line]) <= 14, name
         with Image.open(DOCS / "_static" / f"{name}.png") as image:
             assert image.text["script"] == pictures.digest(code), name  # type: ignore[attr-defined]
             assert image.text["null"], name  # type: ignore[attr-defined]

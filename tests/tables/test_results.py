@@ -44,7 +44,7 @@ KINDS = ("llama", "gpt2", "embedded")
 LINES = "a\nb\r\tc"
 ALIASES = "a result hands out the arrays that it answers from"
 OPEN = (
-    *("decomposition", "scores", "circuits", "weights", "sphere", "measures", "flow"),
+    *("decomposition", "scores", "circuits", "weights", "sphere", "flow"),
     "interventions",
 )
 """Packages whose results do: to be mended where each is rewritten."""

@@ -115,7 +115,7 @@ class SweepTable(ShareTable):
 
     def text(self, limit: int | None = None) -> str:
         """The first columns of :data:`READ` as aligned plain text."""
-        return self._read(SHOWN).text(limit)
+        return f"Sweep{self._read(SHOWN).text(limit)}"  # which begins with "Table("
 
     def _repr_html_(self) -> str:
         return self._read(len(READ))._repr_html_()

@@ -1,5 +1,5 @@
 """Why the model says another name: the graph between two prompts
-===============================================================
+==============================================================
 
 After "... John gave a drink to" SmolLM2-135M-Instruct says " Mary", after "... Mary gave a drink
 to" it says " John". Each mark is a token, a head or an MLP that wrote part of the difference of
