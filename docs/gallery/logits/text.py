@@ -1,5 +1,5 @@
 """What an induction head wrote, in the text
-========================================
+=========================================
 
 Each token has the colour of what one head wrote from it towards the logit of "ight" after the
 second " he": almost all came from "ight" itself, the token that followed the first " he".
