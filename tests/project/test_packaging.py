@@ -39,7 +39,7 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links), "a package index has no files"
     page = "https://tl-geometry.github.io/tl-geometry/main/_static/graph.html"
-    assert f"/main/docs/_static/tokens.png)]({page})" in shown, "a picture with a link"
+    assert f"/main/docs/_static/graph.png)]({page})" in shown, "a picture with a link"
     target = tmp_path / "site"
     command = [
         sys.executable,
