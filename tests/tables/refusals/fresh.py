@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 import tl_geometry as tlg
-from tests.lib.models import HAS_HOOKED, hf_model, hooked_of
 from tests.lib.worlds import world
 from tests.tables.refusals.changed_models import altered, made, with_bos, with_text
 from tests.tables.refusals.row import Row, Scene
@@ -198,17 +197,6 @@ def collated(s: Scene, keep: bool) -> Any:
     return torch.utils.data.DataLoader(rows, 8, generator=torch.Generator(), **how)
 
 
-def in_hooked(s: Scene, architecture: str, **changes: Any) -> bool:
-    """Whether a HookedTransformer of a model agrees with it on more tokens than a probe has."""
-    with torch.random.fork_rng():
-        hf, ids = hf_model(architecture, **changes), torch.arange(3, 43)[None]
-        with torch.no_grad():
-            wanted = hf(ids).logits.log_softmax(-1)
-            model = hooked_of(hf)
-            found = model(ids, return_type="logits").log_softmax(-1)
-    return bool((found - wanted).abs().max() < 1e-3)
-
-
 def labels_differ(s: Scene, found: Any) -> bool:
     """Different ids have different labels."""
     ids, labels = found
@@ -241,7 +229,6 @@ def wide(s: Scene) -> Any:
     return with_text(vocab_size=80)
 
 
-BEYOND = WRONG if HAS_HOOKED else ""
 ROWS: tuple[Row, ...] = (
     *_padding(),
     *(
@@ -338,16 +325,6 @@ ROWS: tuple[Row, ...] = (
         name="10 a loader that puts rows first",
         call=lambda s: tlg.decompose(s.model, collated(s, True), **QUIET),
         holds=lambda s, found: found.contexts == len(s.w.corpus),
-    ),
-    Row(
-        name="11 a window that a probe does not reach",
-        call=lambda s: in_hooked(
-            s, "qwen2", use_sliding_window=True, sliding_window=10, max_window_layers=0
-        ),
-        what=".",
-        holds=lambda s, same: same,
-        either=True,
-        today=BEYOND,
     ),
     Row(name="12 labels of half characters", call=labels, holds=labels_differ, today=WRONG),
     Row(
