@@ -20,7 +20,7 @@ def expected() -> dict[str, bool]:
     return {
         r"TransformerLens 4 has no HookedTransformer": not HAS_HOOKED,
         r"HookedTransformer is not in TransformerLens 4": not HAS_HOOKED,
-        r"SAELens pins TransformerLens 3": not HAS_HOOKED,
+        r"SAELens pins TransformerLens 3.*": not HAS_HOOKED,
         r".*expected TransformerLens 3 for Hooked(Transformer|Encoder).*": not HAS_HOOKED,
         r"TransformerLens 3 has no edge scores": HAS_HOOKED,
         r".*(CUDA|GPU).*": not torch.cuda.is_available(),
