@@ -89,7 +89,7 @@ def test_leaves_are_gradients_of_hugging_faces_frozen_code(kind: str, follow: bo
     assert first.grad is not None
     wanted = (first.detach() * first.grad).sum(-1)[0]
     leaves = graph.leaf_values + (graph.leaf_moved if follow else 0.0)
-    assert float((leaves.sum(0) - wanted).abs().max()) < WITHIN * size(graph) or kind == "bloom"
+    assert float((leaves.sum(0) - wanted).abs().max()) < WITHIN * size(graph)
     if kind in UNBIASED and "grouped" not in kind:
         for layer, mixed in enumerate(theirs.mixed):
             grad = torch.zeros_like(mixed) if mixed.grad is None else mixed.grad
@@ -263,7 +263,7 @@ def test_a_mixture_of_experts_is_a_leaf_or_refused_by_name() -> None:
     try:
         graph = tlg.trace_logit(model, PROMPTS[:1], ANSWER, counterfactual=near, keep=0.5)
         assert abs(graph.value) > 1e-4
-        assert total(graph.tokens()) == pytest.approx(graph.value, abs=2e-6)  # of logits near 10
+        assert total(graph.tokens()) == pytest.approx(graph.value, abs=1e-5 * size(graph))
         assert graph.mlp_values.abs().sum() > 0
     finally:
         with torch.no_grad():

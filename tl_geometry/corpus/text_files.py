@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tl_geometry.base.errors import require
-from tl_geometry.base.printable import printable
+from tl_geometry.base.html import plain
 
 NO_TEXT = (".npy", ".jsonl", ".ndjson")
 """Endings of files that hold token ids, or texts in lines of JSON."""
@@ -20,7 +20,7 @@ INSTEAD = "numpy.load, a column of datasets.load_dataset, or path.read_text(enco
 def require_files(paths: Sequence[Path], what: str = "texts") -> None:
     """Refuse paths that are not files of text."""
     wrong = [str(p) for p in paths if p.suffix.lower() in NO_TEXT or not p.is_file()]
-    expected, got = "existing text files that may be read", printable(", ".join(wrong))
+    expected, got = "existing text files that may be read", plain(", ".join(wrong))
     require(not wrong, what, expected=expected, got=got, instead=INSTEAD)
 
 
@@ -39,7 +39,7 @@ def read_text(path: Path, start: int = 0, stop: int | None = None, *, what: str 
         text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
     except UnicodeError:
         text = "\0"
-    expected, got = "text in UTF-8", f"{printable(path.name)}, which is none"
+    expected, got = "text in UTF-8", f"{plain(path.name)}, which is none"
     require("\0" not in text, what, expected=expected, got=got, instead=INSTEAD)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -50,4 +50,4 @@ def file_names(paths: Sequence[Path]) -> list[str]:
     unique = len({path.resolve() for path in paths}) == len(paths)
     require(unique, "--corpus", expected="each file once", got=", ".join(map(str, paths)))
     unique = len({path.name for path in paths}) == len(paths)
-    return [printable(path.name if unique else str(path)) for path in paths]
+    return [plain(path.name if unique else str(path)) for path in paths]

@@ -15,7 +15,7 @@ import pandas as pd
 from tl_geometry.base import html
 from tl_geometry.base.errors import require
 from tl_geometry.base.files import as_path, write_bytes
-from tl_geometry.base.printable import unicode_escape
+from tl_geometry.base.html import unicode_escape
 from tl_geometry.base.results import Result
 
 if TYPE_CHECKING:

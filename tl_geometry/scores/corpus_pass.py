@@ -20,23 +20,10 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_geometry.base.errors import BudgetError, require
 from tl_geometry.base.results import Provenance, hash_tokens
 from tl_geometry.corpus.token_windows import TokenWindows, begins_with_bos
-from tl_geometry.models.batches import another_row, batch_of
+from tl_geometry.models.batches import another_row
 from tl_geometry.models.model_view import ModelView
-
-
-def rows_per_batch(
-    view: ModelView, length: int, bytes_per_context: int, budget: int, batch_size: int | None
-) -> int:
-    """Contexts of one forward pass: ``batch_size``, or the default for prompts of ``length`` tokens
-    (:func:`~tl_geometry.models.batches.batch_of`), but no more than ``budget`` bytes allow."""
-    most, what = budget // bytes_per_context, "memory_budget"
-    expected = f"at least {bytes_per_context} bytes for one context of {length} positions"
-    instead = "shorter windows, or a larger memory_budget="
-    require(most >= 1, what, expected=expected, got=budget, instead=instead, error=BudgetError)
-    return min(most, batch_of(batch_size, length, view.device))
 
 
 @dataclass(eq=False)

@@ -30,7 +30,6 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.rows import causal_mask
-from tl_geometry.base.transfer import on_cpu
 from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
 from tl_geometry.models.model_view import ModelView
 
@@ -214,6 +213,6 @@ def measure_types(
     def joined(name: str) -> dict[str, Tensor]:
         """The scores (or errors) of all layers by type, on the CPU."""
         of_types = [torch.cat([getattr(types[l], name)[t] for l in layers]) for t in HEAD_TYPES]
-        return dict(zip(HEAD_TYPES, on_cpu(of_types), strict=True))
+        return dict(zip(HEAD_TYPES, (x.detach().cpu() for x in of_types), strict=True))
 
     return dataclasses.replace(types[layers[0]], scores=joined("scores"), errors=joined("errors"))
