@@ -219,7 +219,10 @@ def legend(figure: Figure, axes: Sequence[Axes], *, ax: Axes | None = None) -> N
     drawn = [axis.get_legend_handles_labels() for axis in axes]
     # panels repeat their labels: the last handle of each stands for all
     handles = {label: h for pair in drawn for h, label in zip(*pair, strict=True)}
-    figure.legend(handles.values(), handles, loc="outside upper left", ncols=4)
+    # an inch holds about 11 characters, and an entry has the width of 6 beside its label
+    entry = 6 + max(map(len, handles), default=0)
+    columns = min(4, max(1, int(11 * figure.get_figwidth() / entry)))
+    figure.legend(handles.values(), handles, loc="outside upper left", ncols=columns)
 
 
 def shades(figure: Figure, axis: Axes, values: Sequence[int], label: str) -> Any:

@@ -105,7 +105,7 @@ def baseline_figure(report: Result | pd.DataFrame, *, ax: draw.Axes | None = Non
         look = {"ms": 3, "lw": width, "color": colour, "label": name}
         axis.plot(steps["end"], steps[column], "o-", **look)
     axis.set(xlabel="state t + 1", xticks=draw.whole_ticks(steps["end"].tolist()))
-    axis.set(ylabel="relative error (|error| / |state|)", ylim=(0, None))
+    axis.set(ylabel="|error| / |state|", ylim=(0, None))
     each = steps[[*columns.values()]].fillna(0.0)
     if each.max(axis=None) > 5 * each.stack().median() > 0:
         axis.set_yscale("log")  # on a linear axis one jump would flatten all the rest

@@ -4,6 +4,7 @@ induction heads, and which rotary wavelengths carry them. The report and noteboo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -259,10 +260,17 @@ def _draw_shares(axis: draw.Axes, planes: PlaneTable, at: int) -> None:
         axis.plot([], [], "s", color=colour, label=name)  # an entry of the legend
         up, down = up + share.clip(0), down + share.clip(None, 0)
     ticks = draw.some(range(len(order)), 7)
-    labels = ["none" if waves[i].isinf() else f"{float(waves[i]):.3g}" for i in order[ticks]]
+    labels = [_length(float(waves[i])) for i in order[ticks]]
     axis.set_xticks(ticks, labels)
     axis.axhline(0, color="0.3", lw=0.6)
     axis.set(title=head_name(planes.heads[at]), ylabel="share")
+
+
+def _length(wave: float) -> str:
+    """A wavelength in few characters: seven stand below a panel."""
+    if math.isinf(wave):
+        return "none"
+    return f"{wave:.3g}" if wave < 1000 else f"{wave / 1000:.3g}k"
 
 
 def _draw_profile(axis: draw.Axes, profile: OffsetProfile, at: int) -> None:
