@@ -21,7 +21,8 @@ from benchmarks.calibration_outcomes import (
 from tl_geometry.base.intervals import Interval
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
-from tl_geometry.flow import Trajectories, flow_map, flow_report, layer_anomalies, separability
+from tl_geometry.flow import flow_map, flow_report, layer_anomalies, separability
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.noise import isotropy_tests, normality_p
 
 FLOW_D = 12

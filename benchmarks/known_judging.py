@@ -15,7 +15,7 @@ from benchmarks.known_models import TokenPairs
 from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.kept_edges import metrics_of_batch
 from tl_geometry.circuits.prompt_pairs import batches, pairs_of
-from tl_geometry.corpus import as_prompts
+from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.reader import as_view
 
 DRAWS = 200

@@ -276,12 +276,13 @@ MOST_LINKS = 5
 RESULTS = {
     "tl_geometry": (
         "Result",
-        "Provenance",
+        "Table",
         "GeometryError",
         "BudgetError",
         "ReconstructionError",
         "UnsupportedModelError",
     ),
+    "tl_geometry.base.results": ("Provenance",),
     "tl_geometry.render.figure": ("View",),
     "tl_geometry.render.page": ("Page",),
 }

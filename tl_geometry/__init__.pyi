@@ -16,7 +16,6 @@ from .base.errors import BudgetError as BudgetError
 from .base.errors import GeometryError as GeometryError
 from .base.errors import ReconstructionError as ReconstructionError
 from .base.errors import UnsupportedModelError as UnsupportedModelError
-from .base.results import Provenance as Provenance
 from .base.results import Result as Result
 from .base.tables import Table as Table
 from .circuits.kept_edges import faithfulness as faithfulness
@@ -32,7 +31,6 @@ from .flow import flow_report as flow_report
 from .flow import skip_costs as skip_costs
 from .flow import trajectories as trajectories
 from .flow import truncation_kl as truncation_kl
-from .interventions import Effects as Effects
 from .interventions import effects as effects
 from .measures import contextual_report as contextual_report
 from .measures import positional_report as positional_report

@@ -45,10 +45,10 @@ from benchmarks.training.outcome import (
 )
 from benchmarks.training.setup import Setup, Training, chosen, run_training, setups
 from benchmarks.training.trainer import Batch
-from tl_geometry import zoo
 from tl_geometry.base.errors import fail, require
 from tl_geometry.measures import positional
 from tl_geometry.zoo import corpus
+from tl_geometry.zoo.embedded_model import tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name) if name else zoo.tokenizer()
+        return AutoTokenizer.from_pretrained(name) if name else tokenizer()
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         fail(

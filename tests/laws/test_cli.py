@@ -84,7 +84,7 @@ for words in {wrong!r}:
         assert ended.code == (0 if "--help" in words else 2), words
     assert "torch" not in sys.modules and "rich" not in sys.modules, words
 import tl_geometry
-tl_geometry.Provenance
+tl_geometry.Result
 print("torch" in sys.modules)
 """
     root = Path(tlg.__file__).parents[1]

@@ -22,14 +22,13 @@ from tests.lib.models import VOCAB, tiny
 from tl_geometry.corpus import (
     Prompts,
     TokenWindows,
-    as_tokens,
-    batches,
     gibberish,
     prompts,
     pseudo_sentences,
     repeated_random_tokens,
     splice,
 )
+from tl_geometry.corpus.sources import as_tokens, batches
 
 pytestmark = pytest.mark.once
 

@@ -22,7 +22,8 @@ from tests.lib.models import bridge_of, hf_model, tiny, tokens
 from tests.lib.reference import moments as reference
 from tl_geometry import PositionContext, decompose, decompose_activations
 from tl_geometry.corpus import TokenWindows
-from tl_geometry.decomposition import Anova, position_context, require_basis
+from tl_geometry.decomposition import position_context
+from tl_geometry.decomposition.position_context import require_basis
 
 pytestmark = pytest.mark.once
 
@@ -734,7 +735,7 @@ def test_a_file_holds_mean_and_pos_and_all_else_only_if_asked(tmp_path: Path) ->
     sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("lean", "full")]
     assert sizes[0] < sizes[1] / 4
     table = basis.anova()
-    again = Anova.load(table.save(tmp_path / "anova.safetensors"))
+    again = type(table).load(table.save(tmp_path / "anova.safetensors"))
     assert again.to_dataframe().equals(table.to_dataframe())
     assert refused(lambda: PositionContext.load(tmp_path / "anova.safetensors"))
     cut = tmp_path / "cut.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.lib.models import bridge_of, hf_model, tiny, tokens
 from tl_geometry import interventions, zoo
-from tl_geometry.scores import repeated_random_tokens
+from tl_geometry.corpus import repeated_random_tokens
 
 QUIET: dict[str, Any] = {"progress": False}
 IDS, OTHER = tokens(12, 9, seed=7), tokens(12, 9, seed=8)
@@ -325,7 +325,7 @@ def test_the_strongest_induction_head_needs_content(which: str) -> None:
 def test_the_result_describes_saves_and_loads_itself(tmp_path: Path) -> None:
     edits = interventions.each(model(), ["L0H1", "L1H2"], by="zero")
     found = interventions.effects(model(), IDS, edits, control="heads", draws=3, seed=4)
-    again = tlg.interventions.Effects.load(found.save(tmp_path / "effects"))
+    again = type(found).load(found.save(tmp_path / "effects"))
     assert again.df.equals(found.df)
     assert again.sentence("L0H1") == found.sentence("L0H1")
     about = found.provenance

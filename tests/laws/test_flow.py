@@ -23,6 +23,7 @@ from tl_geometry import GeometryError, flow
 from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import bases, ensemble, maps, noise, pilots, separation
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.models.reader import as_view
 
 pytestmark = pytest.mark.once
@@ -56,7 +57,7 @@ def model() -> Any:
 
 
 @cache
-def paths(n: int = 80, seed: int = 1) -> flow.Trajectories:
+def paths(n: int = 80, seed: int = 1) -> Trajectories:
     """Trajectories of the last token but one of chunks, from the embedding on."""
     return flow.trajectories(model(), tokens(n, 9, seed), states=range(5), **QUIET)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.lib.models import hf_model, tiny
 from tl_geometry import GeometryError, papers, zoo
+from tl_geometry.zoo import embedded_model
 
 pytestmark = pytest.mark.once
 cases = settings(deadline=None, max_examples=20)
@@ -566,13 +567,15 @@ def test_the_embedded_model_has_induction_and_its_control_has_not(period: int) -
 
 
 def test_the_card_describes_the_files() -> None:
-    card = zoo.card()
-    digest = hashlib.sha256((zoo.directory() / "model.safetensors").read_bytes()).hexdigest()
+    card = embedded_model.card()
+    digest = hashlib.sha256(
+        (embedded_model.directory() / "model.safetensors").read_bytes()
+    ).hexdigest()
     assert card["model_sha256"] == digest
     assert card["held_out_loss"] < card["bigram_loss"] - 0.4 < card["unigram_loss"] - 0.4
     assert card["untrained_loss"] > card["unigram_loss"]
     assert set(card["data"]["held_out_modules"]) == set(zoo.corpus.HELD_OUT)
-    assert sum(p.stat().st_size for p in zoo.directory().iterdir()) <= 6_000_000
+    assert sum(p.stat().st_size for p in embedded_model.directory().iterdir()) <= 6_000_000
     windows = zoo.default_windows(zoo.embedded(), 128, n=32)
     losses = {}
     for trained in (True, False):
@@ -585,9 +588,9 @@ def test_the_card_describes_the_files() -> None:
 
 def test_the_tokenizer_is_lossless_and_begins_with_bos() -> None:
     text = "def f(x):\n    return 'é' + \"\\t\" * x  # \U0001f600\n"
-    ids = zoo.tokenizer()(text, add_special_tokens=False)["input_ids"]
-    assert zoo.tokenizer().decode(ids) == text
-    assert zoo.tokenizer().bos_token_id == 0
+    ids = zoo.embedded().tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert zoo.embedded().tokenizer.decode(ids) == text
+    assert zoo.embedded().tokenizer.bos_token_id == 0
 
 
 @pytest.mark.nightly

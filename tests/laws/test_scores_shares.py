@@ -20,6 +20,9 @@ import tl_geometry as tlg
 from tests.lib.models import tiny, tokens
 from tests.lib.reference import scores as reference
 from tl_geometry import scores
+from tl_geometry.base.results import Provenance
+from tl_geometry.scores.share_table import ShareTable
+from tl_geometry.scores.sums import share_sums
 
 pytestmark = pytest.mark.once
 
@@ -87,7 +90,7 @@ def test_shares_are_those_of_the_terms_as_matrices(
     terms = dense(q, k, bias)
     at = slice(drop, None)
     some = None if bias is None else bias[..., at]
-    sums = scores.share_sums(q[:, :, at], k[:, :, at], mask[at, at], bias=some, softcap=cap)
+    sums = share_sums(q[:, :, at], k[:, :, at], mask[at, at], bias=some, softcap=cap)
     for head in range(2):
         of_head = {pair: x[:, head] for pair, x in terms.items()}
         expected = reference.shares(of_head, mask, drop=drop, cap=cap)
@@ -108,7 +111,7 @@ def test_the_whole_gain_is_the_jeffreys_divergence(
 ) -> None:
     q, k = draw(parts, 2, 9, 2, 3, seed=seed, size=size), draw(parts, 2, 9, 2, 3, seed=seed + 50)
     mask, terms = mask_of(name, 9), dense(q, k)
-    sums = scores.share_sums(q, k, mask)
+    sums = share_sums(q, k, mask)
     for head in range(2):
         expected = jeffreys(total(terms, head), mask)
         assert float(sums.gain_total[head]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -126,15 +129,14 @@ def test_sums_add_up_over_contexts_and_over_parts(seed: int, cut: int, cap: floa
         draw(4, 5, 12, 2, 4, seed=seed + 9),
         mask_of("causal", 12),
     )
-    whole = scores.share_sums(q, k, mask, softcap=cap)
+    whole = share_sums(q, k, mask, softcap=cap)
     pieces = [
-        scores.share_sums(q[:, at], k[:, at], mask, softcap=cap)
-        for at in (slice(cut), slice(cut, None))
+        share_sums(q[:, at], k[:, at], mask, softcap=cap) for at in (slice(cut), slice(cut, None))
     ]
     for name, value in (pieces[0] + pieces[1]).tensors().items():
         assert torch.allclose(value, getattr(whole, name), rtol=1e-9, atol=1e-9), name
     join = lambda x: torch.stack([x[0] + x[1], x[2] + x[3]])
-    coarse = scores.share_sums(join(q), join(k), mask, softcap=cap)
+    coarse = share_sums(join(q), join(k), mask, softcap=cap)
     for name in ("numerators", "gains"):
         fine = getattr(whole, name).unflatten(-1, (2, 2, 2, 2)).sum((-3, -1)).flatten(-2)
         assert torch.allclose(getattr(coarse, name), fine, rtol=1e-8, atol=1e-8)
@@ -147,8 +149,8 @@ def test_heads_may_share_their_keys(seed: int) -> None:
         draw(3, 2, 11, 2, 4, seed=seed + 9),
         mask_of("causal", 11),
     )
-    shared = scores.share_sums(q, k, mask, bias=draw(6, 1, 11, seed=seed))
-    own = scores.share_sums(q, k.repeat_interleave(3, 3), mask, bias=draw(6, 1, 11, seed=seed))
+    shared = share_sums(q, k, mask, bias=draw(6, 1, 11, seed=seed))
+    own = share_sums(q, k.repeat_interleave(3, 3), mask, bias=draw(6, 1, 11, seed=seed))
     for name, value in shared.tensors().items():
         assert torch.allclose(value, getattr(own, name), rtol=1e-9, atol=1e-9), name
 
@@ -162,12 +164,12 @@ def test_a_constant_of_each_row_changes_nothing(seed: int) -> None:
         mask_of("causal", 8),
     )
     constant = draw(3, 2, 1, 2, 4, seed=seed + 9)
-    before, shifted = (scores.share_sums(q, x, mask) for x in (k, k + constant))
+    before, shifted = (share_sums(q, x, mask) for x in (k, k + constant))
     for name in ("numerators", "gains", "total", "gain_total"):
         assert torch.allclose(getattr(before, name), getattr(shifted, name), rtol=1e-8, atol=1e-8)
-    changed = scores.share_sums(q + constant, k, mask)
+    changed = share_sums(q + constant, k, mask)
     assert not torch.allclose(changed.gains, before.gains, atol=1e-3)
-    capped, other = (scores.share_sums(q, x, mask, softcap=3.0) for x in (k, k + constant))
+    capped, other = (share_sums(q, x, mask, softcap=3.0) for x in (k, k + constant))
     assert not torch.allclose(capped.gains, other.gains, rtol=1e-4)
 
 
@@ -179,7 +181,7 @@ def test_planes_sum_to_their_terms(seed: int, planes: int) -> None:
         mask_of("causal", 9),
     )
     plane = torch.arange(8) % planes
-    sums = scores.share_sums(q, k, mask, plane=plane)
+    sums = share_sums(q, k, mask, plane=plane)
     assert sums.by_plane is not None
     assert sums.by_plane.shape == (2, 2, planes, 4)
     both = torch.stack([sums.numerators, sums.gains])
@@ -201,7 +203,7 @@ def test_a_uniform_head_has_no_shares() -> None:
     """Keys that all tokens share: nothing but rounding is left of the scores."""
     q, k = draw(2, 2, 20, 3, 4).float(), draw(2, 2, 20, 3, 4, seed=5).float()
     k[..., 1, :] = k[:, :, :1, 1]
-    sums = scores.share_sums(q, k, mask_of("causal", 20))
+    sums = share_sums(q, k, mask_of("causal", 20))
     assert sums.uniform.tolist() == [False, True, False]
     assert bool(sums.cs[1].isnan().all() & sums.gs[1].isnan().all())
     assert bool(sums.cs[[0, 2]].isfinite().all())
@@ -211,8 +213,8 @@ def test_digits_survive_where_attention_is_nearly_uniform_or_on_one_key() -> Non
     """Float32 against float64, over ten orders of magnitude of the scores."""
     q, k, mask = draw(2, 2, 40, 2, 4), draw(2, 2, 40, 2, 4, seed=5), mask_of("causal", 40)
     for size in (1e-7, 1e-3, 1.0, 1e3):
-        exact = scores.share_sums(q * size, k, mask)
-        single = scores.share_sums((q * size).float(), k.float(), mask)
+        exact = share_sums(q * size, k, mask)
+        single = share_sums((q * size).float(), k.float(), mask)
         for name in ("total", "gain_total"):
             a, b = getattr(exact, name), getattr(single, name)
             assert float(((a - b) / a).abs().max()) < 1e-4, (name, size)
@@ -239,7 +241,7 @@ def test_no_term_is_held_as_a_matrix() -> None:
         q, k = torch.randn(2, 1, 1, length, 2, 4)
         mask = torch.ones(length, length).tril().bool()
         with Largest() as seen:
-            scores.share_sums(q, k, mask)
+            share_sums(q, k, mask)
         found.append(seen.numbers)
     # a block of 64 rows ends at another key of each length
     assert found[1] < 2.2 * found[0]
@@ -259,7 +261,7 @@ def table_of(
     shares = {"cs": torch.tensor([cs]).double(), "gs": torch.tensor([gs]).double()}
     one = torch.ones(1).double()
     fields = {"total": one, "gain_total": one, "dropped_mass": 0 * one, **shares, **more}
-    return scores.ShareTable(provenance=tlg.Provenance(), heads=((0, 0),), parts=parts, **fields)
+    return ShareTable(provenance=Provenance(), heads=((0, 0),), parts=parts, **fields)
 
 
 @pytest.mark.parametrize("parts", [("bias", "pos", "cvec"), ("bias", "pos", "ctx", "resid")])

@@ -341,7 +341,7 @@ def test_a_split_is_saved_and_loaded(tmp_path: Any) -> None:
     assert (again.heads, again.parts, again.checks) == (split.heads, split.parts, split.checks)
     assert torch.equal(again.pattern(), split.pattern())
     assert again.shares().to_dataframe().equals(split.shares().to_dataframe())
-    other = scores.ValueSplit.load(values.save(tmp_path / "values.safetensors"))
+    other = type(values).load(values.save(tmp_path / "values.safetensors"))
     assert other.to_dataframe().equals(values.to_dataframe())
 
 

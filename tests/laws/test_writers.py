@@ -114,7 +114,7 @@ def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() ->
 
 def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     model = tlg.zoo.embedded()
-    prompts = tlg.scores.repeated_random_tokens(12, 3, 16, low=3, high=view(model).d_vocab, seed=0)
+    prompts = tlg.corpus.repeated_random_tokens(12, 3, 16, low=3, high=view(model).d_vocab, seed=0)
     sweep = swept(model, prompts, layers=1)
     top = sweep.top("L1H0", 3)
     assert "L0H0" in dict(top)

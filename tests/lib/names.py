@@ -13,7 +13,7 @@ NAMES: dict[str, str] = {
     "GeometryError": "GeometryError",
     "ReconstructionError": "ReconstructionError",
     "UnsupportedModelError": "UnsupportedModelError",
-    "Provenance": "Provenance",
+    "Provenance": "Result",
     "Result": "Result",
     # packages
     "circuits": "circuits",
@@ -296,7 +296,7 @@ WITHOUT_ROW: dict[str, str] = {
         ),
         "a package",
     ),
-    **dict.fromkeys(("Provenance", "Result", "Table"), "what all results are: their own laws"),
+    **dict.fromkeys(("Result", "Table"), "what all results are: their own laws"),
     "Prompts": "version 2 alone: a row is written with it",
     "zoo.default_windows": "text of the running Python: a law compares it with windows",
     "plot": "version 2 alone: a row is written with it",

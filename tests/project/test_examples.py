@@ -81,7 +81,7 @@ RULES: tuple[tuple[re.Pattern[str], Any], ...] = (
 
 def rotary() -> Any:
     """A small rotary model with random weights that reads the embedded model's tokens."""
-    tokenizer = tlg.zoo.tokenizer()
+    tokenizer = tlg.zoo.embedded().tokenizer
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -15,10 +15,7 @@ import pytest
 import tl_geometry as tlg
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    assert_type(tlg.zoo.card(), dict[str, Any])
-    assert_type(tlg.zoo.directory(), Path)
+    assert_type(tlg.flow.directions_needed, Any)
     assert_type(tlg.interventions.term.__name__, str)
     assert_type(tlg.render.split.__doc__, str | None)
     _ = tlg.decompse  # pyright: ignore[reportAttributeAccessIssue]
@@ -30,7 +27,7 @@ pytestmark = pytest.mark.once
 
 
 def test_the_same_names_exist() -> None:
-    assert tlg.zoo.NAME
+    assert callable(tlg.zoo.embedded)
     assert callable(tlg.interventions.term)
     assert callable(tlg.render.split)
     for holder, name in (

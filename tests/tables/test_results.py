@@ -37,6 +37,7 @@ from tests.tables.answers import (
     with_text,
 )
 from tests.tables.test_signatures import public
+from tl_geometry.base.results import Provenance
 
 pytestmark = pytest.mark.once
 KINDS = ("llama", "gpt2", "embedded")
@@ -136,7 +137,7 @@ def test_a_changed_answer_is_found() -> None:
         ((1, "a"), (1, "b")),
         ([1], [1, 2]),
         (1, 1.0),
-        (tlg.Provenance(model="a"), tlg.Provenance(model="b")),
+        (Provenance(model="a"), Provenance(model="b")),
     ]:
         assert different(a, b)
         assert not different(a, a)

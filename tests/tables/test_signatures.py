@@ -262,13 +262,10 @@ DEFAULTS: dict[str, object] = dict.fromkeys(NONE) | {
 }
 """One default for each parameter that many functions have."""
 OTHERS = {
-    "Provenance processed": "None where nobody said it",
-    "Provenance seed": "None where nothing was drawn",
     "circuits.feature_shares batch_size": "each feature of each token is held",
     "corpus.gibberish prepend_bos": "as published",
     "corpus.pseudo_sentences prepend_bos": "as published",
     "corpus.repeated_random_tokens seed": "as published",
-    "models.LayerView.logits heads": "a slice of all: a list would copy",
     "papers.sarfati prepend_bos": "as published",
     "zoo.default_windows prepend_bos": "the embedded model was trained with BOS",
 }

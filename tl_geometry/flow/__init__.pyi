@@ -1,5 +1,4 @@
 from .bases import fit_aligned_bases as fit_aligned_bases
-from .ensemble import Trajectories as Trajectories
 from .ensemble import trajectories as trajectories
 from .langevin import LangevinModel as LangevinModel
 from .maps import flow_map as flow_map

@@ -1,7 +1,7 @@
 """How a forward pass went through the attention layers of a model: :class:`Layers`, the half of a
-:class:`tl_geometry.models.ModelView` that reads each layer once on the probe, makes its view
-(:class:`~tl_geometry.models.layer_view.LayerView`) from the activations of any pass, and compares
-it with the model's own numbers."""
+:class:`~tl_geometry.models.model_view.ModelView` that reads each layer once on the probe, makes its
+view (:class:`~tl_geometry.models.layer_view.LayerView`) from the activations of any pass, and
+compares it with the model's own numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Layers:
-    """What :class:`tl_geometry.models.ModelView` can say about the attention layers of its model.
+    """What :class:`~tl_geometry.models.model_view.ModelView` can say about its attention layers.
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool

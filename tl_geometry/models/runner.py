@@ -48,7 +48,7 @@ class Stop(Exception):
 
 @dataclass(eq=False)
 class Runner(Parameters):
-    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
+    """Runs one model; the callable behind :meth:`tl_geometry.models.model_view.ModelView.run`.
 
     ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
     further arguments of the model's forward().

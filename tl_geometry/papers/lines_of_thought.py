@@ -21,6 +21,7 @@ from tl_geometry import flow
 from tl_geometry.base.errors import require
 from tl_geometry.base.tables import Table
 from tl_geometry.corpus import gibberish, pseudo_sentences
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.flow.truncation import GRID
 from tl_geometry.papers.published import numbers
 
@@ -99,7 +100,7 @@ def sarfati(
     enough, expected = len(chunks) >= FEWEST, f"at least {FEWEST} chunks"
     require(enough, "text", expected=expected, got=len(chunks), instead="a longer text")
 
-    def paths_of(windows: tlg.TokenWindows) -> flow.Trajectories:
+    def paths_of(windows: tlg.TokenWindows) -> Trajectories:
         return flow.trajectories(view, windows, post_norm=post_norm, progress=progress)
 
     # truncation needs states before the norm, because the model applies the norm itself
@@ -134,7 +135,7 @@ def _beside(model: str, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
         yield quantity, low, high, ours, near, said, number.get("origin", ""), note
 
 
-def _law(paths: flow.Trajectories) -> list[Row]:
+def _law(paths: Trajectories) -> list[Row]:
     """The noise law and the kurtosis of the residuals."""
     residuals = paths.residuals()
     law, increment = (flow.fit_noise_law(residuals, law=law) for law in ("asymptotic", "increment"))
@@ -151,9 +152,7 @@ def _mean(values: list[Any]) -> float:
     return sum(values) / len(values)
 
 
-def _truncation(
-    view: Any, paths: flow.Trajectories, K: tuple[int, ...], progress: bool
-) -> list[Row]:
+def _truncation(view: Any, paths: Trajectories, K: tuple[int, ...], progress: bool) -> list[Row]:
     """How many directions the output needs; no rows without a trained next-token output."""
     if not (view.head_trained and view.causal) or paths.tokens is None:
         return []
@@ -175,7 +174,7 @@ def _truncation(
     return rows
 
 
-def _separability(paths: flow.Trajectories, seed: int) -> list[Row]:
+def _separability(paths: Trajectories, seed: int) -> list[Row]:
     """How well a linear SVM tells true states from extrapolated ones, tau layers on."""
     # the middle state: GPT-2-medium, whose published accuracies go to tau = 10, has 12 layers left
     start = max(0, len(paths.states) // 2 - 1)
@@ -189,7 +188,7 @@ def _separability(paths: flow.Trajectories, seed: int) -> list[Row]:
     return rows
 
 
-def _from_gibberish(real: flow.Trajectories, random: flow.Trajectories, seed: int) -> Row:
+def _from_gibberish(real: Trajectories, random: Trajectories, seed: int) -> Row:
     """The lowest accuracy over layers with which a perceptron tells text from gibberish."""
     (most, length), count = PERCEPTRON, len(real.X)
     note = f"{count} trajectories of {length} tokens, held out"

@@ -19,7 +19,8 @@ from tl_geometry.base import linalg
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
-from tl_geometry.flow import Trajectories, fit_noise_law
+from tl_geometry.flow import fit_noise_law
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.render import figure as draw
 from tl_geometry.render.page import Page
 

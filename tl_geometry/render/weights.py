@@ -17,8 +17,8 @@ from tl_geometry.base import checks, html
 from tl_geometry.base.checks import Head, head_name
 from tl_geometry.base.results import Result
 from tl_geometry.render import figure as draw
-from tl_geometry.sphere import TokenPaths
-from tl_geometry.weights import WeightGeometry
+from tl_geometry.sphere.paths import TokenPaths
+from tl_geometry.weights.geometry import WeightGeometry
 
 NAMED = 16
 """Most paths whose end has the text of its token; more would overlap."""

@@ -19,6 +19,7 @@ from tl_geometry.base.errors import GeometryError
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.decomposition.from_model import decompose
 from tl_geometry.decomposition.position_context import PositionContext
+from tl_geometry.flow.ensemble import Trajectories
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -144,18 +145,18 @@ class Analysis:
         options: dict[str, Any] = {"intervals": True, "seed": self.seed, "progress": False}
         return sweep_heads(self.model, self.swept, self.basis, **options)
 
-    def follow(self, model: ModelLike, rows: TokenWindows) -> flow.Trajectories:
+    def follow(self, model: ModelLike, rows: TokenWindows) -> Trajectories:
         """Trajectories of the token before the last, which is left as a target."""
         states = range(self.view.n_layers + 1)
         return flow.trajectories(model, _short(rows, -1), states=states, progress=False)
 
     @cached_property
-    def paths(self) -> flow.Trajectories:
+    def paths(self) -> Trajectories:
         """The trajectories of the pilots."""
         return self.follow(self.model, self.pilots)
 
     @property
-    def fitted_and_tried(self) -> tuple[flow.Trajectories, TokenWindows]:
+    def fitted_and_tried(self) -> tuple[Trajectories, TokenWindows]:
         """The trajectories that maps and directions are fitted on, two thirds of them, and every
         second one of the other pilots."""
         fitted = 2 * len(self.paths) // 3

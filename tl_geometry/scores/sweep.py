@@ -102,9 +102,10 @@ def sweep_heads(
             ``basis.window[0]`` queries and keys are left out of the shares (position 0 is an
             attention sink); the attention paid to them is the column ``dropped_mass``.
         parts: ``("pos", "cvec")``, or ``"writers"`` or ``"blocks"`` for who wrote what each head
-            reads: a :class:`~tl_geometry.circuits.WriterSweep` with the share of every earlier
-            head, MLP and embedding on the query and on the key side. Writers need no basis; a basis
-            then only says how many positions to leave out, and without one a BOS token is left out.
+            reads: a :class:`~tl_geometry.circuits.writer_sweep.WriterSweep` with the share of
+            every earlier head, MLP and embedding on the query and on the key side. Writers need no
+            basis; a basis then only says how many positions to leave out, and without one a BOS
+            token is left out.
         layers, heads: which heads, all by default.
         intervals: 95% intervals of the shares (then a head is labelled only where the margin's
             interval excludes zero), the share that position has by noise alone, and the p-value of

@@ -11,6 +11,6 @@ import tl_geometry as tlg
 
 model = tlg.zoo.smollm2()
 bos = int(model.to_tokens("", prepend_bos=True)[0, 0])
-tokens = tlg.scores.repeated_random_tokens(20, 2, 12, low=1000, high=40000, bos_id=bos)
+tokens = tlg.corpus.repeated_random_tokens(20, 2, 12, low=1000, high=40000, bos_id=bos)
 edges = tlg.composition(model, tokens, heads=["L18H6"], progress=False)
 view = tlg.render.composition_figure(edges)

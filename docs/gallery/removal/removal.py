@@ -8,7 +8,7 @@ the removal of any other term. *Wrong content* puts the same term of another pro
 """
 
 import tl_geometry as tlg
-from tl_geometry.scores import repeated_random_tokens
+from tl_geometry.corpus import repeated_random_tokens
 
 model = tlg.zoo.embedded()
 windows = tlg.zoo.default_windows(model, 128, n=128)

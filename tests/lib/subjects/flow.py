@@ -14,6 +14,7 @@ from tests.lib.subjects.decomposition import STATES
 from tests.lib.subjects.row import Answers, Subject, given, prefixed, torch_seeded
 from tests.lib.worlds import QUIET, World
 from tl_geometry import flow
+from tl_geometry.base.results import Provenance
 from tl_geometry.base.tables import Table
 from tl_geometry.flow import ensemble, maps
 
@@ -159,7 +160,7 @@ def _log_variances() -> Table:
     pairs = itertools.combinations(range(5), 2)
     cells = tuple((a + 1, b + 1, float(grown[a, b])) for a, b in pairs)
     names = ("start", "end", "log_variance")
-    return Table(names=names, cells=cells, provenance=tlg.Provenance())
+    return Table(names=names, cells=cells, provenance=Provenance())
 
 
 def _fit(w: World, *, map_type: str, start: int = 0, end: int = 2) -> Any:

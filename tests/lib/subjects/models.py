@@ -14,6 +14,7 @@ from tests.lib.subjects.row import Answers, Subject, rotary
 from tests.lib.worlds import World
 from tl_geometry import corpus, models, zoo
 
+EMBEDDED = Path(zoo.__file__).parent / "assets"
 FACTS = {
     "norm before attention": "norm before attention",
     "key and value heads": "key heads",
@@ -173,7 +174,7 @@ MODELS = (
     Subject(
         name="load",
         covers=("load",),
-        call=lambda w: models.load(zoo.directory())(w.ids, return_type="logits"),
+        call=lambda w: models.load(EMBEDDED)(w.ids, return_type="logits"),
         answers=lambda logits: {"log probabilities": logits.double().log_softmax(-1)},
         only={"*": lambda w: w.kind == "embedded"},
         order={"*": 0},

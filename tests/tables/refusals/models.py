@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tests.tables.refusals.changed_models import OWN_CODE, PICKLED
 from tests.tables.refusals.row import NAN, Group, Scene
 from tl_geometry import models
 
+EMBEDDED = Path(tlg.zoo.__file__).parent / "assets"
 UNSUPPORTED = tlg.UnsupportedModelError
 RECONSTRUCTION = tlg.ReconstructionError
 
@@ -213,7 +215,7 @@ GROUPS = (
     Group(
         name="load",
         call=load,
-        right={"the embedded model's folder": {"name": lambda s: tlg.zoo.directory()}},
+        right={"the embedded model's folder": {"name": lambda s: EMBEDDED}},
         wrong={
             "a model that is not there": ({"name": "gpt-99"}, "model|gpt-99"),
             "a folder that is not there": ({"name": "./nothing"}, "model"),
