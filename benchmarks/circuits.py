@@ -1,6 +1,6 @@
 """How much of a behaviour do the best edges carry? ``python -m benchmarks --only circuits`` ranks
 all edges of SmolLM2-135M-Instruct on some pairs of prompts, runs the model on the best of them over
-other pairs, and writes the page ``docs/faithfulness.md``.
+other pairs, and writes ``benchmarks/faithfulness.md``.
 
 Three tasks, each a prompt and a counterfactual of as many tokens that has another answer. The
 rankings are the methods of :func:`tl_geometry.edge_scores`; random circuits of equal size are the
@@ -23,7 +23,7 @@ import tl_geometry as tlg
 from benchmarks.harness import Row, machine
 from tl_geometry.base.intervals import Interval
 
-PAGE = Path(__file__).parents[1] / "docs" / "faithfulness.md"
+PAGE = Path(__file__).with_name("faithfulness.md")
 FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Shares of the edges that are kept, as in Mueller et al. 2025."""
 METHODS = ("contrast", "gradient", "integrated")
@@ -174,7 +174,7 @@ def run(size: str) -> list[Row]:
     return rows
 
 
-ABOUT = """# How faithful are the best edges?
+ABOUT = """## How faithful are the best edges?
 
 `python -m benchmarks --only circuits` wrote this page ({machine}).
 All edges of SmolLM2-135M-**Instruct** are ranked on {ranked} pairs of prompts of each task and

@@ -200,7 +200,40 @@ def api_page(package: str) -> str:
             lines += [heading, "-" * len(heading), "", *_formulas(text), ""]
         for name in held:
             lines += _entry(package, name, getattr(module, name))
+    if classes := returned()[package]:
+        lines += ["What they return", "----------------", ""]
+        for found in classes:
+            lines += [f".. autoclass:: {found.__module__}.{found.__qualname__}", "   :members:", ""]
     return "\n".join(lines)
+
+
+@functools.cache
+def returned() -> dict[str, list[type]]:
+    """Package -> classes that its functions return and that no package lists: nobody makes them,
+    so that they stand on the page of the first function that gives them."""
+    known, found = {id(x) for x in _listed()}, {package: list[type]() for package in PACKAGES}
+    for package in PACKAGES:
+        module = importlib.import_module(f"tl_geometry.{package}")
+        for function in filter(inspect.isfunction, map(module.__getattr__, module.__all__)):
+            said = str(inspect.signature(function).return_annotation)
+            for name in re.findall(r"\w+", said):
+                held = function.__globals__.get(name)
+                ours = inspect.isclass(held) and held.__module__.startswith("tl_geometry")
+                if ours and id(held) not in known:
+                    known.add(id(held))
+                    found[package].append(held)
+    return found
+
+
+def _listed() -> list[Any]:
+    """Everything that a package lists, and what stands on the page of results."""
+    places = {f"tl_geometry.{p}": None for p in PACKAGES} | RESULTS
+    modules = {place: importlib.import_module(place) for place in places}
+    return [
+        getattr(modules[place], name)
+        for place, names in places.items()
+        for name in names or modules[place].__all__
+    ]
 
 
 @functools.cache
@@ -308,6 +341,8 @@ def documented() -> dict[int, str]:
         found |= {} if names else {id(module): place}
         for name in names or module.__all__:
             found.setdefault(id(getattr(module, name)), f"{place}.{name}")
+    for classes in returned().values():
+        found |= {id(each): f"{each.__module__}.{each.__qualname__}" for each in classes}
     return found
 
 

@@ -1,5 +1,5 @@
-"""``python docs/growth.py``: the curves of cost and memory on the page of scale, from the rows that
-``python -m benchmarks --only scaling --json > docs/scaling.json`` measured."""
+"""``python docs/growth.py``: the curves of cost and memory on the page of evidence, from the rows
+that ``python -m benchmarks --only scaling --json > docs/scaling.json`` measured."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ GOALS = {"laws": 0.70, "all tests": 0.85}
 """Shares of the faults that matter which are to be caught, by laws alone and by all tests."""
 WORST = 0.75
 """The share that all tests are to catch in each package."""
-HEAD = """# Which faults the tests notice
+HEAD = """## Which faults the tests notice
 
 Made by `python -m tests.mutate {settings}` on commit {commit}.
 A fault was planted in each of {planted} lines of code of the package, drawn at random, one at a

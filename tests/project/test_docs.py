@@ -194,3 +194,41 @@ def test_the_api_has_a_page_for_every_public_package() -> None:
 
     assert set(named) == set(tl_geometry.__all__) & set(PACKAGES)
     assert "sphinx" not in sys.modules
+
+
+MOST_NAMES = 120
+"""Public names in all."""
+
+
+def shown(text: str, *, script: bool = False) -> set[str]:
+    """Words of the code on a page: blocks, spans and roles (of a script: all but its docstring)."""
+    code = re.sub(r'^""".*?"""', "", text, flags=re.S) if script else ""
+    spans = [] if script else re.findall(r"```.*?```|`[^`]+`", text, flags=re.S)
+    return set(re.findall(r"\w+", " ".join([code, *spans])))
+
+
+def names_of(stub: str) -> list[str]:
+    """What a package lists."""
+    return re.findall(r"^from [.\w]+ import \w+ as (\w+)$", stub, re.M)
+
+
+def test_public_names_are_few_and_each_is_used_where_a_reader_sees_it() -> None:
+    stubs = [path.read_text("utf-8") for path in (ROOT / "tl_geometry").rglob("__init__.pyi")]
+    names = {name for stub in stubs for name in names_of(stub)}
+    assert len(names) <= MOST_NAMES
+    seen = {word for path in PAGES for word in shown(path.read_text("utf-8"))}
+    for path in SCRIPTS.values():
+        seen |= shown(path.read_text("utf-8"), script=True)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            seen |= shown("".join(cell["source"]), script=cell["cell_type"] == "code")
+    assert sorted(names - seen) == []
+    assert names_of("from .a import b as b\nfrom . import c as c\nx: str\n") == ["b", "c"]
+    assert shown("Some `tlg.used` and\n```python\nf(x)\n```\nunused") == {
+        "tlg",
+        "used",
+        "python",
+        "f",
+        "x",
+    }
+    assert shown('"""unused"""\nused()', script=True) == {"used"}

@@ -3,6 +3,8 @@ it says of the library is what the measures give."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
@@ -73,22 +75,23 @@ def test_what_a_ranking_does_not_score_is_left_out() -> None:
     assert (found.counts, found.auroc) == (Counts(1, 0, 0), 1.0)
 
 
-def test_seeds_are_added_up_and_a_row_says_their_spread() -> None:
+def test_seeds_and_models_are_added_up() -> None:
     each = [
         Finding("m", "model", Counts(3, 0, 0), 1.0, 1.0, 0.6),
         Finding("m", "model", Counts(1, 2, 2), 1.0, 0.5, 0.7),
     ]
     (row,) = known.summarised((finding, 1.0) for finding in each)
-    assert (
-        row.cells()
-        == "| m | model | 2 | 4 of 6 (1 to 3) | 2 | 2 | 2.0 | 0.75 (0.50 to 1.00) | 0.65 |"
-    )
+    assert row.cells() == "| m | model | 4 of 6 | 2 | 2 | 2.0 | 0.75 (0.50 to 1.00) | 0.65 |"
     assert row.lost
-    assert "- m; model: 4 recovered, 2 missed, 2 false, AUROC 0.75." in known.page([row])
+    other = known.summarised([(replace(each[0], model="other"), 1.0)])
+    text = known.page([row, *other])
+    assert "| m | 2 | 7 of 9 | 2 | 2 | 3.0 | 0.83 (0.50 to 1.00) | 0.62 |" in text
+    assert "In 1 of 2 questions" in text
+    assert "- m: on 1 model 4 recovered, 2 missed, 2 false." in text
     rival = Finding("m (rival)", "model", Counts(0, 1, 1), 0.0)
     text = known.page(known.summarised([(each[0], 1.0), (rival, 1.0)]))
-    assert "In 1 of 1 rows" in text
-    assert "- m" not in text.split("Every row")[1], "a rival's loss is not the library's"
+    assert "In 1 of 1 questions" in text
+    assert "- m" not in text.split("missed or false:")[1], "a rival's loss is not the library's"
 
 
 @pytest.mark.parametrize("positions", known.POSITIONS)
