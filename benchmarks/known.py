@@ -192,13 +192,12 @@ nothing is false.
 LOSSES = """**Where the library loses**
 
 - Edges of queries and keys are missed where attention is certain and does not change between the
-  prompts: gradients of the softmax are then close to zero. Live runs, one edge at a time, find
-  every planted edge; check a ranking that matters with `faithfulness`.
+  prompts: no gradient and no contrast sees what does not change. Live runs, one edge at a time,
+  find every planted edge; check a ranking that matters with `faithfulness`.
 - On the planted circuit the weights alone find which head reads which as well as shares on data do;
   where heads are idle, they rank every idle head above every true one.
 - A label by covariance alone does as well as the library's, except on the head that was planted so
   that covariance and gain disagree.
-- The label need not name the term whose removal costs most.
 - A head whose attention is even to within 2% still gets a label, because shares are ratios.
 - An odd layer among few layers ranks high, but seldom exceeds the limit of null runs.
 

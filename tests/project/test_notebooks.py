@@ -39,7 +39,7 @@ REDUCED = {
     },
     "09_from_a_logit_to_its_circuit": {
         "names = 8": "names = 2",
-        "attributions=True, ": "attributions=True, heads=list(heads.index[:12]), ",
+        "interventions.each(model)": "interventions.each(model, list(first[:6]))",
         "curve = tlg.faithfulness(model, prompts.tokens, scores, ": (
             "curve = tlg.faithfulness("
             "model, prompts.tokens, scores, fractions=(0.01, 0.1), draws=1, "
