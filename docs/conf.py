@@ -457,8 +457,25 @@ def visit_math(display: str) -> Any:
     return visit
 
 
+def mend_source_links(app: Any, error: Any) -> None:
+    """Pages of source lead back by a package's name; what only a module has stands under that."""
+    objects, root = app.env.domains["py"].objects, Path(app.outdir) / "_modules"
+    for page in root.rglob("*.html"):
+        module = ".".join(page.relative_to(root).with_suffix("").parts)
+
+        def mended(found: re.Match[str], module: str = module) -> str:
+            steps = found[1].split(".")
+            names = [".".join([module, *steps[i:]]) for i in range(1, len(steps))]
+            there = [name for name in (found[1], *names) if name in objects]
+            return f'#{there[0]}"' if there else found[0]
+
+        text = page.read_text("utf-8")
+        page.write_text(re.sub(r'#(tl_geometry\.[\w.]+)"', mended, text), "utf-8")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("build-finished", mend_source_links)
     app.add_html_math_renderer(
         "mathml",
         inline_renderers=(visit_math("inline"), None),

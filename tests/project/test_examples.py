@@ -221,7 +221,7 @@ def test_the_rotary_recipe_runs_on_smollm2(reader: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(HELPERS, "rotary", tlg.zoo.smollm2)
     run(page, names, 1 + recipes().index("I have a rotary model"))
     assert names["model"].cfg.n_layers == 30
-    assert (reader / "planes.html").stat().st_size > 10_000
+    assert (reader / "planes.png").stat().st_size > 10_000
 
 
 def recipes() -> list[str]:

@@ -85,7 +85,7 @@ def test_seeds_and_models_are_added_up() -> None:
     assert row.lost
     other = known.summarised([(replace(each[0], model="other"), 1.0)])
     text = known.page([row, *other])
-    assert "| m | 2 | 7 of 9 | 2 | 2 | 3.0 | 0.83 (0.50 to 1.00) | 0.62 |" in text
+    assert "| m | 2 | 7 of 9 | 2 | 2 | 3.0 | 0.83 (0.50 to 1.00) | 0.63 |" in text
     assert "In 1 of 2 questions" in text
     assert "- m: on 1 model 4 recovered, 2 missed, 2 false." in text
     rival = Finding("m (rival)", "model", Counts(0, 1, 1), 0.0)
