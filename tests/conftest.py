@@ -14,7 +14,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests import shape_checks, skips
@@ -29,6 +28,8 @@ DAILY = ("gpt2", "llama", "bloom", "gemma2")
 MANY = 8
 DRAWN = ("tl_geometry/render/", "tl_geometry/papers/", "tl_geometry/zoo/pretrained.py")
 """Where examples take seconds each, of views and publications, which tables of tests have too."""
+SHARING = [f"tests/tables/test_{n}.py" for n in ("recorded", "results", "subjects", "views")]
+"""Files about what the subjects answer, which one process computes for all of them."""
 SKIPPED: list[str] = []
 
 
@@ -52,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("smollm2") or item.location[0].startswith(DRAWN):
             item.add_marker(pytest.mark.nightly)
         if not item.get_closest_marker("xdist_group"):  # a process runs the whole of a file
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+            group = "tables" if item.location[0] in SHARING else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(group))
         if name := architecture_of(item):
             by_test[item.nodeid.partition("[")[0]][name].append(item)
     left_out = set[pytest.Item]()
@@ -77,6 +79,8 @@ def architecture_of(item: pytest.Item) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch  # which the process that only hands out tests needs not load
+
     torch.manual_seed(0)
 
 

@@ -1,16 +1,19 @@
-"""What the tests check of every annotation of the package, each time that a function is called.
+"""What the tests check of every annotation of the package: of each function the first calls, and
+then one of some (:data:`ALL`, :data:`EACH`).
 
 jaxtyping's import hook (``--jaxtyping-packages``) decorates every function. Its own decorator binds
 the arguments, checks them twice, and compiles two functions for each one that is defined, also for
 a nested one at each call of the one around it: more than half of the time of the tests. The
 decorator below checks the same annotations with the same beartype and the same axis names:
 arguments before the call, then the result, in the axes that the arguments have set; what it needs
-is read from the annotations once for each code, when it is defined.
+is read from the annotations once for each code, when it is defined. Fields of dataclasses are
+checked in the same way, as the arguments of ``__init__``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -24,6 +27,9 @@ from beartype.door import is_bearable
 from jaxtyping import TypeCheckError
 from jaxtyping._storage import pop_shape_memo, push_shape_memo, shape_str
 
+ALL, EACH = 100, 16
+"""The first 100 calls of a code are checked and then every 16th: a million calls of some hundred
+small functions took a sixth of the time of the tests, and show nothing new."""
 Check = Callable[[Any], bool]
 """Whether a value is what an annotation says."""
 _known: dict[CodeType, Annotations] = {}
@@ -44,6 +50,8 @@ class Annotations(NamedTuple):
     result: Check | None
     axes: bool
     """Whether one may name axes, whose sizes hold for one call."""
+    calls: list[int]
+    """How often the code was called."""
 
 
 def install() -> None:
@@ -54,27 +62,39 @@ def install() -> None:
         def jaxtyped(fn: Any = None, **options: Any) -> Any:
             if fn is None:
                 return lambda found: jaxtyped(found, **options)
+            if dataclasses.is_dataclass(fn) and isinstance(vars(fn).get("__init__"), FunctionType):
+                fn.__init__ = checked(fn.__init__, shared=False)
+                return fn
             return checked(fn) if isinstance(fn, FunctionType) else whole(fn, **options)
 
         jaxtyped.shape_checks = True  # pyright: ignore[reportFunctionMemberAccess]
         jaxtyping.jaxtyped = jaxtyped  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def checked(fn: FunctionType) -> Callable[..., Any]:
-    """The function with its arguments and its result checked at every call."""
+def checked(fn: FunctionType, *, shared: bool = True) -> Callable[..., Any]:
+    """The function with its arguments and its result checked. Functions of one code share what is
+    known of them (a nested one is defined anew at each call of the one around it); ``__init__`` of
+    two dataclasses with the same names of fields has one code, and other types."""
     if not fn.__annotations__:
         return fn
     # looked up once: the hash of a code is computed anew at each look
-    known = _known.get(fn.__code__)
+    known = _known.get(fn.__code__) if shared else None
     if known is None:
         with contextlib.suppress(NameError):  # of what is defined further down
-            known = _known[fn.__code__] = _annotations(fn)
+            known = _annotations(fn)
+            if shared:
+                _known[fn.__code__] = known
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal known
         if known is None:
-            known = _known[fn.__code__] = _annotations(fn, late=True)
+            known = _annotations(fn, late=True)
+            if shared:
+                _known[fn.__code__] = known
+        known.calls[0] += 1
+        if known.calls[0] > ALL and known.calls[0] % EACH:
+            return fn(*args, **kwargs)
         memo = push_shape_memo({}) if known.axes else None
         try:
             checks = known.positional
@@ -132,6 +152,7 @@ def _annotations(fn: FunctionType, *, late: bool = False) -> Annotations:
         kinds.get(inspect.Parameter.VAR_KEYWORD),
         _check(result),
         axes,
+        [0],
     )
 
 

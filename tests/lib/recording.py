@@ -192,7 +192,7 @@ def record(kind: str) -> dict[str, Entry]:
 
     entries: dict[str, Entry] = {}
     for subject, variant in cases(kind):
-        entries |= keyed(subject.name, variant, answered(kind, subject.name, variant)[0])
+        entries |= keyed(subject.name, variant, answered(kind, subject.name, variant))
     return entries
 
 

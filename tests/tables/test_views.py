@@ -22,7 +22,7 @@ import torch
 from tests.lib.worlds import world
 from tests.tables.answers import HOSTILE, Cells, asked
 from tests.tables.drawings import VIEWS
-from tl_geometry.base.tables import Table
+from tl_geometry import Table
 
 pytestmark = pytest.mark.once
 W = "llama"

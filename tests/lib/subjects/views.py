@@ -15,8 +15,8 @@ from tl_geometry import interventions, render, sphere
 
 
 def shown(view: Any) -> Answers:
-    """Whether there is a title, a caption, and a figure or a page."""
-    page = getattr(view, "page", "") or view.html()
+    """Whether there is a title, a caption, and a figure or a page (drawn in the table of views)."""
+    page = getattr(view, "page", "") or getattr(view, "figure", "") or view.html()
     said = {"title": view.title, "caption": view.caption, "page": page}
     return {f"has a {name}": str(bool(str(text).strip())) for name, text in said.items()}
 
