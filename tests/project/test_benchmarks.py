@@ -1,5 +1,5 @@
 """The benchmarks run and say what they promise; models whose circuit is known do what they say, and
-the library finds it; intervals cover and nulls are null, in small sizes; a trainer resumes.
+the library finds it; intervals cover and nulls are null, in small sizes; experiments run.
 
 By day: that planted labels are found, where rivals are wrong. What the planted models
 themselves do, and all that runs long, is asked at night."""
@@ -36,10 +36,6 @@ from benchmarks.known_models import POSITIONS, trained
 from benchmarks.known_models import known as known_model
 from benchmarks.planted import World
 from benchmarks.training import __main__ as command
-from benchmarks.training.formats import Problem, answer_batch, shifted
-from benchmarks.training.setup import Setup, Training, run_training
-from benchmarks.training.trainer import IGNORE, sequence_loss
-from tl_geometry import GeometryError
 
 pytestmark = pytest.mark.once
 
@@ -143,28 +139,6 @@ def test_planted_heads_attend_where_they_should(positions: str) -> None:
         assert float(on_equal) > 0.7 > 3 * float(evenly)
         last = by_name["uniform"][:, -1]
         assert float((last - 1 / truth.length).abs().max()) < 1e-6
-
-
-@BOTH
-@pytest.mark.nightly
-def test_retrieval_heads_read_the_attributes_that_they_say(positions: str) -> None:
-    """Another colour of one key changes the heads that read colours, and no other; shapes alike."""
-    truth = known_model("retrieval", seed=2, positions=positions)
-    tokens = truth.random_tokens(16, seed=1)
-    tokens[:, 5] = 5
-    before = pattern(truth, tokens)
-    for changed, token in (("colour", 9), ("shape", 6)):
-        others = tokens.clone()
-        others[:, 5] = token
-        differs = (pattern(truth, others) - before)[:, :, 6:].abs().amax((0, 2, 3))
-        for (_, head), does in truth.does.items():
-            reads = does in ("retrieval", changed)
-            assert float(differs[head]) > 0.1 if reads else float(differs[head]) < 1e-4, does
-    equal = (tokens[:, :, None] == tokens[:, None]) & torch.ones(
-        truth.length, truth.length
-    ).tril().bool()
-    ((_, head),) = truth.heads("retrieval")
-    assert float((before[:, head] * equal).sum(-1)[:, 1:].mean()) > 0.6
 
 
 @BOTH
@@ -285,72 +259,6 @@ def test_a_promise_that_is_not_kept_is_said() -> None:
 
 
 # ---- training
-
-
-TINY = Setup(
-    scale="test",
-    layers=1,
-    heads=2,
-    d_model=16,
-    context=8,
-    batch=4,
-    steps=9,
-    warmup=2,
-    learning_rate=1e-2,
-    final_learning_rate=1e-3,
-    measurements=3,
-)
-
-
-def test_the_mask_and_the_loss_by_hand() -> None:
-    inputs, targets = answer_batch([Problem("12", "7", "19"), Problem("5", "4", "9")], 8)
-    # "12+7=91\n": the input is "12+7=91", the target after "=" is "9", after "9" is "1", after "1"
-    # the newline
-    assert inputs.tolist() == [[3, 4, 1, 9, 12, 11, 3, 0], [7, 1, 6, 12, 11, 0, 0, 0]]
-    X = IGNORE
-    assert targets.tolist() == [[X, X, X, X, 11, 3, 0, X], [X, X, X, 11, 0, X, X, X]]
-    with pytest.raises(GeometryError, match="positions: expected at least 7, got 6"):
-        answer_batch([Problem("12", "7", "19")], 6)
-    logits, even = torch.zeros(2, 8, 13), math.log(13)
-    assert float(sequence_loss(logits, targets)) == pytest.approx(even)
-    logits[0, :4], logits[:, 7] = torch.randn(4, 13), 9.0
-    assert float(sequence_loss(logits, targets)) == pytest.approx(even), "prompt or padding counts"
-    logits[1, 3, 11] = 100.0  # the first of the two targets of the second line
-    assert float(sequence_loss(logits, targets)) == pytest.approx((even + even / 2) / 2)
-
-
-def batch_at(step: int) -> tuple[Tensor, Tensor]:
-    return shifted(torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(step)))
-
-
-def measure(_: int, model: Any) -> list[dict[str, Any]]:
-    return [{"size": float(model.transformer.wpe.weight.detach().norm()), "gap": math.nan}]
-
-
-def run(seed: int = 0, measure: Any = measure, **options: Any) -> Training:
-    options |= {"name": "run", "seed": seed, "progress": False}
-    return run_training(TINY, 11, batch_at, measure, **options)
-
-
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole = run()
-    assert [r["step"] for r in whole.records] == [0, 1, 4, 9]
-
-    def stops(step: int, model: Any) -> list[dict[str, Any]]:
-        if step == 4:
-            raise KeyboardInterrupt
-        return measure(step, model)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(measure=stops, out=tmp_path)
-    again = run(out=tmp_path)
-    assert (again.losses, str(again.records)) == (whole.losses, str(whole.records))
-    weights = dict(whole.model.named_parameters())
-    assert all(torch.equal(p, weights[n]) for n, p in again.model.named_parameters())
-    finished = run(measure=lambda step, model: pytest.fail("measured again"), out=tmp_path)
-    assert finished.losses == whole.losses
-    with pytest.raises(GeometryError, match=r"expected a checkpoint of this run, got other seed"):
-        run(seed=1, out=tmp_path)
 
 
 @pytest.mark.nightly

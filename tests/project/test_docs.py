@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,6 @@ from PIL import Image
 
 import tl_geometry
 from tests import support
-from tests.browser import Browser
 from tests.lib.models import ARCHITECTURES
 from tests.tables.test_signatures import PACKAGES
 
@@ -244,44 +242,3 @@ def test_planted_broken_links_are_found(tmp_path: Path) -> None:
         "a.html -> b.html#gone",
         "b.html -> ../outside.html",
     ]
-
-
-VERSIONS = DOCS / "_static" / "versions.js"
-HOST = "http://127.0.0.1:9"
-"""Nothing listens there: the test answers."""
-
-
-def listed(browser: Browser, versions: Sequence[str] | None) -> list[str]:
-    """Versions in the sidebar of a page of version 0.1.0; then the address that the first leads
-    to."""
-    page = (
-        f'<html data-content_root="../"><a class="sidebar-brand"></a><script>{VERSIONS.read_text()}'
-    )
-    page += "</script>"
-    answers = {f"{HOST}/docs/0.1.0/guide/a.html": page, f"{HOST}/docs/0.2.0/": "new"}
-    if versions is not None:
-        answers[f"{HOST}/docs/versions.json"] = json.dumps(versions)
-    tab = browser.chromium.new_page()
-    tab.route(
-        "**/*",
-        lambda route: route.fulfill(
-            status=200 if route.request.url in answers else 404,
-            body=answers.get(route.request.url, ""),
-            content_type="text/html",
-        ),
-    )
-    tab.goto(f"{HOST}/docs/0.1.0/guide/a.html", wait_until="networkidle")
-    chosen = tab.locator("select option").all_inner_texts()
-    if chosen:
-        assert tab.locator("select").input_value() == "0.1.0"
-        tab.locator("select").select_option(chosen[0])
-        tab.wait_for_url(f"{HOST}/docs/{chosen[0]}/")
-    tab.close()
-    return chosen
-
-
-@pytest.mark.nightly
-def test_versions_are_listed_where_there_are_several(browser: Browser) -> None:
-    assert listed(browser, ["0.2.0", "0.1.0"]) == ["0.2.0", "0.1.0"]
-    assert listed(browser, ["0.1.0"]) == []
-    assert listed(browser, None) == []
