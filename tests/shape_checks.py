@@ -58,13 +58,17 @@ def install() -> None:
         def jaxtyped(fn: Any = None, **options: Any) -> Any:
             if fn is None:
                 return lambda found: jaxtyped(found, **options)
-            if dataclasses.is_dataclass(fn) and isinstance(vars(fn).get("__init__"), FunctionType):
-                fn.__init__ = checked(fn.__init__, shared=False)
+            if isinstance(init := _init(fn), FunctionType):
+                fn.__init__ = checked(init, shared=False)
                 return fn
             return checked(fn) if isinstance(fn, FunctionType) else whole(fn, **options)
 
         jaxtyped.shape_checks = True  # pyright: ignore[reportFunctionMemberAccess]
         jaxtyping.jaxtyped = jaxtyped  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _init(fn: Any) -> Any:
+    return vars(fn).get("__init__") if dataclasses.is_dataclass(fn) else None
 
 
 def checked(fn: FunctionType, *, shared: bool = True) -> Callable[..., Any]:

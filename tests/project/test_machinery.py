@@ -21,7 +21,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import tl_geometry as tlg
-from tests import forks, mutate
+from tests import forks, mutate, probes
 from tests.faults import Fault, faults
 from tests.mutation_page import Verdict, reached, shares
 
@@ -176,6 +176,7 @@ def test_the_map_knows_which_tests_call_a_function(
     for folder in (package, tests):
         folder.mkdir()
         (folder / "__init__.py").touch()
+    shutil.copy(str(probes.__file__), tests)
     names = ("one", "two", "three", "never")
     source = "\n".join(f"def {name}():\n    return {n}\n" for n, name in enumerate(names))
     (package / "a.py").write_text(source)
