@@ -109,31 +109,6 @@ def test_a_run_of_the_tests(
 # ---- planted faults
 
 
-SOURCE = '''
-def mean(values, start=1, *, biased=False):
-    """The mean of what stands behind ``start``."""
-    chosen = [v for v in values[start:] if v > 0 and v != 7]
-    total = sum(chosen, start - start) @ scale
-    fail("values", expected=f"at least {1 + 1}", got="none")
-    return total / len(chosen), (not biased)
-'''
-
-
-def test_faults_of_a_function() -> None:
-    """Of every kind, but none in text."""
-    planted = {(fault.line, fault.kind, fault.after) for fault in faults("p/a/b.py", SOURCE)}
-    assert (2, "constant", "(2)") in planted
-    assert (4, "comparison", "(v >= 0)") in planted
-    assert (4, "and, or", "(v > 0 or v != 7)") in planted
-    assert (4, "condition left out", "([v for v in values[start:]])") in planted
-    assert (5, "operator", "(start + start)") in planted
-    assert (5, "order of a product", "(scale @ sum(chosen, start - start))") in planted
-    assert (7, "order of what is returned", "return (not biased, total / len(chosen))") in planted
-    assert (7, "sign or negation", "(biased)") in planted
-    in_text = {kind for line, kind, _ in planted if line in (3, 6)}
-    assert in_text == {"statement left out"}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("law", "record", "limit", "outcome"),
