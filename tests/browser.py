@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Frame
     from playwright.sync_api import Page as Tab
 
-    from tl_geometry.render.page import Page as View
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 FLAGS = (
     "--disable-quic",
@@ -163,13 +161,6 @@ class Page:
         """Press and release the left button."""
         self.tab.mouse.click(x, y)
 
-    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Move the mouse with the left button down."""
-        self.tab.mouse.move(*start)
-        self.tab.mouse.down()
-        self.tab.mouse.move(*end, steps=5)
-        self.tab.mouse.up()
-
     def resize(self, width: int, height: int) -> None:
         """Make the window larger or smaller."""
         self.tab.set_viewport_size({"width": width, "height": height})
@@ -199,7 +190,7 @@ class Page:
 # ---- what every page promises
 
 
-def payload(view: View) -> dict[str, Any]:
+def payload(view: Any) -> dict[str, Any]:
     """The data that a page draws."""
     return json.loads(view.page.split('id="data">')[1].split("</script>")[0])
 
@@ -214,7 +205,7 @@ def without_frames(whole: str) -> str:
     return re.sub(r"<iframe.*?</iframe>", "", whole, flags=re.S)
 
 
-def check_beside_itself(browser: Browser, view: View, *, dark: bool) -> None:
+def check_beside_itself(browser: Browser, view: Any, *, dark: bool) -> None:
     """Two frames of a view in a narrow notebook fit, are drawn and leave what follows them."""
     with browser.open(as_cells(view.html(), view.html()), dark=dark, width=400) as page:
         for frame in (1, 2):
@@ -225,7 +216,7 @@ def check_beside_itself(browser: Browser, view: View, *, dark: bool) -> None:
         page.assert_harmless()
 
 
-def check_escapes_matter(browser: Browser, view: View) -> None:
+def check_escapes_matter(browser: Browser, view: Any) -> None:
     """The twin of every check with hostile tokens: without escapes and policy they run."""
     text = view.page
     for character in "<>&":

@@ -11,10 +11,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests import shape_checks, skips
@@ -29,6 +29,8 @@ DAILY = ("gpt2", "llama", "bloom", "gemma2")
 MANY = 8
 DRAWN = ("tl_geometry/render/", "tl_geometry/papers/", "tl_geometry/zoo/pretrained.py")
 """Where examples take seconds each, of views and publications, which tables of tests have too."""
+SHARING = [f"tests/tables/test_{n}.py" for n in ("recorded", "results", "subjects", "views")]
+"""Files about what the subjects answer, which one process computes for all of them."""
 SKIPPED: list[str] = []
 
 
@@ -39,6 +41,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if config.getoption("--nightly") else "project")
+    config.pluginmanager.register(Examples())  # hooks of this file are for tests below it alone
+
+
+class Examples:
+    """Examples in docstrings of the package share windows of the embedded model's text, which many
+    begin with: to encode it each time took a sixth of their time."""
+
+    windows: ClassVar[dict[str, Any]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        if type(item).__name__ != "DoctestItem":
+            return (yield)
+        from tl_geometry import zoo
+
+        make = zoo.default_windows
+
+        def once(model: Any, length: int, **options: Any) -> Any:
+            key = f"{model.cfg.model_name} {length} {sorted(options.items())}"
+            if key not in self.windows:
+                self.windows[key] = make(model, length, **options)
+            return self.windows[key]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zoo, "default_windows", once)
+            return (yield)
 
 
 # before the markers that were asked for are looked at
@@ -52,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("smollm2") or item.location[0].startswith(DRAWN):
             item.add_marker(pytest.mark.nightly)
         if not item.get_closest_marker("xdist_group"):  # a process runs the whole of a file
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+            group = "tables" if item.location[0] in SHARING else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(group))
         if name := architecture_of(item):
             by_test[item.nodeid.partition("[")[0]][name].append(item)
     left_out = set[pytest.Item]()
@@ -77,6 +106,8 @@ def architecture_of(item: pytest.Item) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch  # which the process that only hands out tests needs not load
+
     torch.manual_seed(0)
 
 

@@ -62,6 +62,19 @@ class Fault(NamedTuple):
         parts = Path(self.path).parts
         return parts[1] if len(parts) > 2 else "."
 
+    def home(self, source: str) -> str:
+        """The innermost function or class that holds it, as ``path::qualified name``: that of a
+        default too, which matters where its function is called."""
+        names, inside, nodes = [], False, ast.parse(source).body
+        while nodes:
+            node = nodes.pop(0)
+            if node.lineno <= self.line <= (node.end_lineno or 0):
+                nodes = [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt)]
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                    names += ["<locals>"] * inside + [node.name]
+                    inside = isinstance(node, ast.FunctionDef)
+        return f"{self.path}::{'.'.join(names) or '<module>'}"
+
     def planted(self, source: bytes) -> bytes:
         """The file with the fault in it."""
         return source[: self.start] + self.after.encode() + source[self.end :]

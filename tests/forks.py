@@ -6,7 +6,6 @@ imports them, and tests run in forks of it, which import only the package and it
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import multiprocessing
 import os
@@ -42,8 +41,11 @@ class Ran(NamedTuple):
     reached: dict[str, list[str] | None]
 
 
-def pytest_in(tree: Path, tests: list[str], limit: float | None = None) -> Ran:
-    """Run tests of a ``tree`` in a fork with the package that lies there.
+def pytest_in(
+    tree: Path, tests: list[str], limit: float | None = None, *, watched: bool = False
+) -> Ran:
+    """Run tests of a ``tree`` in a fork with the package that lies there; ``watched`` notes which
+    functions each of them calls.
 
     Raises:
         TimeoutError: they take more than ``limit`` seconds; all processes that they started are
@@ -53,7 +55,7 @@ def pytest_in(tree: Path, tests: list[str], limit: float | None = None) -> Ran:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED_ONCE))
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_tests, args=(tree, tests, sender))
+    process = context.Process(target=_run_tests, args=(tree, tests, watched, sender))
     process.start()
     sender.close()
     try:
@@ -71,7 +73,7 @@ def pytest_in(tree: Path, tests: list[str], limit: float | None = None) -> Ran:
     return ran
 
 
-def _run_tests(tree: Path, tests: list[str], sender: Connection) -> None:
+def _run_tests(tree: Path, tests: list[str], watched: bool, sender: Connection) -> None:
     """Become a process that knows nothing but ``tree``, run its tests and send what they did."""
     os.setsid()  # the leader of a group: what the tests start ends with it
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -87,7 +89,9 @@ def _run_tests(tree: Path, tests: list[str], sender: Connection) -> None:
     # what was imported before the fork is not rewritten for assertions, and needs not be
     quiet = "ignore::pytest.PytestAssertRewriteWarning"
     watch = _Watch(tree / f"notes-{os.getpid()}")
-    os.environ[probes.NOTES] = str(watch.notes)
+    if watched:
+        os.environ[probes.NOTES] = str(watch.notes)
+        probes.start()
     chosen = ["-x", "-n", "0", "-m", "not nightly", *tests]
     code = pytest.main(["-q", "-W", quiet, *chosen], plugins=[watch])
     # plain values, since the class belongs to a module that is gone
@@ -100,10 +104,8 @@ class _Watch:
 
     def __init__(self, notes: Path) -> None:
         self.notes = notes
-        self.hits = set[int]()
-        setattr(builtins, probes.NAME, self.hits.add)
         self.failed = ""
-        self.outside = set[int]()
+        self.outside = set[str]()
         self.seconds: dict[str, float] = defaultdict(float)
         self.of_test: dict[str, list[str]] = defaultdict(list)
 
@@ -128,22 +130,21 @@ class _Watch:
         """What is reached between calls belongs to no single test."""
         self._leave_outside()
         yield
-        for number in self._hits():
-            self.of_test[str(number)].append(item.nodeid)
+        for name in self._hits():
+            self.of_test[name].append(item.nodeid)
 
     def reached(self) -> dict[str, list[str] | None]:
-        """Which tests evaluate which fault; what imports and fixtures reach is for all tests."""
+        """Which tests call which function; what imports and fixtures call is for all tests."""
         self._leave_outside()
-        return {**self.of_test, **{str(number): None for number in self.outside}}
+        return {**self.of_test, **dict.fromkeys(self.outside)}
 
     def _leave_outside(self) -> None:
         self.outside |= self._hits()
 
-    def _hits(self) -> set[int]:
-        """What was reached since this was called last, here and in other processes."""
-        found, self.hits = self.hits, set()
-        setattr(builtins, probes.NAME, self.hits.add)
+    def _hits(self) -> set[str]:
+        """What was called since this was asked last, here and in other processes."""
+        found = probes.taken()
         for place in self.notes.glob("*"):
-            found |= set(map(int, place.read_text().split()))
+            found |= set(place.read_text().splitlines())
             place.unlink()
         return found

@@ -13,11 +13,11 @@ cannot tell whether it was right. A fault is
 - equivalent: nobody could see a difference; judged by hand, with its reason, in
   ``tests/equivalent_faults.json``, and not planted.
 
-Which tests evaluate which of the drawn faults, and how long each takes, is found first: each test
-file runs once with probes (:mod:`tests.probes`), and the answer is kept in ``--map``. A file that
-fails without a fault is left out, and so are the tests that only the night runs. ``--files`` asks
-some test files alone. ``--results`` is read first, so that a run goes on where it stopped; faults
-that were out of time are planted again.
+Which tests call which function, and how long each takes, is found first: each test file runs once
+under a trace of calls (:mod:`tests.probes`), and the answer, which holds for a commit, is kept in
+``--map``. A file that fails without a fault is left out, and so are the tests that only the night
+runs. ``--files`` asks some test files alone. ``--results`` is read first, so that a run goes on
+where it stopped; faults that were out of time are planted again.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent_faults.json"
 PACKAGE = "tl_geometry"
 RECORDS = "tests/tables/test_recorded.py"
 """The tests that compare with stored numbers."""
-NOT_ASKED = tuple(
-    f"tests/project/test_{name}.py" for name in ("machinery", "mutate", "packaging", "types")
-)
+NOT_ASKED = tuple(f"tests/project/test_{name}.py" for name in ("machinery", "packaging", "types"))
 """Tests of what is around the library, which look at none of its numbers."""
 SIGNATURES = ("tests/tables/test_signatures.py",)
 """Tests of every signature and decorator of the package, whether it is called or not."""
@@ -62,16 +60,17 @@ PATIENCE = 4
 
 
 class TestFile(NamedTuple):
-    """How long the tests of a file take, and which of them evaluate which fault: ``reached`` has
-    names of tests by the number of a fault. None is all tests of the file, for what runs while
-    fixtures are made or modules imported."""
+    """How long the tests of a file take, and which of them call which function: ``reached`` has
+    names of tests by function. None is all tests of the file, for what runs while fixtures are made
+    or modules imported."""
 
     seconds: dict[str, float]
     reached: dict[str, list[str] | None]
 
-    def reaching(self, number: int, name: str) -> tuple[list[str], float]:
-        """What pytest is to run for a fault, in a file of this ``name``, and how long it takes."""
-        tests = self.reached[str(number)]
+    def reaching(self, home: str, name: str) -> tuple[list[str], float]:
+        """What pytest is to run for a fault of a function, in a file of this ``name``, and how long
+        it takes."""
+        tests = None if name in SIGNATURES else self.reached.get(home, [])
         if tests is None:
             return [name], sum(self.seconds.values())
         return tests, sum(self.seconds[test] for test in tests)
@@ -87,16 +86,14 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", help="ask these test files, or those in folders")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one fault")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--map", type=Path, help="which tests evaluate which fault; added to")
+    parser.add_argument("--map", type=Path, help="which tests call which function; added to")
     parser.add_argument("--results", type=Path, help="lines of JSON, read first and added to")
     parser.add_argument("--page", type=Path, help="the page of the site to write")
     given = parser.parse_args()
     chosen = draw(given.sample, given.seed, given.package)
-    # a map numbers the faults of one draw on one commit
     drawn = f"{given.package or 'all'}-{given.sample}-{given.seed}"
     names = test_files(given.files or ["tests"])
-    place = given.map or Path(f"mutation-map-{drawn}.json")
-    covered = map_of(chosen, names, place, given.workers)
+    covered = map_of(names, given.map or Path(f"mutation-map-{commit()}.json"), given.workers)
     results = given.results or Path(f"mutation-{drawn}{'-some' if given.files else ''}.jsonl")
     verdicts = run(chosen[: given.first], covered, results, given.limit, given.workers)
     sys.stdout.write(tables(verdicts))
@@ -136,46 +133,22 @@ def _all_faults() -> list[Fault]:
     return [f for p in paths for f in faults(p.relative_to(ROOT).as_posix(), p.read_text())]
 
 
-def map_of(chosen: list[Fault], names: list[str], place: Path, workers: int) -> dict[str, TestFile]:
+def map_of(names: list[str], place: Path, workers: int) -> dict[str, TestFile]:
     """The test files of these names that pass, by name. Those that the map in ``place`` lacks are
-    added to it."""
+    run, each alone, and added to it."""
     known = json.loads(place.read_text()) if place.is_file() else {}
     if missing := [name for name in names if name not in known]:
-        known |= _tests_of_files(chosen, missing, workers)
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+            tree = copy_of_tree(Path(folder))
+            (tree / "sitecustomize.py").write_text(probes.ELSEWHERE)
+            known |= zip(missing, pool.map(partial(_tests_of_file, tree), missing), strict=True)
         place.write_text(json.dumps(known))
-    found = {name: TestFile(*known[name]) for name in names if known[name] is not None}
-    for number, fault in enumerate(chosen):
-        widen(found, str(number), probes.when((ROOT / fault.path).read_bytes(), fault))
-    return found
-
-
-def _tests_of_files(
-    chosen: list[Fault], names: list[str], workers: int
-) -> dict[str, TestFile | None]:
-    """Run each test file alone, with probes at the ``chosen`` faults, which count from 0."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
-        tree = copy_of_tree(Path(folder))
-        by_file: dict[str, dict[int, Fault]] = defaultdict(dict)
-        for number, fault in enumerate(chosen):
-            by_file[fault.path][number] = fault
-        for path, places in by_file.items():
-            (tree / path).write_bytes(probes.probed((tree / path).read_bytes(), places))
-        (tree / "sitecustomize.py").write_text(probes.ELSEWHERE)
-        return dict(zip(names, pool.map(partial(_tests_of_file, tree), names), strict=True))
-
-
-def widen(found: dict[str, TestFile], number: str, when: str) -> None:
-    """What is evaluated at import matters to all tests of a file, whichever of them came first and
-    so imported the module. Tests of signatures look at those that are not called too."""
-    for name, file in found.items():
-        imports = when == "import" and number in file.reached
-        if imports or (when != "call" and name in SIGNATURES):
-            file.reached[number] = None
+    return {name: TestFile(*known[name]) for name in names if known[name] is not None}
 
 
 def _tests_of_file(tree: Path, name: str) -> TestFile | None:
     """One entry of the map; None where the tests fail, and so can notice nothing."""
-    ran = forks.pytest_in(tree, [name])
+    ran = forks.pytest_in(tree, [name], watched=True)
     sys.stdout.write(f"{name}: {sum(ran.seconds.values()):.0f} s {ran.failed or ''}\n")
     sys.stdout.flush()
     return None if ran.code else TestFile(ran.seconds, ran.reached)
@@ -195,14 +168,14 @@ def run(
         for number in range(workers):
             trees.put(compiled(copy_of_tree(Path(folder, str(number)))))
 
-        def verdict(number: int, fault: Fault) -> Verdict:
+        def verdict(fault: Fault) -> Verdict:
             if identity(fault) in judged:
                 return Verdict(fault, "equivalent", "")
             if fault in known:
                 return known[fault]
             tree = trees.get()
             try:
-                new = Verdict(fault, *judge(fault, number, covered, tree, limit))
+                new = Verdict(fault, *judge(fault, covered, tree, limit))
             finally:
                 trees.put(tree)
             with results.open("a") as file:
@@ -211,23 +184,22 @@ def run(
             sys.stdout.flush()
             return new
 
-        return list(pool.map(verdict, range(len(chosen)), chosen))
+        return list(pool.map(verdict, chosen))
 
 
-def judge(
-    fault: Fault, number: int, covered: dict[str, TestFile], tree: Path, limit: float
-) -> tuple[str, str]:
+def judge(fault: Fault, covered: dict[str, TestFile], tree: Path, limit: float) -> tuple[str, str]:
     """Plant a fault in a copy of the working tree and run tests until one fails: the outcome, and
     the test. Records are asked about what no other test has caught."""
     place = tree / fault.path
     clean = place.read_bytes()
+    home = fault.home(clean.decode())
     place.write_bytes(fault.planted(clean))
     laws = {name: file for name, file in covered.items() if name != RECORDS}
     records = {name: file for name, file in covered.items() if name == RECORDS}
     try:
-        outcome, test = first_failure(tests_of(fault, number, laws), tree, limit)
+        outcome, test = first_failure(tests_of(fault, home, laws), tree, limit)
         if outcome != "caught":
-            differs, record = first_failure(tests_of(fault, number, records), tree, limit)
+            differs, record = first_failure(tests_of(fault, home, records), tree, limit)
             if differs == "caught":
                 return "only by records", record
         return outcome, test
@@ -250,16 +222,16 @@ def first_failure(runs: list[tuple[list[str], float]], tree: Path, limit: float)
 
 
 def tests_of(
-    fault: Fault, number: int, covered: dict[str, TestFile]
+    fault: Fault, home: str, covered: dict[str, TestFile]
 ) -> list[tuple[list[str], float]]:
-    """Tests that evaluate a fault, and how long they take, for one process after the other. The
-    quick ones come first, file by file; those of the fault's package look most closely, so their
-    time counts a quarter. A process imports all its files before it runs a test, so the quickest
-    (:data:`QUICK`) have a process of their own."""
+    """Tests that call the function of a fault, and how long they take, for one process after the
+    other. The quick ones come first, file by file; those of the fault's package look most closely,
+    so their time counts a quarter. A process imports all its files before it runs a test, so the
+    quickest (:data:`QUICK`) have a process of their own."""
     own, found = f"tests/{fault.package}/", []
     for name, file in covered.items():
-        if str(number) in file.reached:
-            tests, seconds = file.reaching(number, name)
+        tests, seconds = file.reaching(home, name)
+        if tests:
             found.append((seconds / 4 if name.startswith(own) else seconds, tests, seconds))
     found.sort(key=lambda entry: entry[0])
     runs: list[tuple[list[str], float]] = [([], 0.0)]

@@ -21,9 +21,7 @@ from typing import Any
 import torch
 
 from tests.lib.models import ARCHITECTURES, HAS_HOOKED, bridge_of, hf_model, hooked_of, tokens
-from tl_geometry.base.errors import GeometryError
-from tl_geometry.models import check_model, view
-from tl_geometry.models.layer_view import LayerView
+from tl_geometry import GeometryError, check_model, view
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 STORED, TABLE = DOCS / "support.json", DOCS / "support_table.md"
@@ -51,7 +49,7 @@ def measure(architecture: str, model_class: str, processed: bool) -> Cell:
         return {"verdict": "refused", "why": _short(scores[0].removeprefix("refused: "))}
     errors: list[float] = []
 
-    def look(layer: LayerView) -> None:
+    def look(layer: Any) -> None:
         errors.append(layer.reconstruction.worst)
 
     seen = view(model)

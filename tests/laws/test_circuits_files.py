@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from tests.browser import Browser
 from tests.lib.models import tiny, tokens
-from tl_geometry.circuits.trace import trace_logit
+from tl_geometry import trace_logit
 from tl_geometry.cli import app
 from tl_geometry.decomposition import decompose
 

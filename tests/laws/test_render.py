@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 import zlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,17 +28,48 @@ from tests.browser import (
     payload,
     without_frames,
 )
+from tests.lib.data import Provenance
 from tests.lib.worlds import world
-from tests.splits import synthetic
-from tl_geometry import render
-from tl_geometry.base.errors import GeometryError
-from tl_geometry.base.results import Provenance
-from tl_geometry.base.tables import Table
+from tl_geometry import GeometryError, Table, render
 from tl_geometry.render import figure
 from tl_geometry.render.split_view import groups_of
+from tl_geometry.scores import ScoreSplit
+from tl_geometry.scores.planes import HeadPlanes
 
 pytestmark = pytest.mark.once
 nightly = pytest.mark.nightly
+
+
+def synthetic(
+    heads: int = 2,
+    tokens: int = 20,
+    *,
+    parts: Sequence[str] = ("bias", "pos", "cvec"),
+    texts: Sequence[str] = (),
+    causal: bool = True,
+    seed: int = 0,
+) -> ScoreSplit:
+    """A split of one prompt by random queries and keys."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(len(parts), 1, tokens, heads, 16, generator=generator) / 2 for _ in "qk")
+    stop = torch.arange(1, tokens + 1) if causal else torch.full((tokens,), tokens)
+    key_range = torch.stack([torch.zeros_like(stop), stop], -1).expand(heads, -1, -1)
+    return ScoreSplit(
+        provenance=Provenance(model="synthetic"),
+        heads=tuple((i // 12, i % 12) for i in range(heads)),
+        parts=tuple(parts),
+        q=q,
+        k=k,
+        bias=None,
+        key_range=key_range,
+        softcap=torch.full((heads,), torch.inf),
+        sinks=torch.full((heads,), -torch.inf),
+        head_planes=HeadPlanes(
+            torch.zeros(heads, 16, dtype=torch.int64), torch.zeros(heads, 1).double(), tokens
+        ),
+        checks=((0, "scores", 1e-6, 2e-5),),
+        str_tokens=tuple(texts) or tuple(f" t{i}" for i in range(tokens)),
+    )
 
 
 def unpacked(part: dict[str, Any]) -> np.ndarray:
@@ -284,12 +313,3 @@ def test_plot_finds_the_view_of_a_result() -> None:
     assert tlg.plot(w.sweep).title == render.head_shares(w.sweep).title
     with pytest.raises(GeometryError, match="view"):
         tlg.plot(Table.of(pd.DataFrame({"a": [1.0]}), Provenance()))
-
-
-def test_names_of_views_load_no_drawing_library() -> None:
-    code = (
-        "import sys, tl_geometry.render as r; r.split, r.heads, r.spirals, r.plot; "
-        "print([m for m in ('matplotlib', 'plotly', 'circuitsvis') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(out.stdout.replace("'", '"')) == []

@@ -1,10 +1,14 @@
 """Planted data: activations whose parts are known, with outlier coordinates, offsets and every size
-that a test asks for."""
+that a test asks for; and what a planted result says of where it comes from."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tl_geometry.base.results import Provenance
+
+__all__ = ["Provenance", "additive", "random_states"]
 
 
 def random_states(

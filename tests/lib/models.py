@@ -23,42 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.lib.architectures import (
-    ARCHITECTURES,
-    BY_HAND,
-    CTX,
-    ENCODERS,
-    HEADS,
-    NOT_BRIDGE_3,
-    NOT_HOOKED,
-    VOCAB,
-    D,
-)
-
-__all__ = [
-    "ARCHITECTURES",
-    "CTX",
-    "ENCODERS",
-    "HAS_HOOKED",
-    "HEADS",
-    "NOT_BRIDGE_3",
-    "NOT_HOOKED",
-    "VOCAB",
-    "D",
-    "assert_real_attention",
-    "bridge_of",
-    "hf_model",
-    "hooked_of",
-    "loadable",
-    "randomize",
-    "redrawn",
-    "refusal",
-    "tiny",
-    "tiny_hooked",
-    "tiny_native",
-    "tokenizer",
-    "tokens",
-]
+from tests.lib.architectures import ARCHITECTURES as ARCHITECTURES
+from tests.lib.architectures import BY_HAND, CTX, HEADS, NOT_BRIDGE_3, NOT_HOOKED, VOCAB, D
+from tests.lib.architectures import ENCODERS as ENCODERS
 
 HAS_HOOKED = importlib.util.find_spec("transformer_lens.HookedTransformer") is not None
 """Whether the installed TransformerLens has HookedTransformer (3.x)."""
@@ -359,19 +326,6 @@ def tiny_hooked(**settings: Any) -> Any:
         )
     randomize_hooked(model)
     assert_real_attention(model)
-    return model
-
-
-def tiny_native(norm: str, position: str) -> Any:
-    """TransformerLens's own architecture in a bridge, of a kind of norm and of positions."""
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
-
-    config: Any = TransformerBridgeConfig
-    kinds = {"normalization_type": norm, "positional_embedding_type": position}
-    model = TransformerBridge.boot_native(config(**_SIZES, act_fn="gelu", **kinds))
-    randomize(model.original_model, sharpness=6.0)
-    assert_real_attention(model.eval())
     return model
 
 

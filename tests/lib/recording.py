@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class Difference:
         return f"{self.key}: {self.why}\n    old: {_shown(self.old)}\n    new: {_shown(self.new)}"
 
 
+@cache
 def _places(size: int) -> np.ndarray:
     return np.unique(np.linspace(0, size - 1, min(size, KEPT)).round().astype(int))
 
@@ -161,8 +163,9 @@ def store(kind: str, entries: Mapping[str, Entry], folder: Path = RECORDS) -> Pa
     return path
 
 
+@cache
 def load(kind: str, folder: Path = RECORDS) -> dict[str, Entry]:
-    """The record of a kind of model."""
+    """The record of a kind of model, read once."""
     with np.load(folder / f"{kind}.npz", allow_pickle=False) as file:
         about, sums, values = json.loads(str(file["about"])), file["sums"], file["values"]
     entries: dict[str, Entry] = {}
@@ -192,7 +195,7 @@ def record(kind: str) -> dict[str, Entry]:
 
     entries: dict[str, Entry] = {}
     for subject, variant in cases(kind):
-        entries |= keyed(subject.name, variant, answered(kind, subject.name, variant)[0])
+        entries |= keyed(subject.name, variant, answered(kind, subject.name, variant))
     return entries
 
 

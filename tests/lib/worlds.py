@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ from torch import Tensor
 import tl_geometry as tlg
 from tests.lib.models import HAS_HOOKED, VOCAB, hooked_of, tiny, tokens
 from tl_geometry import circuits, zoo
-from tl_geometry.zoo.embedded_model import hugging_face
-from tl_geometry.zoo.pretrained import smollm2_hugging_face
 
 TINY = ("gpt2", "llama", "bloom", "gemma2")
 KINDS = (*TINY, "embedded", "smollm2")
 DAILY = ("gpt2", "llama")
 """Kinds of the tables that run every time; the others run nightly."""
 QUIET: dict[str, Any] = {"progress": False}
+EMBEDDED = Path(zoo.__file__).parent / "assets"
+"""The folder of the embedded model."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +281,12 @@ def world(kind: str, loading: str = "bridge", dtype: torch.dtype = torch.float32
         raise ValueError(f"{kind} is loaded in float32 only")
     make = zoo.embedded if kind == "embedded" else zoo.smollm2
     model, sizes = make(processed=way["processed"]), Sizes() if kind == "embedded" else SMALL
-    if model_class == "hooked":
-        hf = hugging_face() if kind == "embedded" else smollm2_hugging_face()[0]
+    if (
+        model_class == "hooked"
+    ):  # of the embedded model alone: the other has its records in one class
+        from transformers import AutoModelForCausalLM
+
+        hf = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=dtype).eval()
         model = hooked_of(hf, way["processed"], model.tokenizer, name=tlg.view(model).name)
     return _warm(World(kind, model, _text_inputs(model, sizes), loading))
 

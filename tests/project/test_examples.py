@@ -39,13 +39,7 @@ START = DOCS / "guide" / "index.md"
 """Defines what the pages of the guide begin with: model, windows, basis, prompt."""
 APART = (DOCS / "recipes.md", DOCS / "how_to.md")
 """Pages whose sections stand by themselves, after the blocks before the first section."""
-ELSEWHERE = ("What do I write in the paper?",)
-"""Recipes that leave the picture and the removal to another one."""
-MOST_LINES = 15
-"""Lines of code of a recipe, without empty ones and comments."""
 MARK = "% not run:"
-MOST_MARKED = 1
-"""Blocks that may be marked, of all."""
 LAYERS, LENGTH = 4, 64
 """Blocks and heads of the embedded model; the length of windows here."""
 HOOKED = re.compile(r"^(from transformer_lens import HookedTransformer)$", re.MULTILINE)
@@ -229,24 +223,21 @@ def recipes() -> list[str]:
     return re.findall(r"^## (.*)$", APART[0].read_text("utf-8"), re.MULTILINE)
 
 
-def lines(code: str) -> int:
-    """Lines of code."""
-    return sum(line.strip()[:1] not in ("", "#") for line in code.splitlines())
-
-
-def test_recipes_are_short_and_end_with_a_removal() -> None:
-    page = APART[0].read_text("utf-8")
-    parts = [part for part in re.split(r"^###? ", page, flags=re.MULTILINE)[1:] if blocks(part)]
-    assert len(parts) >= len(recipes())
-    removals = r"interventions\.|run_with_hooks|faithfulness\("
-    for part in parts:
-        title = part.splitlines()[0]
-        code = "".join(block.code for block in blocks(part))
-        assert lines(code) <= MOST_LINES, title
-        asks_model = title not in ELSEWHERE
-        assert bool(re.search(removals, code)) == asks_model, title
-        assert ("tlg.render." in code) == asks_model, title
-        assert asks_model or "[first recipe](#" in part, "it says where the removal is"
+def test_few_blocks_are_not_run_and_rules_replace_the_model_and_its_heads(tmp_path: Path) -> None:
+    found = [block for page in PAGES for block in blocks(page.read_text("utf-8"))]
+    assert len(found) >= 9
+    assert sum(block.unrun is not None for block in found) <= 1
+    assert embedded('model = TransformerBridge.boot_transformers("gpt2")') == (
+        "model = tlg.zoo.embedded()"
+    )
+    assert embedded('heads=["L5H1", "L4H11"]') == 'heads=["L1H1", "L0H3"]'
+    fence, page = "```", DOCS / "planted.md"
+    text = f"{fence}python\nx = 1\n{fence}\n\n{MARK} a reason\n{fence}python\nx.absent\n{fence}\n"
+    for planted, fails in ((text, False), (text.replace(MARK, ""), True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "read_text", lambda *_, planted=planted: planted)
+            with pytest.raises(AttributeError) if fails else contextlib.nullcontext():
+                run(page, {})
 
 
 @pytest.mark.slow
@@ -289,38 +280,3 @@ def test_the_scripts_of_the_gallery_run(path: Path, reader: Path) -> None:
         exec(compile(path.read_text("utf-8"), path.name, "exec"), names)
     plt.close("all")
     assert names["view"].title
-
-
-def test_hardly_a_block_is_marked_as_not_run() -> None:
-    found = [block for page in PAGES for block in blocks(page.read_text("utf-8"))]
-    assert len(found) >= 9
-    marked = [block for block in found if block.unrun is not None]
-    assert len(marked) <= MOST_MARKED
-    assert all(block.unrun for block in marked), "a marked block says why"
-
-
-def test_a_block_that_fails_is_seen_and_a_marked_one_is_not_run(tmp_path: Path) -> None:
-    fence = "```"
-    broken = f"# Title\n\n{fence}python\nx = 1\n{fence}\n\n{fence}python\nx.absent\n{fence}\n"
-    assert [block.line for block in blocks(broken)] == [4, 8]
-    marked = broken.replace(f"{fence}python\nx.", f"{MARK} needs a network\n{fence}python\nx.")
-    assert [block.unrun for block in blocks(marked)] == [None, "needs a network"]
-    names: dict[str, Any] = {}
-    for text, fails in ((broken, True), (marked, False)):
-        page = ROOT / "tests" / "absent.md"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "read_text", lambda *_, text=text: text)
-            expectation = pytest.raises(AttributeError) if fails else contextlib.nullcontext()
-            with expectation:
-                run(page, names)
-    assert names["x"] == 1
-
-
-def test_the_rules_replace_the_model_its_heads_and_nothing_else() -> None:
-    for load in (
-        'HookedTransformer.from_pretrained_no_processing("gpt2")',
-        'TransformerBridge.boot_transformers("gpt2")  # or another',
-    ):
-        assert embedded(f"model = {load}") == "model = tlg.zoo.embedded()"
-    assert embedded('heads=["L5H1", "L4H11"]') == 'heads=["L1H1", "L0H3"]'
-    assert embedded("tlg.decompose(model, windows)") == "tlg.decompose(model, windows)"

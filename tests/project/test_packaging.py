@@ -1,10 +1,14 @@
-"""The wheel carries the embedded model, pins are plain, the conda recipe agrees with the
-project, and the README's commands are the ones that CI runs."""
+"""What a user installs: the wheel carries its data, pins are plain, whatever is imported is
+declared, the conda recipe agrees with the project, README's commands are those of CI, and sites of
+versions stand beside each other."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,21 +20,35 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parents[2]
-YOUR_MODEL = ROOT / "docs" / "guide" / "your_model.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+ASSETS = {
+    "zoo": {"model.safetensors", "tokenizer.json", "config.json", "card.json"},
+    "render": {"kit.css", "kit.js", "maps.js", "arcs.js"},
+    "report": {"report.css", "page.html", "words.toml"},
+}
+PIN = r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*"
+
+# ---- the wheel
+
+
+def python(code: str, *words: object, **options: Any) -> str:
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout
+
+
+def built(kind: str, source: Path, folder: Path) -> Path:
+    """A wheel or a source distribution."""
+    code = f"import hatchling.build as b, sys; print(b.build_{kind}(sys.argv[1]))"
+    return folder / python(code, folder, cwd=source).strip().splitlines()[-1]
 
 
 @pytest.mark.nightly
-def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
-    build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    wheel = tmp_path / done.stdout.strip().splitlines()[-1]
+def test_the_wheel_carries_the_data_and_imports(tmp_path: Path) -> None:
+    wheel, target = built("wheel", ROOT, tmp_path), tmp_path / "site"
     assert wheel.stat().st_size < 5_000_000
     with zipfile.ZipFile(wheel) as packed:
         (name,) = (n for n in packed.namelist() if n.endswith(".dist-info/METADATA"))
@@ -38,71 +56,110 @@ def test_the_wheel_carries_the_embedded_model(tmp_path: Path) -> None:
     links = re.findall(r"\]\(([^)]*)\)", shown)
     assert len(links) > 10
     assert all(link.startswith("https://") for link in links), "a package index has no files"
-    page = "https://tl-geometry.github.io/tl-geometry/main/_static/graph.html"
-    assert f"/main/docs/_static/graph.png)]({page})" in shown, "a picture with a link"
-    target = tmp_path / "site"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(target),
-        str(wheel),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    assets = target / "tl_geometry" / "zoo" / "assets"
-    sizes = {p.name: p.stat().st_size for p in assets.iterdir()}
-    assert {"model.safetensors", "tokenizer.json", "config.json", "card.json"} <= set(sizes)
-    assert sum(sizes.values()) <= 6_000_000
+    words = ["install", "--quiet", "--no-index", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, capture_output=True)
+    for package, names in ASSETS.items():
+        assert names <= {p.name for p in (target / "tl_geometry" / package / "assets").iterdir()}
     assert (target / "tl_geometry" / "py.typed").exists()
-    views = target / "tl_geometry" / "render" / "assets"
-    assert {"kit.css", "kit.js", "maps.js", "arcs.js"} <= {p.name for p in views.iterdir()}
-    assert {"report.css", "page.html", "words.toml"} <= {
-        p.name for p in (target / "tl_geometry" / "report" / "assets").iterdir()
-    }
-    read = (
-        "import tl_geometry, tl_geometry.zoo as z; print(tl_geometry.__file__); "
-        "print(z.card()['held_out_loss'] < 9)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    out = subprocess.run(
-        [sys.executable, "-c", read],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert str(target) in out.stdout
-    assert "True" in out.stdout
+    code = "import tl_geometry as t; print(t.__file__, t.view(t.zoo.embedded()).n_layers)"
+    said = python(code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(target)})
+    assert str(target) in said
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["requirements.txt", "requirements-tl4.txt", "requirements-dev.txt", "requirements-docs.txt"],
-)
+@pytest.mark.nightly
+def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(
+    tmp_path: Path,
+) -> None:
+    with tarfile.open(built("sdist", ROOT, tmp_path)) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    names = {p.name for p in source.iterdir()}
+    assert names >= {"tl_geometry", "README.md", "LICENSE", "pyproject.toml"}
+    assert "tests" not in names
+    with zipfile.ZipFile(built("wheel", source, tmp_path)) as packed:
+        inside = set(packed.namelist())
+    for package, assets in ASSETS.items():
+        assert {f"tl_geometry/{package}/assets/{name}" for name in assets} <= inside
+
+
+# ---- what is declared
+
+
+@pytest.mark.parametrize("name", ["", "-tl4", "-dev", "-docs"])
 def test_pins_are_exact_and_carry_no_local_version(name: str) -> None:
-    lines = [
-        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
-    ]
+    lines = (ROOT / f"requirements{name}.txt").read_text().splitlines()
+    lines = [line for line in lines if line and not line.startswith("#")]
     assert lines
-    loose = [
-        line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)
-    ]
-    assert not loose
+    assert not [line for line in lines if not re.fullmatch(PIN, line)]
+    assert not any(re.fullmatch(PIN, planted) for planted in ("torch==2.13.0+cpu", "torch>=2"))
 
 
-def test_the_pin_detector_detects() -> None:
-    assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch==2.13.0+cpu")
-    assert not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", "torch>=2")
+OURS = {"tl_geometry", "tests", "benchmarks"}
+
+
+DISTRIBUTION = {
+    "PIL": "pillow",
+    "mpl_toolkits": "matplotlib",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+
+
+BY_NAME = {"import_module", "importorskip"}
+
+
+def imported(source: str) -> set[str]:
+    """Distributions of the modules that a source imports, at its top or inside a function."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module or ""]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            argument = node.args[0]
+            names += [str(argument.value)] if isinstance(argument, ast.Constant) else []
+    tops = {name.split(".")[0] for name in names} - OURS - sys.stdlib_module_names - {""}
+    return {DISTRIBUTION.get(top, top.replace("_", "-")) for top in tops}
+
+
+def declared(*, dev: bool) -> set[str]:
+    """Distributions that ``pyproject.toml`` names; on request those of the extra ``dev``, and what
+    README installs by itself because its own pins are narrower (``--no-deps``)."""
+    extras = {k: v for k, v in PROJECT["optional-dependencies"].items() if dev or k != "dev"}
+    lines = [*PROJECT["dependencies"], *(line for lines in extras.values() for line in lines)]
+    apart = re.findall(r"^pip install --no-deps (.*==.*)$", README, re.M)
+    lines += [name for line in apart for name in line.split() if dev and "==" in name]
+    return {re.split(r"[^\w.-]", line)[0].lower() for line in lines}
+
+
+@pytest.mark.parametrize("folder", sorted(OURS))
+def test_whatever_is_imported_is_declared(folder: str) -> None:
+    known = declared(dev=folder != "tl_geometry")
+    sources = {p: p.read_text("utf-8") for p in sorted((ROOT / folder).rglob("*.py"))}
+    missing = {str(p.relative_to(ROOT)): imported(text) - known for p, text in sources.items()}
+    assert not {path: names for path, names in missing.items() if names}
+
+
+def test_the_import_detector_detects() -> None:
+    planted = """
+import os.path, msgpack.ext
+def f():
+    from PIL import Image
+    import_module("left_pad.x"), importlib.import_module(name), pytest.importorskip("rpy2")
+    from tl_geometry import base
+    from . import here
+"""
+    assert imported(planted) == {"msgpack", "pillow", "left-pad", "rpy2"}
+    assert "pillow" in declared(dev=False)
+    assert "pytest" in declared(dev=True) - declared(dev=False)
+    assert not {"msgpack", "left-pad", "rpy2"} & declared(dev=True)
+
+
+# ---- the conda recipe, versions and CI
 
 
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
-"""Packages that conda-forge has under another name."""
 
 
 def recipe_faults(recipe: str, project: dict[str, Any]) -> list[str]:
@@ -126,9 +183,8 @@ def recipe_faults(recipe: str, project: dict[str, Any]) -> list[str]:
 
 
 def test_the_conda_recipe_agrees_with_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
-    assert not recipe_faults(recipe, project)
+    assert not recipe_faults(recipe, PROJECT)
     for old, new, faults in [
         ("    - einops >=0.8\n", "", 1),
         ("pytorch >=2.6", "pytorch >=2.5", 2),
@@ -136,7 +192,7 @@ def test_the_conda_recipe_agrees_with_the_project() -> None:
         ('version: "0.1.0"', 'version: "0.0.9"', 2),
     ]:
         assert recipe.count(old) == 1
-        assert len(recipe_faults(recipe.replace(old, new), project)) == faults
+        assert len(recipe_faults(recipe.replace(old, new), PROJECT)) == faults
     workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert recipe.count("  sha256: SHA256\n") == 1
     assert "s/SHA256/" in workflow
@@ -159,7 +215,7 @@ def test_what_the_host_reads_can_be_read_and_only_a_published_release_uploads() 
 
 
 def test_the_version_and_its_date_are_the_same_everywhere() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PROJECT["version"]
     newest = re.search(r"^## (\d.*)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     cited = dict(
         line.split(": ", 1)
@@ -171,101 +227,64 @@ def test_the_version_and_its_date_are_the_same_everywhere() -> None:
     assert cited["version"] == version
 
 
-def test_readme_begins_with_the_two_commands() -> None:
-    blocks = re.findall(
-        r"^```sh\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    assert len(blocks) >= 2
-    for block in blocks[:2]:
-        assert "python3 -m venv" in block
-        assert "requirements.txt" in block
+def test_ci_runs_what_the_readme_says() -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    assert all("requirements.txt" in block for block in blocks[:2])
     assert blocks[0].strip().splitlines()[-1].startswith("tl-geometry report")
     assert "python -m tests" in blocks[1]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_class", ["hooked", "bridge"])
-def test_the_examples_for_your_model_run(
-    model_class: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.lib.models import HAS_HOOKED
-
-    if model_class == "hooked" and not HAS_HOOKED:
-        pytest.skip("TransformerLens 4 has no HookedTransformer")
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", YOUR_MODEL.read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    make = "zoo.embedded()"
-    if model_class == "hooked":
-        make = "tests.lib.worlds.world('embedded', 'hooked').model"
-    code = next(b for b in blocks if ("HookedTransformer" in b) is (model_class == "hooked"))
-    (tmp_path / "book.txt").write_text("def f(x):\n    return x\n\n" * 400)
-    monkeypatch.chdir(tmp_path)
-    swaps = {
-        r"^from transformer_lens.*$": "import tests.lib.worlds\nfrom tl_geometry import zoo",
-        r"^model = .*$": f"model = {make}",
-    }
-    swaps |= {
-        r"\b256\b": "32",
-        r"L5H1|L4H11": "L1H0",
-        r"open\(\"book.txt\"\)": "__import__('pathlib').Path('book.txt')",
-        r"\.read\(\)": ".read_text()",
-    }
-    for old, new in swaps.items():
-        code, count = re.subn(old, new, code, flags=re.MULTILINE)
-        assert count or "L5H1" in old
-    names: dict[str, object] = {}
-    exec(compile(code, YOUR_MODEL.name, "exec"), names)
-    assert names["basis"].contexts > 10  # type: ignore[attr-defined]
-
-
-@pytest.mark.nightly
-def test_the_source_distribution_builds_the_same_wheel_and_ships_no_test_that_cannot_run(
-    tmp_path: Path,
-) -> None:
-    build = "import hatchling.build as b, sys; print(b.build_sdist(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    with tarfile.open(tmp_path / done.stdout.strip().splitlines()[-1]) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (source,) = (tmp_path / "source").iterdir()
-    assert {p.name for p in source.iterdir()} >= {
-        "tl_geometry",
-        "README.md",
-        "LICENSE",
-        "pyproject.toml",
-    }
-    assert not (source / "tests").exists()
-    again = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    subprocess.run(
-        [sys.executable, "-c", again, str(tmp_path)],
-        cwd=source,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        assert {
-            "tl_geometry/zoo/assets/model.safetensors",
-            "tl_geometry/render/assets/kit.js",
-            "tl_geometry/report/assets/words.toml",
-        } <= set(packed.namelist())
-
-
-def test_ci_runs_what_the_readme_says() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "$(block 1)" in script
     assert "$(block 2 | head -n -1)" in script
-    assert "--dry-run" in script
-    readme = (ROOT / "README.md").read_text().splitlines()
-    both = "\n".join(line for line in readme if not line.endswith("with TransformerLens 3"))
-    pins = set(re.findall(r"[\w.-]+==[\w.]+", both))
+    lines = [line for line in README.splitlines() if not line.endswith("with TransformerLens 3")]
+    pins = set(re.findall(r"[\w.-]+==[\w.]+", "\n".join(lines)))
     assert len(pins) >= 3
     # TransformerLens 4.3 is tested with the same models
     assert pins <= set(re.findall(r"[\w.-]+==[\w.]+", script))
+
+
+# ---- the sites of versions
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def published(clone: Path, name: str, text: str) -> None:
+    site = clone.parent / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    (site / "_static").mkdir(parents=True)
+    (site / "index.html").write_text(text)
+    (site / "_static" / f"{text}.css").write_text("")
+    command = ["bash", str(ROOT / "docs" / "publish.sh"), str(site), name]
+    subprocess.run(command, cwd=clone, check=True, capture_output=True)
+
+
+def test_sites_of_versions_stand_beside_each_other(tmp_path: Path) -> None:
+    shared, clone = tmp_path / "shared", tmp_path / "clone"
+    git(tmp_path, "init", "-q", "--bare", str(shared))
+    git(tmp_path, "clone", "-q", str(shared), str(clone))
+    for setting in ("user.name", "user.email"):
+        git(clone, "config", setting, "a@b.c")
+    (clone / "code.py").write_text("")
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "code")
+
+    def shown(path: str) -> str:
+        return git(shared, "show", f"gh-pages:{path}")
+
+    published(clone, "main", "first")
+    assert json.loads(shown("versions.json")) == ["main"]
+    assert "url=main/" in shown("index.html")
+    for name in ("0.9.0", "0.10.0", "main"):
+        published(clone, name, f"of {name}")
+    assert json.loads(shown("versions.json")) == ["0.10.0", "0.9.0", "main"]
+    assert "url=0.10.0/" in shown("index.html")
+    assert shown("main/index.html") == "of main"
+    files = git(shared, "ls-tree", "-r", "--name-only", "gh-pages").splitlines()
+    assert "main/_static/of main.css" in files
+    assert "main/_static/first.css" not in files, "what a site no longer has goes"
+    assert "code.py" not in files
+    assert ".nojekyll" in files
+    published(clone, "main", "of main")  # nothing to commit
+    assert git(clone, "worktree", "list").count("\n") == 1

@@ -211,7 +211,17 @@ ALL = [
     for a in ARCHITECTURES
 ]
 each_kind = pytest.mark.parametrize("architecture", ALL)
-each_held = pytest.mark.parametrize("architecture", [p for p in ALL if loadable(str(p.values[0]))])
+HELD = [p for p in ALL if loadable(str(p.values[0]))]
+each_held = pytest.mark.parametrize("architecture", HELD)
+by_manner = pytest.mark.parametrize(
+    "architecture",
+    [
+        p if p.values[0] in FAST else pytest.param(*p.values, marks=[*p.marks, pytest.mark.nightly])
+        for p in HELD
+    ],
+)
+"""By day one of each manner; the graph, edges and edits of the others stand on what ``each_held``
+asks of all, their scores and states."""
 
 
 # ---- what they must agree on
@@ -269,7 +279,7 @@ def test_position_and_mean_are_those_of_hugging_faces_states(architecture: str) 
                 assert float((ours - theirs).abs().max()) < 1e-5 * float(states.abs().max())
 
 
-@each_held
+@by_manner
 def test_a_graph_sums_to_hugging_faces_logit(architecture: str) -> None:
     hf = reference(architecture)
     logits = hf.uncapped(hf.hf(SHORT[:1]).logits[0, -1].detach())
@@ -293,7 +303,7 @@ def test_a_graph_sums_to_hugging_faces_logit(architecture: str) -> None:
         assert (table["value"].abs() > 1e-3).sum() >= 4
 
 
-@each_held
+@by_manner
 def test_edges_out_of_the_embedding_are_hugging_faces_gradient(architecture: str) -> None:
     wanted = reference(architecture).embedding_effect(SHORT, OTHERS)
     for each in loaded(architecture):
@@ -307,7 +317,7 @@ def test_edges_out_of_the_embedding_are_hugging_faces_gradient(architecture: str
         assert out.sum() == pytest.approx(wanted, abs=1e-5 * float(out.abs().sum()))
 
 
-@each_held
+@by_manner
 def test_a_head_without_a_term_is_hugging_faces_with_other_scores(architecture: str) -> None:
     hf = reference(architecture)
     clean = log_probabilities(hf.out.logits)
@@ -331,7 +341,7 @@ def test_a_head_without_a_term_is_hugging_faces_with_other_scores(architecture: 
         assert float((found - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
 
 
-@each_held
+@by_manner
 def test_a_head_that_is_removed_writes_nothing(architecture: str) -> None:
     hf = reference(architecture)
     wanted, clean = (log_probabilities(x) for x in (hf.edited(torch.zeros_like), hf.out.logits))

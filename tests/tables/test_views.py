@@ -1,7 +1,7 @@
 """Every view that version 2 keeps: it says four things, the numbers that it draws are those of its
 result, it opens offline, and hostile tokens in it are text.
 
-A row of :data:`tests.tables.drawings.VIEWS` names a result and how it is drawn.
+A row of :data:`tests.lib.subjects.views.VIEWS` names a result and how it is drawn.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lib.subjects import called
+from tests.lib.subjects.views import ROWS, VIEWS
 from tests.lib.worlds import world
 from tests.tables.answers import HOSTILE, Cells, asked
-from tests.tables.drawings import VIEWS
-from tl_geometry.base.tables import Table
+from tl_geometry import Table
 
 pytestmark = pytest.mark.once
 W = "llama"
@@ -42,8 +43,7 @@ each_view = pytest.mark.parametrize("name", VIEWS)
 @cache
 def shown(name: str) -> tuple[Any, Any]:
     """The result and its view."""
-    result = VIEWS[name].result(world(W))
-    return result, VIEWS[name].draw(result)
+    return called(W, f"view: {name}", "plain")[0] if name in ROWS else VIEWS[name](world(W))
 
 
 def pages_of(view: Any) -> tuple[str, str]:

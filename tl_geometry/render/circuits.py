@@ -97,6 +97,8 @@ def faithfulness_curve(
     named = dict(results) if isinstance(results, Mapping) else {"highest scores": results}
     few, expected = 0 < len(named) <= len(draw.LINES), f"1 to {len(draw.LINES)} curves"
     require(few, "results", expected=expected, got=len(named))
+    for each in named.values():
+        draw.require_result(each, Faithfulness, "results", "faithfulness(model, prompts, scores)")
     # a chosen set has complements, and is one point
     units = {"sets" if r.complements is not None else r.unit for r in named.values()}
     single, expected = len(units) == 1 and "sets" not in units, "curves of edges, or of nodes"

@@ -147,6 +147,12 @@ def source_of(result: Any) -> str:
     return result.provenance.line() if isinstance(result, Result) else ""
 
 
+def require_result(result: Any, kind: type[Any], what: str, instead: str) -> None:
+    """Refuse what is not of the class that a view draws."""
+    expected, got = f"a {kind.__name__}", type(result).__name__
+    require(isinstance(result, kind), what, expected=expected, got=got, instead=instead)
+
+
 def frame(result: Any, *columns: str) -> pd.DataFrame:
     """The table of a result, or a DataFrame itself; refused without these columns."""
     table = result.to_dataframe() if isinstance(result, Result) else result

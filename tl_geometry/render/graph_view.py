@@ -14,7 +14,6 @@ from typing import Any
 
 import pandas as pd
 
-from tl_geometry.base.errors import fail
 from tl_geometry.base.html import signed, token_text
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.logit_graph import LogitGraph
@@ -50,9 +49,7 @@ def graph_page(graph: LogitGraph) -> Page:
     >>> graph_page(graph).title  # .save("graph.html") writes the page
     'L0H3 at 14 wrote +1.78 of the logit 3.99 of “␣t”'
     """
-    if not isinstance(graph, LogitGraph):
-        instead = "trace_logit(model, prompt, answer)"
-        fail("graph", expected="a LogitGraph", got=type(graph).__name__, instead=instead)
+    draw.require_result(graph, LogitGraph, "graph", "trace_logit(model, prompt, answer)")
     exact = graph.counterfactual is not None
     nodes = _nodes(graph.nodes)
     edges = _edges(graph.edges, nodes, exact=exact)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head, head_name
-from tl_geometry.base.errors import fail, require
+from tl_geometry.base.errors import require
 from tl_geometry.base.html import token_text
 from tl_geometry.base.rows import row_center
 from tl_geometry.render import figure as draw
@@ -72,9 +72,7 @@ def split(
     >>> split(scores).title  # shown in a notebook; .save("split.html") writes a page
     'What are the attention scores of L1H0 made of?'
     """
-    if not isinstance(split, ScoreSplit):
-        instead = "split_scores(model, tokens, basis)"
-        fail("split", expected="a ScoreSplit", got=type(split).__name__, instead=instead)
+    draw.require_result(split, ScoreSplit, "split", "split_scores(model, tokens, basis)")
     rows = checks.head_rows(heads, split.heads, "split_scores(..., heads=...)")
     at, length = checks.index(context, split.q.shape[1], "context"), split.q.shape[2]
     chosen = panels_of(split, panels)

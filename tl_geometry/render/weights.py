@@ -53,6 +53,7 @@ def weight_blocks(
     >>> weight_blocks(geometry, "L1H0").title
     'Which directions does W_QK of each head read?'
     """
+    draw.require_result(geometry, WeightGeometry, "geometry", "weight_geometry(model, basis)")
     first = [pair for pair in geometry.heads if pair[0] == geometry.heads[0][0]]
     rows = checks.head_rows(first if heads is None else heads, geometry.heads, "weight_geometry")
     columns = min(4, len(rows))
@@ -116,6 +117,7 @@ def sphere_paths(
     >>> sphere_paths(paths).title
     'Where do tokens travel on the sphere of the norm?'
     """
+    draw.require_result(paths, TokenPaths, "paths", "token_paths(model, tokens)")
     batch, length = paths.tokens.shape
     checks.index(context, batch, "context")
     chosen = list(checks.indices(positions, length, "positions"))

@@ -233,27 +233,6 @@ class Graph:
         key = scale * torch.einsum("ij,ie,sje->isj", c, q, k_s)
         return HeadEdges((*names, "constants"), value, query, key)
 
-    def into_mlp(self, layer: int) -> tuple[Names, Tensor]:
-        """Value edges into an MLP at every position, ``[i source]``."""
-        names, writes, constant = self._sources(layer, after_attention=True)
-        adjoint, zero = self.frozen["mlp", layer][0], torch.zeros_like(self.run["state", layer])
-        nothing = self._mlp_of(layer, zero)
-        edges = [
-            ((self._mlp_of(layer, write[None]) - nothing) * adjoint).sum(-1)
-            for write in (*writes, constant)
-        ]
-        return (*names, "constants"), torch.stack(edges, -1)
-
-    def into_logit(self) -> tuple[Names, Tensor]:
-        """Value edges into the logit from what was written at its position, ``[source]``."""
-        last = self.decoder.n_layers
-        names, writes, constant = self._sources(last, after_attention=False)
-        adjoint = self.frozen["state", last][0, self.position]
-        everything = torch.cat([writes, constant[None]])[:, self.position]
-        edges = everything @ adjoint
-        edges[-1] += self.readout_constant
-        return (*names, "constants"), edges
-
 
 @dataclass(frozen=True, eq=False)
 class HeadEdges:

@@ -74,15 +74,6 @@ def half_cosine(h: np.ndarray, halves: tuple[Sequence[int], Sequence[int]]) -> f
     return float(np.mean(cosines))
 
 
-def ends_agreement(h: np.ndarray) -> float:
-    """Correlation over contexts of the means of the window's two ends, a quarter left out between
-    them, sums over coordinates (SPEC A.4, the caution)."""
-    length = h.shape[1]
-    width = (length - math.ceil(length / 4)) // 2
-    a, b = (x - x.mean(0) for x in (h[:, :width].mean(1), h[:, length - width :].mean(1)))
-    return float((a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()))
-
-
 class Interval(NamedTuple):
     """A value corrected for bias, its 95% bounds, its standard error."""
 

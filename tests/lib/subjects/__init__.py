@@ -1,13 +1,14 @@
 """The subject table: a row for each public function of version 2 (:class:`~.row.Subject`), one
 module for each group of packages. A public function without a row fails a test.
 
-:func:`answered` calls a subject once in a process, and notes what the call disturbed.
+:func:`called` calls a subject once in a process, and notes what the call disturbed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from tests.lib.subjects import (
     circuits,
@@ -24,7 +25,7 @@ from tests.lib.subjects.guard import Guard
 from tests.lib.subjects.row import Answers, Subject
 from tests.lib.worlds import World, world
 
-__all__ = ["SUBJECTS", "Answers", "Subject", "answered", "cases"]
+__all__ = ["SUBJECTS", "Answers", "Subject", "answered", "called", "cases"]
 
 _MODULES = (models, decomposition, scores, circuits, interventions, geometry, flow, papers, views)
 SUBJECTS: dict[str, Subject] = {s.name: s for module in _MODULES for s in module.SUBJECTS}
@@ -42,10 +43,16 @@ def cases(kind: str) -> Iterator[tuple[Subject, str]]:
 
 
 @cache
-def answered(kind: str, name: str, variant: str) -> tuple[Answers, tuple[str, ...]]:
-    """What a subject answers in a world, and what its call left changed, which should be nothing.
-    It is called once in a process."""
+def called(kind: str, name: str, variant: str) -> tuple[Any, Answers, tuple[str, ...]]:
+    """What a subject gives in a world, what it answers, and what its call left changed, which
+    should be nothing. It is called once in a process, for all tables."""
     here: World = world(kind)
     with Guard(here) as guard:
-        answers = SUBJECTS[name].answer(here, variant)
-    return answers, guard.disturbed
+        result = SUBJECTS[name].result(here, variant)
+        answers = SUBJECTS[name].told(result)
+    return result, answers, guard.disturbed
+
+
+def answered(kind: str, name: str, variant: str) -> Answers:
+    """What a subject answers in a world."""
+    return called(kind, name, variant)[1]

@@ -5,7 +5,7 @@ the library: beartype's checks draw from it.)"""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,17 +39,30 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
+@cache
+def _parts(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
+    """Modules, parameters and buffers, looked up once: to list them takes longer than all else."""
+    tensors = dict(model.named_parameters())
+    # TransformerLens grows the mask and the bias of ALiBi with the length of a prompt
+    grows = ("mask", "alibi")
+    tensors |= {n: b for n, b in model.named_buffers() if not n.endswith(grows)}
+    return dict(model.named_modules()), tensors
+
+
 def _state(world: World) -> dict[str, Any]:
     model = world.model
+    modules, tensors = _parts(model)
     found = {f"input {name}": tensor.clone() for name, tensor in world.inputs.tensors().items()}
-    found |= {f"weights {name}": _digest(value) for name, value in _tensors(model)}
-    found |= {f"hooks of {name}": count for name, count in _hooks(model)}
+    found |= {f"weights {name}": _digest(value) for name, value in tensors.items()}
+    found |= {f"hooks of {name}": _hooks(module) for name, module in modules.items()}
+    parameters = [value for value in tensors.values() if isinstance(value, nn.Parameter)]
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002 (it is the global one)
     found |= {
-        "gradients": [p.grad is None for p in model.parameters()],
-        "requires_grad": [p.requires_grad for p in model.parameters()],
-        "training": [module.training for module in model.modules()],
+        "gradients": [p.grad is None for p in parameters],
+        "requires_grad": [p.requires_grad for p in parameters],
+        "training": [module.training for module in modules.values()],
         "torch's generator": torch.random.get_rng_state(),
-        "numpy's generator": str(np.random.get_state()),  # noqa: NPY002 (it is the global one)
+        "numpy's generator": numpy_state[1].tobytes(),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
         "TF32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
@@ -61,14 +74,6 @@ def _state(world: World) -> dict[str, Any]:
     return found
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    # TransformerLens grows the mask and the bias of ALiBi with the length of a prompt
-    for name, value in model.named_buffers():
-        if not name.endswith(("mask", "alibi")):
-            yield name, value
-
-
 def _digest(value: Tensor) -> tuple[float, float]:
     """Two sums: cheap, and equal where nothing was written."""
     flat = value.detach().double().flatten()
@@ -76,10 +81,8 @@ def _digest(value: Tensor) -> tuple[float, float]:
     return float(flat.sum()), float(flat @ weights.to(flat.device))
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, module in model.named_modules():
-        tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        yield name, sum(map(len, tables))
+def _hooks(module: nn.Module) -> int:
+    return sum(map(len, (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)))
 
 
 def _switches(model: Any) -> list[Any]:

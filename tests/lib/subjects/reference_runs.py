@@ -113,7 +113,7 @@ def edge_scores(w: World, variant: str, answers: Answers) -> Expected:
 def _named_all(w: World, by_reader: Tensor) -> Tensor:
     from tests.lib.subjects import answered
 
-    names = answered(w.kind, "edge_scores", "gradient")[0]["edges"]
+    names = answered(w.kind, "edge_scores", "gradient")["edges"]
     return _named(w, by_reader, names)
 
 

@@ -82,8 +82,12 @@ class Subject:
         return self.call(world, **options | more)
 
     def answer(self, world: World, variant: str, **more: Any) -> Answers:
+        """The named quantities of a call."""
+        return self.told(self.result(world, variant, **more))
+
+    def told(self, result: Any) -> Answers:
         """The named quantities of a result, in the order of their names."""
-        found = self.answers(self.result(world, variant, **more))
+        found = self.answers(result)
         return {name: plain(found[name]) for name in sorted(found)}
 
     def excused(self, law: str, key: str = "") -> str | None:

@@ -1,94 +1,225 @@
-"""Rows of ``render``: each view is made and says what it shows. How it looks is free, so that only
-its having a title, a caption and something to show is recorded."""
+"""The table of views: each with the result that it draws, how it is drawn, and what it computes
+from its result, computed here by another route. :mod:`tests.tables.test_views` has their laws.
+
+Those that are functions of ``render`` are rows of the subject table too: how they look is free, so
+that only their having a title, a caption and something to show is recorded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from scipy.fft import dctn
+
 import tl_geometry as tlg
-from tests.lib.subjects.circuits import composition, faithfulness
 from tests.lib.subjects.flow import skips
 from tests.lib.subjects.row import Answers, Subject, rotary
 from tests.lib.worlds import QUIET, World
-from tl_geometry import interventions, render, sphere
+from tl_geometry import circuits, interventions, measures, render, sphere
+
+Numbers = Iterable[Any]
 
 
-def shown(view: Any) -> Answers:
-    """Whether there is a title, a caption, and a figure or a page."""
-    page = getattr(view, "page", "") or view.html()
-    said = {"title": view.title, "caption": view.caption, "page": page}
-    return {f"has a {name}": str(bool(str(text).strip())) for name, text in said.items()}
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A view: the result, how it is drawn, what is drawn beside the numbers of the result (``more``
+    of them), or why no number is looked for; and the numbers whose ``signs`` colour its bars."""
+
+    result: Callable[[World], Any]
+    draw: Callable[[Any], Any]
+    more: Callable[[Any], Numbers] = lambda result: ()
+    why: str = ""
+    signs: Callable[[Any], Any] | None = None
+
+    def __call__(self, w: World) -> tuple[Any, Any]:
+        """The result and its view."""
+        result = self.result(w)
+        return result, self.draw(result)
 
 
-def _flow(w: World) -> Any:
-    return tlg.flow_report(w.all_states)
+# ---- what views compute from their results
 
 
-def _geometry(w: World) -> Any:
-    return tlg.weight_geometry(w.model, w.basis, layers=[1], draws=4)
+def cosines(basis: Any) -> Numbers:
+    """Of the positional and context vectors of state 1."""
+    rows = torch.cat([basis.pos[1], basis.ctx[1]]).double()
+    rows = rows / rows.norm(dim=-1, keepdim=True)
+    yield rows @ rows.T
 
 
-def _positional(w: World) -> Any:
+def transformed(basis: Any) -> Numbers:
+    """The cosine transform of the cosines between positions of each state."""
+    for pos in basis.pos:
+        rows = pos.double() / pos.double().norm(dim=-1, keepdim=True)
+        yield dctn((rows @ rows.T).numpy(), norm="ortho")
+
+
+def principal(basis: Any) -> Numbers:
+    """Coordinates of positional vectors along the first directions of their state, and opposite."""
+    for pos in basis.pos:
+        left, sizes, _ = np.linalg.svd(pos.double().numpy(), full_matrices=False)
+        yield from (left[:, :3] * sizes[:3], -left[:, :3] * sizes[:3])
+
+
+def with_errors(times: float) -> Callable[[Any], Numbers]:
+    """The ends of error bars: each column that has an error beside it, ``NAME`` and ``NAME_se``."""
+
+    def ends(report: Any) -> Numbers:
+        for name in (name for name in report.df if f"{name}_se" in report.df):
+            error = times * report.df[f"{name}_se"].fillna(0.0)
+            yield from (report.df[name] - error, report.df[name] + error)
+
+    return lambda report: (each.to_numpy() for each in ends(report))
+
+
+def laws(report: Any) -> Numbers:
+    """The fitted laws of noise between all pairs of states."""
+    start, end = (torch.tensor(report.df[name]).double() for name in ("start", "end"))
+    for law in ("asymptotic", "increment"):
+        yield tlg.flow.fit_noise_law(report, law=law).variance(start, end).log()
+
+
+def by_group(planes: Any) -> Numbers:
+    """Shares of planes summed over the terms of a group, and logarithms of wavelengths."""
+    sides = [term.split("-") for term in planes.terms]
+    content = torch.tensor([pair.count("cvec") for pair in sides])
+    beside_pos = torch.tensor(["pos" in pair for pair in sides])
+    one = content == 1
+    for group in (content == 2, one & beside_pos, one & ~beside_pos, content == 0):
+        yield planes.cs[..., group].sum(-1)
+
+
+def groups_of(split: Any) -> Numbers:
+    """Sums of the terms of constants, of position, of content, content beside a constant, beside
+    position."""
+    of_pair = lambda pair: (pair.count("cvec"), pair.count("cvec") < 2 and "pos" in pair)
+    for group in ((0, False), (0, True), (2, False), (1, False), (1, True)):
+        found = [split.terms[pair] for pair in split.terms if of_pair(pair) == group]
+        yield from (torch.stack(found).sum(0), torch.stack(found).sum(0).abs())
+    yield from (split.total(), split.total().abs(), split.pattern())
+
+
+def percent(result: Any) -> Numbers:
+    """Kept edges in per cent of all."""
+    yield from (100 * result.kept.double() / total for total in range(1, 400))
+
+
+# ---- the table
+
+
+def positional(w: World) -> Any:
     return tlg.positional_report(w.basis, draws=2)
 
 
-def _truncation(w: World) -> Any:
-    return tlg.truncation_kl(w.model, w.prompts, w.ensemble, K=(1, 4), **QUIET)
+def flow(w: World) -> Any:
+    return tlg.flow_report(w.all_states)
 
 
-def _skips(w: World) -> Any:
-    return skips(w, pairs=[(0, 1), (1, 2)])
-
-
-def _planes(w: World) -> Any:
+def planes(w: World) -> Any:
     return tlg.sweep_heads(w.model, w.fresh, w.basis, planes=True, **QUIET).planes()
 
 
-def _effects(w: World) -> Any:
-    edit = {"without content": interventions.term(w.model, w.basis, "content", w.head)}
-    return interventions.effects(w.model, w.prompts, edit, control=["shrink", "terms"])
+def faithful(w: World) -> Any:
+    pairs = {"counterfactual": w.other, "answer": w.targets}
+    return tlg.faithfulness(w.model, w.ids, w.edges, **pairs, fractions=(0.1, 0.5), draws=2)
 
 
-VIEWS: dict[str, Callable[[World], Any]] = {
-    "spirals": lambda w: render.spirals(w.basis),
-    "gram": lambda w: render.gram(w.basis, 1),
-    "variance_shares": lambda w: render.variance_shares(w.basis.anova()),
-    "fourier": lambda w: render.fourier(w.basis),
-    "measure_curves": lambda w: render.measure_curves(_positional(w), ("rank", "smoothness")),
-    "noise_figure": lambda w: render.noise_figure(_flow(w)),
-    "baseline_figure": lambda w: render.baseline_figure(_flow(w)),
-    "skip_figure": lambda w: render.skip_figure(_skips(w)),
-    "truncation_figure": lambda w: render.truncation_figure(_truncation(w)),
-    "bundle_3d": lambda w: render.bundle_3d(w.all_states),
-    "head_shares": lambda w: render.head_shares(w.sweep),
-    "head_planes": lambda w: render.head_planes(_planes(w)),
-    "sphere_paths": lambda w: render.sphere_paths(sphere.token_paths(w.model, w.ids, w.basis)),
-    "weight_blocks": lambda w: render.weight_blocks(_geometry(w)),
-    "effect_bars": lambda w: render.effect_bars(_effects(w)),
-    "composition_figure": lambda w: render.composition_figure(composition(w)),
-    "faithfulness_curve": lambda w: render.faithfulness_curve(faithfulness(w)),
-    "token_attribution": lambda w: render.token_attribution(w.graph.tokens()),
-    "split": lambda w: render.split(w.split),
-    "heads": lambda w: render.heads(w.sweep),
-    "graph_page": lambda w: render.graph_page(w.graph),
-    "attention_heads": lambda w: render.attention_heads(w.split),
-    "induction": lambda w: render.induction(w.graph),
-    "plot": lambda w: render.plot(w.sweep),
+VIEWS = {
+    "spirals": Shown(result=lambda w: w.basis, draw=render.spirals, more=principal),
+    "gram": Shown(result=lambda w: w.basis, draw=lambda b: render.gram(b, 1), more=cosines),
+    "variance_shares": Shown(result=lambda w: w.basis.anova(), draw=render.variance_shares),
+    "fourier": Shown(result=lambda w: w.basis, draw=render.fourier, more=transformed),
+    "measure_curves": Shown(
+        result=positional,
+        draw=lambda r: render.measure_curves(r, ("rank", "smoothness")),
+        more=with_errors(1),
+    ),
+    "learning_curve": Shown(
+        result=lambda w: measures.learning_curve(w.basis),
+        draw=lambda r: render.measure_curves(r, "rank"),
+    ),
+    "context_curves": Shown(
+        result=lambda w: tlg.contextual_report(w.basis, draws=2),
+        draw=render.measure_curves,
+        more=with_errors(1),
+    ),
+    "noise_figure": Shown(result=flow, draw=render.noise_figure, more=laws),
+    "baseline_figure": Shown(result=flow, draw=render.baseline_figure),
+    "skip_figure": Shown(
+        result=lambda w: skips(w, pairs=[(0, 1), (1, 2)]),
+        draw=render.skip_figure,
+    ),
+    "truncation_figure": Shown(
+        result=lambda w: tlg.truncation_kl(w.model, w.prompts, w.ensemble, K=(1, 4), **QUIET),
+        draw=render.truncation_figure,
+        more=with_errors(2),
+    ),
+    "head_shares": Shown(result=lambda w: w.sweep, draw=render.head_shares),
+    "head_planes": Shown(
+        result=planes, draw=lambda p: render.head_planes(p, heads="L1H0"), more=by_group
+    ),
+    "bands": Shown(result=lambda w: planes(w).by_band(), draw=render.heads),
+    "readout": Shown(result=lambda w: tlg.token_readout(w.model, matrix="OV"), draw=render.heads),
+    "sphere_paths": Shown(
+        result=lambda w: sphere.token_paths(w.model, w.ids, w.basis), draw=render.sphere_paths
+    ),
+    "weight_blocks": Shown(
+        result=lambda w: tlg.weight_geometry(w.model, w.basis, layers=[1], draws=4),
+        draw=render.weight_blocks,
+        why="a cell is a colour of its own",
+    ),
+    "effect_bars": Shown(
+        result=lambda w: interventions.effects(
+            w.model, w.prompts, interventions.each(w.model, w.heads, by="zero")
+        ),
+        draw=render.effect_bars,
+    ),
+    "composition_figure": Shown(
+        result=lambda w: circuits.composition(w.model, w.prompts, draws=3, **QUIET),
+        draw=render.composition_figure,
+    ),
+    "faithfulness_curve": Shown(result=faithful, draw=render.faithfulness_curve, more=percent),
+    "token_attribution": Shown(result=lambda w: w.graph.tokens(), draw=render.token_attribution),
+    "split": Shown(result=lambda w: w.split, draw=render.split, more=groups_of),
+    "heads": Shown(result=lambda w: w.sweep, draw=render.heads),
+    "graph_page": Shown(result=lambda w: w.graph, draw=render.graph_page),
+    "attention_heads": Shown(result=lambda w: w.split, draw=render.attention_heads, more=groups_of),
+    "induction": Shown(result=lambda w: w.graph, draw=render.induction),
 }
-PLOTLY = "plotly adds filters of warnings when it is imported"
-ROTARY = ("head_planes", "band_atlas")
+
+# ---- rows of the subject table
+
+
+def said(shown: tuple[Any, Any]) -> Answers:
+    """Whether there is a title, a caption, and a figure or a page (drawn in the table of views)."""
+    view = shown[1]
+    page = getattr(view, "page", "") or getattr(view, "figure", "") or view.html()
+    texts = {"title": view.title, "caption": view.caption, "page": page}
+    return {f"has a {name}": str(bool(str(text).strip())) for name, text in texts.items()}
+
+
+ALONE = {
+    "bundle_3d": Shown(result=lambda w: w.all_states, draw=render.bundle_3d),
+    "plot": Shown(result=lambda w: w.sweep, draw=render.plot),
+}
+"""Views that need plotly, or are one of the others."""
+ROWS = {n: s for n, s in (VIEWS | ALONE).items() if hasattr(render, n)}
+WITHOUT = dict.fromkeys(
+    ("again", "order", "loaded", "half"), "only whether it shows something is recorded"
+)
+PLOTLY = {"disturbs:warning filters": "plotly adds filters of warnings when it is imported"}
 SUBJECTS = tuple(
     Subject(
         name=f"view: {name}",
         covers=(f"render.{name}",),
-        call=make,
-        answers=shown,
-        only={"*": rotary} if name in ROTARY else {},
-        without=dict.fromkeys(
-            ("again", "order", "loaded", "half"), "only whether it shows something is recorded"
-        )
-        | ({"disturbs:warning filters": PLOTLY} if name == "bundle_3d" else {}),
+        call=lambda w, shown=shown: shown(w),
+        answers=said,
+        only={"*": rotary} if name == "head_planes" else {},
+        without=WITHOUT | (PLOTLY if name == "bundle_3d" else {}),
     )
-    for name, make in VIEWS.items()
+    for name, shown in ROWS.items()
 )

@@ -8,15 +8,13 @@ import tl_geometry as tlg
 from tests.tables.refusals.row import NOT_A_BASIS, Group, Options, Scene, Wrong
 from tl_geometry import render
 
-ENDS = "ends in an AttributeError or the like"
-VIEWS = {
-    **dict.fromkeys(("sphere_paths", "weight_blocks", "faithfulness_curve"), ENDS),
-    **dict.fromkeys(("fourier", "noise_figure", "baseline_figure", "skip_figure"), ""),
-    **dict.fromkeys(("truncation_figure", "variance_shares", "composition_figure"), ""),
-    **dict.fromkeys(("effect_bars", "token_attribution", "head_shares"), ""),
-    **dict.fromkeys(("split", "graph_page", "heads", "spirals"), ""),
-}
-"""Every view that takes one result, and what it does today with another one."""
+VIEWS = (
+    *("sphere_paths", "weight_blocks", "faithfulness_curve", "fourier", "noise_figure"),
+    *("baseline_figure", "skip_figure", "truncation_figure", "variance_shares"),
+    *("composition_figure", "effect_bars", "token_attribution", "head_shares", "split"),
+    *("graph_page", "heads", "spirals"),
+)
+"""Every view that takes one result."""
 OTHERS: Options = {
     "a basis": lambda s: s.w.basis,
     "a split": lambda s: s.w.split,
@@ -32,13 +30,12 @@ def drawn(s: Scene, view: str, result: Any) -> Any:
     return getattr(render, view)(result)
 
 
-def wrong_results(view: str, today: str) -> dict[str, Wrong]:
+def wrong_results(view: str) -> dict[str, Wrong]:
     """Each result that a view cannot draw, as its argument."""
     found: dict[str, Wrong] = {}
     for name, result in OTHERS.items():
         if RIGHT.get(view) != name:
-            given = {"result": result}
-            found[name] = (given, ITS_OWN, today) if today else (given, ITS_OWN)
+            found[name] = ({"result": result}, ITS_OWN)
     return found
 
 
@@ -49,10 +46,10 @@ GROUPS = (
             call=drawn,
             base={"view": view},
             right={},
-            wrong=wrong_results(view, today),
+            wrong=wrong_results(view),
             twin="tests/tables/test_views.py draws each from its own result",
         )
-        for view, today in VIEWS.items()
+        for view in VIEWS
     ),
     Group(
         name="a page of a split",
