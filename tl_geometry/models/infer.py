@@ -31,11 +31,10 @@ from tl_geometry.models.attention import (
     each_angle_twice,
     qk_norm_module,
     rotary_tables,
-    rotation_of,
     scores_of,
 )
 from tl_geometry.models.norms import norm_readings
-from tl_geometry.models.parameters import Parameters, inner, part
+from tl_geometry.models.parameters import HeadWeights, inner, part
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.softmax import soft_cap
 
@@ -46,16 +45,17 @@ loses digits."""
 
 @torch.no_grad()
 def infer_layer(
-    parameters: Parameters, layer: int, activations: Mapping[str, Tensor], causal: bool
+    model: Any, layer: int, weights: HeadWeights, activations: Mapping[str, Tensor], causal: bool
 ) -> Reading:
-    """The reading that comes closest to the activations of the probe, in float64."""
-    prefix, module = f"blocks.{layer}.attn.", parameters.attention(layer)
-    cfg, ln1 = parameters.model.cfg, part(parameters.block(layer), "ln1")
+    """The reading of a layer with these ``weights`` that comes closest to the activations of the
+    probe, in float64."""
+    prefix, block, cfg = f"blocks.{layer}.attn.", model.blocks[layer], model.cfg
+    module, ln1 = block.attn, part(block, "ln1")
     h = activations[f"blocks.{layer}.hook_resid_pre"].double()
-    weights, length = parameters.weights(layer).to(h), h.shape[1]
+    weights, length = weights.to(h), h.shape[1]
 
-    def bound(reading: Reading) -> Attention:
-        return attention_of(module, ln1, weights, reading)
+    def bound(reading: Reading, tables: Tensor | None = None) -> Attention:
+        return attention_of(module, ln1, weights, reading, tables)
 
     def hook(name: str) -> Tensor:
         value = cached(activations, f"{prefix}hook_{name}", len(weights.W_Q))
@@ -74,7 +74,7 @@ def infer_layer(
         reading,
         softcap=float(cap) if cap > 0 else None,
         has_scores=not torch.allclose(scores, pattern),  # some classes hold the pattern there
-        window=_window(parameters.model, module, layer),
+        window=_window(model, module, layer),
     )
     # in its own dtype, whose least number marks masked keys
     masked = activations[f"{prefix}hook_attn_scores"] if reading.has_scores else None
@@ -96,8 +96,8 @@ def infer_layer(
     def candidates() -> Iterator[tuple[Reading, float]]:
         for qk, style in product(_qk_readings(module, cfg.eps), styles):
             option = replace(reading, qk=qk, rotation=style, each_angle_twice=twice)
-            attention, turn = bound(option), rotation_of(tables, option, h)
-            q, k = (attention.entering(attention.raw(h, w), w, turn) for w in "qk")
+            attention = bound(option, tables)
+            q, k = (attention.entering(attention.raw(h, w), w) for w in "qk")
             content = scores_of(q, k, 1.0)
             for scale, slopes in _scales(option, module, content, target, cells, scheme):
                 total = content * scale

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 
 import torch
@@ -36,27 +37,24 @@ from tl_geometry.models.write_spec import attention_of, writing_of
 Stream = Float[Tensor, "*batch d_model"]
 Hidden = Float[Tensor, "*batch d_mlp"]
 
+_TANH = partial(functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _TANH),
     "silu": functional.silu,
     "relu": functional.relu,
     # the sigmoid approximation of GELU (Hendrycks & Gimpel 2016)
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu_squared": lambda x: functional.relu(x).square(),
+    "relu2": lambda x: functional.relu(x).square(),
 }
-"""Activations that are tried, by name."""
-CONFIGURED: dict[str, str] = dict.fromkeys(
-    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
-)
-"""Name in a configuration -> name in :data:`ACTIVATIONS`, where the two differ."""
+"""Activations that are tried, by the names that configurations have for them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLPSpec:
-    """The MLP of one block. ``stored_gate`` is what the activation is applied to, ``stored_in`` the
-    other factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output;
-    ``parallel`` says that it reads the stream before attention.
+    """The MLP of one block. ``stored_gate`` gives what the activation ``act`` is applied to,
+    ``stored_in`` the other factor, or ``None``; ``before`` is the norm of its input, ``after`` of
+    its output; ``parallel`` says that it reads the stream before attention.
 
     Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
     no second copy of its MLPs in float32; they are converted at each use."""
@@ -64,7 +62,7 @@ class MLPSpec:
     before: NormWeights
     after: NormWeights
     parallel: bool
-    activation: str
+    act: Callable[[Tensor], Tensor]
     stored_gate: Float[Tensor, "d_model d_mlp"]
     b_gate: Float[Tensor, " d_mlp"]
     stored_in: Float[Tensor, "d_model d_mlp"] | None
@@ -76,10 +74,6 @@ class MLPSpec:
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
         """The matrix behind the activation."""
         return self.stored_out.to(self.b_gate)
-
-    def act(self, x: Tensor) -> Tensor:
-        """The activation."""
-        return ACTIVATIONS[self.activation](x)
 
     def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
@@ -190,18 +184,18 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((torch.zeros_like(b_in), b_out + b_in @ W_out.to(h)))
-    # what the configuration calls the activation is tried first, and believed only if it fits
-    configured = str(getattr(view._model.cfg, "act_fn", ""))
-    configured = CONFIGURED.get(configured, configured)
-    activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
-    for activation, (before, after, parallel), (b_in, b_out) in product(
+    # what the configuration calls the activation is tried first, and believed only if it fits;
+    # each function once
+    first = ACTIVATIONS.get(str(getattr(view._model.cfg, "act_fn", "")), functional.gelu)
+    activations = dict.fromkeys([first, *ACTIVATIONS.values()])
+    for act, (before, after, parallel), (b_in, b_out) in product(
         activations, _surroundings(view, block, h), biases
     ):
         yield MLPSpec(
             before=before,
             after=after,
             parallel=parallel,
-            activation=activation,
+            act=act,
             stored_gate=(W_gate if gated else W_in).detach(),
             b_gate=bias("b_gate", width) if gated else b_in,
             stored_in=W_in.detach() if gated else None,

@@ -9,7 +9,6 @@ verified against a probe, one forward pass over a few random tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
@@ -21,17 +20,11 @@ import torch
 from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
+from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts, weights_of
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import part
-from tl_geometry.models.runner import (
-    Runner,
-    brief,
-    collect,
-    require_full_precision,
-    without_hooks,
-)
+from tl_geometry.models.runner import Runner, brief, collect, without_hooks
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
 SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
@@ -83,38 +76,35 @@ def view(model: Any) -> ModelView:
     """
     if isinstance(model, ModelView):
         now = view(model._model)
-        if (now.fingerprint, now.device) != (model.fingerprint, model.device):
-            return now
-        # what the model object itself does not say stays as it is in the view
-        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id)
-    class_name = class_of(model)
-    cfg, parameter = model.cfg, next(iter(model.parameters()))
+        same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
+        return model if same else now
+    class_name, cfg, parameter = class_of(model), model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
-    digits = fingerprint(model)
-    run = Runner(model, class_name, name, hooks)
-    require_full_precision(parameter.device, name)
+    digits, run = fingerprint(model), Runner(model, class_name, name, hooks)
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
         probe = _PROBES[model] = _probe(model, name, run, made_of)
-    normalization, sizes = cfg.normalization_type, {name: int(getattr(cfg, name)) for name in SIZES}
-    pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
+    norm, tokenizer = cfg.normalization_type, getattr(model, "tokenizer", None)
+    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    # HookedTransformer calls its norms LNPre or RMSPre where weights were folded
+    folded = class_name == "HookedTransformer" and str(norm).endswith("Pre")
     return ModelView(
         name=name,
         class_name=class_name,
         library=f"transformer_lens {_library_version()}",
-        processed=_processed(model, class_name),
+        processed=folded or bool(getattr(model, "_weights_processed", False)),
         fingerprint=digits,
         n_layers=len(model.blocks),
-        **sizes,
+        **{size: int(getattr(cfg, size)) for size in SIZES},
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
-        norm=None if normalization is None else str(normalization).removesuffix("Pre"),
+        norm=None if norm is None else str(norm).removesuffix("Pre"),
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
-        bos_id=_bos_id(model),
+        bos_id=bos if cls is None else cls,
         state_hooks=hooks,
-        pad_id=None if pad is None else int(pad),
+        pad_id=pad,
         _runner=run,
         _probe=probe.activations,
         _found=probe.found,
@@ -128,12 +118,8 @@ _library_version = cache(partial(importlib.metadata.version, "transformer-lens")
 def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     """Run the model on random tokens, without user hooks, and check what every other number
     relies on."""
-    # the least element is NaN where any is, and takes no memory. HookedTransformer keeps a position
-    # table that ALiBi does not use, and never fills it
-    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    unused = "pos_embed.W_pos" if alibi else ""
-    named = [(n, p) for n, p in model.named_parameters() if n != unused and p.numel()]
-    bad = [n for n, p in named if bool(p.detach().amin().isnan())]
+    # the least element is NaN where any is, and takes no memory
+    bad = [n for n, p in weights_of(model).items() if p.numel() and bool(p.amin().isnan())]
     what, got = f"weights of {name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
     states, length = run.state_hooks, min(PROBE_LENGTH, int(model.cfg.n_ctx))
@@ -162,13 +148,6 @@ def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]
     return Probe(made_of, activations, causal, {})
 
 
-def _processed(model: Any, class_name: str) -> bool:
-    """Whether weights were folded; HookedTransformer then calls its norms LNPre or RMSPre."""
-    if class_name == "TransformerBridge":
-        return bool(getattr(model, "_weights_processed", False))
-    return str(model.cfg.normalization_type).endswith("Pre")
-
-
 def _name(model: Any) -> str:
     """The name that the model gives itself, of a path the last part; else that of its class."""
     config = getattr(getattr(model, "original_model", None), "config", None)
@@ -176,13 +155,6 @@ def _name(model: Any) -> str:
     placeholders = (None, "", "external", "custom")
     name = next((str(n) for n in names if n not in placeholders), type(model).__name__)
     return Path(name).name if name.startswith(("/", ".", "~")) else name
-
-
-def _bos_id(model: Any) -> int | None:
-    """The token that begins a text: BERT's CLS, otherwise BOS."""
-    tokenizer = getattr(model, "tokenizer", None)
-    ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
-    return next((int(i) for i in ids if i is not None), None)
 
 
 as_view = view

@@ -10,7 +10,15 @@ state is needed, a hook at that state ends the pass by a private exception (:cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,8 +29,8 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.parameters import Parameters
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.models.parameters import modules_of
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -47,13 +55,16 @@ class Stop(Exception):
 
 
 @dataclass(eq=False)
-class Runner(Parameters):
+class Runner:
     """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
 
     ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
     further arguments of the model's forward().
     """
 
+    model: Any
+    class_name: str
+    name: str
     state_hooks: tuple[str, ...]
     points: dict[str, Any] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -80,8 +91,7 @@ class Runner(Parameters):
     ) -> Tensor | None:
         ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
-        known = {name: name for name, _ in adding if self.has(name)}
-        require_points(known, hooks, self.name, self.class_name)
+        require_points([name for name, _ in adding if self.has(name)], hooks, self)
         handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
             with torch.no_grad():
@@ -91,10 +101,10 @@ class Runner(Parameters):
         finally:
             for point, handle in handles:
                 take_away(point, handle)
-        if silent := sorted(set(hooks) - fired):
-            expected, got = "each to fire in a forward pass", f"silent: {', '.join(silent)}"
-            what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
-            fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+        silent, expected = sorted(set(hooks) - fired), "each to fire in a forward pass"
+        what, got = f"hooks of {self.name}", f"silent: {', '.join(silent)}"
+        instead, kind = "another TransformerLens class for this model", UnsupportedModelError
+        require(not silent, what, expected=expected, got=got, instead=instead, error=kind)
         return out
 
     def checked(self, tokens: Tensor) -> Tensor:
@@ -151,12 +161,10 @@ class Runner(Parameters):
         return len(self.state_hooks) if of_head else 0
 
 
-def require_points(
-    points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
-) -> None:
-    """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
-    missing = ", ".join(name for name in names if name not in points)
-    what, expected, got = f"hooks of {model_name}", f"hooks of this {class_name}", f"no {missing}"
+def require_points(points: Container[str], names: Iterable[str], model: Any) -> None:
+    """Raise ``UnsupportedModelError`` for hooks that a model (a view or runner of it) has not."""
+    missing, what = ", ".join(n for n in names if n not in points), f"hooks of {model.name}"
+    expected, got = f"hooks of this {model.class_name}", f"no {missing}"
     require(not missing, what, expected=expected, got=got, error=UnsupportedModelError)
 
 
@@ -190,13 +198,10 @@ def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str]) -> di
 def training_module(model: Any) -> str:
     """A module in training mode by name, or an empty string: dropout, layerdrop and router jitter
     act there. HookedTransformer is loaded in training mode and has none of these."""
-    original = getattr(model, "original_model", None)
-    # a bridge shows its own modules, not all of those that it wraps
-    roots = [model] if original is None else [original, model]
-    modules = ((n, m) for root in roots for n, m in root.named_modules() if m.training)
-    if original is None:
-        modules = ((n, m) for n, m in modules if isinstance(m, _DropoutNd) and m.p)
-    return next((n or type(m).__name__ for n, m in modules), "")
+    modules = [(n, m) for n, m in [("", model), *modules_of(model)] if m.training]
+    if not hasattr(model, "original_model"):
+        modules = [(n, m) for n, m in modules if isinstance(m, _DropoutNd) and m.p]
+    return next((n.rstrip(".") or type(m).__name__ for n, m in modules), "")
 
 
 def require_full_precision(device: torch.device, name: str) -> None:
