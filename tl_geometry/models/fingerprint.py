@@ -70,9 +70,8 @@ def fingerprint(model: Any) -> str:
     """
     require_numbers(model)
     skipped = () if head_trained(model) else HEADS
-    named = {
-        n: value for n, value in sorted(weights_of(model).items()) if not n.startswith(skipped)
-    }
+    named = {BIAS.get(n, n): value for n, value in weights_of(model).items()}
+    named = {n: named[n] for n in sorted(named) if not n.startswith(skipped)}
     digest = xxhash.xxh3_64(json.dumps(_settings(model), sort_keys=True, default=str).encode())
     # memory is what this waits for, and xxhash lets other threads run meanwhile
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -97,11 +96,13 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     of TransformerLens."""
     # HookedTransformer holds a position table that ALiBi does not use, and never fills it
     alibi = getattr(getattr(model, "cfg", None), "positional_embedding_type", "") == "alibi"
-    unused, found = ("pos_embed.W_pos",) if alibi else (), {}
+    unused = ("pos_embed.W_pos",) if alibi else ()
+    found: dict[int, tuple[str, Tensor]] = {}
     for name, module in modules_of(model):
-        named = {f"{name}{n}": p for n, p in module._parameters.items() if p is not None}
-        named |= {f"{name}{n}": b for n, b in module._buffers.items() if n.endswith("inv_freq")}
-        found = {id(value): (n, value.detach()) for n, value in named.items()} | found
+        tables = {n: b for n, b in module._buffers.items() if n.endswith("inv_freq")}
+        for leaf, value in [*module._parameters.items(), *tables.items()]:
+            if value is not None:
+                found.setdefault(id(value), (f"{name}{leaf}", value.detach()))
     return {name: value for name, value in found.values() if name not in unused}
 
 

@@ -82,12 +82,8 @@ def infer_layer(
     cells = allowed if reading.has_scores else allowed & (pattern > VISIBLE)
     scheme = str(getattr(cfg, "positional_embedding_type", ""))
 
-    def on_cells(x: Tensor) -> Tensor:
-        # ALiBi is known up to a constant of each row, a log pattern alike
-        centred = scheme == "alibi" or not reading.has_scores
-        return row_center(x, cells) if centred else torch.where(cells, x, 0.0)
-
-    target = on_cells(scores if reading.has_scores else pattern.clamp(min=1e-38).log())
+    # a log pattern is known up to a constant of each row, and ALiBi alike
+    target = row_center(scores if reading.has_scores else pattern.clamp(min=1e-38).log(), cells)
     tables = rotary_tables(module, activations, prefix, length)
     order = reversed(ROTATIONS) if getattr(cfg, "rotary_adjacent_pairs", False) else ROTATIONS
     styles = [*order, None] if scheme == "rotary" and tables is not None else [None]
@@ -103,7 +99,7 @@ def infer_layer(
                 total = content * scale
                 if slopes is not None:
                     total = total + slopes[:, None, None] * torch.arange(length, device=h.device)
-                error = (on_cells(soft_cap(total, option.softcap)) - target).abs().max()
+                error = (row_center(soft_cap(total, option.softcap), cells) - target).abs().max()
                 given = None if slopes is None else tuple(slopes.tolist())
                 yield replace(option, scale=scale, slopes=given), float(error)
 
@@ -155,7 +151,7 @@ def _scales(
         x = row_center(content, cells)
         energy = float(x.square().sum())
         if reading.softcap is None and energy > 0:
-            yield float((x * row_center(target, cells)).sum()) / energy, None
+            yield float((x * target).sum()) / energy, None
         return
     published = alibi_slopes(content.shape[1]).to(content)
     first = cells if cells.dim() == 2 else cells[0]

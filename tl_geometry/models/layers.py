@@ -43,18 +43,13 @@ OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Layers:
+class Layers(Runner):
     """What :class:`tl_geometry.models.ModelView` can say about the attention layers of its model.
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool
-    _runner: Runner
     _probe: Mapping[str, Tensor]
     _found: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def _model(self) -> Any:
-        return self._runner.model
 
     @property
     def roundoff(self) -> float:
@@ -64,7 +59,7 @@ class Layers:
 
     def layer_facts(self, layer: int) -> Reading:
         """How one attention layer is read, inferred on first use and verified."""
-        key, name = ("attention", layer), f"layer {layer} of {self._runner.name}"
+        key, name = ("attention", layer), f"layer {layer} of {self.name}"
         if key not in self._found:
             weights = self.weights(layer)
             missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
@@ -83,7 +78,7 @@ class Layers:
     def _weights(self, layer: int) -> HeadWeights:
         """:meth:`weights`, through which gradients reach the parameters."""
         block = self._model.blocks[index(layer, len(self._model.blocks), "layer")]
-        return head_weights(part(block, "attn"), f"block {layer} of {self._runner.name}")
+        return head_weights(part(block, "attn"), f"block {layer} of {self.name}")
 
     def _attention(self, layer: int, like: Tensor, tables: Tensor | None = None) -> Attention:
         """The layer with its tensors as they are now, in dtype and on the device of ``like``, under
@@ -199,7 +194,7 @@ class Layers:
         hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
         checks = [(layer, name, *pair) for name, pair in report.checks.items()]
-        require_reconstruction(checks, f"layer {layer} of {self._runner.name}{acting}")
+        require_reconstruction(checks, f"layer {layer} of {self.name}{acting}")
         return replace(view, reconstruction=report)
 
     # ---- passes
@@ -245,9 +240,9 @@ class Layers:
                 record(value)
 
         for layer in names:
-            end = self._runner.state_hooks[layer + 1]
+            end = self.state_hooks[layer + 1]
             hooks[end] = partial(finish, layer, hooks.get(end))
-        self._runner(tokens, hooks)
+        self.run(tokens, hooks)
 
 
 def _detached(x: Tensor | None) -> Tensor | None:

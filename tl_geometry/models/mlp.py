@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -155,7 +156,9 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
         read = h if candidate.parallel else h + attention
         return float((candidate.apply(read) - output).abs().max())
 
-    for candidates in (_matrices(view, block, h), _modules(view, block, h)):
+    around = _surroundings(view, block, h)
+    modules = (MLPModule(**norms, module=block.mlp) for norms in around)
+    for candidates in (_matrices(view, block, h), modules):
         tried = ((candidate, error(candidate)) for candidate in candidates)
         best, least = nearest(chain([(None, torch.inf)], tried), enough=rounding)
         # two products of matrices and an activation round more than one product; 1e-5 is for
@@ -188,13 +191,10 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     # each function once
     first = ACTIVATIONS.get(str(getattr(view._model.cfg, "act_fn", "")), functional.gelu)
     activations = dict.fromkeys([first, *ACTIVATIONS.values()])
-    for act, (before, after, parallel), (b_in, b_out) in product(
-        activations, _surroundings(view, block, h), biases
-    ):
+    ways = product(activations, _surroundings(view, block, h), biases)
+    for act, norms, (b_in, b_out) in ways:
         yield MLPSpec(
-            before=before,
-            after=after,
-            parallel=parallel,
+            **norms,
             act=act,
             stored_gate=(W_gate if gated else W_in).detach(),
             b_gate=bias("b_gate", width) if gated else b_in,
@@ -205,20 +205,11 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         )
 
 
-def _modules(view: ModelView, block: object, h: Tensor) -> Iterator[MLPModule]:
-    """Readings of an MLP as its own module."""
-    module = part(block, "mlp")
-    for before, after, parallel in _surroundings(view, block, h):
-        yield MLPModule(before=before, after=after, parallel=parallel, module=module)
-
-
-def _surroundings(
-    view: ModelView, block: object, h: Tensor
-) -> Iterator[tuple[NormWeights, NormWeights, bool]]:
-    """Readings of the norms of an MLP's input and of its output, and of what it reads, the
-    likeliest first."""
+def _surroundings(view: ModelView, block: object, h: Tensor) -> Iterator[dict[str, Any]]:
+    """Readings of the norms of an MLP's input and of its output, and of what it reads, by the names
+    that specs have for them, the likeliest first."""
     cfg, like = view._model.cfg, h[0, 0]
     ln1, ln2, post = (norms_of(part(block, n), cfg, like) for n in ("ln1", "ln2", "ln2_post"))
     afters, befores = [*post, no_norm(like), *ln2], [*ln2, *ln1, no_norm(like)]
     for after, parallel, before in product(afters, (False, True), befores):
-        yield before, after, parallel
+        yield {"before": before, "after": after, "parallel": parallel}

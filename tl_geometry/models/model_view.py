@@ -23,7 +23,6 @@ from tl_geometry.models.runner import (
     NOTHING,
     Hook,
     brief,
-    collect,
     hooked_points,
     keep,
     without_hooks,
@@ -47,8 +46,6 @@ class ModelView(Layers):
     token, often that which ends a text too.
     """
 
-    name: str
-    class_name: str
     library: str
     processed: bool
     fingerprint: str
@@ -64,7 +61,6 @@ class ModelView(Layers):
     device: torch.device
     head_trained: bool
     bos_id: int | None
-    state_hooks: tuple[str, ...]
     pad_id: int | None = None
 
     def __repr__(self) -> str:
@@ -111,23 +107,6 @@ class ModelView(Layers):
 
     # ---- forward passes
 
-    def run(
-        self,
-        tokens: Tensor,
-        hooks: Mapping[str, Hook] = NOTHING,
-        *,
-        logits: bool = False,
-        forward: Mapping[str, Any] = NOTHING,
-    ) -> Tensor | None:
-        """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
-
-        ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
-        With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
-        state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
-        fire is an error. ``forward`` are further arguments of the model's forward().
-        """
-        return self._runner(tokens, hooks, logits=logits, forward=forward)
-
     def logits(
         self,
         tokens: Tensor,
@@ -145,10 +124,6 @@ class ModelView(Layers):
         logits = self.run(tokens, hooks, logits=True, forward=forward)
         assert logits is not None
         return logits if position is None or early else logits[:, [position]]
-
-    def activations(self, tokens: Tensor, hooks: Sequence[str]) -> dict[str, Tensor]:
-        """Activations of one forward pass by hook name, detached."""
-        return collect(self.run, tokens, hooks)
 
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""

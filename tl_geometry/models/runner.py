@@ -20,7 +20,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import UnsupportedModelError, require
-from tl_geometry.models.parameters import modules_of
+from tl_geometry.models.parameters import modules_of, part
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -54,45 +55,41 @@ class Stop(Exception):
     """Raised by the last hook once everything that was asked for has been seen."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Runner:
-    """Runs one model; the callable behind :meth:`tl_geometry.models.ModelView.run`.
+    """Runs one model: the base of :class:`tl_geometry.models.ModelView`. ``state_hooks[s]`` is the
+    hook of state s."""
 
-    ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
-    further arguments of the model's forward().
-    """
-
-    model: Any
-    class_name: str
     name: str
+    class_name: str
     state_hooks: tuple[str, ...]
-    points: dict[str, Any] = field(default_factory=dict)
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    _model: Any
 
-    def __post_init__(self) -> None:
-        original = getattr(self.model, "original_model", None)
-        taken = {} if original is None else inspect.signature(original.forward).parameters
-        # else transformers keeps the keys and values of every layer
-        self.kwargs = {"use_cache": False} if "use_cache" in taken else {}
+    @cached_property
+    def _points(self) -> Mapping[str, Any]:
+        """The hook points by name."""
+        return self._model.hook_dict
 
-    def has(self, name: str) -> bool:
-        """Whether the model has a hook of that name."""
-        if name not in self.points:
-            self.points = dict(self.model.hook_dict)
-        return name in self.points
-
-    def __call__(
+    def run(
         self,
         tokens: Tensor,
-        hooks: Mapping[str, Hook],
+        hooks: Mapping[str, Hook] = NOTHING,
         *,
         logits: bool = False,
         forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
-        ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
+        """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
+
+        ``hooks`` maps hook names (``state_hooks`` and the like) to functions of the activation.
+        With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
+        state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
+        fire is an error. ``forward`` are further arguments of the model's forward().
+        """
+        ids, last = self.checked(tokens), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
-        require_points([name for name, _ in adding if self.has(name)], hooks, self)
-        handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
+        require_points(self._points, dict(adding), self)
+        fired: set[str] = set()
+        handles = [(self._points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
             with torch.no_grad():
                 out = self._forward(ids, logits, forward)
@@ -107,12 +104,18 @@ class Runner:
         require(not silent, what, expected=expected, got=got, instead=instead, error=kind)
         return out
 
+    def activations(self, tokens: Tensor, hooks: Iterable[str]) -> dict[str, Tensor]:
+        """Activations of one forward pass by hook name, detached."""
+        held: dict[str, Tensor] = {}
+        self.run(tokens, {name: keep(held, name) for name in hooks})
+        return held
+
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
-        cfg, device = self.model.cfg, next(iter(self.model.parameters())).device
+        cfg, device = self._model.cfg, next(iter(self._model.parameters())).device
         require_full_precision(device, self.name)
-        training = training_module(self.model)
+        training = training_module(self._model)
         got, instead = f"training mode ({training})", "model.eval()"
         require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
         ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
@@ -128,12 +131,14 @@ class Runner:
 
     def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
-        given, tokenizer = {**self.kwargs, **forward}, getattr(self.model, "tokenizer", None)
-        hooked = self.class_name == "HookedTransformer"
-        if hooked and getattr(tokenizer, "padding_side", None) == "left":
-            # else it masks ids equal to the pad token, and windows have no padding
+        original, tokenizer = (part(self._model, n) for n in ("original_model", "tokenizer"))
+        given: dict[str, Any] = {}
+        if original is not None and "use_cache" in inspect.signature(original.forward).parameters:
+            given["use_cache"] = False  # else transformers keeps the keys and values of every layer
+        if original is None and part(tokenizer, "padding_side") == "left":
+            # else HookedTransformer masks ids equal to the pad token, and windows have no padding
             given["attention_mask"] = torch.ones_like(ids)
-        out = self.model(ids, return_type="logits" if logits else None, **given)
+        out = self._model(ids, return_type="logits" if logits else None, **{**given, **forward})
         return out if logits else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> Any:
@@ -143,7 +148,7 @@ class Runner:
             fired.add(name)
             return call(value)
 
-        return put_on(self.points[name], wrapped)
+        return put_on(self._points[name], wrapped)
 
     def _last_state(self, hooks: Mapping[str, Hook], logits: bool) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
@@ -183,13 +188,6 @@ def take_away(point: Any, handle: Any) -> None:
 
 def _stop(value: Tensor) -> None:
     raise Stop
-
-
-def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Activations of one forward pass by hook name, detached."""
-    activations: dict[str, Tensor] = {}
-    run(tokens, {name: keep(activations, name) for name in names})
-    return activations
 
 
 # ---- the state of model and machine

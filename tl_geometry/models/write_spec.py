@@ -99,14 +99,14 @@ def require_decoder(view: ModelView, what: str) -> None:
 def _infer(view: ModelView) -> Writing:
     """:func:`writing_of` from one forward pass over eight tokens."""
     require_decoder(view, f"writers of {view.name}")
-    runner = view._runner
-    embeds = [name for name in EMBED if runner.has(name)]
+    points = view._points
+    embeds = [name for name in EMBED if name in points]
     in_stream = view.position == "standard"  # other schemes add no positions to the stream
-    added = [name for name in POSITION if in_stream and runner.has(name)][:1]
+    added = [name for name in POSITION if in_stream and name in points][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
     has_mlp = [part(block, "mlp") is not None for block in view._model.blocks]
     mlps = [hook if has else None for hook, has in zip(view.mlp_hooks, has_mlp, strict=True)]
-    names = [*runner.state_hooks, *embeds, *added, *view.z_hooks, *(mlp for mlp in mlps if mlp)]
+    names = [*view.state_hooks, *embeds, *added, *view.z_hooks, *(mlp for mlp in mlps if mlp)]
     ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
     with without_hooks(view._model):
         seen = view.activations(ids, list(dict.fromkeys(names)))
