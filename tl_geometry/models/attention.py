@@ -158,7 +158,7 @@ class Attention:
             raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
         return self.turned(raw, which)
 
-    def frozen(self, h: Stream, raw: Mapping[str, Heads]) -> dict[str, Tensor]:
+    def frozen(self, h: Stream, raw: Mapping[str, Heads]) -> dict[str, Any]:
         """Frozen scales, constants, queries and keys of a pass with input ``h``, by the names that
         they have in a :class:`~tl_geometry.models.layer_view.LayerView`; ``raw`` holds queries and
         keys as :meth:`raw` gives them."""
@@ -295,17 +295,20 @@ def scores_of(
 
 
 def alibi(
-    slopes: Float[Tensor, " head"], own: Tensor, scores: Tensor | None, allowed: Tensor
-) -> Float[Tensor, "head query key"]:
-    """The score bias of ALiBi: slope times key position, and a constant of each row. Softmax does
-    not see the constant (architectures differ in it: j, j - i, j - T), so it is what the first
-    context shows, where there are ``scores``; ``own`` are its products without a bias."""
-    length = allowed.shape[-1]
-    line = slopes[:, None, None] * torch.arange(length, device=slopes.device)
-    line = line.expand(-1, allowed.shape[0], -1)
+    reading: Reading, q: Tensor, k: Tensor, scores: Tensor | None, allowed: Tensor
+) -> Float[Tensor, "head query key"] | None:
+    """The score bias of ALiBi, ``None`` without slopes: slope times key position, and a constant of
+    each row. Softmax does not see the constant (architectures differ in it: j, j - i, j - T), so it
+    is what the first context shows, where there are ``scores``, beside the products of its queries
+    ``q`` and keys ``k``."""
+    if reading.slopes is None:
+        return None
+    own = scores_of(q[:1].detach(), k[:1].detach(), reading.scale)[0]
+    line = own.new_tensor(reading.slopes)[:, None, None] * torch.arange(own.shape[-1]).to(own)
+    line = line.expand_as(own)
     if scores is None:
         return line
-    rest = torch.where(allowed, scores[0] - own[0] - line, 0.0)
+    rest = torch.where(allowed, scores[0] - own - line, 0.0)
     return line + rest.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
 
 

@@ -25,7 +25,7 @@ QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "a
 """Text in the names of modules that hold quantised weights."""
 HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
 """What output heads are called in a TransformerLens model."""
-BIAS = dict.fromkeys(("lm_head.bias", "embed_out.bias"), "unembed.bias")
+BIAS: dict[str, str] = dict.fromkeys(("lm_head.bias", "embed_out.bias"), "unembed.bias")
 """Names of a bias of the logits that only some versions of TransformerLens give it."""
 IGNORED = ("name", "path", "version", "dtype", "token", "dropout", "device", "seed", "init", "use_")
 """Parts of the names of settings that say where a model comes from, how it is saved, trained or

@@ -24,7 +24,6 @@ from tl_geometry.models.attention import (
     attention_of,
     cached,
     rotary_tables,
-    scores_of,
 )
 from tl_geometry.models.infer import infer_layer
 from tl_geometry.models.layer_view import LayerHook, LayerView
@@ -170,10 +169,7 @@ class Layers(Runner):
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
         allowed = allowed_cells(module, reading, length, self.causal, masked, h)
         scores = None if masked is None else _detached(scores)
-        frozen, bias = attention.frozen(h, raw), None
-        if reading.slopes is not None:
-            own = scores_of(frozen["q"][:1].detach(), frozen["k"][:1].detach(), reading.scale)
-            bias = alibi(own.new_tensor(reading.slopes), own, scores, allowed)
+        frozen = attention.frozen(h, raw)
         view = LayerView(
             **vars(attention),
             **frozen,
@@ -183,7 +179,7 @@ class Layers(Runner):
             z=_detached(z),
             pattern=_detached(pattern),
             scores=scores,
-            bias=bias,
+            bias=alibi(reading, frozen["q"], frozen["k"], scores, allowed),
             allowed=allowed,
             roundoff=self.roundoff,
             reconstruction=ReconstructionReport(checks={}, scale=0.0),

@@ -77,7 +77,7 @@ def head_weights(attn: Any, name: str) -> HeadWeights:
     """
     W_Q = part(attn, "W_Q")
     expected, got = "attention with W_Q [head d_model d_head]", describe(W_Q)
-    fits, kind = W_Q is not None and W_Q.dim() == 3, UnsupportedModelError
+    fits, kind = getattr(W_Q, "ndim", 0) == 3, UnsupportedModelError
     require(fits, name, expected=expected, got=got, instead="another model", error=kind)
     W_Q, W_O = upcast(W_Q), upcast(attn.W_O)
 
