@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +74,8 @@ def view(model: Any) -> ModelView:
     if isinstance(model, ModelView):
         now = view(model._model)
         same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
-        return model if same else now
+        # what the model object itself does not say stays as it is in the view
+        return replace(model, bos_id=now.bos_id, pad_id=now.pad_id) if same else now
     class_name, cfg, parameter = class_of(model), model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
     run = Runner(name=name, class_name=class_name, state_hooks=hooks, _model=model)
