@@ -68,9 +68,8 @@ def fingerprint(model: Any) -> str:
     Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the
     meta device).
     """
-    require_numbers(model)
     skipped = () if head_trained(model) else HEADS
-    named = {BIAS.get(n, n): value for n, value in weights_of(model).items()}
+    named = {BIAS.get(n, n): value for n, value in require_numbers(model).items()}
     named = {n: named[n] for n in sorted(named) if not n.startswith(skipped)}
     digest = xxhash.xxh3_64(json.dumps(_settings(model), sort_keys=True, default=str).encode())
     # memory is what this waits for, and xxhash lets other threads run meanwhile
@@ -124,11 +123,13 @@ def _left_out(name: str, value: Any) -> bool:
     return name.startswith("_") or callable(value) or any(part in name for part in IGNORED)
 
 
-def require_numbers(model: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
+def require_numbers(model: nn.Module) -> dict[str, Tensor]:
+    """:func:`weights_of`. Raise ``UnsupportedModelError`` unless all are there, as floating-point
+    numbers."""
+    weights = weights_of(model)
     bad = [
         f"{name}, {'on the meta device' if p.is_meta else p.dtype}"
-        for name, p in weights_of(model).items()
+        for name, p in weights.items()
         if p.is_meta or p.dtype not in DTYPES
     ]
     kinds: dict[type, str] = {}
@@ -140,3 +141,4 @@ def require_numbers(model: nn.Module) -> None:
     bad += [f"{n}, a {k}" for k, n in named.items() if any(q in k.lower() for q in QUANTISED)]
     what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
     require(not bad, what, expected=expected, got=", ".join(bad[:1]), error=UnsupportedModelError)
+    return weights

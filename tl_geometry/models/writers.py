@@ -8,8 +8,7 @@ embeddings, heads, MLPs and constants; composition, logits and splits by writer 
 2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
    gain and 1/s, and the norm's bias joins the constants.
 3. Heads stay factored: z with a scale for each token, and W_O with the centrings and gains of the
-   norms behind it, ``w[b, i, h] = scale[b, i] z[b, i, h] W[h]``. No vector of d_model is held for
-   each head.
+   norms behind it, ``w[b, i, h] = z[b, i, h] W[h]``. No vector of d_model is held for each head.
 4. The parts are added up and compared with the stream.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -68,25 +66,21 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     return tuple(writers)
 
 
-@dataclass(eq=False)
-class HeadWrites:
-    """What the heads of one block wrote, in factors: ``scale[b, i] z[b, i, h] W[h]``, with the
-    norms behind the write in ``scale`` and ``W``."""
+class HeadWrites(NamedTuple):
+    """What the heads of one block wrote, in factors: ``z[b, i, h] W[h]``, with the scale of a norm
+    behind the write in ``z``, its centring and gain in ``W``."""
 
     layer: int
     z: Float[Tensor, "batch position head d_head"]
     W: Float[Tensor, "head d_head d_model"]
-    scale: Float[Tensor, "batch position"]
 
     def each(self) -> Float[Tensor, "head batch position d_model"]:
         """Every head's write as a vector of the stream."""
-        scaled = self.z * self.scale[..., None, None]
-        return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
+        return einsum(self.z, self.W, "b i h e, h e d -> h b i d")
 
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """The sum over heads."""
-        scaled = self.z * self.scale[..., None, None]
-        return einsum(scaled, self.W, "b i h e, h e d -> b i d")
+        return einsum(self.z, self.W, "b i h e, h e d -> b i d")
 
 
 class Written:
@@ -99,21 +93,16 @@ class Written:
     def __init__(
         self, view: ModelView, writing: Writing, activations: Mapping[str, Tensor]
     ) -> None:
-        self.view, self.writing = view, writing
+        self.view, self.writing, norm = view, writing, writing.embedding_norm
         first = upcast(activations["blocks.0.hook_resid_pre"])
-        self.dense = {
-            name: upcast(activations[hook]).to(first).expand_as(first)
-            for name, hook in writing.embeddings
-        }
-        self.constants = torch.zeros_like(first)
+        dense = {name: upcast(activations[hook]).to(first) for name, hook in writing.embeddings}
+        dense = {name: x.expand_as(first) for name, x in dense.items()}
+        scale = norm.scale(torch.stack(list(dense.values())).sum(0))
+        self.dense = {name: _normed(x, norm, scale) for name, x in dense.items()}
+        self.constants = norm.bias.to(first).expand_as(first)
         self.heads: list[HeadWrites] = []
         # how many blocks :meth:`check` has added up, their sum, and that of absolute values
         self._summed: tuple[int, Tensor, Tensor] | None = None
-        if writing.embedding_norm is not None:
-            norm = writing.embedding_norm
-            scale = norm.scale(torch.stack(list(self.dense.values())).sum(0))
-            self.dense = {name: _normed(x, norm, scale) for name, x in self.dense.items()}
-            self.constants = self.constants + norm.bias.to(first)
 
     @property
     def layer(self) -> int:
@@ -131,12 +120,13 @@ class Written:
         if self.view._has_sinks(layer):  # a sink takes its share of what rows sum to
             pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
             constant = pattern.sum(-1).mT.to(z).unsqueeze(-1) * value
-        heads = HeadWrites(layer, z - constant, weights.W_O, torch.ones_like(z[..., 0, 0]))
+        heads = HeadWrites(layer, z - constant, weights.W_O)
         rest = einsum(constant, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
         if block.after_attention is not None:
             norm = block.after_attention
             scale = norm.scale(heads.whole() + rest)
-            heads.W, heads.scale = norm.centre(heads.W) * norm.gain.to(z), heads.scale / scale
+            W = norm.centre(heads.W) * norm.gain.to(z)
+            heads = HeadWrites(layer, heads.z / scale[..., None, None], W)
             rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
         if block.mlp_hook is not None:
@@ -159,7 +149,7 @@ class Written:
         onto, written = directions.to(self.constants).mT, self._each(lambda x: x)
         written.dense = {name: value @ onto for name, value in self.dense.items()}
         written.constants = self.constants @ onto
-        written.heads = [replace(x, W=x.W @ onto) for x in self.heads]
+        written.heads = [x._replace(W=x.W @ onto) for x in self.heads]
         return written
 
     def _each(self, pick: Callable[[Tensor], Tensor]) -> Written:
@@ -168,7 +158,7 @@ class Written:
         some._summed = None
         some.dense = {name: pick(value) for name, value in self.dense.items()}
         some.constants = pick(self.constants)
-        some.heads = [replace(x, z=pick(x.z), scale=pick(x.scale)) for x in self.heads]
+        some.heads = [x._replace(z=pick(x.z)) for x in self.heads]
         return some
 
     def names(self, grain: str = "writers") -> tuple[Writer, ...]:
