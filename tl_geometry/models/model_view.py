@@ -117,7 +117,7 @@ class ModelView(Layers):
     ) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of one forward pass ``[batch position d_vocab]``, at one ``position`` if it is
         given: no other is unembedded, where the model has a hook in front of its unembedding."""
-        points = [n for n in BEFORE_UNEMBEDDING if n in self._model.hook_dict]
+        points = [n for n in BEFORE_UNEMBEDDING if n in self._points]
         early = position is not None and self.causal and points != []
         if early:
             hooks = {**hooks, points[0]: lambda h: h[:, [position]]}
