@@ -136,11 +136,7 @@ class RunningHeads:
         """Their queries (``"q"``), keys or values."""
         return getattr(self.layer, which)[:, :, list(self.heads)]
 
-    def mixed(
-        self,
-        scores: Scores,
-        v: Heads,
-    ) -> Heads:
+    def mixed(self, scores: Scores, v: Heads) -> Heads:
         """``softmax(scores) @ v``."""
         return einsum(self.layer.pattern_of(scores, self.heads), v, "b h i j, b j h e -> b i h e")
 

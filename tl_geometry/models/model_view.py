@@ -19,14 +19,7 @@ from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.output_head import OutputHead, infer_head, read_head, unembedding
 from tl_geometry.models.parameters import part, upcast
-from tl_geometry.models.runner import (
-    NOTHING,
-    Hook,
-    brief,
-    hooked_points,
-    keep,
-    without_hooks,
-)
+from tl_geometry.models.runner import NOTHING, Hook, brief, hooked_points, keep, without_hooks
 
 BEFORE_UNEMBEDDING = ("unembed.hook_in", "ln_final.hook_normalized")
 
