@@ -109,19 +109,19 @@ def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float 
     )
     norm = NormWeights(norm_type=None, gain=torch.ones(D), bias=torch.zeros(D), eps=0.0)
     reading = Reading(NormReading(None), rotation="half" if rotary else None, scale=D_HEAD**-0.5)
-    attention = Attention(reading, norm, weights, None, None)
     turn = _rotation(h.shape[1]) if rotary else None
+    attention = Attention(reading, norm, weights, None, None, turn)
     g = torch.Generator().manual_seed(14)
     sides: dict[str, Any] = dict.fromkeys(
         ("q_scale", "k_scale", "v_scale"), torch.ones(*h.shape[:2], HEADS)
     )
     for w, size in (("q", query), ("k", key)):
         constant = (size * torch.randn(HEADS, D_HEAD, generator=g)).expand(*h.shape[:2], -1, -1)
-        sides[f"{w}_constant"] = attention.turned(constant, w, turn)
-        sides[w] = attention.turned(attention.projected(h, w), w, turn) + sides[f"{w}_constant"]
+        sides[f"{w}_constant"] = attention.turned(constant, w)
+        sides[w] = attention.turned(attention.projected(h, w), w) + sides[f"{w}_constant"]
     return LayerView(
+        **vars(attention),
         layer=0,
-        attention=attention,
         h=h,
         norm_scale=torch.ones(h.shape[:2]),
         v_constant=nothing.expand(*h.shape[:2], -1, -1),
@@ -131,7 +131,6 @@ def layer_of(h: Tensor, *, rotary: bool = False, query: float = 0.0, key: float 
         scores=None,
         bias=None,
         allowed=causal_mask(h.shape[1]),
-        turn=turn,
         roundoff=2.0**-24,
         reconstruction=ReconstructionReport(checks={}, scale=1.0),
         **sides,

@@ -91,7 +91,6 @@ def test_steps_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model's writes are formed a few positions at a time, and not kept."""
     model, names = tiny("bridge", "gemma2", dtype=torch.float64), ("cs", "gs", "other_gs", "cosine")
     whole, sweep = composed(model, drop=3), swept(model)
-    monkeypatch.setattr("tl_geometry.circuits.head_readers.KEPT", 0)
     for size in (1, 2**17):
         monkeypatch.setattr("tl_geometry.circuits.head_readers.WORKING_SET", size)
         parts = composed(model, drop=3)

@@ -25,14 +25,12 @@ def describe(value: object) -> str:
     """A tensor as its dtype and shape, anything else as a short repr.
 
     >>> describe(torch.zeros(2, 3)), describe(torch.zeros(2).to_sparse())
-    ('float32 tensor of shape (2, 3)', 'sparse float32 tensor of shape (2,)')
+    ('float32 tensor of shape (2, 3)', 'sparse or nested float32 tensor')
     """
     if isinstance(value, Tensor):
-        layout = "nested " if value.is_nested else "" if is_plain(value) else "sparse "
-        layout = "meta " if value.is_meta else layout
-        # a nested tensor has no single shape
-        shape = "" if value.is_nested else f" of shape {tuple(value.shape)}"
-        return f"{layout}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
+        kind = "" if is_plain(value) else "meta " if value.is_meta else "sparse or nested "
+        shape = f" of shape {tuple(value.shape)}" if is_plain(value) else ""
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} tensor{shape}"
     text = repr(value)
     return text if len(text) <= 80 else f"{type(value).__name__} {text[:60]}..."
 
@@ -143,8 +141,7 @@ def head_rows(
     if values is None:
         return list(range(len(present)))
     # the smallest model that has these heads: heads() needs sizes, and a result knows no others
-    n_layers, n_heads = (1 + max(pair[i] for pair in present) for i in (0, 1))
-    chosen = heads(values, n_layers, n_heads)
+    chosen = heads(values, *(1 + max(pair[i] for pair in present) for i in (0, 1)))
     missing = [pair for pair in chosen if pair not in present]
     expected = f"heads of layers {sorted({layer for layer, _ in present})} that the result has"
     require(not missing, "heads", expected=expected, got=missing, instead=instead)
@@ -152,19 +149,17 @@ def head_rows(
 
 
 def window(value: Any, length: int, default_start: int) -> tuple[int, int]:
-    """A half-open window inside ``length`` positions, from two whole numbers of any type (``2.0``
-    is one); ``(default_start, length)`` for ``None``, or all positions if that is empty.
+    """A half-open window inside ``length`` positions, from two integers; ``(default_start,
+    length)`` for ``None``, or all positions if that is empty.
 
-    >>> window(None, 8, 1), window((2, 5.0), 8, 1)
+    >>> window(None, 8, 1), window((2, 5), 8, 1)
     ((1, 8), (2, 5))
     """
     if value is None:
         return (default_start if length > default_start else 0, length)
-    expected = f"(start, end) in positions, 0 <= start < end <= {length}"
-    try:
-        start, end = map(int, value)
-        fits = (start, end) == tuple(value) and bool not in map(type, value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    given = [whole(v) for v in value] if isinstance(value, Iterable) else []
+    start, end = given if len(given) == 2 else (None, None)
+    if start is None or end is None or not 0 <= start < end <= length:
+        expected = f"(start, end) in positions, 0 <= start < end <= {length}"
         fail("window", expected=expected, got=describe(value))
-    require(fits and 0 <= start < end <= length, "window", expected=expected, got=repr(value))
     return (start, end)

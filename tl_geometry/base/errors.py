@@ -22,12 +22,7 @@ class GeometryError(ValueError):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        expected: object = None,
-        got: object = None,
-        instead: str | None = None,
+        self, what: str, *, expected: object = None, got: object = None, instead: str | None = None
     ) -> None:
         self.what, self.expected, self.got, self.instead = what, expected, got, instead
         tail = f" Use {instead.rstrip('.')}." if instead else ""

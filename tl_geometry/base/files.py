@@ -24,9 +24,6 @@ from torch import Tensor
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 
-LONG = 120
-"""Most characters of a path that a message shows."""
-
 
 def checksum(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
     """32 hex digits over every bit of the tensors (with names, dtypes and shapes) and of the
@@ -84,15 +81,10 @@ def replaced(path: Path) -> Iterator[Path]:
     except (OSError, ValueError) as error:
         got = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
         expected = "a file that can be written (what was there is unchanged)"
-        fail(_named(path), expected=expected, got=got, instead="a folder with room")
+        fail(str(path), expected=expected, got=got, instead="a folder with room")
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-
-
-def _named(path: Path) -> str:
-    """A path as a message shows it: the end of a long one."""
-    return str(path) if len(str(path)) <= LONG else f"...{str(path)[-LONG:]}"
 
 
 def read_file(path: str | Path, schema: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -108,7 +100,7 @@ def read_file(path: str | Path, schema: str = "") -> tuple[dict[str, Any], dict[
             digits = header.pop("checksum", None)
     except (SafetensorError, KeyError, AttributeError, ValueError, OSError) as error:
         expected = "an existing safetensors file written by tl_geometry"
-        fail("file", expected=expected, got=f"{_named(path)} ({type(error).__name__}: {error})")
+        fail("file", expected=expected, got=f"{path} ({type(error).__name__}: {error})")
     found = header.get("schema")
     fits = found == schema if schema else str(found).startswith("tl_geometry/")
     require(fits, str(path), expected=f"schema {schema or 'of tl_geometry'}", got=repr(found))

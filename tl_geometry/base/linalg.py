@@ -130,9 +130,7 @@ def stable_rank(singular_values: Values) -> Float[Tensor, "*batch"]:
     return squares.sum(-1) / squares.amax(-1)
 
 
-def normalize_rows(
-    rows: Rows,
-) -> tuple[Rows, Bool[Tensor, "*batch"]]:
+def normalize_rows(rows: Rows) -> tuple[Rows, Bool[Tensor, "*batch"]]:
     """Rows of unit Euclidean norm, and a mask of the degenerate (zero) rows, which stay zero.
 
     >>> rows, zero = normalize_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0]]))

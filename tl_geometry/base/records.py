@@ -1,16 +1,14 @@
-"""Fields of a result as JSON and named tensors (:func:`encode`), and fields again
-(:func:`decode`). A field may hold tensors, mappings, and records (dataclasses and named tuples) of
-these.
+"""Records (dataclasses and named tuples) as JSON and named tensors (:func:`encode`), and records
+again (:func:`decode`). A field may hold tensors, mappings, and records of these.
 
-Each tensor gets a name (``moments|sums``), to which the JSON refers. A record is read back only as
-a class that the field's annotation names: a file cannot choose what is built.
+Each tensor gets a name (``result|moments|sums``), to which the JSON refers. A record names its
+class, and only classes of this library (or the one that is asked for) are built from a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import sys
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +33,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {TENSOR: name}
     if names := fields_of(type(value)):  # before lists and tuples: a named tuple is a tuple too
         fields = {field: getattr(value, field) for field in names}
-        return {RECORD: type(value).__name__, **encode(fields, name, tensors)}
+        return {RECORD: named(type(value)), **encode(fields, name, tensors)}
     if isinstance(value, Mapping) and not all(isinstance(key, str) for key in value):
         items = encode(list(value.values()), name, tensors)
         return {MAPPING: list(zip(map(list, value), items, strict=True))}
@@ -46,9 +44,9 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
-    """The inverse of :func:`encode` (lists become tuples); ``known`` are the classes of records
-    that may be built."""
+def decode(value: Any, tensors: Mapping[str, Tensor], known: type | None = None) -> Any:
+    """The inverse of :func:`encode` (lists become tuples); ``known`` is a class beside those of the
+    library that may be built."""
     if isinstance(value, list):
         return tuple(decode(v, tensors, known) for v in value)
     if not isinstance(value, dict):
@@ -57,27 +55,24 @@ def decode(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type])
         return tensors[value[TENSOR]]
     if MAPPING in value:
         return {tuple(k): decode(v, tensors, known) for k, v in value[MAPPING]}
-    if RECORD not in value:
-        return {k: decode(v, tensors, known) for k, v in value.items()}
-    fields = dict(value)
-    name = fields.pop(RECORD)
-    require(name in known, "record", expected=f"one of {', '.join(known)}", got=repr(name))
-    # what a newer version wrote would be lost unseen
-    unknown = ", ".join(sorted(set(fields) - set(fields_of(known[name]))))
-    require(not unknown, name, expected="fields of this version", got=unknown)
-    inside = {**known, **records_of(known[name])}
-    return known[name](**{k: decode(v, tensors, inside) for k, v in fields.items()})
+    fields = {k: decode(v, tensors, known) for k, v in value.items() if k != RECORD}
+    return _class(value[RECORD], known)(**fields) if RECORD in value else fields
 
 
-def records_of(cls: type) -> dict[str, type]:
-    """Classes of records that the annotations of a class name."""
-    classes: dict[str, type] = {}
-    for base in cls.__mro__:
-        names = vars(sys.modules[base.__module__])
-        text = " ".join(map(str, vars(base).get("__annotations__", {}).values()))
-        found = {word: names.get(word) for word in re.findall(r"\w+", text)}
-        classes |= {n: c for n, c in found.items() if isinstance(c, type) and fields_of(c)}
-    return classes
+def named(cls: type) -> str:
+    """A class as a file names it."""
+    return f"{cls.__module__}:{cls.__name__}"
+
+
+def _class(name: str, known: type | None) -> Any:
+    """The class of a record, which has fields."""
+    if known is not None and name == named(known):
+        return known
+    module, _, cls = name.partition(":")
+    ours = module.startswith("tl_geometry.")
+    found = getattr(importlib.import_module(module), cls, None) if ours else None
+    require(fields_of(found), "file", expected="a result of tl_geometry", got=repr(name))
+    return found
 
 
 def fields_of(cls: Any) -> tuple[str, ...]:

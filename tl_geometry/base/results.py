@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from tl_geometry.base import html
 from tl_geometry.base.axes import axes_of
-from tl_geometry.base.errors import choice, fail
+from tl_geometry.base.errors import choice
 from tl_geometry.base.files import as_path, read_file, write_atomically
-from tl_geometry.base.records import RECORD, decode, encode
+from tl_geometry.base.records import decode, encode
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,21 +166,6 @@ class Result:
         """Which rows the table has, a mask over ``table_axes``; ``None`` for all."""
         return None
 
-    def _derived(self) -> dict[str, Sequence[object]]:
-        """The table by columns: labels repeated along the other axes, values broadcast to all."""
-        labels = {axis: self.axis_labels(axis) for axis in self.table_axes}
-        mask = self.table_mask()
-        if mask is None:
-            mask = torch.ones([len(next(iter(names.values()))) for names in labels.values()])
-        rows = dict(zip(labels, mask.cpu().nonzero(as_tuple=True), strict=True))
-        table: dict[str, Sequence[object]] = {}
-        for axis, columns in labels.items():
-            table |= {name: [c[row] for row in rows[axis].tolist()] for name, c in columns.items()}
-        for name, (value, axes) in self.table_numbers().items():
-            cells = value.detach().cpu()[tuple(rows[axis] for axis in axes)]
-            table[name] = cells.expand(len(next(iter(rows.values())))).tolist()
-        return table
-
     def columns(self) -> Sequence[str]:
         """Column names of the table."""
         if not self.table_axes:
@@ -190,11 +174,21 @@ class Result:
         return (*labels, *self.table_numbers())
 
     def rows(self) -> Sequence[Sequence[object]]:
-        """Rows of the table, in the order of :meth:`columns`."""
-        if self.table_axes:
-            return list(zip(*self._derived().values(), strict=True))
-        fields = [f for f in dataclasses.fields(self) if f.name != "provenance"]
-        return [(f.name, _brief(getattr(self, f.name))) for f in fields]
+        """Rows of the table, in the order of :meth:`columns`: labels repeated along the other axes,
+        values broadcast to all."""
+        if not self.table_axes:
+            fields = [f for f in dataclasses.fields(self) if f.name != "provenance"]
+            return [(f.name, _brief(getattr(self, f.name))) for f in fields]
+        labels = {axis: self.axis_labels(axis) for axis in self.table_axes}
+        mask = self.table_mask()
+        if mask is None:
+            mask = torch.ones([len(next(iter(names.values()))) for names in labels.values()])
+        at = dict(zip(labels, mask.cpu().nonzero(as_tuple=True), strict=True))
+        columns = [[c[i] for i in at[a].tolist()] for a in labels for c in labels[a].values()]
+        for value, axes in self.table_numbers().values():
+            cells = value.detach().cpu()[tuple(at[axis] for axis in axes)]
+            columns.append(cells.expand(len(at[self.table_axes[0]])).tolist())
+        return list(zip(*columns, strict=True))
 
     def readable(self, value: object) -> object:
         """How a cell or a column name of the table is shown to a reader (tables keep the key)."""
@@ -204,12 +198,8 @@ class Result:
         """The table as a pandas DataFrame."""
         import pandas as pd
 
-        # columns keep their types, unless the class makes rows of its own
-        if self.table_axes and type(self).rows is Result.rows:
-            return pd.DataFrame(self._derived())
-        return pd.DataFrame.from_records(
-            [tuple(r) for r in self.rows()], columns=list(self.columns())
-        )
+        rows = [tuple(row) for row in self.rows()]
+        return pd.DataFrame.from_records(rows, columns=list(self.columns()))
 
     def to_latex(
         self, columns: Sequence[str] | None = None, *, rows: int | None = None, digits: int = 4
@@ -230,9 +220,7 @@ class Result:
     def save(self, path: str | Path) -> Path:
         """Write to one safetensors file and return its path."""
         path, tensors = as_path(path), {}
-        header: dict[str, Any] = {"schema": self.schema(), "module": type(self).__module__}
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        header["result"] = {n: encode(value, n, tensors) for n, value in fields.items()}
+        header = {"schema": self.schema(), "result": encode(self, "result", tensors)}
         write_atomically(path, tensors, header)
         return path
 
@@ -240,8 +228,7 @@ class Result:
     def load(cls: type[R], path: str | Path) -> R:
         """Read a file that :meth:`save` wrote."""
         header, tensors = read_file(path, cls.schema())
-        record = {RECORD: cls.__name__, **header["result"]}
-        return decode(record, tensors, {cls.__name__: cls})
+        return decode(header["result"], tensors, cls)
 
     def text(self, limit: int | None = None) -> str:
         """The table as aligned plain text, at most ``limit`` rows."""
@@ -279,13 +266,8 @@ R = TypeVar("R", bound=Result)
 
 def load(path: str | Path) -> Any:
     """Any result of the library, from the file that it was saved to."""
-    header, _ = read_file(path)
-    module, name = str(header.get("module")), str(header["schema"]).split("/")[1]
-    ours = module.startswith("tl_geometry.")
-    cls = getattr(importlib.import_module(module), name, None) if ours else None
-    if not (isinstance(cls, type) and issubclass(cls, Result)):
-        fail(str(path), expected="a result of tl_geometry", got=f"{module}.{name}")
-    return cls.load(path)
+    header, tensors = read_file(path)
+    return decode(header.get("result"), tensors)
 
 
 def _brief(value: Any) -> str:

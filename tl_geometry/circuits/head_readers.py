@@ -44,10 +44,6 @@ WORKING_SET = 2**25
 """Bytes that vectors of the stream may take in one step: few enough for a processor's cache, and
 for the allocator to use the same memory again (larger blocks come from the system, which clears
 them)."""
-KEPT = 2**28
-"""Bytes of writes as vectors that one batch may hold from layer to layer. To form them anew for
-each layer takes d_head / (4 heads) times the multiplications of what is read of them: 1.8 in
-SmolLM2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +126,7 @@ def value_reads(
     assert layer.z is not None
     rows = slice(drop, None) if queries is None else list(queries)
     pattern = layer.pattern[:, :, rows].to(layer.h)
-    W_O = remove_mean(layer.attention.weights.W_O, layer.norm.norm_type)
+    W_O = remove_mean(layer.weights.W_O, layer.norm.norm_type)
     # attention to all keys together: below 1 with a sink
     z = layer.z[:, rows] - layer.v_constant[:, rows] * pattern.sum(-1).mT.unsqueeze(-1)
     out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
@@ -146,17 +142,14 @@ def _in_steps(
     """What every writer wrote, some positions of all contexts at a time, beside that many more
     ``vectors`` of each token."""
     batch, length, d_model = written.constants.shape
-    kept, parts = written.kept(grain, KEPT), len(written.names(grain))
+    parts = len(written.names(grain))
     of_position = (parts + vectors) * batch * d_model * written.constants.element_size()
     step = max(1, WORKING_SET // of_position)
     places = torch.arange(batch * length, device=written.constants.device).view(batch, length)
     for start in range(0, length, step):
         at = slice(start, min(start + step, length))
-        if kept is None:
-            writes = written.tokens(places[:, at].flatten()).stacked(grain)
-            yield at, writes.squeeze(1).unflatten(1, (batch, -1))
-        else:
-            yield at, kept.unflatten(1, (batch, length))[:, :, at]
+        writes = written.tokens(places[:, at].flatten()).stacked(grain)
+        yield at, writes.squeeze(1).unflatten(1, (batch, -1))
 
 
 def numerators(

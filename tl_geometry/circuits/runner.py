@@ -313,7 +313,7 @@ class Runner:
         blocks = tuple(
             Block(
                 number=number,
-                spec=layer.attention,
+                spec=layer,
                 layer=layer,
                 groups=view.key_heads(number),
                 after=writing[number].after_attention,
@@ -321,7 +321,7 @@ class Runner:
             )
             for number, layer in enumerate(layers)
         )
-        return cls(view, blocks, head, view._layers.roundoff)
+        return cls(view, blocks, head, view.roundoff)
 
     @torch.no_grad()
     def verified(

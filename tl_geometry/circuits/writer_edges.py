@@ -337,7 +337,7 @@ def weights_alone(
     """
     q, k, v = (r.matrix for r in reads)
     norm_type, names = layer.norm.norm_type, [w.name for w in written.names(grain)]
-    W_O = remove_mean(layer.attention.weights.W_O[heads], norm_type)
+    W_O = remove_mean(layer.weights.W_O[heads], norm_type)
     scores = q.new_full((len(reads), len(heads), 1 + len(names)), torch.nan)
     for write in written.heads if grain == "writers" else ():
         W = factor_of(write.layer).to(q) @ remove_mean(write.W.to(q), norm_type)

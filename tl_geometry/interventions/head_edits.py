@@ -408,7 +408,7 @@ def _receiving(
         ) -> Tensor:
             if which not in sides:
                 return run.own(which)
-            there = reread(view, run.layer, stream(f"L{layer}", run.layer.h))
+            there = reread(run.layer, stream(f"L{layer}", run.layer.h))
             there = getattr(there, which)[:, :, list(some)]
             receives = torch.tensor([head in sides[which] for head in some], device=there.device)
             return torch.where(receives[:, None], there, run.own(which))

@@ -102,19 +102,27 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention layer with its tensors, in one dtype. In the methods ``which`` is ``"q"``,
-    ``"k"`` or ``"v"``; keys and values of grouped heads are expanded to all heads."""
+    """One attention layer with its tensors, in one dtype. ``turn`` is the rotation at the positions
+    of a pass, ``sinks`` one more logit for each head, each ``None`` where there is none. In the
+    methods ``which`` is ``"q"``, ``"k"`` or ``"v"``; keys and values of grouped heads are expanded
+    to all heads."""
 
     reading: Reading
     norm: NormWeights
     weights: HeadWeights
     qk_norm: QKNorm | None
     sinks: Float[Tensor, " head"] | None
+    turn: Rotation | None = None
 
     @property
     def scale(self) -> float:
         """The factor of products of queries and keys."""
         return self.reading.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap c of ``c tanh(score / c)``."""
+        return self.reading.softcap
 
     def matrix(self, which: str) -> Float[Tensor, "head d_model d_head"]:
         """W_Q, W_K or W_V."""
@@ -130,27 +138,42 @@ class Attention:
         x = self.norm.centre(parts) * self.norm.gain
         return einsum(x, self.matrix(which), "... d, h d e -> ... h e")
 
-    def turned(self, x: Heads, which: str, turn: Rotation | None) -> Heads:
+    def turned(self, x: Heads, which: str) -> Heads:
         """The linear part of QK-norm (centring and gain), then the rotation, of queries or keys;
         values as they are."""
         if which == "v":
             return x
         if self.qk_norm is not None:
             x = self.qk_norm.centre(x) * self.qk_norm.gain[which]
-        return x if turn is None else rotate(x, *turn)
+        return x if self.turn is None else rotate(x, *self.turn)
 
     def raw(self, h: Stream, which: str) -> Heads:
         """Query, key or value before QK-norm and rotation, as ``hook_q``, ``hook_k``, ``hook_v``
         hold it."""
         return self.projected(h, which) / self.norm.scale(h)[..., None, None] + self.constant(which)
 
-    def entering(self, raw: Heads, which: str, turn: Rotation | None) -> Heads:
+    def entering(self, raw: Heads, which: str) -> Heads:
         """Query or key as it enters the score, of what :meth:`raw` gives."""
         if which != "v" and self.qk_norm is not None:
             raw = raw / self.qk_norm.scale(raw).unsqueeze(-1)
-        return self.turned(raw, which, turn)
+        return self.turned(raw, which)
 
-    def sizes(self, h: Stream, which: str, *, entering: bool = False) -> Heads:
+    def frozen(self, h: Stream, raw: Mapping[str, Heads]) -> dict[str, Any]:
+        """Frozen scales, constants, queries and keys of a pass with input ``h``, by the names that
+        they have in a :class:`~tl_geometry.models.layer_view.LayerView`; ``raw`` holds queries and
+        keys as :meth:`raw` gives them."""
+        fields = {"norm_scale": self.norm.scale(h)} | {w: self.entering(raw[w], w) for w in "qk"}
+        shape = raw["q"].shape[:-1]
+        for w in "qkv":
+            scale = (1 / fields["norm_scale"]).unsqueeze(-1).expand(shape)
+            constant = self.constant(w).expand(*shape, -1)
+            if w != "v" and self.qk_norm is not None:
+                qk_scale = self.qk_norm.scale(raw[w])
+                scale, constant = scale / qk_scale, constant / qk_scale.unsqueeze(-1)
+            fields |= {f"{w}_scale": scale, f"{w}_constant": self.turned(constant, w)}
+        return fields
+
+    def magnitudes(self, h: Stream, which: str, *, entering: bool = False) -> Heads:
         """:meth:`raw` with absolute values throughout, ``sum_d |x_d W_de| + |constant|``: rounding
         grows with these. With ``entering`` after any QK-norm."""
         x = (self.norm.normalize(h) * self.norm.gain).abs()
@@ -162,9 +185,11 @@ class Attention:
         return size / frozen * self.qk_norm.gain[which].abs()
 
 
-def attention_of(module: Any, ln1: Any, weights: HeadWeights, reading: Reading) -> Attention:
+def attention_of(
+    module: Any, ln1: Any, weights: HeadWeights, reading: Reading, tables: Tensor | None = None
+) -> Attention:
     """The tensors of one layer, of the dtype and on the device of ``weights``; ``ln1`` is the norm
-    module in front of it."""
+    module in front of it, ``tables`` are those of :func:`rotary_tables`."""
     (heads, _, d_head), qk_norm = weights.W_Q.shape, None
     like = weights.W_Q[0, :, 0]
 
@@ -185,6 +210,7 @@ def attention_of(module: Any, ln1: Any, weights: HeadWeights, reading: Reading) 
         weights=weights,
         qk_norm=qk_norm,
         sinks=None if sinks is None else upcast(sinks).reshape(-1).to(like),
+        turn=_rotation(tables, reading, like),
     )
 
 
@@ -240,7 +266,7 @@ def rotary_tables(
     return torch.stack([upcast(t).reshape(-1, length, t.shape[-1])[0] for t in (cos, sin)])
 
 
-def rotation_of(tables: Tensor | None, reading: Reading, like: Tensor) -> Rotation | None:
+def _rotation(tables: Tensor | None, reading: Reading, like: Tensor) -> Rotation | None:
     """The rotation by :func:`rotary_tables`, ``None`` without one."""
     if tables is None or reading.rotation is None:
         return None
@@ -269,17 +295,20 @@ def scores_of(
 
 
 def alibi(
-    slopes: Float[Tensor, " head"], own: Tensor, scores: Tensor | None, allowed: Tensor
-) -> Float[Tensor, "head query key"]:
-    """The score bias of ALiBi: slope times key position, and a constant of each row. Softmax does
-    not see the constant (architectures differ in it: j, j - i, j - T), so it is what the first
-    context shows, where there are ``scores``; ``own`` are its products without a bias."""
-    length = allowed.shape[-1]
-    line = slopes[:, None, None] * torch.arange(length, device=slopes.device)
-    line = line.expand(-1, allowed.shape[0], -1)
+    reading: Reading, q: Tensor, k: Tensor, scores: Tensor | None, allowed: Tensor
+) -> Float[Tensor, "head query key"] | None:
+    """The score bias of ALiBi, ``None`` without slopes: slope times key position, and a constant of
+    each row. Softmax does not see the constant (architectures differ in it: j, j - i, j - T), so it
+    is what the first context shows, where there are ``scores``, beside the products of its queries
+    ``q`` and keys ``k``."""
+    if reading.slopes is None:
+        return None
+    own = scores_of(q[:1].detach(), k[:1].detach(), reading.scale)[0]
+    line = own.new_tensor(reading.slopes)[:, None, None] * torch.arange(own.shape[-1]).to(own)
+    line = line.expand_as(own)
     if scores is None:
         return line
-    rest = torch.where(allowed, scores[0] - own[0] - line, 0.0)
+    rest = torch.where(allowed, scores[0] - own - line, 0.0)
     return line + rest.sum(-1, keepdim=True) / allowed.sum(-1, keepdim=True)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import ReconstructionError, require
 from tl_geometry.models.attention import scores_of
-from tl_geometry.models.layer_view import LayerView, frozen_fields
+from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.runner import put_on, require_points, take_away
@@ -65,7 +65,7 @@ class LiveEdit(list[NamedHook]):
         self._counts: list[int] = []
         self._opened: list[AbstractContextManager[None]] = []
         super().__init__((name, self._counted(hook)) for name, hook in hooks)
-        require_points(view._model.hook_dict, dict(self), view.name, view.class_name)
+        require_points(view._model.hook_dict, dict(self), view)
 
     def _counted(self, call: HookFunction) -> HookFunction:
         at = len(self._counts)
@@ -136,11 +136,7 @@ class RunningHeads:
         """Their queries (``"q"``), keys or values."""
         return getattr(self.layer, which)[:, :, list(self.heads)]
 
-    def mixed(
-        self,
-        scores: Scores,
-        v: Heads,
-    ) -> Heads:
+    def mixed(self, scores: Scores, v: Heads) -> Heads:
         """``softmax(scores) @ v``."""
         return einsum(self.layer.pattern_of(scores, self.heads), v, "b h i j, b j h e -> b i h e")
 
@@ -206,7 +202,7 @@ def _require_close(
     layer, roundoff, heads = run.layer, run.layer.roundoff, list(run.heads)
     error = float((own - model).abs().max())
     if name in "qk":
-        size = float(layer.sizes(name)[:, :, heads].max())
+        size = float(layer.magnitudes(layer.h, name, entering=True)[:, :, heads].max())
         bound = reconstruction_bound(roundoff, max(size, float(own.abs().max())))
     else:
         # the largest that a score can be (Cauchy-Schwarz), at least 1
@@ -220,13 +216,11 @@ def _require_close(
     require(error <= bound, what, expected=expected, got=got, instead=instead, error=kind)
 
 
-def reread(view: ModelView, layer: LayerView, h: Float[Tensor, "..."]) -> LayerView:
+def reread(layer: LayerView, h: Float[Tensor, "..."]) -> LayerView:
     """A layer of the running pass as it would read another stream ``h [batch position d_model]``,
     with everything live: norm, QK-norm, queries, keys and values."""
-    attention = view._attention(layer.layer, h)
-    raw = {which: attention.raw(h, which) for which in "qkv"}
-    fields = frozen_fields(attention, h, raw, layer.turn)
-    return replace(layer, attention=attention, h=h, v=raw["v"], **fields)
+    raw = {which: layer.raw(h, which) for which in "qkv"}
+    return replace(layer, h=h, v=raw["v"], **layer.frozen(h, raw))
 
 
 def whole_prompts(view: ModelView, layer: int) -> NamedHook:

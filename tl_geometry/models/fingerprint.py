@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from tl_geometry.base.errors import UnsupportedModelError, fail
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.models.parameters import modules_of
 
 SMALL = 2**16
 """Elements up to which -0.0 counts as 0.0, and a tensor of zeros as absent: versions of
@@ -23,6 +25,8 @@ QUANTISED = ("bitsandbytes", "quantized", "linear4bit", "linear8bit", "gptq", "a
 """Text in the names of modules that hold quantised weights."""
 HEADS = ("cls.", "lm_head.", "mlm_head.", "unembed.")
 """What output heads are called in a TransformerLens model."""
+BIAS: dict[str, str] = dict.fromkeys(("lm_head.bias", "embed_out.bias"), "unembed.bias")
+"""Names of a bias of the logits that only some versions of TransformerLens give it."""
 IGNORED = ("name", "path", "version", "dtype", "token", "dropout", "device", "seed", "init", "use_")
 """Parts of the names of settings that say where a model comes from, how it is saved, trained or
 looked at, and not what it computes."""
@@ -64,12 +68,15 @@ def fingerprint(model: Any) -> str:
     Raises ``UnsupportedModelError`` for weights that are quantised, or that have no values (the
     meta device).
     """
-    require_numbers(model)
     skipped = () if head_trained(model) else HEADS
+    named = {BIAS.get(n, n): value for n, value in require_numbers(model).items()}
+    named = {n: named[n] for n in sorted(named) if not n.startswith(skipped)}
     digest = xxhash.xxh3_64(json.dumps(_settings(model), sort_keys=True, default=str).encode())
-    for name, value in sorted(_tensors(model), key=lambda pair: pair[0]):
-        if not name.startswith(skipped) and (bits := _bits(value)) is not None:
-            digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{bits}".encode())
+    # memory is what this waits for, and xxhash lets other threads run meanwhile
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for (name, value), bits in zip(named.items(), pool.map(_bits, named.values())):
+            if bits is not None:
+                digest.update(f"{name}|{value.dtype}|{tuple(value.shape)}|{bits}".encode())
     return digest.hexdigest()
 
 
@@ -79,34 +86,31 @@ def _bits(value: Tensor) -> str | None:
         if not bool(value.any()):
             return None
         value = value + 0 if value.is_floating_point() else value  # -0.0 becomes 0.0
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_64(flat.numpy().data).hexdigest()
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and rotary frequencies, by names that are the same in every version of
-    TransformerLens: without the wrappers of bridges."""
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Parameters (each once), and rotary frequencies, by names that are the same in every version
+    of TransformerLens."""
     # HookedTransformer holds a position table that ALiBi does not use, and never fills it
-    unused = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    for name, value in model.named_parameters():
-        name = name.replace("_original_component.", "")
-        name = "unembed.bias" if name in ("lm_head.bias", "embed_out.bias") else name
-        if not (unused and name == "pos_embed.W_pos"):
-            yield name, value
-    root = getattr(model, "original_model", None) or model
-    for name, value in root.named_buffers():
-        if name.endswith("inv_freq"):
-            yield name.replace("_original_component.", ""), value
+    alibi = getattr(getattr(model, "cfg", None), "positional_embedding_type", "") == "alibi"
+    unused = ("pos_embed.W_pos",) if alibi else ()
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, module in modules_of(model):
+        tables = {n: b for n, b in module._buffers.items() if n.endswith("inv_freq")}
+        for leaf, value in [*module._parameters.items(), *tables.items()]:
+            if value is not None:
+                found.setdefault(id(value), (f"{name}{leaf}", value.detach()))
+    return {name: value for name, value in found.values() if name not in unused}
 
 
 def _settings(model: Any) -> dict[str, Any]:
     """The settings that the forward pass reads: those of the Hugging Face configuration, or of
     HookedTransformer's own, and the activation functions that modules hold."""
-    original = getattr(model, "original_model", None)
-    config = getattr(original, "config", None)
-    read = config.to_dict() if config is not None else vars(model.cfg)
-    acts = set()
-    for module in (original if original is not None else model).modules():
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    read, acts = config.to_dict() if config is not None else vars(model.cfg), set()
+    for _, module in modules_of(model):
         for name in ("act", "act_fn", "activation_fn"):
             act = vars(module).get(name) or module._modules.get(name)
             known = type(act) if isinstance(act, nn.Module) else act
@@ -119,20 +123,22 @@ def _left_out(name: str, value: Any) -> bool:
     return name.startswith("_") or callable(value) or any(part in name for part in IGNORED)
 
 
-def require_numbers(model: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` unless all weights are there, as floating-point numbers."""
+def require_numbers(model: nn.Module) -> dict[str, Tensor]:
+    """:func:`weights_of`. Raise ``UnsupportedModelError`` unless all are there, as floating-point
+    numbers."""
+    weights = weights_of(model)
     bad = [
         f"{name}, {'on the meta device' if p.is_meta else p.dtype}"
-        for name, p in model.named_parameters()
+        for name, p in weights.items()
         if p.is_meta or p.dtype not in DTYPES
     ]
     kinds: dict[type, str] = {}
-    for name, module in model.named_modules():
-        kinds[type(module)] = name
+    for name, module in modules_of(model):
+        kinds[type(module)] = name = name.rstrip(".")
         # peft keeps the map that an adapter stands beside under this name
         bad += [f"{name}, an adapter that is not merged"] if "base_layer" in module._modules else []
     named = {f"{kind.__module__}.{kind.__name__}": name for kind, name in kinds.items()}
     bad += [f"{n}, a {k}" for k, n in named.items() if any(q in k.lower() for q in QUANTISED)]
-    if bad:
-        what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
-        fail(what, expected=expected, got=bad[0], error=UnsupportedModelError)
+    what, expected = f"weights of {type(model).__name__}", "numbers, not quantised"
+    require(not bad, what, expected=expected, got=", ".join(bad[:1]), error=UnsupportedModelError)
+    return weights

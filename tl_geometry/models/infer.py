@@ -31,11 +31,10 @@ from tl_geometry.models.attention import (
     each_angle_twice,
     qk_norm_module,
     rotary_tables,
-    rotation_of,
     scores_of,
 )
 from tl_geometry.models.norms import norm_readings
-from tl_geometry.models.parameters import Parameters, inner, part
+from tl_geometry.models.parameters import HeadWeights, inner, part
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.softmax import soft_cap
 
@@ -46,16 +45,17 @@ loses digits."""
 
 @torch.no_grad()
 def infer_layer(
-    parameters: Parameters, layer: int, activations: Mapping[str, Tensor], causal: bool
+    model: Any, layer: int, weights: HeadWeights, activations: Mapping[str, Tensor], causal: bool
 ) -> Reading:
-    """The reading that comes closest to the activations of the probe, in float64."""
-    prefix, module = f"blocks.{layer}.attn.", parameters.attention(layer)
-    cfg, ln1 = parameters.model.cfg, part(parameters.block(layer), "ln1")
+    """The reading of a layer with these ``weights`` that comes closest to the activations of the
+    probe, in float64."""
+    prefix, block, cfg = f"blocks.{layer}.attn.", model.blocks[layer], model.cfg
+    module, ln1 = block.attn, part(block, "ln1")
     h = activations[f"blocks.{layer}.hook_resid_pre"].double()
-    weights, length = parameters.weights(layer).to(h), h.shape[1]
+    weights, length = weights.to(h), h.shape[1]
 
-    def bound(reading: Reading) -> Attention:
-        return attention_of(module, ln1, weights, reading)
+    def bound(reading: Reading, tables: Tensor | None = None) -> Attention:
+        return attention_of(module, ln1, weights, reading, tables)
 
     def hook(name: str) -> Tensor:
         value = cached(activations, f"{prefix}hook_{name}", len(weights.W_Q))
@@ -74,7 +74,7 @@ def infer_layer(
         reading,
         softcap=float(cap) if cap > 0 else None,
         has_scores=not torch.allclose(scores, pattern),  # some classes hold the pattern there
-        window=_window(parameters.model, module, layer),
+        window=_window(model, module, layer),
     )
     # in its own dtype, whose least number marks masked keys
     masked = activations[f"{prefix}hook_attn_scores"] if reading.has_scores else None
@@ -82,12 +82,8 @@ def infer_layer(
     cells = allowed if reading.has_scores else allowed & (pattern > VISIBLE)
     scheme = str(getattr(cfg, "positional_embedding_type", ""))
 
-    def on_cells(x: Tensor) -> Tensor:
-        # ALiBi is known up to a constant of each row, a log pattern alike
-        centred = scheme == "alibi" or not reading.has_scores
-        return row_center(x, cells) if centred else torch.where(cells, x, 0.0)
-
-    target = on_cells(scores if reading.has_scores else pattern.clamp(min=1e-38).log())
+    # a log pattern is known up to a constant of each row, and ALiBi alike
+    target = row_center(scores if reading.has_scores else pattern.clamp(min=1e-38).log(), cells)
     tables = rotary_tables(module, activations, prefix, length)
     order = reversed(ROTATIONS) if getattr(cfg, "rotary_adjacent_pairs", False) else ROTATIONS
     styles = [*order, None] if scheme == "rotary" and tables is not None else [None]
@@ -96,14 +92,14 @@ def infer_layer(
     def candidates() -> Iterator[tuple[Reading, float]]:
         for qk, style in product(_qk_readings(module, cfg.eps), styles):
             option = replace(reading, qk=qk, rotation=style, each_angle_twice=twice)
-            attention, turn = bound(option), rotation_of(tables, option, h)
-            q, k = (attention.entering(attention.raw(h, w), w, turn) for w in "qk")
+            attention = bound(option, tables)
+            q, k = (attention.entering(attention.raw(h, w), w) for w in "qk")
             content = scores_of(q, k, 1.0)
             for scale, slopes in _scales(option, module, content, target, cells, scheme):
                 total = content * scale
                 if slopes is not None:
                     total = total + slopes[:, None, None] * torch.arange(length, device=h.device)
-                error = (on_cells(soft_cap(total, option.softcap)) - target).abs().max()
+                error = (row_center(soft_cap(total, option.softcap), cells) - target).abs().max()
                 given = None if slopes is None else tuple(slopes.tolist())
                 yield replace(option, scale=scale, slopes=given), float(error)
 
@@ -155,7 +151,7 @@ def _scales(
         x = row_center(content, cells)
         energy = float(x.square().sum())
         if reading.softcap is None and energy > 0:
-            yield float((x * row_center(target, cells)).sum()) / energy, None
+            yield float((x * target).sum()) / energy, None
         return
     published = alibi_slopes(content.shape[1]).to(content)
     first = cells if cells.dim() == 2 else cells[0]

@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tl_geometry.models.attention import Attention, Rotation, scores_of
-from tl_geometry.models.norms import NormWeights
+from tl_geometry.models.attention import Attention, scores_of
 from tl_geometry.models.reconstruction import (
     ReconstructionReport,
     pattern_error,
@@ -35,7 +34,7 @@ CHUNK = 2**25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LayerView:
+class LayerView(Attention):
     """One attention layer of one forward pass, with every scale frozen, so that scores are bilinear
     in parts of the stream.
 
@@ -59,14 +58,12 @@ class LayerView:
     bidirectional).
 
     ``pattern``, ``scores``, ``v`` and ``z`` (mixed values) are the model's own; ``scores`` is
-    masked and after the soft cap, ``None`` where the hook holds the pattern. Rounding of queries
-    grows with ``sizes("q")``, ``sum_d |x_d W_de| + |constant|``; ``reconstruction`` reports the
-    checks that were made. Grouped keys and values are expanded to all heads. Tensors are float32,
-    or float64 for float64 models, on the layer's device.
+    masked and after the soft cap, ``None`` where the hook holds the pattern. ``reconstruction``
+    reports the checks that were made. Grouped keys and values are expanded to all heads. Tensors
+    are float32, or float64 for float64 models, on the layer's device.
     """
 
     layer: int
-    attention: Attention
     h: Float[Tensor, "batch position d_model"]
     norm_scale: Float[Tensor, "batch position"]
     q_scale: Float[Tensor, "batch position head"]
@@ -83,48 +80,15 @@ class LayerView:
     scores: Float[Tensor, "batch head query key"] | None
     bias: Float[Tensor, "head query key"] | None
     allowed: Bool[Tensor, "query key"]
-    turn: Rotation | None
     roundoff: float
     reconstruction: ReconstructionReport
-
-    @property
-    def norm(self) -> NormWeights:
-        """The norm in front of the projections."""
-        return self.attention.norm
-
-    @property
-    def scale(self) -> float:
-        """The factor of products of queries and keys."""
-        return self.attention.reading.scale
-
-    @property
-    def softcap(self) -> float | None:
-        """The cap c of ``c tanh(score / c)``."""
-        return self.attention.reading.softcap
-
-    @property
-    def sinks(self) -> Float[Tensor, " head"] | None:
-        """One more logit for each head."""
-        return self.attention.sinks
 
     @property
     def rotary(self) -> bool:
         """Whether the maps rotate."""
         return self.turn is not None
 
-    def seen_by(self, queries: Any) -> Bool[Tensor, "... key"]:
-        """The keys that some queries may attend to."""
-        return self.allowed[queries]
-
     # ---- parts of the stream as queries, keys and values
-
-    def projected(self, parts: Stream, which: str) -> Heads:
-        """Centring, gain and weight matrix of additive parts, for ``"q"``, ``"k"`` or ``"v"``."""
-        return self.attention.projected(parts, which)
-
-    def turned(self, x: Heads, which: str) -> Heads:
-        """The linear part of QK-norm, then the rotation, of what :meth:`projected` gives."""
-        return self.attention.turned(x, which, self.turn)
 
     def q_map(self, parts: Stream) -> Heads:
         """Queries of parts, without scale and constant."""
@@ -146,15 +110,11 @@ class LayerView:
         """Keys of additive parts (without the constant)."""
         return self.k_map(parts) * self.k_scale.unsqueeze(-1)
 
-    def sizes(self, which: str) -> Float[Tensor, "batch position head d_head"]:
-        """What rounding of queries (``"q"``) or keys grows with."""
-        return self.attention.sizes(self.h, which, entering=True)
-
     def without_norm(
         self, scale: Float[Tensor, "batch position head"]
     ) -> Float[Tensor, "batch position head"]:
         """A frozen scale of queries or keys without that of the norm: one, or the QK-norm's."""
-        if self.attention.qk_norm is None:
+        if self.qk_norm is None:
             return torch.ones_like(scale)
         return scale * self.norm_scale.unsqueeze(-1)
 
@@ -185,11 +145,10 @@ class LayerView:
         sink = self.sinks[heads, None, None].expand(*scores.shape[:-1], 1).to(scores)
         return torch.cat([scores, sink], -1), pad(allowed, (0, 1), value=True)
 
-    def pattern_of(self, scores: Scores, heads: Sequence[int] | None = None) -> Scores:
-        """The pattern that the layer makes of scores of some heads (all for ``None``): soft cap,
-        mask, sinks, softmax."""
-        capped, allowed = self.logits(scores, slice(None) if heads is None else list(heads))
-        return masked_softmax(capped, allowed)[..., : self.allowed.shape[-1]]
+    def pattern_of(self, scores: Scores, heads: Sequence[int]) -> Scores:
+        """The pattern that the layer makes of scores of some heads: soft cap, mask, sinks,
+        softmax."""
+        return masked_softmax(*self.logits(scores, list(heads)))[..., : self.allowed.shape[-1]]
 
     def report(
         self, raw: Mapping[str, Tensor], hooked: Mapping[str, Tensor | None]
@@ -199,7 +158,7 @@ class LayerView:
         checks: dict[str, tuple[float, float]] = {}
         for w, value in hooked.items():
             if value is not None:
-                size = float(self.attention.sizes(self.h, w).max())
+                size = float(self.magnitudes(self.h, w).max())
                 error = float((raw[w] - value).abs().max())
                 checks[w] = error, reconstruction_bound(self.roundoff, size)
         heads, cells = self.q.shape[2], self.q.shape[0] * self.allowed.numel()
@@ -219,7 +178,7 @@ class LayerView:
         allowed = {"scores": scale, "pattern": max(scale, 1.0), "pattern sum": of_sums}
         for name, error in worst.items():
             checks[name] = error, reconstruction_bound(self.roundoff, allowed[name])
-        sizes = {w: float(self.sizes(w).max()) for w in "qk"}
+        sizes = {w: float(self.magnitudes(self.h, w, entering=True).max()) for w in "qk"}
         return ReconstructionReport(checks=checks, scale=scale, sizes=sizes)
 
     def _errors(self, heads: slice) -> dict[str, Tensor]:
@@ -261,24 +220,6 @@ class LayerView:
         settings = f"norm {self.norm.norm_type}, scale {self.scale:.4g}"
         worst = f"worst check {self.reconstruction.worst:.2g} of what is allowed"
         return f"LayerView(layer {self.layer}, {size}, {settings}, {worst})"
-
-
-def frozen_fields(
-    attention: Attention, h: Tensor, raw: Mapping[str, Tensor], turn: Rotation | None
-) -> dict[str, Tensor]:
-    """The fields of a :class:`LayerView` that are frozen scales, constants, queries and keys."""
-    norm_scale = attention.norm.scale(h)
-    shape = raw["q"].shape[:-1]
-    fields: dict[str, Tensor] = {"norm_scale": norm_scale}
-    for w in "qkv":
-        scale = (1 / norm_scale).unsqueeze(-1).expand(shape)
-        constant = attention.constant(w).expand(*shape, -1)
-        if w != "v" and attention.qk_norm is not None:
-            qk_scale = attention.qk_norm.scale(raw[w])
-            scale, constant = scale / qk_scale, constant / qk_scale.unsqueeze(-1)
-        fields[f"{w}_scale"] = scale
-        fields[f"{w}_constant"] = attention.turned(constant, w, turn)
-    return fields | {w: attention.entering(raw[w], w, turn) for w in "qk"}
 
 
 LayerHook = Callable[[LayerView], None]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.checks import index
+from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.attention import (
     Attention,
@@ -24,15 +24,14 @@ from tl_geometry.models.attention import (
     attention_of,
     cached,
     rotary_tables,
-    rotation_of,
-    scores_of,
 )
 from tl_geometry.models.infer import infer_layer
-from tl_geometry.models.layer_view import LayerHook, LayerView, frozen_fields
+from tl_geometry.models.layer_view import LayerHook, LayerView
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.parameters import inner, part, upcast
+from tl_geometry.models.parameters import HeadWeights, head_weights, inner, part, upcast
 from tl_geometry.models.reconstruction import ReconstructionReport, require_reconstruction
 from tl_geometry.models.runner import Hook, Runner, brief, hooked_points, keep
+from tl_geometry.models.states import entries_of
 
 CORE = tuple(f"attn.hook_{n}" for n in ("q", "k", "v", "z", "pattern", "attn_scores"))
 TABLES = ("attn.hook_cos", "attn.hook_sin")
@@ -43,44 +42,49 @@ OnLayer = Callable[[int, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Layers:
-    """What :class:`~tl_geometry.models.model_view.ModelView` can say about its attention layers.
+class Layers(Runner):
+    """What :class:`~tl_geometry.models.model_view.ModelView` can say about the attention layers of its model.
     ``_found`` keeps what was inferred, by name, as long as the weights stay the same."""
 
     causal: bool
-    _runner: Runner
     _probe: Mapping[str, Tensor]
     _found: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def _model(self) -> Any:
-        return self._runner.model
 
     @property
     def roundoff(self) -> float:
         """Unit roundoff of the model's arithmetic, never below that of float32: models in float64
         compute in float32 in places."""
-        dtype = next(iter(self._model.parameters())).dtype
-        return max(unit_roundoff(dtype), unit_roundoff(torch.float32))
+        return max(unit_roundoff(next(iter(self._model.parameters())).dtype), 2**-24)
 
     def layer_facts(self, layer: int) -> Reading:
         """How one attention layer is read, inferred on first use and verified."""
-        index(layer, len(self._model.blocks), "layer")
-        key = ("attention", layer)
+        key, name = ("attention", layer), f"layer {layer} of {self.name}"
         if key not in self._found:
-            self._runner.attention(layer)
+            weights = self.weights(layer)
             missing = [n for n in CORE if f"blocks.{layer}.{n}" not in self._probe]
-            if missing:
-                what, got = f"layer {layer} of {self._runner.name}", f"no {', '.join(missing)}"
-                expected = "hooks of queries, keys and pattern, as eager attention has"
-                fail(what, expected=expected, got=got, error=UnsupportedModelError)
-            self._found[key] = infer_layer(self._runner, layer, self._probe, self.causal)
+            expected = "hooks of queries, keys and pattern, as eager attention has"
+            got, kind = f"no {', '.join(missing)}", UnsupportedModelError
+            require(not missing, name, expected=expected, got=got, error=kind)
+            args = self._model, layer, weights, self._probe, self.causal
+            self._found[key] = infer_layer(*args)
         return self._found[key]
 
-    def _attention(self, layer: int, like: Tensor) -> Attention:
-        """The layer with its tensors as they are now, in dtype and on the device of ``like``."""
-        block, weights = self._runner.block(layer), self._runner.weights(layer).to(like)
-        return attention_of(block.attn, part(block, "ln1"), weights, self.layer_facts(layer))
+    @torch.no_grad()
+    def weights(self, layer: int) -> HeadWeights:
+        """Weights of the heads of one layer, grouped keys expanded, at least float32."""
+        return self._weights(layer)
+
+    def _weights(self, layer: int) -> HeadWeights:
+        """:meth:`weights`, through which gradients reach the parameters."""
+        block = self._model.blocks[index(layer, len(self._model.blocks), "layer")]
+        return head_weights(part(block, "attn"), f"block {layer} of {self.name}")
+
+    def _attention(self, layer: int, like: Tensor, tables: Tensor | None = None) -> Attention:
+        """The layer with its tensors as they are now, in dtype and on the device of ``like``, under
+        the rotation of ``tables``."""
+        reading, block = self.layer_facts(layer), self._model.blocks[layer]
+        weights = self._weights(layer).to(like)
+        return attention_of(block.attn, part(block, "ln1"), weights, reading, tables)
 
     @torch.no_grad()
     def attention_norm(self, layer: int) -> NormWeights:
@@ -89,7 +93,7 @@ class Layers:
 
     def _has_sinks(self, layer: int) -> bool:
         """Whether the heads of a layer have one more logit each."""
-        return part(inner(self._runner.attention(layer)), "sinks") is not None
+        return part(inner(self._model.blocks[layer].attn), "sinks") is not None
 
     def key_heads(self, layer: int) -> int:
         """How many heads of keys and values one layer has: fewer than query heads where groups of
@@ -131,19 +135,11 @@ class Layers:
         Raises ``ReconstructionError`` where recomputed queries, keys, scores or patterns are not
         the model's within the reconstruction error.
         """
-        names = self.layer_hooks(layer)
-        # an ActivationCache is no Mapping
-        entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        activations = {name: entries[name] for name in names if name in entries}
         # needed only to verify; some fire after hook_z
         optional = () if verify else ("hook_pattern", "hook_attn_scores", "hook_z")
-        missing = [n for n in names if n not in activations and not n.endswith(optional)]
-        got = f"no {', '.join(missing)}"
-        instead = "model.run_with_cache(tokens) without names_filter"
-        require(not missing, "cache", expected=f"hooks of layer {layer}", got=got, instead=instead)
-        h = activations[names[0]]
-        expected, got = "a batch dimension", describe(h)
-        require(h.dim() == 3, "cache", expected=expected, got=got, instead="remove_batch_dim=False")
+        names = self.layer_hooks(layer)
+        entries = entries_of(cache, [name for name in names if not name.endswith(optional)])
+        activations = {name: entries[name] for name in names if name in entries}
         return self._build(layer, activations, verify=verify)
 
     def _sampled(
@@ -160,34 +156,31 @@ class Layers:
         if verify and torch.is_grad_enabled():
             with torch.no_grad():
                 return self._build(layer, activations, verify=True)
-        prefix, reading = f"blocks.{layer}.attn.", self.layer_facts(layer)
+        prefix, module = f"blocks.{layer}.attn.", self._model.blocks[layer].attn
         h = upcast(activations[f"blocks.{layer}.hook_resid_pre"])
-        module = self._model.blocks[layer].attn
-        attention, length = self._attention(layer, h), h.shape[1]
-        names, heads = (f"blocks.{layer}.{n}" for n in CORE), len(attention.weights.W_Q)
-        q, k, v, z, pattern, scores = (cached(activations, name, heads) for name in names)
+        length, tables = h.shape[1], rotary_tables(module, activations, prefix, h.shape[1])
+        attention = self._attention(layer, h, tables)
+        reading, heads = attention.reading, len(attention.weights.W_Q)
+        q, k, v, z, pattern, scores = (
+            cached(activations, f"blocks.{layer}.{name}", heads) for name in CORE
+        )
         # queries and keys are the model's own where they are not verified
         raw = {w: attention.raw(h, w) if verify or x is None else x for w, x in zip("qk", (q, k))}
-        turn = rotation_of(rotary_tables(module, activations, prefix, length), reading, h)
         masked = activations.get(f"{prefix}hook_attn_scores") if reading.has_scores else None
         allowed = allowed_cells(module, reading, length, self.causal, masked, h)
         scores = None if masked is None else _detached(scores)
-        frozen, bias = frozen_fields(attention, h, raw, turn), None
-        if reading.slopes is not None:
-            own = scores_of(frozen["q"][:1].detach(), frozen["k"][:1].detach(), reading.scale)
-            bias = alibi(own.new_tensor(reading.slopes), own, scores, allowed)
+        frozen = attention.frozen(h, raw)
         view = LayerView(
-            layer=layer,
-            attention=attention,
-            h=h,
+            **vars(attention),
             **frozen,
+            layer=layer,
+            h=h,
             v=v,
             z=_detached(z),
             pattern=_detached(pattern),
             scores=scores,
-            bias=bias,
+            bias=alibi(reading, frozen["q"], frozen["k"], scores, allowed),
             allowed=allowed,
-            turn=turn,
             roundoff=self.roundoff,
             reconstruction=ReconstructionReport(checks={}, scale=0.0),
         )
@@ -197,7 +190,7 @@ class Layers:
         hooks = [n for n in hooked_points(self._model) if n.startswith(f"blocks.{layer}.")]
         acting = f", under hooks at {brief(hooks)}" if hooks else ""
         checks = [(layer, name, *pair) for name, pair in report.checks.items()]
-        require_reconstruction(checks, f"layer {layer} of {self._runner.name}{acting}")
+        require_reconstruction(checks, f"layer {layer} of {self.name}{acting}")
         return replace(view, reconstruction=report)
 
     # ---- passes
@@ -231,18 +224,11 @@ class Layers:
 
         self._stream(tokens, {layer: self.layer_hooks(layer) for layer in layers}, take)
 
-    def _stream(
-        self,
-        tokens: Tensor,
-        names: Mapping[int, Sequence[str]],
-        take: OnLayer,
-        last: str | None = None,
-    ) -> Tensor | None:
+    def _stream(self, tokens: Tensor, names: Mapping[int, Sequence[str]], take: OnLayer) -> None:
         """One forward pass that hands over each layer's activations (``names``) once the layer is
-        done, and lets them go; returns the activation of the hook ``last``."""
+        done, and lets them go."""
         held: dict[str, Tensor] = {}
-        of_layers = [name for of_layer in names.values() for name in of_layer]
-        hooks = {name: keep(held, name) for name in (*of_layers, *([last] if last else []))}
+        hooks = {name: keep(held, name) for of_layer in names.values() for name in of_layer}
 
         def finish(layer: int, record: Hook | None, value: Tensor) -> None:
             take(layer, {name: held.pop(name) for name in names[layer]})
@@ -250,10 +236,9 @@ class Layers:
                 record(value)
 
         for layer in names:
-            end = self._runner.state_hooks[layer + 1]
+            end = self.state_hooks[layer + 1]
             hooks[end] = partial(finish, layer, hooks.get(end))
-        self._runner(tokens, hooks)
-        return held[last] if last else None
+        self.run(tokens, hooks)
 
 
 def _detached(x: Tensor | None) -> Tensor | None:

@@ -41,18 +41,15 @@ def load(
     class cannot hold the model. A file is opened as a result that the library saved.
     """
     require(dtype in DTYPES, "dtype", expected=", ".join(map(str, DTYPES)), got=repr(dtype))
-    try:
+    with _refusing("device", "a device of this machine"):
         device = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        fail("device", expected="a device of this machine", got=f"{device!r} ({error})"[:200])
     if isinstance(model, torch.nn.Module):
         return from_hf(model.to(device=device, dtype=dtype), processed=processed)
     path = Path(model).expanduser()
     if path.is_file():
         return results.load(path)
-    with _refusing(
-        f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
-    ):
+    expected = f"a model with safetensors in {path.name}, or a name that TransformerLens knows"
+    with _refusing("model", expected):
         if path.is_dir() or str(model).startswith(("/", ".", "~")):
             hf, tokenizer, trained = _read(path, dtype)
             options = {"processed": processed, "name": _shown(path), "head_trained": trained}
@@ -67,7 +64,9 @@ def load(
 
 
 @contextlib.contextmanager
-def _refusing(expected: str) -> Iterator[None]:
+def _refusing(
+    what: str, expected: str, error: type[GeometryError] = GeometryError
+) -> Iterator[None]:
     """Say what was expected where a loader raises: each loader, file format and the hub raise
     their own types. Their warnings are not shown."""
     try:
@@ -76,9 +75,9 @@ def _refusing(expected: str) -> Iterator[None]:
             yield
     except GeometryError:
         raise
-    except Exception as error:
-        got = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-        fail("model", expected=expected, got=got)
+    except Exception as raised:
+        got = f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0][:200]}"
+        fail(what, expected=expected, got=got, error=error)
 
 
 @torch.no_grad()
@@ -102,16 +101,10 @@ def from_hf(
     hf_model.config._attn_implementation = "eager"
     ids = torch.arange(3, 11, device=hf_model.device).unsqueeze(0) % hf_model.config.vocab_size
     before = hf_model(ids).logits.double().log_softmax(-1)
-    with warnings.catch_warnings(), TemporaryDirectory() as scratch:
-        # remarks on centring that processing makes
-        warnings.simplefilter("ignore")
+    expected = f"an architecture that TransformerBridge supports, not {architecture}"
+    with TemporaryDirectory() as scratch, _refusing(name, expected, UnsupportedModelError):
         options = {"hf_config": hf_model.config, "tokenizer": _on_disk(tokenizer, scratch)}
-        try:
-            bridge = build_bridge_from_module(hf_model, architecture, **options)
-        except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-            expected = "an architecture that TransformerBridge supports"
-            got = f"{architecture} ({str(error)[:200]})"
-            fail(name, expected=expected, got=got, error=UnsupportedModelError)
+        bridge = build_bridge_from_module(hf_model, architecture, **options)
         if processed:
             bridge.enable_compatibility_mode(disable_warnings=True)
             after = bridge(ids, return_type="logits").double().log_softmax(-1)
@@ -136,7 +129,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         hf_logging.set_verbosity(level)
-        (hf_logging.enable_progress_bar if bars else hf_logging.disable_progress_bar)()
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def _on_disk(tokenizer: Any, directory: str) -> Any:
@@ -162,13 +156,11 @@ def _read(directory: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     import transformers
 
     options = {"local_files_only": True, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(directory, **options)
-    saved = (config.architectures or [""])[0]
-    loader: Any = transformers.AutoModelForCausalLM
-    if saved.startswith("Bert"):
-        loader = transformers.BertForMaskedLM
-    elif not saved.endswith("Model") or saved.endswith("LMHeadModel"):
-        loader = getattr(transformers, saved, loader)
+    saved = (transformers.AutoConfig.from_pretrained(directory, **options).architectures or [""])[0]
+    # a bare decoder (GPT2Model) gets its language model's head, which is tied or counts as missing
+    bare = saved.endswith("Model") and not saved.endswith("LMHeadModel")
+    name = "BertForMaskedLM" if saved.startswith("Bert") else "" if bare else saved
+    loader: Any = getattr(transformers, name, transformers.AutoModelForCausalLM)
     asked = {"dtype": dtype, "attn_implementation": "eager", "use_safetensors": True, **options}
     with quiet():
         model, info = loader.from_pretrained(directory, output_loading_info=True, **asked)
@@ -178,6 +170,6 @@ def _read(directory: Path, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     expected = f"in {directory.name} every weight that its config.json asks for"
     require(not lost, "model", expected=expected, got=f"no {', '.join(sorted(lost)[:4])}")
     files = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    has = any((directory / name).is_file() for name in files)
+    has = any((directory / file).is_file() for file in files)
     load = transformers.AutoTokenizer.from_pretrained
     return model, load(directory, **options) if has else None, not missing

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,27 +38,24 @@ from tl_geometry.models.write_spec import attention_of, writing_of
 Stream = Float[Tensor, "*batch d_model"]
 Hidden = Float[Tensor, "*batch d_mlp"]
 
+_TANH = partial(functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), _TANH),
     "silu": functional.silu,
     "relu": functional.relu,
     # the sigmoid approximation of GELU (Hendrycks & Gimpel 2016)
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu_squared": lambda x: functional.relu(x).square(),
+    "relu2": lambda x: functional.relu(x).square(),
 }
-"""Activations that are tried, by name."""
-CONFIGURED: dict[str, str] = dict.fromkeys(
-    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"
-)
-"""Name in a configuration -> name in :data:`ACTIVATIONS`, where the two differ."""
+"""Activations that are tried, by the names that configurations have for them."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MLPSpec:
-    """The MLP of one block. ``stored_gate`` is what the activation is applied to, ``stored_in`` the
-    other factor, or ``None``; ``before`` is the norm of its input, ``after`` of its output;
-    ``parallel`` says that it reads the stream before attention.
+    """The MLP of one block. ``stored_gate`` gives what the activation ``act`` is applied to,
+    ``stored_in`` the other factor, or ``None``; ``before`` is the norm of its input, ``after`` of
+    its output; ``parallel`` says that it reads the stream before attention.
 
     Matrices are held as the model stores them (``stored_*``), so that a model in half precision has
     no second copy of its MLPs in float32; they are converted at each use."""
@@ -64,7 +63,7 @@ class MLPSpec:
     before: NormWeights
     after: NormWeights
     parallel: bool
-    activation: str
+    act: Callable[[Tensor], Tensor]
     stored_gate: Float[Tensor, "d_model d_mlp"]
     b_gate: Float[Tensor, " d_mlp"]
     stored_in: Float[Tensor, "d_model d_mlp"] | None
@@ -76,10 +75,6 @@ class MLPSpec:
     def W_out(self) -> Float[Tensor, "d_mlp d_model"]:
         """The matrix behind the activation."""
         return self.stored_out.to(self.b_gate)
-
-    def act(self, x: Tensor) -> Tensor:
-        """The activation."""
-        return ACTIVATIONS[self.activation](x)
 
     def hidden(self, x: Stream) -> tuple[Hidden, Hidden | None]:
         """What the activation is applied to, and the other factor, of a normed input."""
@@ -161,7 +156,9 @@ def _infer(view: ModelView, layer: int) -> MLPSpec | MLPModule | None:
         read = h if candidate.parallel else h + attention
         return float((candidate.apply(read) - output).abs().max())
 
-    for candidates in (_matrices(view, block, h), _modules(view, block, h)):
+    around = _surroundings(view, block, h)
+    modules = (MLPModule(**norms, module=block.mlp) for norms in around)
+    for candidates in (_matrices(view, block, h), modules):
         tried = ((candidate, error(candidate)) for candidate in candidates)
         best, least = nearest(chain([(None, torch.inf)], tried), enough=rounding)
         # two products of matrices and an activation round more than one product; 1e-5 is for
@@ -190,18 +187,15 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
     biases = [(b_in, b_out)]
     if gated:  # HookedTransformer adds b_in after the product of gate and input
         biases.append((torch.zeros_like(b_in), b_out + b_in @ W_out.to(h)))
-    # what the configuration calls the activation is tried first, and believed only if it fits
-    configured = str(getattr(view._model.cfg, "act_fn", ""))
-    configured = CONFIGURED.get(configured, configured)
-    activations = sorted(ACTIVATIONS, key=lambda name: name != configured)
-    for activation, (before, after, parallel), (b_in, b_out) in product(
-        activations, _surroundings(view, block, h), biases
-    ):
+    # what the configuration calls the activation is tried first, and believed only if it fits;
+    # each function once
+    first = ACTIVATIONS.get(str(getattr(view._model.cfg, "act_fn", "")), functional.gelu)
+    activations = dict.fromkeys([first, *ACTIVATIONS.values()])
+    ways = product(activations, _surroundings(view, block, h), biases)
+    for act, norms, (b_in, b_out) in ways:
         yield MLPSpec(
-            before=before,
-            after=after,
-            parallel=parallel,
-            activation=activation,
+            **norms,
+            act=act,
             stored_gate=(W_gate if gated else W_in).detach(),
             b_gate=bias("b_gate", width) if gated else b_in,
             stored_in=W_in.detach() if gated else None,
@@ -211,20 +205,11 @@ def _matrices(view: ModelView, block: object, h: Tensor) -> Iterator[MLPSpec]:
         )
 
 
-def _modules(view: ModelView, block: object, h: Tensor) -> Iterator[MLPModule]:
-    """Readings of an MLP as its own module."""
-    module = part(block, "mlp")
-    for before, after, parallel in _surroundings(view, block, h):
-        yield MLPModule(before=before, after=after, parallel=parallel, module=module)
-
-
-def _surroundings(
-    view: ModelView, block: object, h: Tensor
-) -> Iterator[tuple[NormWeights, NormWeights, bool]]:
-    """Readings of the norms of an MLP's input and of its output, and of what it reads, the
-    likeliest first."""
+def _surroundings(view: ModelView, block: object, h: Tensor) -> Iterator[dict[str, Any]]:
+    """Readings of the norms of an MLP's input and of its output, and of what it reads, by the names
+    that specs have for them, the likeliest first."""
     cfg, like = view._model.cfg, h[0, 0]
     ln1, ln2, post = (norms_of(part(block, n), cfg, like) for n in ("ln1", "ln2", "ln2_post"))
     afters, befores = [*post, no_norm(like), *ln2], [*ln2, *ln1, no_norm(like)]
     for after, parallel, before in product(afters, (False, True), befores):
-        yield before, after, parallel
+        yield {"before": before, "after": after, "parallel": parallel}

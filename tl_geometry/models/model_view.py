@@ -17,9 +17,9 @@ from tl_geometry.models.fingerprint import fingerprint
 from tl_geometry.models.layer_view import LayerHook
 from tl_geometry.models.layers import Layers
 from tl_geometry.models.norms import NormWeights
-from tl_geometry.models.output_head import OutputHead, infer_head, read_head
-from tl_geometry.models.parameters import HeadWeights, part, upcast
-from tl_geometry.models.runner import NOTHING, Hook, brief, collect, hooked_points
+from tl_geometry.models.output_head import OutputHead, infer_head, read_head, unembedding
+from tl_geometry.models.parameters import part, upcast
+from tl_geometry.models.runner import NOTHING, Hook, brief, hooked_points, keep, without_hooks
 
 BEFORE_UNEMBEDDING = ("unembed.hook_in", "ln_final.hook_normalized")
 
@@ -39,8 +39,6 @@ class ModelView(Layers):
     token, often that which ends a text too.
     """
 
-    name: str
-    class_name: str
     library: str
     processed: bool
     fingerprint: str
@@ -56,17 +54,12 @@ class ModelView(Layers):
     device: torch.device
     head_trained: bool
     bos_id: int | None
-    state_hooks: tuple[str, ...]
     pad_id: int | None = None
 
     def __repr__(self) -> str:
         size = f"{self.n_layers} layers, {self.n_heads} heads, d_model {self.d_model}"
         about = f"{self.class_name}, {self.library}, {size}, {self.dtype_name}, on {self.device}"
         return f"ModelView({self.name} ({self.fingerprint}), {about})"
-
-    @property
-    def _layers(self) -> ModelView:  # what circuits reads of the layers
-        return self
 
     def is_of_model(self, other: ModelView) -> bool:
         """Whether two views are of one model object."""
@@ -107,23 +100,6 @@ class ModelView(Layers):
 
     # ---- forward passes
 
-    def run(
-        self,
-        tokens: Tensor,
-        hooks: Mapping[str, Hook] = NOTHING,
-        *,
-        logits: bool = False,
-        forward: Mapping[str, Any] = NOTHING,
-    ) -> Tensor | None:
-        """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
-
-        ``hooks`` maps hook names (:attr:`state_hooks` and the like) to functions of the activation.
-        With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
-        state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
-        fire is an error. ``forward`` are further arguments of the model's forward().
-        """
-        return self._runner(tokens, hooks, logits=logits, forward=forward)
-
     def logits(
         self,
         tokens: Tensor,
@@ -134,7 +110,7 @@ class ModelView(Layers):
     ) -> Float[Tensor, "*batch d_vocab"]:
         """Logits of one forward pass ``[batch position d_vocab]``, at one ``position`` if it is
         given: no other is unembedded, where the model has a hook in front of its unembedding."""
-        points = [n for n in BEFORE_UNEMBEDDING if n in self._model.hook_dict]
+        points = [n for n in BEFORE_UNEMBEDDING if n in self._points]
         early = position is not None and self.causal and points != []
         if early:
             hooks = {**hooks, points[0]: lambda h: h[:, [position]]}
@@ -142,20 +118,11 @@ class ModelView(Layers):
         assert logits is not None
         return logits if position is None or early else logits[:, [position]]
 
-    def activations(self, tokens: Tensor, hooks: Sequence[str]) -> dict[str, Tensor]:
-        """Activations of one forward pass by hook name, detached."""
-        return collect(self.run, tokens, hooks)
-
     def hooked(self) -> tuple[str, ...]:
         """Where user hooks act now."""
         return hooked_points(self._model)
 
     # ---- weights and facts
-
-    @torch.no_grad()
-    def weights(self, layer: int) -> HeadWeights:
-        """Weights of the heads of one layer, grouped keys expanded, at least float32."""
-        return self._runner.weights(layer)
 
     @torch.no_grad()
     def embed(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -165,22 +132,27 @@ class ModelView(Layers):
     @torch.no_grad()
     def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
         """The unembedding matrix, at least float32."""
-        return self._runner.unembed()
+        return unembedding(self._model)[0]
 
     @torch.no_grad()
     def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
         """Bias of the logits, zeros where there is none."""
-        return self._runner.unembed_bias()
+        return unembedding(self._model)[1]
 
     @torch.no_grad()
     def output_head(self) -> OutputHead | None:
-        """Final norm, unembedding, bias and soft cap, verified against the model's logits; ``None``
-        where the output is not a linear readout of a norm of the last state."""
+        """Final norm, unembedding, bias and soft cap, verified against the model's logits of four
+        random tokens; ``None`` where the output is not a linear readout of a norm of the last
+        state."""
         if "head" not in self._found:
-            self._found["head"] = infer_head(self._runner)
+            generator, states = torch.Generator().manual_seed(1), {}
+            ids, last = torch.randint(0, self.d_vocab, (1, 4), generator=generator), "last"
+            with without_hooks(self._model):
+                logits = self.logits(ids, {self.state_hooks[-1]: keep(states, last)})
+            self._found["head"] = infer_head(self._model, self.unembed(), logits, states[last])
         like = next(iter(self._model.parameters())).new_empty(self.d_model)
         reading = self._found["head"]
-        return None if reading is None else read_head(self._runner, reading, like)
+        return None if reading is None else read_head(self._model, reading, like)
 
     def final_norm(self) -> NormWeights | None:
         """The norm of :meth:`output_head`."""

@@ -1,17 +1,11 @@
-"""What a model predicts next while hooks edit it; measures of an edit's effect on the output call
-these."""
+"""For which models measures of the output mean something, and how many rows of logits one pass
+takes; measures of an edit's effect on the output call these."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.runner import Hook
 
 ELEMENTS = 2**27
 """Logits of one forward pass, at most (0.5 GiB in float32)."""
@@ -33,16 +27,3 @@ def output_batch(view: ModelView, positions: int, *, all_positions: bool) -> int
     """Rows of one forward pass whose logits are wanted, at all ``positions`` or at one."""
     fit = ELEMENTS // (view.d_vocab * (positions if all_positions else 1))
     return max(1, min(default_batch(positions, view.device), fit))
-
-
-def log_probabilities(
-    view: ModelView,
-    tokens: Int[Tensor, "batch position"],
-    hooks: Mapping[str, Hook],
-    *,
-    position: int | None = -1,
-) -> Float[Tensor, "*batch d_vocab"]:
-    """Log-probabilities of the next token after ``position`` (after every position for ``None``),
-    float64 for one position."""
-    logits = view.logits(tokens, hooks, position)
-    return (logits.float() if position is None else logits[:, 0].double()).log_softmax(-1)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.models.norms import NormReading, NormWeights, norm_readings, read_norm
-from tl_geometry.models.parameters import Parameters, part, upcast
+from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
-from tl_geometry.models.runner import Runner, keep, without_hooks
 from tl_geometry.models.softmax import soft_cap
 
 LogProbabilities = Float[Tensor, "*batch d_vocab"]
@@ -54,21 +53,16 @@ class HeadReading(NamedTuple):
 
 
 @torch.no_grad()
-def infer_head(runner: Runner) -> HeadReading | None:
-    """The reading that reproduces the model's logits of four random tokens, ``None`` where none
+def infer_head(
+    model: Any, W_U: Tensor, logits: LogProbabilities, h: Float[Tensor, "*batch d_model"]
+) -> HeadReading | None:
+    """The reading that gives the model's ``logits`` of the last states ``h``, ``None`` where none
     does."""
-    model, last = runner.model, runner.state_hooks[-1]
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, int(model.cfg.d_vocab), (1, 4), generator=generator)
-    states: dict[str, Tensor] = {}
-    with without_hooks(model):
-        logits = runner(ids, {last: keep(states, last)}, logits=True)
-    h = states[last].double()
-    if logits is None or runner.unembed().shape[0] != h.shape[-1]:
+    if W_U.shape[0] != h.shape[-1]:
         return None
-    config = getattr(part(model, "original_model"), "config", None)
+    config, exact = getattr(part(model, "original_model"), "config", None), logits.double()
     cap = part(config, "final_logit_softcapping") or part(model.cfg, "output_logits_soft_cap")
-    cap, exact = float(cap) if cap and float(cap) > 0 else None, logits.double()
+    cap = float(cap) if cap and float(cap) > 0 else None
     # float64 here, the model's dtype there. The largest logit stands in for the absolute sum behind
     # it, hence 1000 times the bound; 1e-4 is for logits near zero. Another norm is off by far more
     u = unit_roundoff(logits.dtype)
@@ -77,21 +71,26 @@ def infer_head(runner: Runner) -> HeadReading | None:
     factors = dict.fromkeys((1.0, float(part(config, "logit_scale") or 1)))
     readings = norm_readings(part(model, "ln_final"), model.cfg)
     options = [HeadReading(norm, f, cap) for norm, f in itertools.product(readings, factors)]
-    errors = (read_head(runner, option, h).logits(h) - exact for option in options)
-    pairs = ((option, float(error.abs().max())) for option, error in zip(options, errors))
+    heads = (read_head(model, option, h.double()) for option in options)
+    errors = (float((head.logits(h.double()) - exact).abs().max()) for head in heads)
     # in half precision several norms lie within the bound: the nearest is taken
-    best, least = nearest(pairs, enough=bound if u <= 2**-24 else 0.0)
+    best, least = nearest(zip(options, errors), enough=bound if u <= 2**-24 else 0.0)
     return best if least <= bound else None
 
 
-def read_head(parameters: Parameters, reading: HeadReading, like: Tensor) -> OutputHead:
+def unembedding(model: Any) -> tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, " d_vocab"]]:
+    """Matrix and bias (zeros where there is none) of the unembedding, at least float32."""
+    W_U, bias = upcast(model.W_U), part(model, "b_U")
+    return W_U, W_U.new_zeros(W_U.shape[-1]) if bias is None else upcast(bias)
+
+
+def read_head(model: Any, reading: HeadReading, like: Tensor) -> OutputHead:
     """The output head by one reading, its norm in the dtype of ``like [... d_model]``."""
-    W_U, bias = parameters.unembed(), parameters.unembed_bias()
+    (W_U, bias), module = unembedding(model), part(model, "ln_final")
     if reading.factor != 1:
         W_U, bias = W_U * reading.factor, bias * reading.factor
-    module: Any = part(parameters.model, "ln_final")
-    flat = like.reshape(-1, like.shape[-1])[0]
-    return OutputHead(read_norm(module, reading.norm, upcast(flat)), W_U, bias, reading.softcap)
+    norm = read_norm(module, reading.norm, upcast(like).reshape(-1, like.shape[-1])[0])
+    return OutputHead(norm, W_U, bias, reading.softcap)
 
 
 def token_losses(

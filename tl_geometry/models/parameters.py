@@ -1,17 +1,18 @@
-"""The weights of a model of any class in TransformerLens order: grouped keys expanded, absent
-biases zero, all at least float32."""
+"""The modules of a model of any class, and the weights of its heads in TransformerLens order:
+grouped keys expanded, absent biases zero, all at least float32."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from tl_geometry.base.checks import describe, index
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
+from tl_geometry.base.checks import describe
+from tl_geometry.base.errors import UnsupportedModelError, require
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,59 +57,39 @@ def inner(module: Any) -> Any:
     return part(module, "original_component") or module
 
 
-@dataclass(eq=False)
-class Parameters:
-    """Reads weights from one model."""
+def modules_of(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, by its name without the wrappers of bridges, in the order of
+    ``named_modules``, which takes ten times as long for the 2,000 modules of a bridge."""
+    stack, seen = [("", getattr(model, "original_model", None) or model)], set()
+    while stack:
+        name, module = stack.pop()
+        if module not in seen:
+            seen.add(module)
+            yield name.replace("_original_component.", ""), module
+            inside = [(f"{name}{n}.", m) for n, m in module._modules.items() if m is not None]
+            stack += reversed(inside)
 
-    model: Any
-    class_name: str
-    name: str
 
-    @property
-    def bridge(self) -> bool:
-        """Whether the model is a TransformerBridge."""
-        return self.class_name == "TransformerBridge"
+def head_weights(attn: Any, name: str) -> HeadWeights:
+    """The weights of an attention module; ``name`` is what messages call it.
 
-    def block(self, layer: int) -> Any:
-        """Block ``layer`` of the model."""
-        return self.model.blocks[index(layer, len(self.model.blocks), "layer")]
+    Raises ``UnsupportedModelError`` where it has no W_Q and W_K (state-space and latent attention).
+    """
+    W_Q = part(attn, "W_Q")
+    expected, got = "attention with W_Q [head d_model d_head]", describe(W_Q)
+    fits, kind = getattr(W_Q, "ndim", 0) == 3, UnsupportedModelError
+    require(fits, name, expected=expected, got=got, instead="another model", error=kind)
+    W_Q, W_O = upcast(W_Q), upcast(attn.W_O)
 
-    def attention(self, layer: int) -> Any:
-        """The attention module of a block, or an error by name."""
-        attn = part(self.block(layer), "attn")
-        if attn is None or part(attn, "W_Q") is None:
-            what, expected = f"block {layer} of {self.name}", "attention with W_Q and W_K"
-            instead = "another model (state-space and latent attention are not supported)"
-            fail(what, expected=expected, got="none", instead=instead, error=UnsupportedModelError)
-        return attn
+    def of_heads(name: str, width: int = 0) -> Tensor:
+        """Weights or biases of all heads, zeros where there are none."""
+        value = part(attn, name)
+        value = W_Q.new_zeros(len(W_Q), width) if value is None else upcast(value)
+        groups = len(W_Q) // len(value)
+        return value if groups == 1 else value.repeat_interleave(groups, 0)
 
-    def weights(self, layer: int) -> HeadWeights:
-        """Head weights of one layer."""
-        attn = self.attention(layer)
-        W_Q, W_O = upcast(attn.W_Q), upcast(attn.W_O)
-        fits, got = W_Q.dim() == 3 and W_O.dim() == 3, describe(W_Q)
-        what, expected = f"block {layer} of {self.name}", "W_Q [head d_model d_head]"
-        require(fits, what, expected=expected, got=got, error=UnsupportedModelError)
-
-        def of_heads(name: str, width: int = 0) -> Tensor:
-            """Weights or biases of all heads, zeros where there are none."""
-            value = part(attn, name)
-            value = W_Q.new_zeros(len(W_Q), width) if value is None else upcast(value)
-            groups = len(W_Q) // len(value)
-            return value if groups == 1 else value.repeat_interleave(groups, 0)
-
-        W = {"Q": W_Q, "K": of_heads("W_K"), "V": of_heads("W_V")}
-        b = {f"b_{w}": of_heads(f"b_{w}", matrix.shape[-1]) for w, matrix in W.items()}
-        b_O = part(attn, "b_O")
-        b["b_O"] = W_O.new_zeros(W_O.shape[-1]) if b_O is None else upcast(b_O)
-        return HeadWeights(W_Q=W_Q, W_K=W["K"], W_V=W["V"], W_O=W_O, **b)
-
-    def unembed(self) -> Float[Tensor, "d_model d_vocab"]:
-        """Unembedding matrix."""
-        return upcast(self.model.W_U)
-
-    def unembed_bias(self) -> Float[Tensor, " d_vocab"]:
-        """Bias of the output logits, zeros where there is none."""
-        owner = self.model if self.bridge else part(self.model, "unembed")
-        value, W_U = part(owner, "b_U"), self.unembed()
-        return W_U.new_zeros(W_U.shape[-1]) if value is None else upcast(value)
+    W = {"Q": W_Q, "K": of_heads("W_K"), "V": of_heads("W_V")}
+    b = {f"b_{w}": of_heads(f"b_{w}", matrix.shape[-1]) for w, matrix in W.items()}
+    b_O = part(attn, "b_O")
+    b["b_O"] = W_O.new_zeros(W_O.shape[-1]) if b_O is None else upcast(b_O)
+    return HeadWeights(W_Q=W_Q, W_K=W["K"], W_V=W["V"], W_O=W_O, **b)

@@ -9,10 +9,10 @@ verified against a probe, one forward pass over a few random tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.models.fingerprint import fingerprint, head_trained, loader_facts, weights_of
 from tl_geometry.models.layers import CORE, TABLES
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.parameters import part
-from tl_geometry.models.runner import (
-    Runner,
-    brief,
-    collect,
-    require_full_precision,
-    without_hooks,
-)
+from tl_geometry.models.runner import Runner, brief, without_hooks
 from tl_geometry.models.states import AFTER, BEFORE, state_hooks
 
 SIZES = ("n_heads", "d_model", "d_head", "d_vocab", "n_ctx")
@@ -57,15 +51,11 @@ def class_of(model: Any) -> str:
     """The TransformerLens class behind a model object, or an error that says what would help."""
     names = {c.__name__ for c in type(model).__mro__}
     class_name = next((name for name in CLASS_NAMES if name in names), None)
-    if class_name is None or len(getattr(model, "blocks", ())) == 0:
-        instead = "a model loaded with TransformerLens, or tl_geometry.load(model)"
-        if hasattr(model, "_orig_mod"):
-            instead = "the model that torch.compile was given, model._orig_mod: hooks act there"
-        elif "HookedEncoder" in names:
-            instead = "the same checkpoint as a TransformerBridge"
-        expected, got = f"{' or '.join(CLASS_NAMES)} with blocks", type(model).__name__
-        fail("model", expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    return class_name
+    fits, got = class_name is not None and len(getattr(model, "blocks", ())) > 0, type(model)
+    expected = f"{' or '.join(CLASS_NAMES)} with blocks"
+    instead, kind = "a TransformerLens model, or tl_geometry.load(model)", UnsupportedModelError
+    require(fits, "model", expected=expected, got=got.__name__, instead=instead, error=kind)
+    return str(class_name)
 
 
 def view(model: Any) -> ModelView:
@@ -83,39 +73,38 @@ def view(model: Any) -> ModelView:
     """
     if isinstance(model, ModelView):
         now = view(model._model)
-        if (now.fingerprint, now.device) != (model.fingerprint, model.device):
-            return now
+        same = (now.fingerprint, now.device) == (model.fingerprint, model.device)
         # what the model object itself does not say stays as it is in the view
-        return dataclasses.replace(model, bos_id=now.bos_id, pad_id=now.pad_id)
-    class_name = class_of(model)
-    cfg, parameter = model.cfg, next(iter(model.parameters()))
+        return replace(model, bos_id=now.bos_id, pad_id=now.pad_id) if same else now
+    class_name, cfg, parameter = class_of(model), model.cfg, next(iter(model.parameters()))
     hooks, name = state_hooks(len(model.blocks)), loader_facts(model).get("name") or _name(model)
+    run = Runner(name=name, class_name=class_name, state_hooks=hooks, _model=model)
     digits = fingerprint(model)
-    run = Runner(model, class_name, name, hooks)
-    require_full_precision(parameter.device, name)
     probe, made_of = _PROBES.get(model), (digits, parameter.device)
     if probe is None or probe.made_of != made_of:
-        probe = _PROBES[model] = _probe(model, name, run, made_of)
-    normalization, sizes = cfg.normalization_type, {name: int(getattr(cfg, name)) for name in SIZES}
-    pad = getattr(getattr(model, "tokenizer", None), "pad_token_id", None)
+        probe = _PROBES[model] = _probe(run, made_of)
+    norm, tokenizer = cfg.normalization_type, getattr(model, "tokenizer", None)
+    cls, bos, pad = (getattr(tokenizer, f"{n}_token_id", None) for n in ("cls", "bos", "pad"))
+    # HookedTransformer calls its norms LNPre or RMSPre where weights were folded
+    folded = class_name == "HookedTransformer" and str(norm).endswith("Pre")
     return ModelView(
         name=name,
         class_name=class_name,
+        state_hooks=hooks,
+        _model=model,
         library=f"transformer_lens {_library_version()}",
-        processed=_processed(model, class_name),
+        processed=folded or bool(getattr(model, "_weights_processed", False)),
         fingerprint=digits,
         n_layers=len(model.blocks),
-        **sizes,
+        **{size: int(getattr(cfg, size)) for size in SIZES},
         causal=probe.causal,
         position=str(getattr(cfg, "positional_embedding_type", None) or "none"),
-        norm=None if normalization is None else str(normalization).removesuffix("Pre"),
+        norm=None if norm is None else str(norm).removesuffix("Pre"),
         dtype=parameter.dtype,
         device=parameter.device,
         head_trained=head_trained(model),
-        bos_id=_bos_id(model),
-        state_hooks=hooks,
-        pad_id=None if pad is None else int(pad),
-        _runner=run,
+        bos_id=bos if cls is None else cls,
+        pad_id=pad,
         _probe=probe.activations,
         _found=probe.found,
     )
@@ -125,48 +114,33 @@ _library_version = cache(partial(importlib.metadata.version, "transformer-lens")
 """TransformerLens's version, which is read from a file of its installation."""
 
 
-def _probe(model: Any, name: str, run: Runner, made_of: tuple[str, torch.device]) -> Probe:
+def _probe(run: Runner, made_of: tuple[str, torch.device]) -> Probe:
     """Run the model on random tokens, without user hooks, and check what every other number
     relies on."""
-    # the least element is NaN where any is, and takes no memory. HookedTransformer keeps a position
-    # table that ALiBi does not use, and never fills it
-    alibi = getattr(model.cfg, "positional_embedding_type", "") == "alibi"
-    unused = "pos_embed.W_pos" if alibi else ""
-    named = [(n, p) for n, p in model.named_parameters() if n != unused and p.numel()]
-    bad = [n for n, p in named if bool(p.detach().amin().isnan())]
-    what, got = f"weights of {name}", f"NaN in {brief(bad)}"
+    model, states = run._model, run.state_hooks
+    # the least element is NaN where any is, and takes no memory
+    bad = [n for n, p in weights_of(model).items() if p.numel() and bool(p.amin().isnan())]
+    what, got = f"weights of {run.name}", f"NaN in {brief(bad)}"
     require(not bad, what, expected="numbers", got=got, error=UnsupportedModelError)
-    states, length = run.state_hooks, min(PROBE_LENGTH, int(model.cfg.n_ctx))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, int(model.cfg.d_vocab), (PROBE_BATCH, length), generator=generator)
+    shape, generator = (PROBE_BATCH, min(PROBE_LENGTH, int(model.cfg.n_ctx))), torch.Generator()
+    ids = torch.randint(0, int(model.cfg.d_vocab), shape, generator=generator.manual_seed(0))
     ends = [h.replace(BEFORE, AFTER) for h in states[:-1]]
     attending = [l for l, block in enumerate(model.blocks) if part(block, "attn") is not None]
     inside = [f"blocks.{l}.{h}" for l in attending for h in (*CORE, *TABLES)]
-    wanted = [*states, *ends, *(h for h in inside if run.has(h))]
-    try:
-        with without_hooks(model):
-            activations = collect(run, ids, list(dict.fromkeys(wanted)))
-    except RuntimeError as error:
-        expected, got = "a model that runs in its dtype", str(error).splitlines()[0][:160]
-        fail(name, expected=expected, got=got, error=UnsupportedModelError)
+    wanted = dict.fromkeys([*states, *ends, *(h for h in inside if h in run._points)])
+    with without_hooks(model):
+        activations = run.activations(ids, wanted)
     # a model spread over several devices hands the stream on
     pairs = [(activations[end].cpu(), activations[h].cpu()) for end, h in zip(ends, states[1:])]
     broken = [l for l, (end, start) in enumerate(pairs) if not torch.equal(end, start)]
     expected = "one residual stream, the output of block l the input of block l+1"
     got = f"another stream after blocks {broken[:8]} of {type(model).__name__}"
-    what = f"states of {name}"
+    what = f"states of {run.name}"
     require(not broken, what, expected=expected, got=got, error=UnsupportedModelError)
     patterns = [p for h, p in activations.items() if h.endswith("attn.hook_pattern")]
     # a single position cannot tell, and counts as bidirectional
-    causal = length > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
+    causal = shape[1] > 1 and all(bool((p.triu(1) == 0).all()) for p in patterns)
     return Probe(made_of, activations, causal, {})
-
-
-def _processed(model: Any, class_name: str) -> bool:
-    """Whether weights were folded; HookedTransformer then calls its norms LNPre or RMSPre."""
-    if class_name == "TransformerBridge":
-        return bool(getattr(model, "_weights_processed", False))
-    return str(model.cfg.normalization_type).endswith("Pre")
 
 
 def _name(model: Any) -> str:
@@ -176,13 +150,6 @@ def _name(model: Any) -> str:
     placeholders = (None, "", "external", "custom")
     name = next((str(n) for n in names if n not in placeholders), type(model).__name__)
     return Path(name).name if name.startswith(("/", ".", "~")) else name
-
-
-def _bos_id(model: Any) -> int | None:
-    """The token that begins a text: BERT's CLS, otherwise BOS."""
-    tokenizer = getattr(model, "tokenizer", None)
-    ids = [getattr(tokenizer, f"{which}_token_id", None) for which in ("cls", "bos")]
-    return next((int(i) for i in ids if i is not None), None)
 
 
 as_view = view

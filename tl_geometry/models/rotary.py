@@ -34,13 +34,11 @@ class RotaryPlanes:
     """Which plane each coordinate of a head lies in, and how fast each plane turns.
 
     ``plane[e]`` is the plane of coordinate e, ``theta[m]`` its frequency in radians per token, in
-    the order of the pairs; what is not turned is the last plane, of frequency zero. ``amplitude``
-    is the size of the tables (YaRN's is not one).
+    the order of the pairs; what is not turned is the last plane, of frequency zero.
     """
 
     plane: Int[Tensor, " d_head"]
     theta: Float[Tensor, " plane"]
-    amplitude: float = 1.0
 
     @property
     def wavelength(self) -> Float[Tensor, " plane"]:
@@ -102,4 +100,4 @@ def planes_of_tables(
     plane = torch.full((d_head,), still, dtype=torch.int64)
     plane[:d_rot] = torch.where(turned, number, still)[pair]
     rest = [0.0] if bool((plane == still).any()) else []
-    return RotaryPlanes(plane, torch.cat([theta[turned], theta.new_tensor(rest)]), size)
+    return RotaryPlanes(plane, torch.cat([theta[turned], theta.new_tensor(rest)]))

@@ -10,9 +10,18 @@ state is needed, a hook at that state ends the pass by a private exception (:cla
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -21,8 +30,8 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from tl_geometry.base.checks import describe
-from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.models.parameters import Parameters
+from tl_geometry.base.errors import UnsupportedModelError, require
+from tl_geometry.models.parameters import modules_of, part
 
 Hook = Callable[[Tensor], Tensor | None]
 """Called with an activation; a tensor returned takes its place, ``None`` leaves it."""
@@ -46,43 +55,41 @@ class Stop(Exception):
     """Raised by the last hook once everything that was asked for has been seen."""
 
 
-@dataclass(eq=False)
-class Runner(Parameters):
-    """Runs one model; the callable behind :meth:`tl_geometry.models.model_view.ModelView.run`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Runner:
+    """Runs one model: the base of :class:`~tl_geometry.models.model_view.ModelView`. ``state_hooks[s]`` is the
+    hook of state s."""
 
-    ``state_hooks[s]`` is the hook of state s; ``points`` are the hook points by name, ``kwargs``
-    further arguments of the model's forward().
-    """
-
+    name: str
+    class_name: str
     state_hooks: tuple[str, ...]
-    points: dict[str, Any] = field(default_factory=dict)
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    _model: Any
 
-    def __post_init__(self) -> None:
-        original = getattr(self.model, "original_model", None)
-        taken = {} if original is None else inspect.signature(original.forward).parameters
-        # else transformers keeps the keys and values of every layer
-        self.kwargs = {"use_cache": False} if "use_cache" in taken else {}
+    @cached_property
+    def _points(self) -> Mapping[str, Any]:
+        """The hook points by name."""
+        return self._model.hook_dict
 
-    def has(self, name: str) -> bool:
-        """Whether the model has a hook of that name."""
-        if name not in self.points:
-            self.points = dict(self.model.hook_dict)
-        return name in self.points
-
-    def __call__(
+    def run(
         self,
         tokens: Tensor,
-        hooks: Mapping[str, Hook],
+        hooks: Mapping[str, Hook] = NOTHING,
         *,
         logits: bool = False,
         forward: Mapping[str, Any] = NOTHING,
     ) -> Tensor | None:
-        ids, fired, last = self.checked(tokens), set(), self._last_state(hooks, logits)
+        """Run the model once over ``tokens [batch position]`` in evaluation mode without gradients.
+
+        ``hooks`` maps hook names (``state_hooks`` and the like) to functions of the activation.
+        With ``logits`` the logits are returned, otherwise ``None``, and the pass ends at the last
+        state that is hooked. Hooks are removed afterwards, also on exceptions; a hook that did not
+        fire is an error. ``forward`` are further arguments of the model's forward().
+        """
+        ids, last = self.checked(tokens), self._last_state(hooks, logits)
         adding = [*hooks.items(), *([] if last is None else [(self.state_hooks[last], _stop)])]
-        known = {name: name for name, _ in adding if self.has(name)}
-        require_points(known, hooks, self.name, self.class_name)
-        handles = [(self.points[name], self._add(name, hook, fired)) for name, hook in adding]
+        require_points(self._points, dict(adding), self)
+        fired: set[str] = set()
+        handles = [(self._points[name], self._add(name, hook, fired)) for name, hook in adding]
         try:
             with torch.no_grad():
                 out = self._forward(ids, logits, forward)
@@ -91,18 +98,24 @@ class Runner(Parameters):
         finally:
             for point, handle in handles:
                 take_away(point, handle)
-        if silent := sorted(set(hooks) - fired):
-            expected, got = "each to fire in a forward pass", f"silent: {', '.join(silent)}"
-            what, instead = f"hooks of {self.name}", "another TransformerLens class for this model"
-            fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+        silent, expected = sorted(set(hooks) - fired), "each to fire in a forward pass"
+        what, got = f"hooks of {self.name}", f"silent: {', '.join(silent)}"
+        instead, kind = "another TransformerLens class for this model", UnsupportedModelError
+        require(not silent, what, expected=expected, got=got, instead=instead, error=kind)
         return out
+
+    def activations(self, tokens: Tensor, hooks: Iterable[str]) -> dict[str, Tensor]:
+        """Activations of one forward pass by hook name, detached."""
+        held: dict[str, Tensor] = {}
+        self.run(tokens, {name: keep(held, name) for name in hooks})
+        return held
 
     def checked(self, tokens: Tensor) -> Tensor:
         """The ids on the model's device, if the model can be run on them now. All of them are
         attended to: nothing is padding."""
-        cfg, device = self.model.cfg, next(iter(self.model.parameters())).device
+        cfg, device = self._model.cfg, next(iter(self._model.parameters())).device
         require_full_precision(device, self.name)
-        training = training_module(self.model)
+        training = training_module(self._model)
         got, instead = f"training mode ({training})", "model.eval()"
         require(not training, self.name, expected="evaluation mode", got=got, instead=instead)
         ids = isinstance(tokens, Tensor) and tokens.dim() == 2 and not tokens.is_floating_point()
@@ -118,12 +131,14 @@ class Runner(Parameters):
 
     def _forward(self, ids: Tensor, logits: bool, forward: Mapping[str, Any]) -> Tensor | None:
         """Call the model; the logits, where they are asked for."""
-        given, tokenizer = {**self.kwargs, **forward}, getattr(self.model, "tokenizer", None)
-        hooked = self.class_name == "HookedTransformer"
-        if hooked and getattr(tokenizer, "padding_side", None) == "left":
-            # else it masks ids equal to the pad token, and windows have no padding
+        original, tokenizer = (part(self._model, n) for n in ("original_model", "tokenizer"))
+        given: dict[str, Any] = {}
+        if original is not None and "use_cache" in inspect.signature(original.forward).parameters:
+            given["use_cache"] = False  # else transformers keeps the keys and values of every layer
+        if original is None and part(tokenizer, "padding_side") == "left":
+            # else HookedTransformer masks ids equal to the pad token, and windows have no padding
             given["attention_mask"] = torch.ones_like(ids)
-        out = self.model(ids, return_type="logits" if logits else None, **given)
+        out = self._model(ids, return_type="logits" if logits else None, **{**given, **forward})
         return out if logits else None
 
     def _add(self, name: str, call: Hook, fired: set[str]) -> Any:
@@ -133,7 +148,7 @@ class Runner(Parameters):
             fired.add(name)
             return call(value)
 
-        return put_on(self.points[name], wrapped)
+        return put_on(self._points[name], wrapped)
 
     def _last_state(self, hooks: Mapping[str, Hook], logits: bool) -> int | None:
         """The state after which nothing is needed, ``None`` to run to the end."""
@@ -151,12 +166,10 @@ class Runner(Parameters):
         return len(self.state_hooks) if of_head else 0
 
 
-def require_points(
-    points: Mapping[str, Any], names: Iterable[str], model_name: str, class_name: str
-) -> None:
-    """Raise ``UnsupportedModelError`` for hooks that a model does not have."""
-    missing = ", ".join(name for name in names if name not in points)
-    what, expected, got = f"hooks of {model_name}", f"hooks of this {class_name}", f"no {missing}"
+def require_points(points: Container[str], names: Iterable[str], model: Any) -> None:
+    """Raise ``UnsupportedModelError`` for hooks that a model (a view or runner of it) has not."""
+    missing, what = ", ".join(n for n in names if n not in points), f"hooks of {model.name}"
+    expected, got = f"hooks of this {model.class_name}", f"no {missing}"
     require(not missing, what, expected=expected, got=got, error=UnsupportedModelError)
 
 
@@ -177,26 +190,16 @@ def _stop(value: Tensor) -> None:
     raise Stop
 
 
-def collect(run: Callable[..., Any], tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Activations of one forward pass by hook name, detached."""
-    activations: dict[str, Tensor] = {}
-    run(tokens, {name: keep(activations, name) for name in names})
-    return activations
-
-
 # ---- the state of model and machine
 
 
 def training_module(model: Any) -> str:
     """A module in training mode by name, or an empty string: dropout, layerdrop and router jitter
     act there. HookedTransformer is loaded in training mode and has none of these."""
-    original = getattr(model, "original_model", None)
-    # a bridge shows its own modules, not all of those that it wraps
-    roots = [model] if original is None else [original, model]
-    modules = ((n, m) for root in roots for n, m in root.named_modules() if m.training)
-    if original is None:
-        modules = ((n, m) for n, m in modules if isinstance(m, _DropoutNd) and m.p)
-    return next((n or type(m).__name__ for n, m in modules), "")
+    modules = [(n, m) for n, m in [("", model), *modules_of(model)] if m.training]
+    if not hasattr(model, "original_model"):
+        modules = [(n, m) for n, m in modules if isinstance(m, _DropoutNd) and m.p]
+    return next((n.rstrip(".") or type(m).__name__ for n, m in modules), "")
 
 
 def require_full_precision(device: torch.device, name: str) -> None:

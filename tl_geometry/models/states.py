@@ -3,13 +3,14 @@ holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.models.runner import brief
 
@@ -37,21 +38,30 @@ def other_states(setting: Callable[[str], Any], state: int) -> list[str]:
     return [f"{name}={hook}" for name, hook in named.items() if hook not in (None, *of_state)]
 
 
+def entries_of(cache: Any, names: Sequence[str]) -> Mapping[str, Tensor]:
+    """The activations that a cache (a TransformerLens ``ActivationCache``, which is no mapping, or
+    any mapping) holds by hook name.
+
+    Raises ``GeometryError`` where one of ``names``, the first of which is of the stream, was not
+    cached (``names_filter``), or the batch dimension was removed.
+    """
+    entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
+    got, instead = brief([n for n in names if n not in entries]), "model.run_with_cache(tokens)"
+    expected = "the activations of all hooks that are read"
+    require(not got, "cache", expected=expected, got=f"no {got}", instead=instead)
+    h, expected = entries[names[0]], "a batch dimension"
+    fits, instead = h.dim() == 3 and getattr(cache, "has_batch_dim", True), "remove_batch_dim=False"
+    require(fits, "cache", expected=expected, got=describe(h), instead=instead)
+    return entries
+
+
 def states_from_cache(cache: Any) -> Float[Tensor, "state batch position d_model"]:
     """All residual stream states of a TransformerLens ``ActivationCache``, 0 to n_layers.
 
-    Raises ``GeometryError`` when a state was not cached (``names_filter``) or the batch dimension
-    was removed.
+    Raises ``GeometryError`` as :func:`entries_of` does.
     """
     entries, model = getattr(cache, "cache_dict", cache), getattr(cache, "model", None)
     cached = [int(h.split(".")[1]) for h in entries if h.endswith(f".{BEFORE}")]
     names = state_hooks(len(model.blocks) if model is not None else 1 + max(cached, default=0))
-    missing = [h for h in names if h not in entries]
-    got = f"no {brief(missing)}"
-    instead = "model.run_with_cache(tokens) without names_filter, or decompose(model, tokens)"
-    require(not missing, "cache", expected="every residual stream state", got=got, instead=instead)
-    states = [entries[h] for h in names]
-    fits = states[0].dim() == 3 and getattr(cache, "has_batch_dim", True)
-    got = f"states of shape {tuple(states[0].shape)}"
-    require(fits, "cache", expected="a batch dimension", got=got, instead="remove_batch_dim=False")
+    states = [entries_of(cache, names)[h] for h in names]
     return torch.stack([s.to(states[0].device) for s in states])

@@ -3,7 +3,7 @@ users and the command line run it first."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ def check_model(model: ModelLike) -> ModelReport:
     view = as_view(model)
     weights = "processed" if view.processed else "as trained"
     size = f"{view.n_layers} layers, {view.n_heads} heads, d_model {view.d_model}"
+    states = f"{view.n_layers + 1}, last {view.state_hooks[-1]}"
+    verified = "verified, state l+1 is the output of block l"
     facts = {
         "model": f"{view.name} ({view.fingerprint})",
         "class": f"{view.class_name}, {view.library}",
@@ -63,8 +65,7 @@ def check_model(model: ModelLike) -> ModelReport:
         "text": "tokenizer" if view.has_tokenizer else "token ids only",
     }
     rows: list[Row] = [(name, value, "supported") for name, value in facts.items()]
-    states = f"{view.n_layers + 1}, last {view.state_hooks[-1]}"
-    rows.insert(-1, ("states", states, "verified, state l+1 is the output of block l"))
+    rows.insert(-1, ("states", states, verified))
     rows.append(_head(view))
     generator, shape = torch.Generator().manual_seed(0), (2, min(16, view.n_ctx))
     tokens = torch.randint(0, view.d_vocab, shape, generator=generator)
@@ -81,11 +82,13 @@ def check_model(model: ModelLike) -> ModelReport:
 
 def _head(view: ModelView) -> Row:
     """The row of the output head."""
-    norm = view.final_norm() if view.head_trained else None
-    if not view.head_trained:
-        return "output head", "newly initialised", "refused for every output-based measure"
+    norm, refused = (
+        view.final_norm() if view.head_trained else None,
+        "refused for effects on logits",
+    )
     if norm is None:
-        return "output head", "not one norm and one linear map", "refused for effects on logits"
+        found = "not one norm and one linear map" if view.head_trained else "newly initialised"
+        return "output head", found, refused
     value = f"{norm.norm_type or 'no'} norm, then linear"
     return "output head", value, "verified against the model's logits"
 
@@ -97,22 +100,21 @@ def _scores(view: ModelView, tokens: Tensor) -> list[Row]:
     layers: list[LayerView] = []
     rows: list[Row] = []
     for layer in range(view.n_layers):
-        name, value, verdict = f"scores of layer {layer}", "do not add up", "verified"
+        value, verdict = "do not add up", "verified"
         try:
             view.run_layers(tokens, [layer], layers.append)
             value = f"sizes up to {layers[-1].reconstruction.scale:.3g}"
         except GeometryError as error:
             verdict = f"refused: {error}"
-        rows.append((name, value, verdict))
+        rows.append((f"scores of layer {layer}", value, verdict))
     if not layers:
         return rows
     worst, last = max(layers, key=lambda layer: layer.reconstruction.worst), layers[-1]
     what, error, bound = worst.reconstruction.nearest or ("nothing", 0.0, 0.0)
     h, turn = last.h.cpu().double(), last.turn
-    exact = view._attention(last.layer, h)
-    if turn is not None:
-        turn = turn._replace(cos=turn.cos.to(h), sin=turn.sin.to(h))
-    q, k = (exact.entering(exact.raw(h, which), which, turn) for which in "qk")
+    turn = turn and turn._replace(cos=turn.cos.to(h), sin=turn.sin.to(h))
+    exact = replace(view._attention(last.layer, h), turn=turn)
+    q, k = (exact.entering(exact.raw(h, which), which) for which in "qk")
     gap = scores_of(last.q, last.k, last.scale).cpu() - scores_of(q, k, last.scale)
     # two kinds of arithmetic, each within its bound
     limit = 2 * reconstruction_bound(view.roundoff, last.reconstruction.scale)

@@ -47,18 +47,16 @@ def reinitialized(
     parts: list[nn.Module] = [root] if chosen is None else [root.blocks[i] for i in chosen]
     named = {id(p): (name, p) for part in parts for name, p in part.named_parameters()}
     trained = [(name, p, p.detach().clone()) for name, p in named.values()]
-    if how == "shuffle":
-        # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
-        trained.sort(key=lambda entry: -entry[1].numel())
+    # a bridge's queries, keys and values may be parts of one weight: parts come after the whole
+    trained.sort(key=lambda entry: -entry[1].numel() if how == "shuffle" else 0)
     generator = torch.Generator().manual_seed(seed)
     what = "untrained" if chosen is None else f"blocks {', '.join(map(str, chosen))} untrained"
-    trained_head = chosen is not None and view.head_trained
+    name, head = f"{view.name}, {what} ({how})", chosen is not None and view.head_trained
     try:
         with torch.no_grad():
-            for name, value, old in trained:
-                value.copy_(_redrawn(name, old, how, std, generator))
-        name = f"{view.name}, {what} ({how})"
-        yield dataclasses.replace(as_view(root), name=name, head_trained=trained_head)
+            for leaf, value, old in trained:
+                value.copy_(_redrawn(leaf, old, how, std, generator))
+        yield dataclasses.replace(as_view(root), name=name, head_trained=head)
     finally:
         with torch.no_grad():
             for _, value, old in trained:

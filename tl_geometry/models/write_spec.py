@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.models.model_view import ModelView
-from tl_geometry.models.norms import NormWeights, norms_of
+from tl_geometry.models.norms import NormWeights, no_norm, norms_of
 from tl_geometry.models.parameters import part, upcast
 from tl_geometry.models.reconstruction import nearest, reconstruction_bound
 from tl_geometry.models.runner import without_hooks
@@ -48,7 +48,7 @@ class Writing:
     ``embeddings`` (name, hook), through a norm in some families."""
 
     embeddings: tuple[tuple[str, str], ...]
-    embedding_norm: NormWeights | None
+    embedding_norm: NormWeights
     blocks: tuple[BlockWriting, ...]
     probe: Mapping[str, Tensor]
     """The activations that it was inferred from, which tell how MLPs are read too."""
@@ -99,14 +99,14 @@ def require_decoder(view: ModelView, what: str) -> None:
 def _infer(view: ModelView) -> Writing:
     """:func:`writing_of` from one forward pass over eight tokens."""
     require_decoder(view, f"writers of {view.name}")
-    runner = view._runner
-    embeds = [name for name in EMBED if runner.has(name)]
+    points = view._points
+    embeds = [name for name in EMBED if name in points]
     in_stream = view.position == "standard"  # other schemes add no positions to the stream
-    added = [name for name in POSITION if in_stream and runner.has(name)][:1]
+    added = [name for name in POSITION if in_stream and name in points][:1]
     # attention-only blocks of HookedTransformer have the hook, and no MLP
     has_mlp = [part(block, "mlp") is not None for block in view._model.blocks]
     mlps = [hook if has else None for hook, has in zip(view.mlp_hooks, has_mlp, strict=True)]
-    names = [*runner.state_hooks, *embeds, *added, *view.z_hooks, *(mlp for mlp in mlps if mlp)]
+    names = [*view.state_hooks, *embeds, *added, *view.z_hooks, *(mlp for mlp in mlps if mlp)]
     ids = torch.arange(min(8, view.n_ctx)).unsqueeze(0) % view.d_vocab
     with without_hooks(view._model):
         seen = view.activations(ids, list(dict.fromkeys(names)))
@@ -129,22 +129,20 @@ def _require_sum(view: ModelView, gap: Tensor, h: Tensor, what: str) -> None:
 
 def _embedding(
     view: ModelView, probe: Mapping[str, Tensor], embeds: list[str], added: list[str]
-) -> tuple[tuple[tuple[str, str], ...], NormWeights | None]:
+) -> tuple[tuple[tuple[str, str], ...], NormWeights]:
     """The embeddings that sum to the first state, as many as possible, and the norm behind them."""
     h, model = probe[view.state_hooks[0]], view._model
     module = part(model, "embed_ln") or part(part(model, "embed"), "ln")
-    norms = [None, *norms_of(module, model.cfg, h[0, 0])]
+    norms = [no_norm(h[0, 0]), *norms_of(module, model.cfg, h[0, 0])]
 
-    def gap(hooks: list[str], norm: NormWeights | None) -> Tensor:
-        total = torch.stack([probe[name].expand_as(h) for name in hooks]).sum(0)
-        return (total if norm is None else norm.apply(total)) - h
+    def gap(hooks: list[str], norm: NormWeights) -> Tensor:
+        return norm.apply(sum((probe[name] for name in hooks), torch.zeros_like(h))) - h
 
     counts = range(len(added), -1, -1)
     ways = [([e, *added[:n]], norm) for n, norm, e in product(counts, norms, embeds)]
-    (hooks, norm), _ = nearest(
-        [(([], None), torch.inf), *((way, float(gap(*way).abs().max())) for way in ways)]
-    )
-    _require_sum(view, gap(hooks, norm) if hooks else h, h, "embeddings")
+    tried = ((way, float(gap(*way).abs().max())) for way in ways)
+    (hooks, norm), _ = nearest(chain([(([], norms[0]), torch.inf)], tried))
+    _require_sum(view, gap(hooks, norm), h, "embeddings")
     return tuple(zip(("embed", "pos_embed"), hooks)), norm
 
 

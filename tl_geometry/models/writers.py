@@ -8,8 +8,7 @@ embeddings, heads, MLPs and constants; composition, logits and splits by writer 
 2. A norm behind a write is frozen at its scale: what was written goes through the centring A, the
    gain and 1/s, and the norm's bias joins the constants.
 3. Heads stay factored: z with a scale for each token, and W_O with the centrings and gains of the
-   norms behind it, ``w[b, i, h] = scale[b, i] z[b, i, h] W[h]``. No vector of d_model is held for
-   each head.
+   norms behind it, ``w[b, i, h] = z[b, i, h] W[h]``. No vector of d_model is held for each head.
 4. The parts are added up and compared with the stream.
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +24,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base.checks import choice
-from tl_geometry.base.errors import require
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.parameters import upcast
 from tl_geometry.models.reconstruction import reconstruction_bound, require_reconstruction
-from tl_geometry.models.runner import brief
+from tl_geometry.models.states import entries_of
 from tl_geometry.models.write_spec import Writing, by_head, writing_of
 
 Parts = Float[Tensor, "part batch position d_model"]
@@ -69,25 +66,21 @@ def writer_names(view: ModelView, layer: int, grain: str = "writers") -> tuple[W
     return tuple(writers)
 
 
-@dataclass(eq=False)
-class HeadWrites:
-    """What the heads of one block wrote, in factors: ``scale[b, i] z[b, i, h] W[h]``, with the
-    norms behind the write in ``scale`` and ``W``."""
+class HeadWrites(NamedTuple):
+    """What the heads of one block wrote, in factors: ``z[b, i, h] W[h]``, with the scale of a norm
+    behind the write in ``z``, its centring and gain in ``W``."""
 
     layer: int
     z: Float[Tensor, "batch position head d_head"]
     W: Float[Tensor, "head d_head d_model"]
-    scale: Float[Tensor, "batch position"]
 
     def each(self) -> Float[Tensor, "head batch position d_model"]:
         """Every head's write as a vector of the stream."""
-        scaled = self.z * self.scale[..., None, None]
-        return einsum(scaled, self.W, "b i h e, h e d -> h b i d")
+        return einsum(self.z, self.W, "b i h e, h e d -> h b i d")
 
     def whole(self) -> Float[Tensor, "batch position d_model"]:
         """The sum over heads."""
-        scaled = self.z * self.scale[..., None, None]
-        return einsum(scaled, self.W, "b i h e, h e d -> b i d")
+        return einsum(self.z, self.W, "b i h e, h e d -> b i d")
 
 
 class Written:
@@ -100,23 +93,16 @@ class Written:
     def __init__(
         self, view: ModelView, writing: Writing, activations: Mapping[str, Tensor]
     ) -> None:
-        self.view, self.writing = view, writing
+        self.view, self.writing, norm = view, writing, writing.embedding_norm
         first = upcast(activations["blocks.0.hook_resid_pre"])
-        self.dense = {
-            name: upcast(activations[hook]).to(first).expand_as(first)
-            for name, hook in writing.embeddings
-        }
-        self.constants = torch.zeros_like(first)
+        dense = {name: upcast(activations[hook]).to(first) for name, hook in writing.embeddings}
+        dense = {name: x.expand_as(first) for name, x in dense.items()}
+        scale = norm.scale(torch.stack(list(dense.values())).sum(0))
+        self.dense = {name: _normed(x, norm, scale) for name, x in dense.items()}
+        self.constants = norm.bias.to(first).expand_as(first)
         self.heads: list[HeadWrites] = []
-        # by grain: how many blocks are in, and the tensor of :meth:`kept`
-        self._kept: dict[str, tuple[int, Tensor]] = {}
         # how many blocks :meth:`check` has added up, their sum, and that of absolute values
         self._summed: tuple[int, Tensor, Tensor] | None = None
-        if writing.embedding_norm is not None:
-            norm = writing.embedding_norm
-            scale = norm.scale(torch.stack(list(self.dense.values())).sum(0))
-            self.dense = {name: _normed(x, norm, scale) for name, x in self.dense.items()}
-            self.constants = self.constants + norm.bias.to(first)
 
     @property
     def layer(self) -> int:
@@ -134,12 +120,13 @@ class Written:
         if self.view._has_sinks(layer):  # a sink takes its share of what rows sum to
             pattern = upcast(activations[f"blocks.{layer}.attn.hook_pattern"])
             constant = pattern.sum(-1).mT.to(z).unsqueeze(-1) * value
-        heads = HeadWrites(layer, z - constant, weights.W_O, torch.ones_like(z[..., 0, 0]))
+        heads = HeadWrites(layer, z - constant, weights.W_O)
         rest = einsum(constant, weights.W_O, "b i h e, h e d -> b i d") + weights.b_O
         if block.after_attention is not None:
             norm = block.after_attention
             scale = norm.scale(heads.whole() + rest)
-            heads.W, heads.scale = norm.centre(heads.W) * norm.gain.to(z), heads.scale / scale
+            W = norm.centre(heads.W) * norm.gain.to(z)
+            heads = HeadWrites(layer, heads.z / scale[..., None, None], W)
             rest = _normed(rest, norm, scale) + norm.bias.to(z)
         self.heads.append(heads)
         if block.mlp_hook is not None:
@@ -162,16 +149,16 @@ class Written:
         onto, written = directions.to(self.constants).mT, self._each(lambda x: x)
         written.dense = {name: value @ onto for name, value in self.dense.items()}
         written.constants = self.constants @ onto
-        written.heads = [replace(x, W=x.W @ onto) for x in self.heads]
+        written.heads = [x._replace(W=x.W @ onto) for x in self.heads]
         return written
 
     def _each(self, pick: Callable[[Tensor], Tensor]) -> Written:
         """What was written at some contexts or positions."""
         some = copy(self)
-        some._kept, some._summed = {}, None
+        some._summed = None
         some.dense = {name: pick(value) for name, value in self.dense.items()}
         some.constants = pick(self.constants)
-        some.heads = [replace(x, z=pick(x.z), scale=pick(x.scale)) for x in self.heads]
+        some.heads = [x._replace(z=pick(x.z)) for x in self.heads]
         return some
 
     def names(self, grain: str = "writers") -> tuple[Writer, ...]:
@@ -183,26 +170,9 @@ class Written:
         names = [writer.name for writer in self.names(grain)]
         return dict(zip(names, self.stacked(grain), strict=True))
 
-    def stacked(self, grain: str = "writers", out: Tensor | None = None) -> Parts:
-        """:meth:`parts` as one tensor, written into ``out`` where that is given."""
-        return torch.cat([self._first(), *self._by_blocks(grain)], out=out)
-
-    def kept(self, grain: str, most: int) -> Float[Tensor, "part token d_model"] | None:
-        """:meth:`stacked` with the tokens of all contexts one after another, kept while the stream
-        grows: a block adds what it wrote. ``None`` where the parts of the last state would exceed
-        ``most`` bytes."""
-        parts = len(writer_names(self.view, self.view.n_layers, grain))
-        if parts * self.constants.nbytes > most:
-            return None
-        if grain not in self._kept:
-            self._kept[grain] = 0, self.constants.new_empty(parts, *self.constants.shape)
-        since, stack = self._kept[grain]
-        start, end = len(writer_names(self.view, since, grain)), len(self.names(grain))
-        stack[: len(self.writing.embeddings) + 1] = self._first()
-        if end > start:
-            stack[start:end] = torch.cat(list(self._by_blocks(grain, since)))
-        self._kept[grain] = self.layer, stack
-        return stack[:end].flatten(1, 2)
+    def stacked(self, grain: str = "writers") -> Parts:
+        """:meth:`parts` as one tensor."""
+        return torch.cat([self._first(), *self._by_blocks(grain)])
 
     def _first(self) -> Parts:
         """What was written before the first block, and the constants."""
@@ -243,8 +213,6 @@ def _normed(x: Tensor, norm: NormWeights, scale: Float[Tensor, "batch position"]
 
 OnWritten = Callable[[LayerView, Written], None]
 """Receives a layer, and its input by writers; both are valid during the call only."""
-OnEnd = Callable[[Tensor, Written], None]
-"""Receives the last state, and that by writers."""
 
 
 def run_written(
@@ -255,55 +223,43 @@ def run_written(
     *,
     verify: bool = True,
     sample: tuple[int, OnWritten] | None = None,
-    on_end: OnEnd | None = None,
     cache: Any = None,
 ) -> None:
     """One forward pass over ``tokens [batch position]`` (or a cache of it) that hands over each of
-    ``layers`` with the writers of its input, and, if asked, the last state with its own.
+    ``layers`` with the writers of its input.
 
     With ``verify`` layers are verified as :meth:`ModelView.run_layers` does, and the writers are
     added up and compared with the stream. ``sample`` is a pair (row, function): that context alone
     is verified, by itself in the same pass, and given to the function.
     """
-    writing, wanted = writing_of(view), set(layers)
-    until = view.n_layers if on_end is not None else max(wanted)
+    writing, last = writing_of(view), max(layers)
     written: list[Written] = []
 
     def take(layer: int, activations: Mapping[str, Tensor]) -> None:
         if layer == 0:
             written.append(Written(view, writing, activations))
-        if layer in wanted and sample is not None:
+        if layer in layers and sample is not None:
             one, every = view._sampled(layer, activations, sample[0])
             context = written[0].context(sample[0])
             context.check(one.h, one.roundoff)
             sample[1](one, context)
             on_layer(every, written[0])
-        elif layer in wanted:
+        elif layer in layers:
             every = view.layer(layer, activations, verify=verify)
             if verify:
                 written[0].check(every.h, every.roundoff)
             on_layer(every, written[0])
-        if layer < until:
+        if layer < last:
             written[0].extend(activations)
 
     names: dict[int, list[str]] = {}
-    for layer in range(min(until + 1, view.n_layers)):
-        hooks = view.layer_hooks(layer) if layer in wanted else ()
+    for layer in range(last + 1):
+        hooks = view.layer_hooks(layer) if layer in layers else ()
         sinks = [view.pattern_hooks[layer]] if view._has_sinks(layer) else []
-        names[layer] = list(dict.fromkeys([*hooks, *sinks, *writing.hooks(layer)]))
-    last = view.state_hooks[-1] if on_end is not None else None
+        names[layer] = list(dict.fromkeys([*writing.hooks(layer), *hooks, *sinks]))
     if cache is None:
-        end = view._stream(tokens, names, take, last)
-    else:
-        entries: Mapping[str, Tensor] = getattr(cache, "cache_dict", cache)
-        needed = [name for of_layer in names.values() for name in of_layer] + [last or ""]
-        missing = [name for name in needed if name and name not in entries]
-        got, instead = f"no {brief(missing)}", "model.run_with_cache(tokens), without filter"
-        require(not missing, "cache", expected="hooks of every writer", got=got, instead=instead)
-        for layer, of_layer in names.items():
-            take(layer, {name: entries[name] for name in of_layer})
-        end = None if last is None else entries[last]
-    if on_end is not None and end is not None:
-        if verify:
-            written[0].check(upcast(end), view.roundoff)
-        on_end(upcast(end), written[0])
+        view._stream(tokens, names, take)
+        return
+    entries = entries_of(cache, [name for of_layer in names.values() for name in of_layer])
+    for layer, of_layer in names.items():
+        take(layer, {name: entries[name] for name in of_layer})

@@ -101,7 +101,7 @@ def sizes_and_spreads(
         if bias is not None:
             of_rows = bias[:, rows if bias.shape[1] > 1 else ALL]
             total, size = total + of_rows, size + of_rows.abs()
-        allowed = layer.seen_by(rows)
+        allowed = layer.allowed[rows]
         if compare is not None:
             compare(rows, allowed, total)
         sizes.append(torch.where(allowed, size, 0.0).max())
