@@ -6,7 +6,6 @@ padded."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.results import hash_tokens
-from tl_geometry.corpus.sources import as_tokens, encoded, id_rows, is_text, text_ids
+from tl_geometry.corpus.sources import encoded, read_ids
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -77,11 +75,6 @@ class Prompts:
         """The ids of the counterfactuals of prompts of one length."""
         others = self.counterfactual_ids
         return None if others is None else torch.stack(others)
-
-    @property
-    def token_hash(self) -> str:
-        """Hash of the ids in their order."""
-        return functools.reduce(lambda found, row: hash_tokens(row[None], found), self.ids, "")
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""
@@ -151,10 +144,10 @@ def prompts(
     (2, [2, 2])
     """
     view = as_view(model)
-    spoken, ids, flags = _read(view, texts, prepend_bos)
+    ids, spoken, flags = read_ids(view, texts, prepend_bos)
     other_ids = None
     if counterfactuals is not None:
-        other_ids = _read(view, counterfactuals, prepend_bos)[1]
+        other_ids = read_ids(view, counterfactuals, prepend_bos)[0]
         lengths, got = list(map(len, ids)), list(map(len, other_ids))
         wrong = [i for i, pair in enumerate(zip(lengths, got)) if pair[0] != pair[1]]
         expected = f"{lengths[:8]} tokens, as many as the prompts"
@@ -170,10 +163,10 @@ def prompts(
     copies = len(ids) - len({tuple(r.tolist()) for r in map(torch.cat, zip(ids, other_ids or ids))})
     flags += (f"{copies} of {len(ids)} prompts are copies of others",) if copies else ()
     return Prompts(
-        ids=ids,
+        ids=tuple(ids),
         rows=torch.arange(len(ids)),
         has_bos=view.bos_id is not None and all(int(row[0]) == view.bos_id for row in ids),
-        counterfactual_ids=other_ids,
+        counterfactual_ids=None if other_ids is None else tuple(other_ids),
         answers=tokens[0] if tokens else None,
         others=tokens[1] if len(tokens) > 1 else None,
         positions=names,
@@ -191,23 +184,6 @@ def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
     return given
 
 
-def _read(
-    view: ModelView, given: Any, prepend_bos: bool | None
-) -> tuple[Sequence[str] | None, Rows, tuple[str, ...]]:
-    """The texts (``None`` of ids), the ids of each prompt, and notes."""
-    if is_text(given):
-        texts = [given] if isinstance(given, str) else list(given)
-        rows, notes = text_ids(view, texts, prepend_bos)
-        empty = [i for i, row in enumerate(rows) if not row]
-        require(not empty, "texts", expected="tokens in each prompt", got=f"none in {empty[:8]}")
-        return texts, tuple(map(torch.tensor, rows)), notes
-    several = isinstance(given, list) and len(given) > 0 and hasattr(given[0], "__len__")
-    if several and prepend_bos is None:
-        return None, tuple(row for part in given for row in id_rows(part)), ()
-    windows = as_tokens(view, given, prepend_bos=prepend_bos)
-    return None, tuple(windows.tokens), windows.notes
-
-
 def _each(given: Any, count: int, what: str) -> list[Any]:
     """One value for each of ``count`` prompts, from a list or one for all."""
     given = given.tolist() if isinstance(given, Tensor) else given
@@ -215,6 +191,12 @@ def _each(given: Any, count: int, what: str) -> list[Any]:
     expected = f"one for each of {count} prompts, or one for all"
     require(len(values) == count, what, expected=expected, got=len(values))
     return values
+
+
+def answer_ids(view: ModelView, given: Any, count: int) -> Int[Tensor, " prompt"]:
+    """One token for each of ``count`` prompts, from a list or one for all."""
+    values = _each(list(given) if isinstance(given, tuple) else given, count, "answers")
+    return torch.tensor([_token(view, value) for value in values])
 
 
 def _token(view: ModelView, value: Any) -> int:
@@ -225,11 +207,8 @@ def _token(view: ModelView, value: Any) -> int:
     pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
-    expected, got = (
-        "a text that is one token",
-        f"{value!r}, which is {', '.join(map(repr, pieces))}",
-    )
-    require(known, "answers", expected=expected, got=got, instead="a token id")
+    got, instead = f"{value!r}, which is {', '.join(map(repr, pieces))}", "a token id"
+    require(known, "answers", expected="a text that is one token", got=got, instead=instead)
     return ids[0]
 
 
@@ -242,7 +221,7 @@ def _number(value: Any, length: int, what: str) -> int:
 
 
 def _positions(
-    view: ModelView, name: str, given: Any, texts: Sequence[str] | None, ids: Rows
+    view: ModelView, name: str, given: Any, texts: Sequence[str] | None, ids: Sequence[Tensor]
 ) -> Int[Tensor, " prompt"]:
     """A named position of every prompt: a number, or the token in which a piece of its text
     ends."""

@@ -3,7 +3,7 @@ from .effect_tables import Effects as Effects
 from .effect_tables import effects as effects
 from .head_edits import each as each
 from .head_edits import heads as heads
-from .head_edits import path as path
+from .path_edits import path as path
 from .prompts import Edit as Edit
 from .surrogates import surrogate as surrogate
 from .terms import planes as planes
