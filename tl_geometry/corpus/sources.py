@@ -37,7 +37,7 @@ def as_tokens(
     documents. ``remarks`` of the result count copies, BOS tokens after position 0, and single
     padding tokens at the ends of rows.
 
-    Raises ``GeometryError`` for ragged rows, masks with zeros, and rows that begin or end with two
+    Raises ``GeometryError`` for ragged rows, and for rows that begin or end with two
     or more padding tokens.
 
     >>> from tl_geometry import zoo
@@ -91,24 +91,25 @@ def _remarks(view: ModelView, rows: TokenWindows) -> tuple[str, ...]:
 
 def read_ids(
     view: ModelView, tokens: Any, prepend_bos: bool | None
-) -> tuple[list[Int[Tensor, " position"]], Sequence[str] | None, tuple[str, ...]]:
+) -> tuple[list[Int[Tensor, " _"]], Sequence[str] | None, tuple[str, ...]]:
     """The ids of each row, of any lengths, the texts that they are of (``None`` of ids), and notes.
     Texts get BOS where it was asked for, and never twice."""
     if not is_text(tokens):
         expected, got = "None with token ids (they are never edited)", repr(prepend_bos)
         require(prepend_bos is None, "prepend_bos", expected=expected, got=got)
         known = isinstance(tokens, TokenWindows)
-        return id_rows(tokens.tokens if known else tokens), None, tokens.notes if known else ()
+        rows = list(tokens.tokens) if known else id_rows(tokens)
+        return rows, None, tokens.notes if known else ()
     texts = [tokens] if isinstance(tokens, str) else list(tokens)
     bos = bos_to_prepend(view, prepend_bos)
-    rows, note = [encoded(view, text) for text in texts], ()
+    spoken, begun = [encoded(view, text) for text in texts], 0
     if bos is not None:
-        begun = sum(row[:1] == [bos] for row in rows)
-        note = (f"{begun} of {len(rows)} texts begin with the BOS string: not doubled",)
-        rows, note = [[bos, *without(row, bos)] for row in rows], note if begun else ()
-    empty = [i for i, row in enumerate(rows) if not row]
+        begun = sum(ids[:1] == [bos] for ids in spoken)
+        spoken = [[bos, *without(ids, bos)] for ids in spoken]
+    empty = [i for i, ids in enumerate(spoken) if not ids]
     require(not empty, "texts", expected="tokens in each text", got=f"none in {empty[:8]}")
-    return [torch.tensor(row) for row in rows], texts, note
+    note = f"{begun} of {len(texts)} texts begin with the BOS string: not doubled"
+    return list(map(torch.tensor, spoken)), texts, (note,) if begun else ()
 
 
 def is_text(tokens: Any) -> TypeGuard[str | Sequence[str]]:
@@ -141,7 +142,7 @@ def encoded(view: ModelView, text: str) -> list[int]:
     return view.encode(text)
 
 
-def id_rows(tokens: Any) -> list[Int[Tensor, " position"]]:
+def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
     """Rows of ids in any form but text, copied: a tensor, an array, lists, or an iterable of
     these."""
     given, expected, got = tokens, "integer ids in rows, or texts", describe(tokens)
