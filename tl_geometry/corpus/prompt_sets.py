@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.corpus.sources import encoded, read_ids
+from tl_geometry.corpus.sources import as_tokens, encoded, read_ids
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -144,10 +144,10 @@ def prompts(
     (2, [2, 2])
     """
     view = as_view(model)
-    ids, spoken, flags = read_ids(view, texts, prepend_bos)
+    ids, spoken, flags = _read(view, texts, prepend_bos)
     other_ids = None
     if counterfactuals is not None:
-        other_ids = read_ids(view, counterfactuals, prepend_bos)[0]
+        other_ids = _read(view, counterfactuals, prepend_bos)[0]
         lengths, got = list(map(len, ids)), list(map(len, other_ids))
         wrong = [i for i, pair in enumerate(zip(lengths, got)) if pair[0] != pair[1]]
         expected = f"{lengths[:8]} tokens, as many as the prompts"
@@ -163,10 +163,10 @@ def prompts(
     copies = len(ids) - len({tuple(r.tolist()) for r in map(torch.cat, zip(ids, other_ids or ids))})
     flags += (f"{copies} of {len(ids)} prompts are copies of others",) if copies else ()
     return Prompts(
-        ids=tuple(ids),
+        ids=ids,
         rows=torch.arange(len(ids)),
         has_bos=view.bos_id is not None and all(int(row[0]) == view.bos_id for row in ids),
-        counterfactual_ids=None if other_ids is None else tuple(other_ids),
+        counterfactual_ids=other_ids,
         answers=tokens[0] if tokens else None,
         others=tokens[1] if len(tokens) > 1 else None,
         positions=names,
@@ -182,6 +182,16 @@ def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
     expected, instead = "Prompts that hold all that belongs to them", "corpus.prompts(...)"
     require(not said, "prompts", expected=expected, got=f"{said} beside them", instead=instead)
     return given
+
+
+def _read(
+    view: ModelView, given: Any, prepend_bos: bool | None
+) -> tuple[Rows, Sequence[str] | None, tuple[str, ...]]:
+    """The ids of each prompt, the texts that they are of (``None`` of ids), and notes."""
+    ids, texts, notes = read_ids(view, given, prepend_bos)
+    for length in {len(row) for row in ids} if texts is None else ():
+        as_tokens(view, [row for row in ids if len(row) == length])  # refuses padded rows
+    return tuple(ids), texts, notes
 
 
 def _each(given: Any, count: int, what: str) -> list[Any]:
@@ -221,7 +231,7 @@ def _number(value: Any, length: int, what: str) -> int:
 
 
 def _positions(
-    view: ModelView, name: str, given: Any, texts: Sequence[str] | None, ids: Sequence[Tensor]
+    view: ModelView, name: str, given: Any, texts: Sequence[str] | None, ids: Rows
 ) -> Int[Tensor, " prompt"]:
     """A named position of every prompt: a number, or the token in which a piece of its text
     ends."""

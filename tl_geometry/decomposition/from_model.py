@@ -222,7 +222,8 @@ def _activations(
         instead = "decompose(model, tokens) for token ids"
         require(fits, "activations", expected=expected, got=describe(source), instead=instead)
     else:
-        fits = hasattr(source, "cache_dict") or isinstance(source, Mapping)
+        values = source.values() if isinstance(source, Mapping) else [None]
+        fits = hasattr(source, "cache_dict") or all(isinstance(v, Tensor) for v in values)
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
         require(fits, "activations", expected=expected, got=describe(source), instead=instead)
         h = states_from_cache(source)

@@ -37,8 +37,8 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
     for part in parts:
         theirs, instead = _setting(part), "parts of one model and one setting"
         for name, ours in _setting(first).items():
-            fits, got = ours == theirs[name], theirs[name]
-            require(fits, f"merge: {name}", expected=ours, got=got, instead=instead)
+            fits, got = ours == theirs[name], repr(theirs[name])
+            require(fits, f"merge: {name}", expected=repr(ours), got=got, instead=instead)
     starts = [0, *accumulate(part.contexts for part in parts)]
     shared = _shared(parts)
     flags = [flag for part in parts for flag in part.provenance.flags]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -222,10 +222,10 @@ def effects(
     provenance = view.provenance(known.rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
     fields: dict[str, Any] = {"edits": tuple(given), "metric": name, "clean": clean}
     fields |= {"edited": edited, "controls": found}
+    fields |= {"chance": "0 by chance, with 95% intervals over prompts"}
     bare = Effects(provenance=provenance, names=(), cells=(), **fields)
     names, cells = _table(bare)
-    chance = "0 by chance, with 95% intervals over prompts"
-    return Effects(provenance=provenance, names=names, cells=cells, chance=chance, **fields)
+    return replace(bare, names=names, cells=cells)
 
 
 def _checked(view: ModelView, edits: Any, known: Known) -> dict[str, Edit]:

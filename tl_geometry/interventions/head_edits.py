@@ -228,9 +228,11 @@ def positions_of(wanted: Any, length: int, known: Known | None) -> list[int]:
     several = isinstance(wanted, Iterable) and not isinstance(wanted, str | Tensor)
     found: list[int] = []
     for at in list(wanted) if several else [wanted]:
-        if isinstance(at, str) and known is None:
-            fail("reference", expected=f"prompts that have a position {at!r}", got="none")
-        number = known.rows.position(at) if isinstance(at, str) and known else checks.whole(at)
-        number = length + number if number is not None and number < 0 else number
-        found.append(checks.index(at if number is None else number, length, "position"))
+        if isinstance(at, str):
+            if known is None:
+                fail("reference", expected=f"prompts that have a position {at!r}", got="none")
+            at = known.rows.position(at)
+        number = checks.whole(at)
+        from_end = number is not None and number < 0
+        found.append(checks.index(length + at if from_end else at, length, "position"))
     return found
