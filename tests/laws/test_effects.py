@@ -100,24 +100,6 @@ def test_a_metric_under_edits_is_that_of_passes_inside_them(metric: str) -> None
     assert torch.allclose(small.edited, whole, atol=1e-5)
 
 
-def test_a_mean_is_that_of_all_prompts() -> None:
-    """Whichever prompts a pass is over."""
-    edits = {"one": interventions.heads(model(), "L1H0"), "all": interventions.heads(model())}
-    found = interventions.effects(model(), IDS, edits, batch_size=5)
-    with torch.no_grad():
-        z = model().run_with_cache(IDS)[1]["blocks.1.attn.hook_z"]
-    mean = z.reshape(*z.shape[:2], 4, -1).mean(0)
-
-    def put(value: Tensor, hook: Any) -> Tensor:
-        new = value.reshape(*value.shape[:2], 4, -1).clone()
-        new[:, :, 0] = mean[:, 0]
-        return new.reshape(value.shape)
-
-    with torch.no_grad():
-        out = model().run_with_hooks(IDS, fwd_hooks=[("blocks.1.attn.hook_z", put)])
-    assert float((losses(out) - found.edited[0]).abs().max()) < 1e-5
-
-
 def test_prompts_are_given_to_edits_that_lack_them() -> None:
     names = ["L0H1", "mlp1", "resid1"]
     where: dict[str, Any] = {"positions": "subject"}
