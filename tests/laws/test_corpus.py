@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -165,30 +164,6 @@ def test_a_file_is_its_text(embedded: Any, tmp_path: Path, encoded: Callable[[st
     assert torch.equal(of_file.labels, of_text.labels)
 
 
-def test_what_is_no_text_is_refused(embedded: Any, tmp_path: Path) -> None:
-    good = tlg.zoo.corpus.held_out_documents().texts[0][:4000]
-    for name, content in {
-        "latin.txt": "caf\xe9 ".encode("latin-1") * 99,
-        "wide.txt": good.encode("utf-16"),
-        "rows.jsonl": good.encode(),
-    }.items():
-        path = tmp_path / name
-        path.write_bytes(content)
-        assert refused(lambda path=path: tlg.windows(embedded, path, 16)).what == "texts"
-    (tmp_path / "good.txt").write_text(good)
-    assert len(tlg.windows(embedded, tmp_path / "good.txt", 16))
-    table = pd.DataFrame({"text": [good, good[:900], ""], "n": [1, 2, 3]})
-    stream = iter([good, good])
-    for texts in (table, stream, tmp_path, tmp_path / "absent", [1, 2], 3, None, [], "short"):
-        assert refused(lambda texts=texts: tlg.windows(embedded, texts, 16)).what == "texts"
-    some = table["text"][table["n"] > 1]  # a series whose index does not begin with 0
-    assert torch.equal(
-        tlg.windows(embedded, some, 16).tokens, tlg.windows(embedded, good[:900], 16).tokens
-    )
-    lone = good[:100] + "\ud800" + good[100:]
-    assert refused(lambda: tlg.windows(embedded, lone, 16)).what == "texts"
-
-
 def large_text(first: int = 0, last: int = 140_000) -> str:
     """Seven million characters, every line another."""
     lines = (
@@ -243,81 +218,15 @@ def refilled() -> Iterator[torch.Tensor]:
         yield buffer
 
 
-def loader(**options: Any) -> Any:
-    from torch.utils.data import DataLoader, TensorDataset
-
-    return DataLoader(TensorDataset(ROWS), batch_size=2, **options)
-
-
-FORMS: dict[str, Callable[[], Any]] = {
-    "tensor": lambda: ROWS,
-    "int32": lambda: ROWS.int(),
-    "array": lambda: ROWS.numpy(),
-    "big-endian": lambda: ROWS.numpy().astype(">i4"),
-    "uint16": lambda: ROWS.numpy().astype(np.uint16),
-    "lists": lambda: ROWS.tolist(),
-    "tuples": lambda: tuple(map(tuple, ROWS.tolist())),
-    "list of tensors": lambda: list(ROWS),
-    "batches": lambda: iter(ROWS.split(2)),
-    "rows": lambda: iter(ROWS),
-    "refilled buffer": refilled,
-    "arrays": lambda: (row.numpy() for row in ROWS),
-    "mapping": lambda: {"input_ids": ROWS, "attention_mask": torch.ones_like(ROWS)},
-    "mappings": lambda: [{"input_ids": row} for row in ROWS],
-    "loader": loader,
-    "windows": lambda: TokenWindows(tokens=ROWS, has_bos=False, corpus="mine"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_ids_are_taken_in_every_form(model: Any, form: str) -> None:
-    found = as_tokens(model, FORMS[form]())
-    assert torch.equal(found.tokens, ROWS)
-    assert found.tokens.dtype == torch.int64
-    assert found.has_bos is False
-    assert found.flags == ()
-
-
-def transposed() -> Any:
-    """What the default collate of torch makes of lists: a tensor for each position."""
-    from torch.utils.data import DataLoader
-
-    return DataLoader([{"input_ids": row} for row in ROWS.tolist()], batch_size=3)  # type: ignore[arg-type]
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "ragged": (lambda: [[5, 6], [7]], "tokens"),
-    "ragged tensors": (lambda: [ROWS[0], ROWS[1, :2]], "tokens"),
-    "ragged texts": (lambda: ["w4 w5", "w6"], "tokens"),
-    "floats": (lambda: ROWS.float(), "tokens"),
-    "truth values": (lambda: ROWS > 9, "tokens"),
-    "masked": (lambda: np.ma.masked_equal(ROWS.numpy(), 6), "tokens"),
-    "three axes": (lambda: ROWS[None], "tokens"),
-    "nothing": (list, "tokens"),
-    "no contexts": (lambda: ROWS[:0], "tokens"),
-    "a number": (lambda: 5, "tokens"),
-    "none": (lambda: None, "tokens"),
-    "a path": (lambda: Path("ids.npy"), "tokens"),
-    "a sparse tensor": (lambda: ROWS.to_sparse(), "tokens"),
-    "a text among ids": (lambda: [[5, 6], "w7"], "tokens"),
-    "another mapping": (lambda: {"ids": ROWS}, "ids"),
-    "a cache": (lambda: {"blocks.0.hook_resid_pre": ROWS.float()}, "blocks.0.hook_resid_pre"),
-    "collated by column": (transposed, "tokens"),
-    "a mask with zeros": (
-        lambda: {"input_ids": ROWS, "attention_mask": ROWS > 5},
-        "attention_mask",
-    ),
-    "position ids": (lambda: {"input_ids": ROWS, "position_ids": ROWS}, "position_ids"),
-    "an empty text": (lambda: [""], "tokens"),
-}
-
-
-@pytest.mark.parametrize("form", REFUSED)
-def test_what_are_no_rows_of_ids_is_refused(model: Any, form: str) -> None:
-    given, what = REFUSED[form]
-    bos = {"prepend_bos": False} if form in ("ragged texts", "an empty text") else {}
-    assert refused(lambda: as_tokens(model, given(), **bos)).what == what
-    assert refused(lambda: as_tokens(model, ROWS, prepend_bos=True)).what == "prepend_bos"
+def test_ids_are_copied_as_they_come(model: Any) -> None:
+    """Whatever their type, also out of a buffer that is filled again."""
+    for ids in (refilled(), ROWS.numpy().astype(">i4"), ROWS.tolist(), iter(ROWS.split(2))):
+        found = as_tokens(model, ids)
+        assert torch.equal(found.tokens, ROWS)
+        assert (found.tokens.dtype, found.has_bos, found.flags) == (torch.int64, False, ())
+    masked = np.ma.masked_equal(ROWS.numpy(), 6)
+    for wrong in (masked, {"input_ids": ROWS}, [ROWS[0], ROWS[1, :2]]):
+        assert refused(lambda wrong=wrong: as_tokens(model, wrong)).what == "tokens"
 
 
 def test_a_text_and_a_row_are_one_context(model: Any) -> None:
@@ -403,29 +312,6 @@ def test_windows_are_chosen_as_tensors_are(data: st.DataObject) -> None:
     assert rows.token_hash != rows[[0] * n].token_hash or n == 1
 
 
-@given(
-    contexts=st.integers(1, 40),
-    length=st.integers(1, 9),
-    size=st.one_of(st.none(), st.integers(1, 9)),
-    cuts=st.sets(st.integers(1, 39)),
-)
-def test_batches_cover_all_contexts_and_cross_no_border(
-    contexts: int, length: int, size: int | None, cuts: set[int]
-) -> None:
-    borders = sorted(c for c in cuts if c < contexts)
-    found = list(
-        batches(contexts, length, device=torch.device("cpu"), batch_size=size, borders=borders)
-    )
-    assert [c for at in found for c in range(at.start, at.stop)] == list(range(contexts))
-    assert all(at.stop - at.start <= (size or 4096 // length) for at in found)
-    assert not any(at.start < border < at.stop for at in found for border in borders)
-    if size is None:  # no smaller than they must be
-        assert len(found) == len(borders) + 1
-    for wrong in (0, -1):
-        call = lambda size=wrong: list(batches(3, 4, device=torch.device("cpu"), batch_size=size))
-        assert refused(call).what == "batch_size"
-
-
 # ---- prompts -------------------------------------------------------------------------------------
 
 
@@ -480,15 +366,6 @@ def test_texts_and_ids_are_one_thing(model: Any) -> None:
         assert refused(call).what in ("texts", "tokens", "prepend_bos")
 
 
-def test_one_pair_of_prompts(model: Any) -> None:
-    pair = prompts(model, "w4 w5", counterfactuals="w4 w6", answers=("w7", "w8"))
-    assert pair.counterfactuals is not None
-    assert pair.counterfactuals.tolist() == [[BOS, 4, 6]]
-    assert (pair.answers, pair.others) == (torch.tensor([7]), torch.tensor([8]))
-    assert pair.has_bos
-    assert len(list(pair.groups())) == 1
-
-
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -505,30 +382,6 @@ def test_answers_are_given_for_each_prompt_or_for_all(
     found = prompts(model, ["w4 w5", "w6"], answers=answers)
     got = tuple(None if x is None else x.tolist() for x in (found.answers, found.others))
     assert got == expected
-
-
-def test_what_does_not_belong_to_a_prompt_is_refused_by_name(model: Any, embedded: Any) -> None:
-    texts = ["w4 w5", "w6"]
-    wrong: dict[str, dict[str, Any]] = {
-        "answers": {"answers": ["w7", "w8", "w9"]},
-        "counterfactuals": {"counterfactuals": ["w4 w5", "w6 w7"]},
-        "position 'x' of prompt 1": {"positions": {"x": 1}},
-        "x": {"positions": {"x": [1, 1, 1]}},
-    }
-    for what, options in wrong.items():
-        call = lambda options=options: prompts(model, texts, prepend_bos=False, **options)
-        assert refused(call).what == what
-    uneven = lambda: prompts(model, texts, counterfactuals=["w4 w5", "w6 w7"], prepend_bos=False)
-    assert "prompt 1" in str(refused(uneven))
-    assert (
-        refused(lambda: prompts(model, texts, counterfactuals=["w4 w5"])).what == "counterfactuals"
-    )
-    for value in (True, 1.0, -1, "w4 w5", "w99"):  # two tokens, and an unknown word
-        assert refused(lambda value=value: prompts(model, texts, answers=value)).what == "answers"
-    pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
-    assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
-    fits = prompts(model, texts, answers=["w7", "w8"], counterfactuals=["w4 w7", "w8"])
-    assert len(fits) == 2
 
 
 def test_positions_are_found_by_text(embedded: Any) -> None:
@@ -565,9 +418,16 @@ def test_a_rendered_chat_template_gets_no_second_bos(embedded: Any) -> None:
     assert not prompts(embedded, body, prepend_bos=False, **options).has_bos
 
 
-def test_copies_of_prompts_are_said(model: Any) -> None:
+def test_the_prompt_at_fault_is_named(model: Any, embedded: Any) -> None:
+    two = ["w4 w5", "w6"]
+    uneven = lambda: prompts(model, two, counterfactuals=["w4 w5", "w6 w7"], prepend_bos=False)
+    assert "prompt 1" in str(refused(uneven))
+    beyond = lambda: prompts(model, two, positions={"x": 1}, prepend_bos=False)
+    assert refused(beyond).what == "position 'x' of prompt 1"
+    assert prompts(model, two, positions={"x": 1}, prepend_bos=True).at("x").tolist() == [1, 1]
+    pieces = refused(lambda: prompts(embedded, "def f", answers=" self.x"))
+    assert "' self', '.x'" in str(pieces) or "' self', '.', 'x'" in str(pieces)
     assert prompts(model, ["w4", "w5", "w4"]).flags == ("1 of 3 prompts are copies of others",)
-    assert prompts(model, ["w4", "w5"]).flags == ()
     assert isinstance(prompts(model, ["w4"])[0], Prompts)
 
 

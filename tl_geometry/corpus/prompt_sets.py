@@ -6,7 +6,6 @@ padded."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from tl_geometry.base.checks import index, whole
 from tl_geometry.base.errors import choice, fail, require
-from tl_geometry.base.results import hash_tokens
-from tl_geometry.corpus.sources import as_tokens, encoded, id_rows, is_text, text_ids
+from tl_geometry.corpus.sources import as_tokens, encoded, read_ids
 from tl_geometry.corpus.token_windows import TokenWindows
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
@@ -77,11 +75,6 @@ class Prompts:
         """The ids of the counterfactuals of prompts of one length."""
         others = self.counterfactual_ids
         return None if others is None else torch.stack(others)
-
-    @property
-    def token_hash(self) -> str:
-        """Hash of the ids in their order."""
-        return functools.reduce(lambda found, row: hash_tokens(row[None], found), self.ids, "")
 
     def __getitem__(self, chosen: Any) -> Prompts:
         """The chosen prompts (a number, a slice, numbers), with all that belongs to them."""
@@ -151,10 +144,10 @@ def prompts(
     (2, [2, 2])
     """
     view = as_view(model)
-    spoken, ids, flags = _read(view, texts, prepend_bos)
+    ids, spoken, flags = _read(view, texts, prepend_bos)
     other_ids = None
     if counterfactuals is not None:
-        other_ids = _read(view, counterfactuals, prepend_bos)[1]
+        other_ids = _read(view, counterfactuals, prepend_bos)[0]
         lengths, got = list(map(len, ids)), list(map(len, other_ids))
         wrong = [i for i, pair in enumerate(zip(lengths, got)) if pair[0] != pair[1]]
         expected = f"{lengths[:8]} tokens, as many as the prompts"
@@ -193,19 +186,12 @@ def as_prompts(model: ModelLike, given: Any, **options: Any) -> Prompts:
 
 def _read(
     view: ModelView, given: Any, prepend_bos: bool | None
-) -> tuple[Sequence[str] | None, Rows, tuple[str, ...]]:
-    """The texts (``None`` of ids), the ids of each prompt, and notes."""
-    if is_text(given):
-        texts = [given] if isinstance(given, str) else list(given)
-        rows, notes = text_ids(view, texts, prepend_bos)
-        empty = [i for i, row in enumerate(rows) if not row]
-        require(not empty, "texts", expected="tokens in each prompt", got=f"none in {empty[:8]}")
-        return texts, tuple(map(torch.tensor, rows)), notes
-    several = isinstance(given, list) and len(given) > 0 and hasattr(given[0], "__len__")
-    if several and prepend_bos is None:
-        return None, tuple(row for part in given for row in id_rows(part)), ()
-    windows = as_tokens(view, given, prepend_bos=prepend_bos)
-    return None, tuple(windows.tokens), windows.notes
+) -> tuple[Rows, Sequence[str] | None, tuple[str, ...]]:
+    """The ids of each prompt, the texts that they are of (``None`` of ids), and notes."""
+    ids, texts, notes = read_ids(view, given, prepend_bos)
+    for length in {len(row) for row in ids} if texts is None else ():
+        as_tokens(view, [row for row in ids if len(row) == length])  # refuses padded rows
+    return tuple(ids), texts, notes
 
 
 def _each(given: Any, count: int, what: str) -> list[Any]:
@@ -217,6 +203,12 @@ def _each(given: Any, count: int, what: str) -> list[Any]:
     return values
 
 
+def answer_ids(view: ModelView, given: Any, count: int) -> Int[Tensor, " prompt"]:
+    """One token for each of ``count`` prompts, from a list or one for all."""
+    values = _each(list(given) if isinstance(given, tuple) else given, count, "answers")
+    return torch.tensor([_token(view, value) for value in values])
+
+
 def _token(view: ModelView, value: Any) -> int:
     """The id of a token, given as an id or as a text that is one token."""
     if not isinstance(value, str):
@@ -225,11 +217,8 @@ def _token(view: ModelView, value: Any) -> int:
     pieces = view.decode(ids) if ids else ["no token"]
     # the text itself, not the token that stands for unknown words
     known = len(ids) == 1 and pieces[0].strip().casefold() == value.strip().casefold()
-    expected, got = (
-        "a text that is one token",
-        f"{value!r}, which is {', '.join(map(repr, pieces))}",
-    )
-    require(known, "answers", expected=expected, got=got, instead="a token id")
+    got, instead = f"{value!r}, which is {', '.join(map(repr, pieces))}", "a token id"
+    require(known, "answers", expected="a text that is one token", got=got, instead=instead)
     return ids[0]
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -20,7 +19,6 @@ from tl_geometry.base.checks import describe, holds_integers, whole
 from tl_geometry.base.errors import require
 from tl_geometry.base.results import row_hashes
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows, begins_with_bos
-from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -39,7 +37,7 @@ def as_tokens(
     documents. ``remarks`` of the result count copies, BOS tokens after position 0, and single
     padding tokens at the ends of rows.
 
-    Raises ``GeometryError`` for ragged rows, masks with zeros, and rows that begin or end with two
+    Raises ``GeometryError`` for ragged rows, and for rows that begin or end with two
     or more padding tokens.
 
     >>> from tl_geometry import zoo
@@ -48,15 +46,14 @@ def as_tokens(
     (True, [[5, 7]])
     """
     view, about = as_view(model), dict[str, Any]()
-    if is_text(tokens):
-        ids, notes = text_ids(view, [tokens] if isinstance(tokens, str) else tokens, prepend_bos)
-        rows = TokenWindows(tokens=id_rows(ids), has_bos=False, corpus="prompt", notes=notes)
-    else:
-        expected, got = "None with token ids (they are never edited)", repr(prepend_bos)
-        require(prepend_bos is None, "prepend_bos", expected=expected, got=got)
-        given: Any = tokens.as_windows() if hasattr(tokens, "as_windows") else tokens
-        known = isinstance(given, TokenWindows)
-        rows = given if known else TokenWindows(tokens=id_rows(given), has_bos=False)
+    rows: Any = tokens.as_windows() if hasattr(tokens, "as_windows") else tokens
+    ids, texts, notes = read_ids(view, rows, prepend_bos)
+    if not isinstance(rows, TokenWindows):
+        lengths, expected = sorted({len(row) for row in ids}), "rows of one length"
+        got = f"rows of {lengths[:8]} tokens"
+        require(len(lengths) == 1, "tokens", expected=expected, got=got, instead=UNEQUAL)
+        corpus = "tokens" if texts is None else "prompt"
+        rows = TokenWindows(tokens=torch.stack(ids), has_bos=False, corpus=corpus, notes=notes)
     low, high = (int(end) for end in rows.tokens.aminmax())
     expected, fits = f"ids from 0 to {view.d_vocab - 1}", 0 <= low <= high < view.d_vocab
     require(fits, "tokens", expected=expected, got=f"{low} to {high}")
@@ -89,26 +86,36 @@ def _remarks(view: ModelView, rows: TokenWindows) -> tuple[str, ...]:
     return tuple(remark for remark, count in counted.items() if count)
 
 
-# ---- text
+# ---- text and ids
+
+
+def read_ids(
+    view: ModelView, tokens: Any, prepend_bos: bool | None
+) -> tuple[list[Int[Tensor, " _"]], Sequence[str] | None, tuple[str, ...]]:
+    """The ids of each row, of any lengths, the texts that they are of (``None`` of ids), and notes.
+    Texts get BOS where it was asked for, and never twice."""
+    if not is_text(tokens):
+        expected, got = "None with token ids (they are never edited)", repr(prepend_bos)
+        require(prepend_bos is None, "prepend_bos", expected=expected, got=got)
+        known = isinstance(tokens, TokenWindows)
+        rows = list(tokens.tokens) if known else id_rows(tokens)
+        return rows, None, tokens.notes if known else ()
+    texts = [tokens] if isinstance(tokens, str) else list(tokens)
+    bos = bos_to_prepend(view, prepend_bos)
+    spoken, begun = [encoded(view, text) for text in texts], 0
+    if bos is not None:
+        begun = sum(ids[:1] == [bos] for ids in spoken)
+        spoken = [[bos, *without(ids, bos)] for ids in spoken]
+    empty = [i for i, ids in enumerate(spoken) if not ids]
+    require(not empty, "texts", expected="tokens in each text", got=f"none in {empty[:8]}")
+    note = f"{begun} of {len(texts)} texts begin with the BOS string: not doubled"
+    return list(map(torch.tensor, spoken)), texts, (note,) if begun else ()
 
 
 def is_text(tokens: Any) -> TypeGuard[str | Sequence[str]]:
     """Whether tokens are a text, or a list of texts and nothing else."""
     several = isinstance(tokens, list | tuple) and len(tokens) > 0
     return isinstance(tokens, str) or (several and all(isinstance(t, str) for t in tokens))
-
-
-def text_ids(
-    view: ModelView, texts: Sequence[str], prepend_bos: bool | None
-) -> tuple[list[list[int]], tuple[str, ...]]:
-    """The ids of texts, with BOS where it was asked for and never twice, and a note."""
-    bos = bos_to_prepend(view, prepend_bos)
-    rows = [encoded(view, text) for text in texts]
-    if bos is None:
-        return rows, ()
-    begun = sum(row[:1] == [bos] for row in rows)
-    note = f"{begun} of {len(rows)} texts begin with the BOS string: not doubled"
-    return [[bos, *without(row, bos)] for row in rows], (note,) if begun else ()
 
 
 def without(row: list[int], bos: int) -> list[int]:
@@ -135,54 +142,23 @@ def encoded(view: ModelView, text: str) -> list[int]:
     return view.encode(text)
 
 
-# ---- ids
-
-
-def id_rows(tokens: Any) -> Int[Tensor, "context position"]:
-    """Ids in any form but text as rows of one length, copied: a tensor, an array, lists, what a
-    tokenizer returns, or an iterable of these."""
-    given = _unpacked(tokens) if isinstance(tokens, Mapping) else tokens
-    expected, got = "integer ids in rows of one length, windows or texts", describe(tokens)
+def id_rows(tokens: Any) -> list[Int[Tensor, " _"]]:
+    """Rows of ids in any form but text, copied: a tensor, an array, lists, or an iterable of
+    these."""
+    given, expected, got = tokens, "integer ids in rows, or texts", describe(tokens)
     row = isinstance(given, list | tuple) and len(given) > 0 and whole(given[0]) is not None
-    if row or isinstance(given, Tensor | np.ndarray):
-        ids = given if isinstance(given, Tensor) else np.asarray(given)
-        if isinstance(ids, np.ndarray):
-            plain = ids.dtype.kind in "iu" and not isinstance(given, np.ma.MaskedArray)
-            ids = torch.from_numpy(ids.astype(np.int64)) if plain else torch.empty(0)
-        fits = holds_integers(ids) and ids.dim() in (1, 2) and ids.numel() > 0
+    if row or isinstance(given, np.ndarray):
+        array = np.asarray(given)
+        plain = array.dtype.kind in "iu" and not isinstance(given, np.ma.MaskedArray)
+        given = torch.from_numpy(array.astype(np.int64)) if plain else torch.empty(0)
+    if isinstance(given, Tensor):
+        fits = holds_integers(given) and given.dim() in (1, 2) and given.numel() > 0
         require(fits, "tokens", expected=expected, got=got, instead=UNEQUAL)
-        return torch.atleast_2d(ids).to("cpu", torch.int64, copy=True)
-    several = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-    rows = [id_rows(item) for item in given] if several else []
-    lengths = sorted({row.shape[1] for row in rows})
-    got = f"rows of {lengths[:8]} tokens" if rows else got
-    require(len(lengths) == 1, "tokens", expected=expected, got=got, instead=UNEQUAL)
-    return torch.cat(rows)
-
-
-def _unpacked(item: Mapping[str, Any]) -> Any:
-    """The ids of what a tokenizer returns, if nothing stands beside them but a mask of ones."""
-    beside = [str(name) for name in item if name not in ("input_ids", "attention_mask")]
-    expected, instead = "ids alone, or with a mask of ones", 'rows["input_ids"]'
-    alone = "input_ids" in item and not beside
-    require(
-        alone, ", ".join(beside[:4]) or "tokens", expected=expected, got="more", instead=instead
-    )
-    padding = sum(int((np.asarray(row) != 1).sum()) for row in item.get("attention_mask", ()))
-    got = f"{padding} zeros"
-    require(not padding, "attention_mask", expected=expected, got=got, instead=UNEQUAL)
-    # the default collation of torch makes a tensor for each position of lists of ids
-    by_column = isinstance(item["input_ids"], list) and isinstance(item["input_ids"][0], Tensor)
-    require(not by_column, "tokens", expected="ids in rows", got="ids by position")
-    return item["input_ids"]
-
-
-def is_cache(source: Any) -> bool:
-    """Whether something is an activation cache: the object, or the plain dictionary that
-    TransformerLens can return instead."""
-    values = source.items() if isinstance(source, Mapping) else ()
-    names = [str(name) for name, value in values if isinstance(value, Tensor)]
-    return hasattr(source, "cache_dict") or any(re.search(r"(^|\.)hook_", n) for n in names)
+        return list(torch.atleast_2d(given).to("cpu", torch.int64, copy=True))
+    several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    rows = [row for item in given for row in id_rows(item)] if several else []
+    require(rows, "tokens", expected=expected, got=got, instead=UNEQUAL)
+    return rows
 
 
 def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | None, tuple[str, ...]]:
@@ -198,30 +174,9 @@ def label_ids(labels: Any, contexts: int) -> tuple[Int[Tensor, " context"] | Non
     values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else labels
     fits = isinstance(values, list | tuple) and len(values) == contexts
     named = fits and all(isinstance(value, str) for value in values)
-    fits = named or (fits and all((whole(v) or 0) >= 0 and whole(v) is not None for v in values))
+    fits = named or (fits and all(whole(v) is not None and v >= 0 for v in values))
     expected = f"a name or a number, 0 or more, for each of {contexts} contexts"
     require(fits, "labels", expected=expected, got=describe(labels))
     order = list(dict.fromkeys(values)) if named else sorted(set(map(int, values)))
-    number = {value: i for i, value in enumerate(order)}
-    dense = order == list(range(len(order)))
+    number, dense = {value: i for i, value in enumerate(order)}, order == list(range(len(order)))
     return torch.tensor([number[v] for v in values]), () if dense else tuple(map(str, order))
-
-
-def batches(
-    contexts: int,
-    length: int,
-    *,
-    device: torch.device,
-    batch_size: int | None = None,
-    borders: Sequence[int] = (),
-) -> Iterator[slice]:
-    """Slices of at most ``batch_size`` contexts of ``length`` tokens (by default about 4,096 tokens
-    on a CPU, 16,384 on a GPU) that cover all contexts in order and cross none of the ``borders``.
-
-    >>> [(at.start, at.stop) for at in batches(5, 9, device=torch.device("cpu"), borders=[2])]
-    [(0, 2), (2, 5)]
-    """
-    size = batch_of(batch_size, length, device)
-    for low, high in pairwise([0, *borders, contexts]):
-        for start in range(low, high, size):
-            yield slice(start, min(start + size, high))

@@ -117,5 +117,5 @@ def begins_with_bos(ids: Int[Tensor, "batch position"], bos_id: int | None) -> b
 TokensLike = Any
 """Tokens as every public function takes them: :class:`TokenWindows` or ``Prompts`` of one length;
 ids ``[context position]`` as a tensor, an array or lists (one row ``[position]`` is one context);
-a text or texts of equal token length; what a tokenizer returns; an iterable of these rows or
-batches, such as a ``DataLoader``, which is read first. Ids are never edited."""
+a text or texts of equal token length; an iterable of rows or batches of ids, such as a
+``DataLoader``, which is read first. Ids are never edited."""

@@ -1,31 +1,47 @@
 """How much of each residual stream state is position, and how much is context? The public functions
-``decompose`` (a model over a corpus) and ``decompose_activations`` (states held in memory)."""
+``decompose`` (a model over a corpus) and ``decompose_activations`` (states held in memory), and
+:class:`Accumulation`, which takes in one state of one batch after another, in one or several
+processes, and gives the basis of all.
+
+Batches are cut at the borders of groups, so that each belongs to one group. With several processes
+each takes every n-th batch; at the end their sums are added up, once.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, distributed
 from tqdm.auto import tqdm
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import fail, require
 from tl_geometry.base.results import Provenance, row_hashes
-from tl_geometry.corpus.sources import as_tokens, is_cache, label_ids
+from tl_geometry.corpus.sources import as_tokens, label_ids
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
-from tl_geometry.decomposition.accumulate import Accumulation
+from tl_geometry.decomposition import largest
+from tl_geometry.decomposition.groups import group_borders
+from tl_geometry.decomposition.moments import Moments
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.decomposition.variance import spans
+from tl_geometry.models.batches import batch_of
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import NormWeights
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.states import states_from_cache
+
+T = TypeVar("T")
+KEEP_LIMIT = 2**30
+"""Bytes that second moments, and context means, may take with ``"auto"``."""
 
 
 def decompose(
@@ -72,8 +88,7 @@ def decompose(
             result says when it is not).
         groups: disjoint, contiguous groups of contexts whose sums are kept apart, for split halves,
             learning curves and jackknife errors.
-        keep: contexts whose states are kept whole, a seeded uniform sample (fewer where they would
-            exceed 1 GiB).
+        keep: contexts whose states are kept whole, a seeded uniform sample.
         labels: a document label for each context, numbers or names.
         progress: show a progress bar.
         seed: seed of the sample that ``keep`` asks for.
@@ -91,7 +106,7 @@ def decompose(
     >>> basis.pos.shape, basis.ctx.shape, basis.window
     (torch.Size([5, 15, 128]), torch.Size([5, 8, 128]), (1, 16))
     """
-    if isinstance(model, Tensor) or is_cache(model):
+    if isinstance(model, Tensor | Mapping) or hasattr(model, "cache_dict"):
         instead, got = "decompose_activations(...)", type(model).__name__
         fail("model", expected="a TransformerLens model", got=got, instead=instead)
     view = as_view(model)
@@ -100,59 +115,40 @@ def decompose(
     norms, flags = state_norms(view, chosen) if normalize else ({}, ())
     options: dict[str, Any] = {"groups": groups, "keep": keep, "seed": seed}
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
-    positions = checks.window(window, rows.length, 1)
-    sizes = (len(rows), rows.length, view.d_model)
-    options |= {"device": view.device, "labels": rows.labels, "group": group}
-    work = Accumulation(chosen, positions, sizes, **options)
-    settings = (chosen, positions, normalize, groups, keep, seed, second_moments, batch_size)
-    work.require_same(view.fingerprint, rows.token_hash, *settings)
+    positions, sizes = checks.window(window, rows.length, 1), (len(rows), rows.length, view.d_model)
+    where: dict[str, Any] = {"device": view.device, "labels": rows.labels, "group": group}
+    work = Accumulation(chosen, positions, sizes, **where, **options)
+    work.require_same(view.fingerprint, rows.token_hash, chosen, positions, normalize, options)
+
+    def take(row: int, at: slice, h: Tensor) -> None:
+        if row in norms:  # normed without gain and bias, in float32 at least
+            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
+        work.add(row, at, h)
+
     hidden = not progress or work.rank > 0
     with tqdm(total=len(rows), unit="ctx", disable=hidden, desc=view.name) as bar:
-        for at in work.batches(view.device):
-            hooks = {
-                view.state_hooks[s]: _hook(work, row, at, norms) for row, s in enumerate(chosen)
-            }
+        for at in work.batches():
+            hooks = {view.state_hooks[s]: partial(take, row, at) for row, s in enumerate(chosen)}
             with torch.inference_mode():
                 view.run(rows.tokens[at], hooks)
             bar.update(work.size * (at.stop - at.start))
-    basis = work.basis(
-        view.provenance(rows, normalized=normalize, flags=flags),
-        rows.tokens,
-        label_names=rows.label_names,
-        token_hashes=hashes,
-    )
+    about = {"label_names": rows.label_names, "token_hashes": hashes}
+    source = view.provenance(rows, normalized=normalize, flags=flags)
+    basis = work.basis(source, rows.tokens, **about)
     ids = basis.largest["token"].unique().tolist()
-    texts = dict(zip(map(str, ids), view.decode(ids)))
-    return dataclasses.replace(basis, token_texts=texts)
+    return dataclasses.replace(basis, token_texts=dict(zip(map(str, ids), view.decode(ids))))
 
 
 def _each_once(view: ModelView, rows: TokenWindows) -> tuple[TokenWindows, Tensor]:
     """The contexts without copies of earlier ones, and the hash of each."""
-    hashes = row_hashes(rows.tokens)
-    values, number = hashes.unique(return_inverse=True)
-    copies = len(hashes) - len(values)
+    hashes, seen = row_hashes(rows.tokens), dict[int, int]()
+    first = [i for i, h in enumerate(hashes.tolist()) if seen.setdefault(h, i) == i]
+    copies = len(hashes) - len(first)
     if not copies:
         return rows, hashes
-    # the smallest index of each value
-    first = torch.full_like(values, len(hashes))
-    first = first.scatter_reduce(0, number, torch.arange(len(hashes)), "amin").sort().values
-    remark = f"{copies} of {len(hashes)} contexts are copies of others: {len(values)} are counted"
+    remark = f"{copies} of {len(hashes)} contexts are copies of others: {len(first)} are counted"
     kept = as_tokens(view, rows[first])
     return dataclasses.replace(kept, remarks=(*kept.remarks, remark)), hashes[first]
-
-
-def _hook(
-    work: Accumulation, row: int, at: slice, norms: dict[int, NormWeights]
-) -> Callable[[Tensor], None]:
-    """Takes in one state of a batch; one that has a norm in ``norms`` is normed before, without
-    gain and bias, in float32 at least."""
-
-    def hook(h: Tensor) -> None:
-        if row in norms:
-            h = norms[row].normalize(h.float() if h.element_size() < 4 else h)
-        work.add(row, at, h)
-
-    return hook
 
 
 def state_norms(
@@ -208,7 +204,7 @@ def decompose_activations(
     options |= {"second_moments": second_moments, "keep_ctx": keep_ctx, "batch_size": batch_size}
     positions, sizes = checks.window(window, h.shape[2], 0), (h.shape[1], h.shape[2], h.shape[3])
     work = Accumulation(chosen, positions, sizes, device=h.device, labels=numbers, **options)
-    for at in work.batches(h.device):
+    for at in work.batches():
         for row, state in enumerate(chosen):
             work.add(row, at, h[state, at])
     return work.basis(provenance, None, label_names=names)
@@ -218,17 +214,148 @@ def _activations(
     source: Any,
 ) -> tuple[Float[Tensor, "state context position d_model"], Provenance]:
     """The states of a tensor or cache, and their provenance."""
-    corpus = type(source).__name__
+    corpus = "activations" if isinstance(source, Tensor) else type(source).__name__
     if isinstance(source, Tensor):
         h = source.unsqueeze(0) if checks.is_plain(source) and source.dim() == 3 else source
         fits = h.is_floating_point() and checks.is_plain(h) and h.dim() == 4 and h.numel() > 0
         expected = "floating [context position d_model] or [state context position d_model]"
         instead = "decompose(model, tokens) for token ids"
         require(fits, "activations", expected=expected, got=describe(source), instead=instead)
-        corpus = "activations"
     else:
+        values = source.values() if isinstance(source, Mapping) else [None]
+        fits = hasattr(source, "cache_dict") or all(isinstance(v, Tensor) for v in values)
         expected, instead = "a tensor or an ActivationCache", "decompose(model, tokens)"
-        fits, got = is_cache(source), describe(source)
-        require(fits, "activations", expected=expected, got=got, instead=instead)
+        require(fits, "activations", expected=expected, got=describe(source), instead=instead)
         h = states_from_cache(source)
     return h.detach(), Provenance(dtype=str(h.dtype).removeprefix("torch."), corpus=corpus)
+
+
+class Accumulation:
+    """Sums in progress over contexts of some positions and width (``sizes``): :meth:`add` for each
+    state of each of :meth:`batches`, then :meth:`basis`. ``options`` are settings of ``decompose``:
+    groups, keep, seed, second_moments, keep_ctx, batch_size."""
+
+    def __init__(
+        self,
+        states: tuple[int, ...],
+        window: tuple[int, int],
+        sizes: tuple[int, int, int],
+        *,
+        device: torch.device,
+        labels: Int[Tensor, " context"] | None = None,
+        group: Any = None,
+        **options: Any,
+    ) -> None:
+        for name, least in (("groups", 1), ("keep", 0), ("seed", 0)):
+            number, got = checks.whole(options[name]), repr(options[name])
+            fits = number is not None and number >= least
+            require(fits, name, expected=f"a whole number, at least {least}", got=got)
+        self.states, self.labels, self.options, self.device = states, labels, options, device
+        self.group, self.rank, self.size = group, 0, 1
+        if group is not None:
+            ready = distributed.is_available() and distributed.is_initialized()
+            self.rank = distributed.get_rank(group) if ready else -1
+            expected, got = "an initialised process group that holds this process", repr(group)
+            require(self.rank >= 0, "group", expected=expected, got=got)
+            self.size = distributed.get_world_size(group)
+        self.contexts, length, width = sizes
+        self.borders, remarks = group_borders(self.contexts, options["groups"], labels)
+        self.flags, count = list(remarks), len(states)
+        # MPS has no float64, so the sums live on the CPU
+        there = "cpu" if device.type == "mps" else device
+        order = torch.randperm(
+            self.contexts, generator=torch.Generator().manual_seed(options["seed"])
+        )
+        self.sampled = order[: options["keep"]].sort().values
+        self.samples = torch.zeros(len(self.sampled), count, length, width)
+        second = self._decide("second_moments", count * width**2)
+        shape = (len(self.borders) + 1, count, length, width)
+        self.moments = Moments.zeros(shape, window=window, second=second, device=there)
+        kept = self.contexts if self._decide("keep_ctx", count * width * self.contexts) else 0
+        self.means = torch.zeros(count, kept, width, dtype=torch.float64, device=there)
+        self.places = largest.no_places(count, there)
+        self.finite = torch.ones(count, dtype=torch.bool, device=there)
+
+    def _decide(self, name: str, numbers: int) -> bool:
+        wanted = self.options[name]
+        expected = 'True, False or "auto"'
+        require(wanted in (True, False, "auto"), name, expected=expected, got=repr(wanted))
+        if wanted == "auto" and 8 * numbers > KEEP_LIMIT:
+            self.flags.append(f"{name} over 1 GiB: not kept (True keeps them)")
+            return False
+        return bool(wanted)
+
+    def batches(self) -> Iterator[slice]:
+        """The contexts of each batch that this process takes; every state of a batch must have been
+        added when the next one is asked for."""
+        size = batch_of(self.options["batch_size"], self.samples.shape[2], self.device)
+        groups = pairwise([0, *self.borders, self.contexts])
+        cut = [
+            slice(i, min(i + size, end)) for first, end in groups for i in range(first, end, size)
+        ]
+        for at in cut[self.rank :: self.size]:
+            yield at
+            self.moments.counts[self._group(at)] += at.stop - at.start
+            # one look for all states: it waits for a GPU
+            bad = [s for s, fine in zip(self.states, self.finite.tolist()) if not fine]
+            got = f"NaN or infinite in states {bad}, contexts {at.start} to {at.stop - 1}"
+            require(not bad, "activations", expected="finite numbers", got=got)
+
+    def _group(self, at: slice) -> int:
+        return bisect.bisect_right(self.borders, at.start)
+
+    def add(self, row: int, at: slice, h: Float[Tensor, "batch position d_model"]) -> None:
+        """Take in one state (``row``) of the contexts ``at``."""
+        means, norms = self.moments.add(row, self._group(at), h)
+        self.finite[row] &= torch.isfinite(norms).all()
+        if self.means.numel():
+            self.means[row, at] = means
+        largest.take_in(self.places, row, h, norms, self.moments.window, at.start)
+        inside = (self.sampled >= at.start) & (self.sampled < at.stop)
+        if inside.any():
+            chosen = h[(self.sampled[inside] - at.start).to(h.device)]
+            self.samples[inside, row] = chosen.float().cpu()
+
+    def basis(
+        self, provenance: Provenance, tokens: Int[Tensor, "context position"] | None, **about: Any
+    ) -> PositionContext:
+        """The basis of all that was taken in, in every process the same, on the CPU; ``about`` are
+        further fields of it."""
+        for tensor in (*self.moments.tensors().values(), self.samples, self.means):
+            if self.size > 1 and tensor.numel():
+                nccl = distributed.get_backend(self.group) == "nccl"
+                total = tensor.to("cuda" if nccl else "cpu")
+                distributed.all_reduce(total, group=self.group)
+                tensor.copy_(total)
+        places = largest.top(self._of_each({name: v.cpu() for name, v in self.places.items()}))
+        filled = int((places["norm"][0] >= 0).sum())
+        places = {name: values[:, :filled].clone() for name, values in places.items()}
+        if tokens is not None:
+            places["token"] = tokens[places["context"], places["position"]]
+        made = {"window": self.moments.window, "contexts": self.contexts}
+        flagged = provenance.flagged(*self.flags)
+        sampled = len(self.sampled) > 0
+        return PositionContext(
+            provenance=dataclasses.replace(flagged, seed=self.options["seed"], **made),
+            states=self.states,
+            moments=self.moments.to("cpu"),
+            context_means=self.means.cpu() if self.means.numel() else None,
+            labels=self.labels,
+            sampled=self.sampled if sampled else None,
+            sample_states=self.samples if sampled else None,
+            largest=places,
+            **about,
+        )
+
+    def _of_each(self, value: T) -> list[T]:
+        """What each process gives, in all of them."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def require_same(self, *arguments: object) -> None:
+        """Raise in every process unless all of them were called with the same arguments."""
+        same = len(set(self._of_each(repr(arguments)))) == 1
+        expected = "the same model, tokens and settings in every process"
+        require(same, "group", expected=expected, got="others in some")

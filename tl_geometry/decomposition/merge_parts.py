@@ -35,13 +35,10 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
     """The fields of the basis of all parts."""
     first = parts[0]
     for part in parts:
-        for name in ONE_SETTING:
-            ours, theirs = getattr(first.provenance, name), getattr(part.provenance, name)
-            instead = "parts of one model and one setting"
-            fits, got = ours == theirs, repr(theirs)
+        theirs, instead = _setting(part), "parts of one model and one setting"
+        for name, ours in _setting(first).items():
+            fits, got = ours == theirs[name], repr(theirs[name])
             require(fits, f"merge: {name}", expected=repr(ours), got=got, instead=instead)
-        fits = part.states == first.states
-        require(fits, "merge: states", expected=first.states, got=part.states)
     starts = [0, *accumulate(part.contexts for part in parts)]
     shared = _shared(parts)
     flags = [flag for part in parts for flag in part.provenance.flags]
@@ -68,6 +65,14 @@ def merged(parts: Sequence[PositionContext]) -> dict[str, Any]:
         "token_texts": {key: text for part in parts for key, text in part.token_texts.items()},
         "lean": any(part.lean for part in parts),
     }
+
+
+def _setting(part: PositionContext) -> dict[str, Any]:
+    """What must be the same in all parts."""
+    setting = {name: getattr(part.provenance, name) for name in ONE_SETTING}
+    shape, kept = tuple(part.moments.sums.shape[2:]), part.has_second_moments
+    setting |= {"states": part.states, "window": part.window, "positions and d_model": shape}
+    return setting | {"second moments": kept}
 
 
 def _together(values: Sequence[Tensor | None], dim: int = 0) -> Tensor | None:

@@ -1,5 +1,5 @@
 """What is summed over a corpus? :class:`Moments`: sums, squares and products of states, from which
-mean, pos and the analysis of variance follow.
+mean, pos and the analysis of variance follow; and :class:`Parts`, what states are then parted into.
 
 :meth:`Moments.add` takes in a batch, ``a + b`` joins two, and any partition of a corpus gives the
 same sums to rounding. Sums are float64. Products of a batch are those of its states about their
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import require
 from tl_geometry.base.sums import Sums
 
 BLOCK = {"cpu": 2**20, "cuda": 2**26}
@@ -149,11 +149,31 @@ class Moments(Sums):
         object.__setattr__(made, "offset", mean)
         return made
 
-    def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
-        fits = self.window == other.window and self.sums.shape == other.sums.shape
-        fits = fits and (self.second is None) == (other.second is None)
-        shape, instead = tuple(self.sums.shape[1:]), "the same window and settings for all parts"
-        expected = f"window {self.window}, sums {shape}, second moments in all parts or in none"
-        got = f"window {other.window}, sums {tuple(other.sums.shape[1:])}"
-        require(fits, "merge", expected=expected, got=got, instead=instead)
-        return super().__add__(other)  # type: ignore[arg-type]
+
+class Parts(NamedTuple):
+    """Additive parts of states (Song & Zhong 2023, Eq. 2 and 3): ``h = mean + pos + ctx + resid``.
+
+    This is a two-way analysis of variance in d_model dimensions. With contexts c and positions t::
+
+        mean = average of h over c and t          pos_t = average over c of h - mean
+        ctx_c = average over t of h - mean        resid = h - mean - pos_t - ctx_c
+                                                  cvec  = ctx + resid
+
+    Every context contributes every position once, so the four parts are orthogonal and their
+    squared norms add up. Each has the axes of the activations along which it varies, and ``state``
+    where they have one.
+    """
+
+    mean: Float[Tensor, "*state d_model"]
+    pos: Float[Tensor, "*state position d_model"]
+    ctx: Float[Tensor, "*state batch d_model"]
+    resid: Float[Tensor, "*state batch position d_model"]
+
+    @property
+    def cvec(self) -> Float[Tensor, "*state batch position d_model"]:
+        """``ctx + resid``: everything that depends on the context."""
+        return self.ctx.unsqueeze(-2) + self.resid
+
+    def total(self) -> Float[Tensor, "*state batch position d_model"]:
+        """The sum of the parts: the activations again."""
+        return self.mean[..., None, None, :] + self.pos.unsqueeze(-3) + self.cvec

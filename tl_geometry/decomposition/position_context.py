@@ -23,8 +23,7 @@ from tl_geometry.base.tables import Table
 from tl_geometry.decomposition import merge_parts
 from tl_geometry.decomposition.groups import jackknife_blocks
 from tl_geometry.decomposition.largest import Places, Sinks, sinks_of
-from tl_geometry.decomposition.moments import Moments
-from tl_geometry.decomposition.parts import Parts
+from tl_geometry.decomposition.moments import Moments, Parts
 from tl_geometry.decomposition.variance import (
     LOW_RELIABILITY,
     Anova,
@@ -98,11 +97,6 @@ class PositionContext(Result):
     def group_counts(self) -> Int[Tensor, " group"]:
         """Contexts of each group."""
         return self.moments.counts.clone()
-
-    @property
-    def group_of(self) -> Int[Tensor, " context"]:
-        """Number of each context's group; groups are contiguous blocks."""
-        return torch.repeat_interleave(self.moments.counts)
 
     @cached_property
     def _mean(self) -> Float[Tensor, "state d_model"]:
@@ -185,6 +179,10 @@ class PositionContext(Result):
         """
         agreement = reliability(self.moments)
         low = [s for s, r in zip(self.states, agreement.tolist()) if r < LOW_RELIABILITY]
+        held = [self.sinks(state) for state in self.states]
+        single = "" if self.contexts > 1 else "one context: position and content together"
+        unsure = f"reliability below {LOW_RELIABILITY}"
+        said = [(single, unsure * (s in low), h.remark) for s, h in zip(self.states, held)]
         flags = [f"split-half reliability of pos below {LOW_RELIABILITY} in states {spans(low)}"]
         flags = [*(flags if low else ()), *([f"no intervals: use {KEEPS}"] if self.lean else ())]
         intervals = anova_intervals(self.moments)
@@ -204,26 +202,14 @@ class PositionContext(Result):
             pos_reliability=agreement,
             ctx_null=ctx_null,
             identifiable=self.contexts > 1,
-            top_share=self._top_share(),
-            remarks=tuple(self._remark(state, state in low) for state in self.states),
+            top_share=torch.tensor([sinks.share for sinks in held], dtype=torch.float64),
+            remarks=tuple("; ".join(filter(None, remarks)) for remarks in said),
             intervals=intervals,
             blocks=len(jackknife_blocks(self.group_counts)),
         )
 
-    def _remark(self, state: int, unsure: bool) -> str:
-        """What a reader of the row of one state should be careful about."""
-        remarks = [
-            "one context: position and content together" if self.contexts == 1 else "",
-            f"reliability below {LOW_RELIABILITY}" if unsure else "",
-            self.sinks(state).remark,
-        ]
-        return "; ".join(filter(None, remarks))
-
     def _squares(self) -> Float[Tensor, " state"]:
         return self.moments.squares[:, :, slice(*self.window)].sum((0, 2))
-
-    def _top_share(self) -> Float[Tensor, " state"]:
-        return torch.tensor([self.sinks(s).share for s in self.states], dtype=torch.float64)
 
     def sinks(self, state: int) -> Sinks:
         """How much of a state's sum of squares its largest tokens hold, in numbers and words.
@@ -242,8 +228,7 @@ class PositionContext(Result):
         hold most, a single context."""
         single = "one context: position and content cannot be told apart"
         flags = [] if self.contexts > 1 else [single]
-        held = {state: self.sinks(state) for state in self.states}
-        massive = {state: sinks for state, sinks in held.items() if sinks.remark}
+        massive = {s: sinks for s in self.states if (sinks := self.sinks(s)).remark}
         if massive:
             worst = max(massive, key=lambda state: massive[state].share)
             remark = f"in state {worst} {massive[worst].remark}"
@@ -269,8 +254,7 @@ class PositionContext(Result):
         found |= {name: self.largest.get(name, unknown) for name in names}
         of = {"state": torch.tensor(self.states).unsqueeze(1)} | found
         frame = pd.DataFrame({n: v.expand_as(unknown).flatten().numpy() for n, v in of.items()})
-        texts = [self.token_texts.get(str(i), "") for i in frame.token]
-        frame.insert(7, "text", texts)
+        frame.insert(7, "text", [self.token_texts.get(str(i), "") for i in frame.token])
         return Table.of(frame, self.provenance.flagged(*self.flags()))
 
     def transform(
@@ -312,9 +296,8 @@ class PositionContext(Result):
     def require_identifiable(self, what: str) -> None:
         """Raise unless there are two contexts: with one, position and content cannot be told
         apart."""
-        reason = "with one, position and content cannot be told apart"
-        expected, got = f"a basis of at least 2 contexts ({reason})", self.contexts
-        instead = "decompose(model, more windows)"
+        expected = "at least 2 contexts: with one, position and content cannot be told apart"
+        got, instead = self.contexts, "decompose(model, more windows)"
         require(got >= 2, what, expected=expected, got=got, instead=instead)
 
     def require_raw(self, what: str) -> None:
@@ -336,9 +319,8 @@ class PositionContext(Result):
         fits, instead = None in (has_bos, bos) or has_bos == bos, "the same prepend_bos= for both"
         expected, got = f"has_bos={bos}, as in the basis", f"has_bos={has_bos}"
         require(fits, "tokens", expected=expected, got=got, instead=instead)
-        width, expected = self._mean.shape[1], f"d_model {view.d_model} of {view.name}"
-        fits, instead = width == view.d_model, "its own activations"
-        require(fits, "basis", expected=expected, got=width, instead=instead)
+        expected, got = f"d_model {view.d_model} of {view.name}", self._mean.shape[1]
+        require(got == view.d_model, "basis", expected=expected, got=got)
 
     def remarks(self, view: ModelView) -> tuple[str, ...]:
         """Flags of a result that uses this basis with a model: an unknown model, hooks that were
@@ -380,10 +362,8 @@ class PositionContext(Result):
         Raises ``GeometryError`` for parts of different models or settings, and for a part given
         twice.
         """
-        # strings are iterable: a path would be taken for a sequence of letters
-        single = isinstance(parts, PositionContext | str | Path) or not isinstance(parts, Iterable)
-        instead = "merge([first, second, ...])"
-        require(not single, "merge", expected="bases", got=describe(parts), instead=instead)
+        several, instead = isinstance(parts, Iterable), "merge([first, second, ...])"
+        require(several, "merge", expected="bases", got=describe(parts), instead=instead)
         for i, part in enumerate(parts := tuple(parts)):
             require_basis(part, f"merge: part {i}")
         require(parts, "merge", expected="at least one basis", got="none")

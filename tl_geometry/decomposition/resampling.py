@@ -61,12 +61,7 @@ def subsets(basis: PositionContext, *, jackknife: bool = True) -> Subsets:
                 contexts_each = round(int(counts.sum()) / share)  # the mean over the parts
                 levels.append((contexts_each, slice(len(members), len(members) + share)))
                 members += [torch.zeros_like(full).index_fill(0, part, True) for part in parts]
-    member = torch.stack(members)
-    return Subsets(
-        member=member,
-        jackknife=jackknife_rows,
-        levels=tuple(levels),
-    )
+    return Subsets(member=torch.stack(members), jackknife=jackknife_rows, levels=tuple(levels))
 
 
 def window_means(

@@ -12,7 +12,8 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import head_name
 from tl_geometry.base.errors import require
 from tl_geometry.interventions.edge_edits import edge, writers_before
-from tl_geometry.interventions.head_edits import heads, path
+from tl_geometry.interventions.head_edits import heads
+from tl_geometry.interventions.path_edits import path
 from tl_geometry.interventions.prompts import Edit
 from tl_geometry.interventions.surrogates import surrogate
 from tl_geometry.interventions.terms import PAIRS, pairs_of, planes, term
@@ -57,21 +58,19 @@ def _named(edit: Edit, control: str, seeds: range, taken: set[Head]) -> dict[str
     if again is None or again.keywords.get("how") == "swap":
         return {}
     options, kind = again.keywords, again.func
-    if control == "shrink":
-        of = kind in (term, edge) and options["how"] == "remove"
-        of = of and "value" not in options.get("side", "")
-        return {"shrink": [_draw(again, how="shrink")]} if of else {}
-    if control == "terms":
-        return _other_terms(again) if kind is term and options["how"] in ("remove", "keep") else {}
     if control == "heads":
         return _random_heads(edit, seeds, taken)
-    if control == "planes":
-        made = [_draw(again, draw=s) for s in seeds]
-        return {"random planes": made} if kind is planes else {}
-    if control == "directions":
-        made = [_draw(again, random=True, seed=s) for s in seeds]
-        return {"random directions": made} if kind is surrogate else {}
-    return _random_writers(edit, seeds) if kind is edge else {}
+    if control == "terms":
+        return _other_terms(again) if kind is term and options["how"] in ("remove", "keep") else {}
+    if control == "shrink":
+        of = kind is term and options["how"] == "remove"
+        return {"shrink": [_draw(again, how="shrink")]} if of else {}
+    if kind is not {"planes": planes, "directions": surrogate, "writers": edge}[control]:
+        return {}
+    if control == "writers":
+        return _random_writers(edit, seeds)
+    drawn = [{"draw": s} if kind is planes else {"random": True, "seed": s} for s in seeds]
+    return {f"random {control}": [_draw(again, **changes) for changes in drawn]}
 
 
 def _draw(again: Any, **changes: Any) -> Draw:
@@ -96,13 +95,8 @@ def _random_heads(edit: Edit, seeds: range, taken: set[Head]) -> dict[str, list[
     pool, size = [head for head in edit.pool if head not in taken], len(set(edit.heads))
     if size == 0 or not edit.pool:
         return {}
-    expected = f"{size} other heads that no edit has"
-    require(len(pool) >= size, "control", expected=expected, got=len(pool), instead="fewer edits")
-    # drawn one after the other from the first seed, so that edits of one size share them
-    generator = torch.Generator().manual_seed(seeds[0])
-    orders = [torch.randperm(len(pool), generator=generator)[:size].tolist() for _ in seeds]
-    made = [_draw(again, **{key: tuple(pool[i] for i in sorted(order))}) for order in orders]
-    return {"random heads": made}
+    drawn = _drawn(pool, size, seeds, f"{size} other heads that no edit has")
+    return {"random heads": [_draw(again, **{key: heads}) for heads in drawn]}
 
 
 def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
@@ -115,8 +109,15 @@ def _random_writers(edit: Edit, seeds: range) -> dict[str, list[Draw]]:
     parts = tuple(f"L{name.removeprefix('attn')}H" for name in own if name.startswith("attn"))
     names = [w for w in writers_before(edit.view, first) if not w.startswith(("attn", *parts))]
     pool = [name for name in names if name not in (*own, "constants")]
-    expected, size = f"{len(own)} other writers before {head_name(edit.heads[0])}", len(own)
-    require(len(pool) >= size, "control", expected=expected, got=len(pool))
+    expected = f"{len(own)} other writers before {head_name(edit.heads[0])}"
+    drawn = _drawn(pool, len(own), seeds, expected)
+    return {"random writers": [_draw(again, writer=writers) for writers in drawn]}
+
+
+def _drawn(pool: Sequence[Any], size: int, seeds: range, expected: str) -> list[tuple[Any, ...]]:
+    """Sets of so many of a pool, drawn one after the other from the first seed, so that edits of
+    one size share them."""
+    require(len(pool) >= size, "control", expected=expected, got=len(pool), instead="fewer edits")
     generator = torch.Generator().manual_seed(seeds[0])
     orders = [torch.randperm(len(pool), generator=generator)[:size].tolist() for _ in seeds]
-    return {"random writers": [_draw(again, writer=tuple(pool[i] for i in o)) for o in orders]}
+    return [tuple(pool[i] for i in sorted(order)) for order in orders]

@@ -7,14 +7,13 @@ centring and gain of the norm (SPEC M),
     remove      k' = ((h - w) A gain / s) W_K + constants       (queries and values likewise)
     keep        all other writers are taken out
     swap        k' = ((h - w + w') A gain / s) W_K + constants, w' of another prompt
-    shrink      as much of the scores' covariance is taken from all writers evenly
 
 Because s is frozen, removing an edge takes exactly that writer's terms out of the scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_geometry.base import checks
-from tl_geometry.base.errors import require
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.prompts import Edit, Known, derangement, require_several
-from tl_geometry.interventions.terms import HeadsLike, changed, heads_by_layer
+from tl_geometry.interventions.terms import HeadsLike, heads_by_layer
 from tl_geometry.models.batches import default_batch
 from tl_geometry.models.edits import NamedHook, NewScores, RunningHeads, edited_attention
 from tl_geometry.models.layer_view import LayerView
@@ -37,8 +35,7 @@ from tl_geometry.models.write_spec import require_decoder
 from tl_geometry.models.writers import GRAINS, Written, run_written, writer_names
 
 SIDES = ("query", "key", "value")
-HOW = ("remove", "keep", "swap", "shrink")
-
+HOW = ("remove", "keep", "swap")
 
 Read = Mapping[str, Tensor]
 """What one layer read in a clean run: the stream ``"h"``, frozen scales and constants
@@ -110,15 +107,15 @@ def edge(
     require_decoder(view, f"edges of {view.name}")
     checks.choice(how, HOW, "how")
     letters = "".join(checks.choice(s, SIDES, "side")[0] for s in given)
-    fits, expected = how != "shrink" or "v" not in letters, "query or key where scores are shrunk"
-    require(fits, "side", expected=expected, got=side, instead='how="remove"')
     known = Known.of(view, prompts, counterfactual, prepend_bos)
     length = known.rows.tokens.shape[1]
     start = int(known.rows.has_bos) if drop is None else checks.index(drop, length, "drop")
     writers = [writer] if isinstance(writer, str) else list(writer)
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    layers, tokens = heads_by_layer(chosen), known.rows.tokens
-    last = max(map(_block, _checked(view, writers, min(layers))))
+    chosen, tokens = checks.heads(heads, view.n_layers, view.n_heads), known.rows.tokens
+    layers = heads_by_layer(chosen)
+    for name in writers:
+        before = writers_before(view, min(layers))
+        checks.choice(name, before, f"writer before block {min(layers)}")
     reads = clean_reads(view, tokens, writers, layers)
     others: dict[int, Read] = {}
     if how == "swap":
@@ -131,65 +128,53 @@ def edge(
     def make(_: Known | None) -> list[NamedHook]:
         rows: dict[str, Tensor] = {}
         hooks = [known.hook(rows)]
-        for layer, some in layers.items():
-            change = (
-                reads[layer]["written"] - reads[layer]["h"]
-                if how == "keep"
-                else -reads[layer]["written"]
-            )
-            change = change + others[layer]["written"] if how == "swap" else change
+        for at, some in layers.items():
+            change = -reads[at]["written"]
+            change = change + others[at]["written"] if how == "swap" else change
+            change = reads[at]["written"] - reads[at]["h"] if how == "keep" else change
             change[:, :start] = 0
-            hooks += _edge_hooks(view, layer, some, reads[layer], change, rows, letters, how, start)
+            side = partial(_side, read=reads[at], change=change, rows=rows, letters=letters)
+            scores = partial(_scores, side=side)
+            edited: NewScores | None = scores if set(letters) & set("qk") else None
+            values = partial(side, letter="v") if "v" in letters else None
+            hooks += edited_attention(view, at, some, edited, values)
         return hooks
 
     options: dict[str, Any] = {"writer": writer, "heads": heads, "side": side, "how": how}
     options |= {"counterfactual": counterfactual, "drop": drop, "seed": seed}
     again = partial(edge, model=view, prompts=prompts, prepend_bos=prepend_bos, **options)
     # heads in whose place others may stand come after the writers too
+    last = max(map(_block, writers))
     pool = [head for head in checks.heads(None, view.n_layers, view.n_heads) if head[0] > last]
     return Edit(view, make, known=known, heads=chosen, pool=pool, again=again)
 
 
-def _edge_hooks(
-    view: ModelView,
-    at: int,
-    heads: tuple[int, ...],
+def _side(
+    run: RunningHeads,
+    letter: str,
     read: Read,
-    change: Tensor,
+    change: Float[Tensor, "prompt position d_model"],
     rows: Mapping[str, Tensor],
     letters: str,
-    how: str,
-    start: int,
-) -> list[NamedHook]:
-    """The hooks of one layer: ``letters`` are the sides that read ``change`` more."""
+) -> Float[Tensor, "batch position head d_head"]:
+    """Queries, keys or values that read ``change`` more where they are among ``letters``."""
+    if letter not in letters:
+        return run.own(letter)
+    at, layer = rows["rows"], run.layer
+    scale, constant = (read[f"{letter}_{name}"][at] for name in ("scale", "constant"))
+    mapped = getattr(layer, f"{letter}_map")(layer.h + change[at].to(layer.h))
+    return (mapped * scale.unsqueeze(-1) + constant)[:, :, list(run.heads)]
 
-    def side(run: RunningHeads, letter: str) -> Float[Tensor, "batch position head d_head"]:
-        if letter not in letters:
-            return run.own(letter)
-        at, layer = rows["rows"], run.layer
-        scale, constant = (read[f"{letter}_{name}"][at] for name in ("scale", "constant"))
-        mapped = getattr(layer, f"{letter}_map")(layer.h + change[at].to(layer.h))
-        return (mapped * scale.unsqueeze(-1) + constant)[:, :, list(heads)]
 
-    def scores(run: RunningHeads) -> Tensor:
-        new = run.scores(side(run, "q"), side(run, "k"))
-        return changed("shrink", run, run.total - new, drop=start) if how == "shrink" else new
-
-    edited: NewScores | None = scores if set(letters) & set("qk") else None
-    values = (lambda run: side(run, "v")) if "v" in letters else None
-    return edited_attention(view, at, heads, edited, values)
+def _scores(run: RunningHeads, side: Callable[..., Tensor]) -> Tensor:
+    """Scores of other queries or keys."""
+    return run.scores(side(run, "q"), side(run, "k"))
 
 
 def writers_before(view: ModelView, layer: int) -> tuple[str, ...]:
     """Names of all writers of a layer's input, heads and whole blocks of attention."""
     names = [w.name for grain in GRAINS for w in writer_names(view, layer, grain)]
     return tuple(dict.fromkeys(names))  # both grains have the embeddings and the MLPs
-
-
-def _checked(view: ModelView, writers: Sequence[str], layer: int) -> Sequence[str]:
-    for name in writers:
-        checks.choice(name, writers_before(view, layer), f"writer before block {layer}")
-    return writers
 
 
 def _block(writer: str) -> int:

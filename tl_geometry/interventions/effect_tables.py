@@ -10,11 +10,12 @@ and decides nothing: it costs more than removal in induction heads (SPEC "Versio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -29,6 +30,7 @@ from tl_geometry.base.intervals import (
     t_quantile,
 )
 from tl_geometry.base.tables import Table
+from tl_geometry.corpus.prompt_sets import answer_ids
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.interventions.controls import Draw, draws_of
 from tl_geometry.interventions.prompts import Edit, Known
@@ -38,12 +40,10 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.values import target_ids
 
 METRICS = ("loss", "difference")
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
 """A metric of one's own: one number for each prompt from its logits."""
-Token = int | str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,31 +185,47 @@ def effects(
     >>> sorted(found.df.edit), found.edited.shape
     (['L0H0', 'L1H2'], torch.Size([2, 12]))
     """
-    view, known = as_view(model), None
+    view = as_view(model)
     check_seed(seed, "seed")
     known = Known.of(view, prompts, counterfactual, prepend_bos)
-    given = _checked(view, edits, known)
-    run = _Run.of(view, known, metric, answer, other, position, batch_size)
+    given, tokens = _checked(view, edits, known), known.rows.tokens
+    name, at, read = _metric(view, known, metric, answer, other, position)
+    size = batch_of(batch_size, tokens.shape[1], view.device)
+    most = output_batch(view, tokens.shape[1], all_positions=at is None)
+    size = size if batch_size else min(size, most)
     controls = [control] if isinstance(control, str) else list(control or ())
     drawn = draws_of(given, controls, draws, seed)  # refused before anything is run
-    count = len(given) + sum(map(len, drawn.values()))
-    with tqdm(total=count + 1, disable=not progress, desc=view.name, unit="run") as bar:
-        clean = run.measure(None, bar)
-        edited = torch.stack([run.measure(edit, bar) for edit in given.values()])
-        done: dict[Any, Tensor] = {}  # edits with the same options share their draws
-        found: dict[tuple[str, str], Tensor] = {}
-        for key, edits_of in drawn.items():
-            found[key] = torch.stack([_once(done, draw, run, bar, known) for draw in edits_of])
-    copies = len(known.rows.tokens) - len(known.rows.tokens.unique(dim=0))
+    count, done = 1 + len(given) + sum(map(len, drawn.values())), dict[Any, Tensor]()
+    with tqdm(total=count, disable=not progress, desc=view.name, unit="run") as bar:
+
+        def run(edit: Edit | None) -> Float[Tensor, " context"]:
+            values = []
+            together = edit is not None and edit.together
+            for rows in torch.arange(len(tokens)).split(len(tokens) if together else size):
+                with nullcontext() if edit is None else edit.attached():
+                    logits = view.logits(tokens[rows], position=at)
+                values.append(read(logits, rows).double().cpu())
+            bar.update(1)
+            return checks.finite(torch.cat(values), f"metric {name}")
+
+        def beside(draw: Draw) -> Float[Tensor, " context"]:
+            if draw.key not in done:  # edits with the same options share their draws
+                done[draw.key] = run(draw.make().given(known))
+            return done[draw.key]
+
+        clean = run(None)
+        edited = torch.stack([run(edit) for edit in given.values()])
+        found = {key: torch.stack([beside(draw) for draw in of]) for key, of in drawn.items()}
+    copies = len(tokens) - len(tokens.unique(dim=0))
     flags = [f"{copies} prompts are copies of others: intervals count them"] if copies else []
     flags += [flag for edit in given.values() for flag in edit.flags]
     provenance = view.provenance(known.rows, seed=seed, flags=tuple(dict.fromkeys(flags)))
-    fields: dict[str, Any] = {"edits": tuple(given), "metric": run.name, "clean": clean}
+    fields: dict[str, Any] = {"edits": tuple(given), "metric": name, "clean": clean}
     fields |= {"edited": edited, "controls": found}
+    fields |= {"chance": "0 by chance, with 95% intervals over prompts"}
     bare = Effects(provenance=provenance, names=(), cells=(), **fields)
     names, cells = _table(bare)
-    chance = "0 by chance, with 95% intervals over prompts"
-    return Effects(provenance=provenance, names=names, cells=cells, chance=chance, **fields)
+    return replace(bare, names=names, cells=cells)
 
 
 def _checked(view: ModelView, edits: Any, known: Known) -> dict[str, Edit]:
@@ -222,13 +238,6 @@ def _checked(view: ModelView, edits: Any, known: Known) -> dict[str, Edit]:
     expected = f"edits of {view.name} as it is now"
     require(not others, "edits", expected=expected, got=f"edits of another model: {others[:4]}")
     return {str(name): edit.given(known) for name, edit in edits.items()}
-
-
-def _once(done: dict[Any, Tensor], draw: Draw, run: _Run, bar: Any, known: Known) -> Tensor:
-    """The metric under a control, measured once for all edits that share it."""
-    if draw.key not in done:
-        done[draw.key] = run.measure(draw.make().given(known), bar)
-    return done[draw.key]
 
 
 def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]:
@@ -250,78 +259,44 @@ def _table(found: Effects) -> tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]
     return tuple(names), tuple(cells)
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """Passes over the prompts under edits, and their metric: its ``name``, ``own`` the user's
-    function, ``ids`` the tokens that logits at ``at`` are read of."""
+def _metric(
+    view: ModelView,
+    known: Known,
+    metric: str | UserMetric,
+    answer: Any,
+    other: Any,
+    position: int | str,
+) -> tuple[str, int | None, Callable[[Tensor, Tensor], Tensor]]:
+    """The name of a metric, the position of the logits that it reads (``None``: all), and the
+    metric itself: a number for each prompt from logits and the numbers of the prompts."""
+    rows = known.rows
+    if callable(metric):
 
-    view: ModelView
-    tokens: Int[Tensor, "batch position"]
-    name: str
-    own: UserMetric | None
-    ids: Int[Tensor, "batch token"] | None
-    at: int | None
-    size: int
-
-    @classmethod
-    def of(
-        cls,
-        view: ModelView,
-        known: Known,
-        metric: str | UserMetric,
-        answer: Any,
-        other: Any,
-        position: int | str,
-        batch_size: int | None,
-    ) -> _Run:
-        """Everything is checked here, before a pass is run."""
-        rows, own = known.rows, metric if callable(metric) else None
-        name = getattr(metric, "__name__", "metric") if own else str(metric)
-        if own is None:
-            checks.choice(name, METRICS, "metric")
-            require_output(view, "effects")
-        sides = (answer, other) if name == "difference" and own is None else ()
-        missing = any(side is None for side in sides)
-        expected, instead = f'tokens for metric="{name}"', "answer=, other="
-        require(not missing, "answer", expected=expected, got="none", instead=instead)
-        ids = [_tokens(view, side, len(rows)) for side in sides]
-        at, length = rows.position(position) if ids else None, rows.tokens.shape[1]
-        require(name != "loss" or length > 1, "prompts", expected="2 tokens or more", got=length)
-        size = batch_of(batch_size, length, view.device)
-        size = size if batch_size else min(size, output_batch(view, length, all_positions=not ids))
-        return cls(view, rows.tokens, name, own, torch.stack(ids, 1) if ids else None, at, size)
-
-    def measure(self, edit: Edit | None, bar: Any) -> Float[Tensor, " context"]:
-        """The metric of every prompt under an edit (``None``: of the clean run)."""
-        together = edit is not None and edit.together
-        size = len(self.tokens) if together else self.size
-        values = [self._metric(rows, edit) for rows in torch.arange(len(self.tokens)).split(size)]
-        bar.update(1)
-        return checks.finite(torch.cat(values), f"metric {self.name}")
-
-    def _metric(self, rows: Int[Tensor, " context"], edit: Edit | None) -> Tensor:
-        tokens = self.tokens[rows]
-        if edit is None:
-            logits = self.view.logits(tokens, position=self.at)
-        else:
-            with edit.attached():
-                logits = self.view.logits(tokens, position=self.at)
-        if self.own is not None:
-            values = self.own(logits)
-            fits = isinstance(values, Tensor) and values.shape == (len(tokens),)
-            expected = f"one number for each of {len(tokens)} prompts"
+        def own(logits: Tensor, chosen: Tensor) -> Tensor:
+            values = metric(logits)
+            fits = isinstance(values, Tensor) and values.shape == (len(chosen),)
+            expected = f"one number for each of {len(chosen)} prompts"
             require(fits, "metric", expected=expected, got=describe(values))
-            return values.detach().double().cpu()
-        if self.ids is None:
-            return next_token_losses(logits, tokens.to(logits.device)).double().mean(1).cpu()
-        chosen = logits[:, 0].double().cpu().gather(1, self.ids[rows])
-        return chosen[:, 0] - chosen[:, 1]
+            return values.detach()
 
+        return getattr(metric, "__name__", "metric"), None, own
+    name = checks.choice(str(metric), METRICS, "metric")
+    require_output(view, "effects")
+    if name == "loss":
+        require(rows.length > 1, "prompts", expected="2 tokens or more", got=rows.length)
 
-def _tokens(view: ModelView, given: Any, prompts: int) -> Int[Tensor, " context"]:
-    """One token for each prompt, from one for all or one for each."""
-    one = isinstance(given, str) or checks.whole(given) is not None
-    tokens = [given] * prompts if one else list(given)
-    expected = f"a token, or one for each of {prompts} prompts"
-    require(len(tokens) == prompts, "answer", expected=expected, got=len(tokens))
-    return torch.tensor([target_ids(view, [token])[0] for token in tokens])
+        def loss(logits: Tensor, chosen: Tensor) -> Tensor:
+            ids = rows.tokens[chosen].to(logits.device)
+            return next_token_losses(logits, ids).double().mean(1)
+
+        return name, None, loss
+    missing, instead = answer is None or other is None, "answer=, other="
+    expected = 'tokens for metric="difference"'
+    require(not missing, "answer", expected=expected, got="none", instead=instead)
+    ids = torch.stack([answer_ids(view, side, len(rows)) for side in (answer, other)], 1)
+
+    def difference(logits: Tensor, chosen: Tensor) -> Tensor:
+        both = logits[:, 0].double().cpu().gather(1, ids[chosen])
+        return both[:, 0] - both[:, 1]
+
+    return name, rows.position(position), difference

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ class Known:
     view: ModelView
     rows: TokenWindows
     counterfactual: Int[Tensor, "batch position"] | None = None
+    _kept: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -60,10 +60,6 @@ class Known:
             expected = "prompts with counterfactuals"
             fail("counterfactuals", expected=expected, got="none", instead="counterfactual=")
         return self.counterfactual
-
-    @cached_property
-    def _kept(self) -> dict[tuple[str, str], Tensor]:
-        return {}
 
     def activation(self, name: str, of: str) -> Float[Tensor, "..."]:
         """An activation of clean passes ``of`` the prompts, of their ``"counterfactual"``, or its

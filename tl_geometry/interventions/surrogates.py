@@ -17,7 +17,7 @@ the stream, is that part of each of them, and the diagonals have no such meaning
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import einsum
@@ -29,7 +29,7 @@ from tl_geometry.base.errors import UnsupportedModelError, require
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
 from tl_geometry.interventions.prompts import Edit
 from tl_geometry.interventions.terms import HeadsLike, edit_of_scores, heads_by_layer
-from tl_geometry.models.edits import NewScores, RunningHeads
+from tl_geometry.models.edits import RunningHeads
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.norms import remove_mean
@@ -42,38 +42,6 @@ PARTS = ("structured", "low_rank", "diagonal", "none")
 OF_ROTARY = ("low_rank", "none")
 DIRECTIONS, RANK = 60, 20
 """The most directions, and how many by default: those of Song & Zhong 2023."""
-
-
-class Part(NamedTuple):
-    """``W' = V L V^T + diag(delta)`` of some heads, times the attention scale."""
-
-    V: Float[Tensor, "d_model rank"]
-    L: Float[Tensor, "head rank rank"]
-    delta: Float[Tensor, "head d_model"]
-
-    @classmethod
-    def of(cls, W: Factors, V: Float[Tensor, "d_model rank"], part: str) -> Part:
-        """The part of a W_QK in factors."""
-        V, heads = V.to(W.left), len(W.left)
-        zero = torch.zeros_like(W.diagonal)
-        if part == "structured":
-            fit = low_rank_diagonal.fit_low_rank_diagonal(W, V)
-            return cls(V, fit.L, fit.delta)
-        if part == "low_rank":
-            return cls(V, bilinear.rotated_block(W, V, remove=zero), zero)
-        empty = V.new_zeros(heads, 0, 0)
-        return cls(V[:, :0], empty, W.diagonal if part == "diagonal" else zero)
-
-    def product(self, run: RunningHeads) -> Float[Tensor, "batch head query key"]:
-        """``x W' x^T`` of the running heads, at the scales of the pass."""
-        layer, some = run.layer, list(run.heads)
-        x = remove_mean(layer.h, layer.norm.norm_type)
-        q, k = (
-            einsum(x, scale[:, :, some], "b i d, b i h -> b h i d")
-            for scale in (layer.q_scale, layer.k_scale)
-        )
-        V, L, delta = (t.to(q) for t in self)
-        return (q @ V) @ L @ (k @ V).mT + (q * delta.unsqueeze(-2)) @ k.mT
 
 
 def product_of(
@@ -125,28 +93,31 @@ def surrogate(
     number = min(RANK, most) if rank is None else checks.whole(rank)
     fits = number is not None and 1 <= number <= most
     require(fits, "rank", expected=f"1 to {most} directions", got=rank)
-    size = number or most
-    chosen = checks.heads(heads, view.n_layers, view.n_heads)
-    factors = {} if rotary else dict(factors_of(view, list(heads_by_layer(chosen)), "QK"))
+    chosen = heads_by_layer(checks.heads(heads, view.n_layers, view.n_heads))
+    factors = {} if part in OF_ROTARY else dict(factors_of(view, list(chosen), "QK"))
+    parts: dict[int, tuple[Tensor, ...]] = {}
+    for layer, some in chosen.items():
+        V = directions(view, basis, layer, number or most, seed if random else None)
+        V = V if part in ("structured", "low_rank") else V[:, :0]
+        parts[layer] = (V,)
+        if part not in OF_ROTARY:
+            W = Factors(*(side[list(some)] for side in (factors[layer].left, factors[layer].right)))
+            fit = low_rank_diagonal.fit_low_rank_diagonal(W, V.to(W.left))
+            parts[layer] = (V, fit.L, fit.delta)
 
-    def scores(layer: int, some: tuple[int, ...]) -> NewScores:
-        V = directions(view, basis, layer, size, seed if random else None)
-        if rotary:
-            return partial(_projected, V=V if part == "low_rank" else V[:, :0])
-        W = Factors(factors[layer].left[list(some)], factors[layer].right[list(some)])
-        new = Part.of(W, V, part)
-        return lambda run: run.total - product_of(run, run.layer.h) + new.product(run)
+    def scores(run: RunningHeads) -> Tensor:
+        layer, (V, *fit) = run.layer, parts[run.layer.layer]
+        x = remove_mean(layer.h, layer.norm.norm_type)
+        rest, V = run.total - product_of(run, layer.h), V.to(x)
+        if not fit:
+            return rest + product_of(run, x @ V @ V.mT)
+        sides, (L, delta) = (layer.q_scale, layer.k_scale), (t.to(x) for t in fit)
+        q, k = (einsum(x, s[:, :, list(run.heads)], "b i d, b i h -> b h i d") for s in sides)
+        return rest + (q @ V) @ L @ (k @ V).mT + (q * delta.unsqueeze(-2)) @ k.mT
 
     options: dict[str, Any] = {"heads": heads, "part": part, "rank": rank, "random": random}
     again = partial(surrogate, model=view, basis=basis, seed=seed, **options)
     return edit_of_scores(view, heads, scores, again=again)
-
-
-def _projected(run: RunningHeads, V: Float[Tensor, "d_model rank"]) -> Tensor:
-    """Scores with the stream projected to the directions V."""
-    x = remove_mean(run.layer.h, run.layer.norm.norm_type)
-    V = V.to(x)
-    return run.total - product_of(run, run.layer.h) + product_of(run, x @ V @ V.mT)
 
 
 def directions(

@@ -13,9 +13,9 @@ Terms are those of the running pass: after an edit in an early layer, a later on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -88,19 +88,17 @@ def heads_by_layer(heads: Sequence[tuple[int, int]]) -> dict[int, tuple[int, ...
 def edit_of_scores(
     view: ModelView,
     heads: HeadsLike,
-    scores: Callable[[int, tuple[int, ...]], NewScores],
+    scores: NewScores,
     first: Sequence[NamedHook] = (),
     **options: Any,
 ) -> Edit:
-    """An edit of the scores of ``heads``; ``scores`` makes it for the heads of a layer, ``first``
-    are hooks before it."""
+    """An edit of the scores of ``heads``; ``first`` are hooks before it."""
     chosen = checks.heads(heads, view.n_layers, view.n_heads)
 
     def make(known: Known | None) -> list[NamedHook]:
-        hooks = list(first)
-        for layer, some in heads_by_layer(chosen).items():
-            hooks += edited_attention(view, layer, some, scores(layer, some))
-        return hooks
+        of_layers = heads_by_layer(chosen).items()
+        edited = [edited_attention(view, layer, some, scores) for layer, some in of_layers]
+        return [*first, *chain.from_iterable(edited)]
 
     pool = checks.heads(None, view.n_layers, view.n_heads)
     return Edit(view, make, heads=chosen, pool=pool, **options)
@@ -187,24 +185,20 @@ def term(
         X = X if run.bias is None or ALIBI_TERM not in pairs else X + run.bias
         return changed(how, run, X, seed=seed, drop=basis.window[0])
 
-    def scores(layer: int, some: tuple[int, ...]) -> NewScores:
+    for layer, _ in checks.heads(heads, view.n_layers, view.n_heads):
         basis.index(layer)
-        return new
-
     first = [bos_check(view, basis)] if view.bos_id is not None else []
     again = partial(term, model=view, basis=basis, names=names, heads=heads, how=how, seed=seed)
     together = how in ("mean", "swap")
-    return edit_of_scores(view, heads, scores, first, again=again, together=together, flags=flags)
+    return edit_of_scores(view, heads, new, first, again=again, together=together, flags=flags)
 
 
 @torch.no_grad()
 def rounding(run: RunningHeads, q: Tensor, k: Tensor) -> tuple[str, ...]:
     """A remark where rounding of the parts may exceed 1% of what scores of a row spread over;
     ``ReconstructionError`` where it may exceed all of it."""
-    own, parts = (
-        float(einsum(a, b, "b i h e, b j h e -> b h i j").max())
-        for a, b in ((q.sum(0).abs(), k.sum(0).abs()), (q.abs().sum(0), k.abs().sum(0)))
-    )
+    sizes = (q.sum(0).abs(), k.sum(0).abs()), (q.abs().sum(0), k.abs().sum(0))
+    own, parts = (float(einsum(a, b, "b i h e, b j h e -> b h i j").max()) for a, b in sizes)
     spreads = head_spreads(run.total, run.layer.allowed.to(q.device))
     return judge_rounding(run.layer.roundoff, (own, parts), spreads, f"layer {run.layer.layer}")
 
@@ -273,8 +267,7 @@ def planes(
 
     options = {"names": names, "heads": heads, "how": how, "draw": draw, "seed": seed}
     again = partial(planes, model=view, **options)
-    together = how == "swap"
-    return edit_of_scores(view, heads, lambda *_: new, again=again, together=together)
+    return edit_of_scores(view, heads, new, again=again, together=how == "swap")
 
 
 def plane_coordinates(
@@ -284,19 +277,13 @@ def plane_coordinates(
     layer, rotary = run.layer, run.layer.planes()
     of_heads = HeadPlanes.of([rotary] * len(run.heads), layer.h.shape[1])
     chosen = of_heads.chosen(names)
-    require(
-        bool(chosen.any()),
-        "planes",
-        expected="planes that the heads have",
-        got=f"none of {describe_planes(names)} in layer {layer.layer}",
-        instead="others, or longer prompts",
-    )
+    got = f"none of {describe_planes(names)} in layer {layer.layer}"
+    expected, instead = "planes that the heads have", "others, or longer prompts"
+    require(bool(chosen.any()), "planes", expected=expected, got=got, instead=instead)
     if draw is not None:
-        drawn = [
-            random_planes(row, of_heads.theta[0], draw, layer.layer, head)
-            for row, head in zip(chosen, run.heads, strict=True)
-        ]
-        chosen = torch.stack(drawn)
+        theta, at = of_heads.theta[0], layer.layer
+        drawn = (random_planes(row, theta, draw, at, h) for row, h in zip(chosen, run.heads))
+        chosen = torch.stack(list(drawn))
     return of_heads.coordinates(chosen).to(layer.h.device)
 
 

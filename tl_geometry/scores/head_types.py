@@ -30,7 +30,7 @@ from tl_geometry.base.checks import describe
 from tl_geometry.base.errors import require
 from tl_geometry.base.intervals import FEWEST
 from tl_geometry.base.rows import causal_mask
-from tl_geometry.corpus.nulls import HIGH_TOKEN, repeated_random_tokens
+from tl_geometry.corpus.texts import HIGH_TOKEN, repeated_random_tokens
 from tl_geometry.models.model_view import ModelView
 
 HEAD_TYPES = ("previous", "duplicate", "same", "neighbourhood", "induction")

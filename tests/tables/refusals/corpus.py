@@ -35,11 +35,9 @@ def loader(s: Scene) -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=7, generator=torch.Generator())
 
 
-def masked(s: Scene, mask: int) -> dict[str, torch.Tensor]:
-    """What a tokenizer returns: ids and a mask, its first column as given."""
-    full = torch.ones_like(s.w.corpus)
-    full[:, 0] = mask
-    return {"input_ids": s.w.corpus, "attention_mask": full}
+def tokenized(s: Scene) -> dict[str, torch.Tensor]:
+    """What a tokenizer returns: ids and a mask, which would be dropped."""
+    return {"input_ids": s.w.corpus, "attention_mask": torch.ones_like(s.w.corpus)}
 
 
 def prompts(s: Scene, texts: Any = ("a b", "c"), **options: Any) -> Any:
@@ -61,7 +59,6 @@ GROUPS = (
             "numpy": {"tokens": lambda s: s.w.corpus.numpy().astype(np.uint16)},
             "batches of a generator": {"tokens": lambda s: (x for x in s.w.corpus.split(7))},
             "a loader": {"tokens": loader},
-            "a mask of ones": {"tokens": lambda s: masked(s, 1)},
         },
         wrong={
             "floats": ({"tokens": lambda s: s.w.corpus.float()}, "tokens"),
@@ -88,8 +85,8 @@ GROUPS = (
             ),
             "a cache": ({"tokens": lambda s: s.model.run_with_cache(s.ids)[1]}, "tokens|hook"),
             "a basis": ({"tokens": lambda s: s.w.basis}, "tokens"),
-            "padding by a mask": ({"tokens": lambda s: masked(s, 0)}, "mask"),
-            "a data set without ids": ({"tokens": lambda s: columns([{"label": 1}])}, "label"),
+            "what a tokenizer returns": ({"tokens": tokenized}, "tokens"),
+            "a data set of records": ({"tokens": lambda s: columns([{"label": 1}])}, "tokens"),
             "a path": ({"tokens": lambda s: s.path("a.txt", CODE)}, "tokens"),
             "a path to nothing": ({"tokens": lambda s: s.folder / "no.npy"}, "tokens"),
             "texts of unequal length": (

@@ -179,11 +179,6 @@ def begins_with_bos(s: Scene, found: Any) -> bool:
     return bool(prompts.has_bos) and s.model.tokenizer.decode([token]).strip() == "value"
 
 
-def returned(s: Scene, **more: torch.Tensor) -> Any:
-    """What a tokenizer returns, as tokens."""
-    return tlg.decompose(s.model, {"input_ids": s.ids, **more}, **QUIET)
-
-
 def capped(s: Scene) -> Any:
     with torch.random.fork_rng():
         return world("gemma2").graph
@@ -192,7 +187,7 @@ def capped(s: Scene) -> Any:
 def collated(s: Scene, keep: bool) -> Any:
     """A loader over lists of ids: the default of torch puts positions first."""
     rows: Any = [{"input_ids": row.tolist()} for row in s.w.corpus]
-    as_rows = lambda batch: {"input_ids": torch.tensor([row["input_ids"] for row in batch])}
+    as_rows = lambda batch: torch.tensor([row["input_ids"] for row in batch])
     how: dict[str, Any] = {"collate_fn": as_rows} if keep else {}
     return torch.utils.data.DataLoader(rows, 8, generator=torch.Generator(), **how)
 
@@ -284,20 +279,12 @@ ROWS: tuple[Row, ...] = (
         call=lambda s: templated(s, s.model.tokenizer.bos_token),
         holds=begins_with_bos,
     ),
-    *(
-        Row(
-            name=f"7 {field} beside ids",
-            call=lambda s, f=field: returned(s, **{f: torch.ones_like(s.ids)}),
-            what=field,
-        )
-        for field in ("token_type_ids", "position_ids")
-    ),
     Row(
-        name="7 embeddings beside ids",
-        call=lambda s: returned(s, inputs_embeds=torch.zeros(*s.ids.shape, s.d_model)),
-        what="inputs_embeds",
+        name="7 what a tokenizer returns",
+        call=lambda s: tlg.decompose(s.model, {"input_ids": s.ids}, **QUIET),
+        what="tokens",
     ),
-    Row(name="7 ids alone", call=returned),
+    Row(name="7 ids alone", call=lambda s: tlg.decompose(s.model, s.ids, **QUIET)),
     Row(
         name="8 a graph of a logit before its cap",
         call=capped,
