@@ -38,7 +38,7 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.next_token import output_batch, require_output
 from tl_geometry.models.output_head import next_token_losses
 from tl_geometry.models.reader import as_view
-from tl_geometry.scores.values import target_ids
+from tl_geometry.scores.values import token_id
 
 METRICS = ("loss", "difference")
 UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, " batch"]]
@@ -324,4 +324,4 @@ def _tokens(view: ModelView, given: Any, prompts: int) -> Int[Tensor, " context"
     tokens = [given] * prompts if one else list(given)
     expected = f"a token, or one for each of {prompts} prompts"
     require(len(tokens) == prompts, "answer", expected=expected, got=len(tokens))
-    return torch.tensor([target_ids(view, [token])[0] for token in tokens])
+    return torch.tensor([token_id(view, token) for token in tokens])
