@@ -167,11 +167,6 @@ class PlaneTable(TermResult):
     table_values = ("wavelength", "cs", "gs")
 
     @property
-    def length(self) -> int:
-        """Positions of a prompt, which the bands depend on."""
-        return self.head_planes.length
-
-    @property
     def wavelength(self) -> Float[Tensor, "head plane"]:
         """Tokens per turn of each plane."""
         return self.head_planes.wavelength

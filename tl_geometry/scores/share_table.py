@@ -299,11 +299,11 @@ class SweepTable(ShareTable):
         cells |= dict(sorted(self.nulls.items()))
         return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
 
-    def top(self, column: str, n: int | None = 10, *, ascending: bool = False) -> SweepTable:
+    def top(self, column: str, n: int | None = 10) -> SweepTable:
         """The ``n`` heads with the largest values of a numeric column (``"induction"``,
-        ``"cs_pos-pos"``, ...), largest first (smallest first with ``ascending``), NaN last;
-        ``None`` for all heads. The name of a group or term alone means its covariance share:
-        ``"position"``. Names are taken as they are shown, too: ``"mean-mean"``."""
+        ``"cs_pos-pos"``, ...), largest first, NaN last; ``None`` for all heads. The name of a group
+        or term alone means its covariance share: ``"position"``. Names are taken as they are shown,
+        too: ``"mean-mean"``."""
         cells = self._cells()
         key = key_of(column) if isinstance(column, str) else column
         key = f"cs_{key}" if key in (*self.groups, *self.terms) else key
@@ -311,13 +311,11 @@ class SweepTable(ShareTable):
         if key not in numeric:
             expected = f"one of {', '.join(numeric[:12])} ..."
             fail("column", expected=expected, got=repr(column), instead="table.columns() for all")
-        count = None if n is None else checks.whole(n)
-        fits, expected = n is None or (count is not None and count >= 1), "at least 1, None for all"
-        require(fits, "n", expected=expected, got=repr(n))
-        values = torch.tensor(cells[key], dtype=torch.float64)
-        worst = torch.inf if ascending else -torch.inf
-        order = torch.where(torch.isnan(values), worst, values)
-        return self.select(order.argsort(descending=not ascending, stable=True)[:count])
+        count = len(self.heads) if n is None else checks.whole(n)
+        fits = count is not None and count >= 1
+        require(fits, "n", expected="at least 1, None for all", got=repr(n))
+        values = torch.tensor(cells[key], dtype=torch.float64).nan_to_num(-torch.inf)
+        return self.select(values.argsort(descending=True, stable=True)[:count])
 
     def text(self, limit: int | None = None) -> str:
         """The first columns of :data:`READ` as aligned plain text."""

@@ -99,9 +99,7 @@ def split_scores(
     >>> split.reconstruction.adds_up, split.terms["pos", "cvec"].shape
     (True, torch.Size([2, 1, 16, 16]))
     """
-    asked = Asked.of(
-        model, tokens, basis, parts, layers=layers, heads=heads, prepend_bos=prepend_bos
-    )
+    asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
     view, family = asked.view, asked.family
     # of few heads the parts before projection, [part batch position d_model], are larger
     width = max(view.d_head * len(asked.heads), view.d_model)

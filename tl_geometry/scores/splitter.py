@@ -139,7 +139,6 @@ class Asked:
         tokens: TokensLike,
         basis: PositionContext | None,
         parts: Sequence[str] | UserParts,
-        *,
         layers: Sequence[int] | int | None,
         heads: Sequence[Head] | Head | None,
         prepend_bos: bool | None,

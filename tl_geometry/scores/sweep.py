@@ -41,25 +41,13 @@ from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
+from tl_geometry.scores import resampling
 from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.families import stream_parts
 from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
-from tl_geometry.scores.projection import (
-    PARTS,
-    MappedBasis,
-    project_basis,
-    split_heads,
-)
-from tl_geometry.scores.resampling import (
-    Noise,
-    adjusted,
-    noise_of,
-    position_null,
-    require_unseen,
-    resampled,
-    without,
-)
+from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
+from tl_geometry.scores.resampling import Noise, without
 from tl_geometry.scores.share_table import SweepTable
 from tl_geometry.scores.splitter import compare_scores, is_relative, require_positions
 from tl_geometry.scores.sums import SHARES, ShareSums, contexts_at_once, share_sums
@@ -156,7 +144,7 @@ def sweep_heads(
     table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
     if not intervals:
         return table
-    corrected = {"p_position_bh": adjusted(table.nulls["p_position"])}
+    corrected = {"p_position_bh": resampling.adjusted(table.nulls["p_position"])}
     return dataclasses.replace(table, nulls={**table.nulls, **corrected})
 
 
@@ -168,7 +156,7 @@ def _check(basis: PositionContext, source: TokenWindows, intervals: bool) -> Non
     expected = f"more than {drop + 1} positions (the window starts at {drop})"
     require(source.length > drop + 1, "tokens", expected=expected, got=source.length)
     if intervals:
-        require_unseen(basis, source.tokens)
+        resampling.require_unseen(basis, source.tokens)
 
 
 def _pass(
@@ -257,7 +245,7 @@ class LayerSums:
             "plane": None if self.planes is None else self.planes.plane,
         }
         if self.intervals:
-            noise = noise_of(layer, mapped, start)
+            noise = resampling.noise_of(layer, mapped, start)
             self.noise = noise if self.noise is None else self.noise + noise
         step, at = contexts_at_once(layer.q, 2 * len(mapped.share) + 1), 0
         while at < contexts:
@@ -296,15 +284,17 @@ class LayerSums:
         return self.sums.to("cpu")
 
     def samples(self) -> tuple[dict[str, Tensor], tuple[tuple[float, ...], ...]]:
-        """Shares with groups and blocks left out (:func:`resampled`)."""
+        """Shares with groups and blocks left out."""
         of_blocks = [sums.to("cpu") for sums in self.of_blocks]
-        return resampled(self.pairs, of_blocks, self.windows, self.basis.group_counts)
+        return resampling.resampled(self.pairs, of_blocks, self.windows, self.basis.group_counts)
 
     def null(self, seed: int) -> dict[str, Tensor]:
-        """The null of position (:func:`position_null`)."""
+        """The null of position and its p-values."""
         assert self.noise is not None
         noise = self.noise.to("cpu")
-        return position_null(self.pairs, self.share, noise, rotary=self.rotary, seed=seed)
+        return resampling.position_null(
+            self.pairs, self.share, noise, rotary=self.rotary, seed=seed
+        )
 
 
 def _table(

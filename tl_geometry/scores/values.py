@@ -117,9 +117,7 @@ def split_values(
     >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").reconstruction.adds_up
     True
     """
-    asked = Asked.of(
-        model, tokens, basis, parts, layers=layers, heads=heads, prepend_bos=prepend_bos
-    )
+    asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
     splits, fields = asked.each_layer(cache, partial(_of_layer, asked.view, asked.family))
     return dataclasses.replace(splits[0], **fields)
 
