@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tl_geometry as tlg
 from tests.lib.reference import scores as reference
@@ -200,6 +201,36 @@ def test_digits_survive_where_attention_is_nearly_uniform_or_on_one_key() -> Non
             a, b = getattr(exact, name), getattr(single, name)
             assert float(((a - b) / a).abs().max()) < 1e-4, (name, size)
         assert float((exact.gs - single.gs).abs().max()) < 1e-4
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor of floats that is made inside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def test_no_term_is_held_as_a_matrix() -> None:
+    """What is held grows with the length, not with its square; the twin holds a matrix."""
+    found = []
+    for length in (500, 1000):
+        q, k = torch.randn(2, 1, 1, length, 2, 4)
+        mask = torch.ones(length, length).tril().bool()
+        with Largest() as seen:
+            scores.share_sums(q, k, mask)
+        found.append(seen.numbers)
+    # a block of 64 rows ends at another key of each length
+    assert found[1] < 2.2 * found[0]
+    assert found[1] < 0.15 * 2 * 1000**2
+    with Largest() as seen:
+        torch.einsum("bihe,bjhe->bhij", q[0], k[0])
+    assert seen.numbers == 2 * 1000**2
 
 
 # ---- labels

@@ -1,10 +1,9 @@
 """Laws of the sweep over heads (SPEC C, N, O): it equals splits; intervals are those of sweeps that
-are run again, nulls hold their size; a trained circuit is found. That it equals a decoder written
-out in float64, whatever the batches, is in the table of subjects."""
+are run again, nulls hold their size; heads that training made are found. That it equals a decoder
+written out in float64, whatever the batches, is in the table of subjects."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-from torch.nn import functional
 
 import tl_geometry as tlg
-from tests.lib.models import HAS_HOOKED, bridge_of, hf_model, tiny, tokens
+from tests.lib.models import bridge_of, hf_model, tiny, tokens
 from tl_geometry import PositionContext, scores
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -237,77 +235,12 @@ def test_without_position_p_values_are_spread_evenly() -> None:
     assert 0.2 < float((p > 0.5).double().mean()) < 0.8
 
 
-# ---- a circuit that training found
-
-
-VOCAB, LENGTH, STEPS = 64, 49, 500
-
-
-def repeats(n: int, low: int, high: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """BOS and random tokens repeated with a period of each row's own, from ``low`` to ``high`` - 1;
-    and which tokens are of a second copy or later."""
-    period = torch.randint(low, high, (n, 1), generator=generator)
-    rows = torch.randint(1, VOCAB, (n, LENGTH - 1), generator=generator)
-    at = torch.arange(LENGTH - 1)[None]
-    ids = torch.cat([torch.zeros(n, 1, dtype=torch.int64), rows.gather(1, at % period)], 1)
-    return ids, functional.pad(at >= period, (1, 0))
-
-
-@cache
-def trained() -> Any:
-    """A two-layer attention-only model after 500 steps (about 20 s on one core)."""
-    import transformer_lens
-
-    sizes = {
-        "n_layers": 2,
-        "d_model": 64,
-        "d_head": 32,
-        "n_heads": 2,
-        "n_ctx": LENGTH,
-        "d_vocab": VOCAB,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # HookedTransformer goes in 4.0
-        config: Any = transformer_lens.HookedTransformerConfig
-        settings = {"attn_only": True, "normalization_type": "LN", "seed": 0}
-        model = transformer_lens.HookedTransformer(config(**sizes, **settings))
-    options: dict[str, Any] = {"lr": 4e-3, "betas": (0.9, 0.98), "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, STEPS, pct_start=0.1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad():
-        for _ in range(STEPS):
-            ids, counted = repeats(16, 8, 25, generator)
-            logits = model(ids)[:, :-1].transpose(1, 2)
-            loss = functional.cross_entropy(logits, ids[:, 1:], reduction="none")
-            optimizer.zero_grad()
-            loss[counted[:, 1:]].mean().backward()
-            optimizer.step()
-            schedule.step()
-    return model.eval().requires_grad_(False)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not HAS_HOOKED, reason="TransformerLens 4 has no HookedTransformer")
-def test_a_trained_circuit_is_found() -> None:
-    """Position drives the previous-token head, content the induction heads."""
-    model = trained()
-    ids, counted = repeats(12, 20, 21, torch.Generator().manual_seed(9))
-    losses = functional.cross_entropy(model(ids)[:, :-1].mT, ids[:, 1:], reduction="none")
-    assert float(losses[counted[:, 1:]].mean()) < 0.5, "it has learned to repeat"
-    corpus = repeats(64, 8, 25, torch.Generator().manual_seed(3))[0]
-    table = tlg.sweep_heads(model, ids, tlg.decompose(model, corpus, **QUIET), **QUIET)
-    frame = table.to_dataframe().set_index(["layer", "head"])
-    previous = frame.loc[0].previous.idxmax()
-    assert frame.dominant_group[0, previous] == "position"
-    assert frame.previous[0, previous] > 4 * frame.previous_uniform[0, previous]
-    for head in range(2):
-        assert frame.dominant_group[1, head] == "content"
-        assert frame.induction[1, head] > 10 * frame.induction_uniform[1, head]
+# ---- a model that was trained
 
 
 def test_the_heads_of_the_embedded_model_are_found() -> None:
-    """The same of a model that was trained before, on text."""
+    """Of a model that was trained on text: position drives previous-token heads, content induction
+    heads."""
     model = tlg.zoo.embedded()
     windows = tlg.zoo.default_windows(model, 64, n=48)
     basis = tlg.decompose(model, windows[:32], **QUIET)
