@@ -193,16 +193,15 @@ def measure_types(
     tokens = torch.cat(batches)
     all_keys = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
     allowed = None if view.causal else all_keys
-    patterns: dict[int, Tensor] = {}
+    types: dict[int, HeadTypes] = {}
 
     def take(layer: int, pattern: Tensor) -> None:
-        # layers may lie on several devices; these patterns are small enough to be moved
-        patterns[layer] = pattern.detach().float().cpu()
+        # one layer after another: patterns of all layers would not stay in the cache
+        types[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
 
     view.run(tokens, {view.pattern_hooks[layer]: partial(take, layer) for layer in layers})
-    of_layers = torch.stack([patterns[layer] for layer in layers])
-    types = head_type_scores(of_layers, tokens, allowed=allowed)
     scores, errors = (
-        {name: x.flatten() for name, x in of.items()} for of in (types.scores, types.errors)
+        {t: torch.cat([getattr(types[i], of)[t].cpu() for i in layers]) for t in HEAD_TYPES}
+        for of in ("scores", "errors")
     )
-    return dataclasses.replace(types, scores=scores, errors=errors)
+    return dataclasses.replace(types[layers[0]], scores=scores, errors=errors)

@@ -117,7 +117,9 @@ def split_heads(
         batch, length, n_heads, width = total.shape
         parts = total.new_empty(batch, n_heads, length, 2 * groups + 1, width)
         parts[..., :-1, :] = of_basis * rearrange(frozen * scale, "b i h -> b h i 1 1")
-        parts[..., :groups, :] += rearrange(constant, "b i h e -> b h i 1 e") * (share * scale)
+        # no copy of the constants, which are most often one row for all tokens
+        constants = rearrange(constant, "b i h e -> b h i 1 e")
+        parts[..., :groups, :].addcmul_(constants, share * scale)
         rest = rearrange(total * scale, "b i h e -> b h i e") - parts[..., :-1, :].sum(-2)
         parts[..., -1, :] = rest
         projected.append(rearrange(parts, "b h i part e -> part b i h e"))
