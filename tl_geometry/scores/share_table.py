@@ -152,7 +152,8 @@ class ShareTable(TermResult):
 
     def dominant_by(self, by: str) -> Dominant:
         """Label of each head, by term or by group."""
-        names, certain = self.names(by), []
+        names = self.names(by)
+        certain: list[Tensor] = []
         shares = [self._summed(getattr(self, share), by) for share in SHARES]
         if self.samples and len(names) > 1:
             samples = [self._summed(self.samples[share], by) for share in SHARES]
@@ -222,7 +223,8 @@ class ShareTable(TermResult):
     def rows(self) -> Sequence[Sequence[object]]:
         rows: list[list[Sequence[object]]] = [[] for _ in self.heads]
         for by in filter(self.names, LEVELS):
-            best, numbers = self.dominant_by(by), []
+            best = self.dominant_by(by)
+            numbers: list[Tensor] = []
             for share in SHARES:
                 numbers += [self._summed(getattr(self, share), by)]
                 numbers += (self.interval(share, by) or ())[:3]

@@ -304,7 +304,8 @@ def _table(
     view, source, of_layers = stream.view, stream.source, list(sums.values())
     has_bos, drop = basis.provenance.has_bos, basis.window[0]
     types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
-    intervals, more = of_layers[0].intervals, {}
+    intervals = of_layers[0].intervals
+    more: dict[str, Any] = {}
     if intervals:
         samples, nulls = [of.samples() for of in of_layers], [of.null(seed) for of in of_layers]
         more["samples"] = {n: torch.cat([x[n] for x, _ in samples]) for n in SHARES}
