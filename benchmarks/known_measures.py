@@ -25,7 +25,7 @@ from benchmarks.known_models.planted import SLOW, VOCAB
 from benchmarks.known_models.planted_heads import FAST, RECENT
 from tl_geometry.base.checks import head_name
 from tl_geometry.circuits.writer_edges import HEAD_SIDES, Composition
-from tl_geometry.scores import offset_profile, relative_kernel
+from tl_geometry.scores import offset_profile
 from tl_geometry.scores.labels import MARGIN_OVER, SHARE_OVER, UNCLEAR, UNIFORM
 from tl_geometry.scores.terms import GROUPS
 
@@ -122,15 +122,13 @@ def planes(positions: str, seed: int) -> Iterator[Finding]:
         inside = torch.cat([(width >= x.start) & (width < x.stop) for x in chosen.values()])
         yield Finding.of_ranking("rotary planes", title, scores, inside)
         basis = tlg.decompose(truth.model, for_basis, normalize=True, **QUIET)
-        kernel = relative_kernel(truth.model, basis, heads=list(at_offset))
-        heads, peaks = kernel.heads, kernel.total().argmax(-1).tolist()
-        measure = "peak of the relative kernel"
+        term, measure = "bias-bias", "peak of the relative kernel"
     else:
         basis = tlg.decompose(truth.model, for_basis, **QUIET)
-        split = tlg.split_scores(truth.model, tokens[:16], basis, layers=0, heads=list(at_offset))
-        profile = offset_profile(split, "pos-pos")
-        heads, peaks = profile.heads, profile.offsets[profile.mean.nan_to_num().argmax(-1)].tolist()
-        measure = "peak of the offset profile"
+        term, measure = "pos-pos", "peak of the offset profile"
+    split = tlg.split_scores(truth.model, tokens[:16], basis, layers=0, heads=list(at_offset))
+    profile = offset_profile(split, term, drop=0 if term == "bias-bias" else None)
+    heads, peaks = profile.heads, profile.peak.tolist()
     by_head = dict(zip(heads, map(str, peaks), strict=True))
     counted = Finding.of_labels(measure, title, by_head, at_offset, none="")
     chance = len(at_offset) / truth.length  # any offset is as likely

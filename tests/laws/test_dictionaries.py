@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.laws.test_writers import far, refused
+from tests.lib.dense import marginals
 from tests.lib.models import HAS_HOOKED, D, tiny, tokens
 from tl_geometry import circuits
 
@@ -52,7 +53,7 @@ def test_an_orthonormal_dictionary_leaves_no_error(architecture: str) -> None:
     assert architecture == "bloom" or far(found.cs.sum(-1), torch.ones(())) < 1e-5
     parts = {f"f{i}": ((states(model) - OFFSET) @ Q[i]).unsqueeze(-1) * Q[i] for i in range(D)}
     parts["b_dec"] = OFFSET.expand(3, 10, D)
-    split = tlg.split_scores(model, SHORT, heads="L1H2", parts=parts).shares().marginals()
+    split = marginals(tlg.split_scores(model, SHORT, heads="L1H2", parts=parts).shares())
     for name in ("f0", "f7", "b_dec"):
         here, there = found.parts.index(name), split.parts.index(name)
         assert far(found.cs[..., here], split.cs[..., there]) < 1e-5
@@ -143,7 +144,7 @@ def explains(model: Any, source: Any, found: Any) -> None:
     kept = float(error.square().sum() / states(model).square().sum())
     assert found.unexplained == pytest.approx(kept, rel=1e-4)
     parts = {"error": error, "rest": decoded}
-    split = tlg.split_scores(model, SHORT, heads=found.heads, parts=parts).shares().marginals()
+    split = marginals(tlg.split_scores(model, SHORT, heads=found.heads, parts=parts).shares())
     ours, theirs = found.cs[..., 1], split.cs[..., split.parts.index("error")]
     assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)  # a random one's share is up to 50
     assert far(found.cs.sum(-1), torch.ones(())) < 1e-3

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tl_geometry as tlg
 from tests.lib import kinds
+from tests.lib.dense import marginals
 from tests.lib.double import InDouble, exact
 from tests.lib.models import HAS_HOOKED, D, loadable, tiny, tiny_hooked, tokens
 from tests.lib.reference import scores as reference
@@ -70,13 +71,13 @@ def test_sweep_and_composition_are_marginals_of_the_split(architecture: str) -> 
     found: list[Any] = []
     for kind, processed in loadable(architecture):
         model = tiny(kind, architecture, processed)
-        marginals = tlg.split_scores(model, PROMPTS, layers=1, parts="writers").shares().marginals()
+        summed = marginals(tlg.split_scores(model, PROMPTS, layers=1, parts="writers").shares())
         sweep, table = swept(model, layers=1), composed(model, heads=["L1H2", "L1H0"])
-        assert sweep.parts == marginals.parts
+        assert sweep.parts == summed.parts
         assert table.heads == ((1, 2), (1, 0))
         width = len(table.parts)
         for name in ("cs", "gs"):
-            ours, theirs = getattr(sweep, name), getattr(marginals, name)
+            ours, theirs = getattr(sweep, name), getattr(summed, name)
             assert far(ours, theirs) < 2e-4
             assert far(getattr(table, name)[:, :2], theirs[[2, 0], :, :width]) < 2e-4
             assert far(ours.sum(-1), torch.ones(())) < 1e-3
@@ -105,9 +106,9 @@ def test_batches_do_not_matter_and_dropped_positions_are_those_of_the_basis() ->
     assert far(swept(model).cs, swept(model, batch_size=1).cs) < 1e-9
     basis = tlg.decompose(model, tokens(24, 14, seed=2), window=(3, 14), **QUIET)
     sweep = swept(model, basis=basis)
-    marginals = tlg.split_scores(model, PROMPTS, basis, parts="writers").shares().marginals()
+    summed = marginals(tlg.split_scores(model, PROMPTS, basis, parts="writers").shares())
     assert sweep.drop == 3
-    assert far(sweep.cs, marginals.cs) < 1e-9
+    assert far(sweep.cs, summed.cs) < 1e-9
     assert far(sweep.cs, swept(model).cs) > 0.01
 
 
@@ -211,8 +212,8 @@ def test_the_random_null_is_that_of_random_orthogonal_maps() -> None:
         Q = Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform only with these signs
         parts = {f"r{i}": wrote @ turn for i, turn in enumerate(Q)}
         parts["rest"] = h - sum(parts.values())
-        marginals = tlg.split_scores(model, PROMPTS, layers=1, parts=parts).shares().marginals()
-        drawn = torch.stack([marginals.cs, marginals.gs])[..., 1:-1]
+        summed = marginals(tlg.split_scores(model, PROMPTS, layers=1, parts=parts).shares())
+        drawn = torch.stack([summed.cs, summed.gs])[..., 1:-1]
         squares.append(drawn.square().mean(-1))
     for found, expected in zip(
         (table.random_cs, table.random_gs), torch.stack(squares).mean(0).sqrt(), strict=True

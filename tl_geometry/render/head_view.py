@@ -21,7 +21,7 @@ from tl_geometry.render import parts
 from tl_geometry.render.page import Page
 from tl_geometry.scores.planes import PlaneTable
 from tl_geometry.scores.relative import OffsetProfile
-from tl_geometry.scores.sweep_table import SweepTable
+from tl_geometry.scores.share_table import SweepTable
 from tl_geometry.scores.terms import GROUPS, group_of, key_of
 
 FIRST = ("cs_position", "lift")

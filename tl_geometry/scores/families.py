@@ -1,5 +1,6 @@
-"""Additive parts of a layer's input: position and context of a basis, writers, or tensors of the
-caller. ``split_scores`` and ``split_values`` take any of these three."""
+"""Additive parts of a layer's input, and the queries, keys and values of each: position and context
+of a basis, writers, or tensors of the caller. ``split_scores`` and ``split_values`` take any of
+these three."""
 
 from __future__ import annotations
 
@@ -45,6 +46,30 @@ class Family:
     normalized: bool = False
     mean_in_bias: bool = False
     grain: str | None = None
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the part axis: the constants of norm and projection come first."""
+        return (BIAS, *self.names)
+
+    def reading(self, layer: LayerView) -> LayerView:
+        """The layer as a function of what is split: its input, or with a normalised basis the
+        normed input."""
+        return layer.normalized() if self.normalized else layer
+
+    def project(
+        self, layer: LayerView, which: str, heads: Sequence[int], written: Written | None
+    ) -> Float[Tensor, "part batch position head d_head"]:
+        """Queries (without the score scale), keys or values of each part of a :meth:`reading`, the
+        constants with ``bias``. No part is the remainder of the others, so that their sum is a real
+        check."""
+        parts = torch.stack(list(self.parts(layer, written).values()))
+        projected = getattr(layer, f"{which}_map")(parts)
+        projected = projected * getattr(layer, f"{which}_scale").unsqueeze(-1)
+        constant = getattr(layer, f"{which}_constant").unsqueeze(0)
+        if self.mean_in_bias:
+            constant, projected = constant + projected[:1], projected[1:]
+        return torch.cat([constant, projected])[..., list(heads), :]
 
 
 def stream_parts(basis: PositionContext, names: Sequence[str], layer: LayerView) -> Parts:

@@ -108,9 +108,9 @@ def head_type_scores(
     keys_of = detection_patterns(tokens.cpu())
     repeated = keys_of["duplicate"].any(-1)
     after_first = torch.arange(length).expand(batch, -1) >= 1
-    queries_of: dict[str, Tensor] = {"same": torch.ones_like(repeated)}
-    queries_of |= {"duplicate": repeated, "induction": repeated}
-    queries_of |= {"previous": after_first, "neighbourhood": after_first}
+    queries_of = {"same": torch.ones_like(repeated)}
+    queries_of |= dict.fromkeys(("duplicate", "induction"), repeated)
+    queries_of |= dict.fromkeys(("previous", "neighbourhood"), after_first)
     scores, errors, baselines = {}, {}, {}
     for name in HEAD_TYPES:
         keys = keys_of[name] & queries_of[name].unsqueeze(-1)
@@ -134,17 +134,6 @@ def _ratio_error(
     residuals = (sums - ratio * counts.unsqueeze(-1)) / (total / n_rows)
     error = (residuals.square().sum(-2) / max(1, n_rows * (n_rows - 1))).sqrt()
     return error if n_rows >= FEWEST else torch.full_like(error, torch.nan)
-
-
-def period_for(n_ctx: int, d_vocab: int, *, bos: bool = False) -> int:
-    """The longest period up to 32 of which two copies fit into ``n_ctx`` positions, and that has as
-    many distinct ids, of the ``d_vocab`` that are drawn from.
-
-    >>> period_for(1024, 50257), period_for(24, 100)
-    (32, 12)
-    """
-    # with 32, a head that attends evenly pays 2% to the token that induction looks for
-    return max(1, min(32, (n_ctx - bos) // 2, d_vocab - 1))
 
 
 def token_range(d_vocab: int, avoid: Sequence[int | None] = ()) -> tuple[int, int]:
@@ -192,7 +181,10 @@ def measure_types(
     another range of ids. The default seed is that of Song & Zhong 2023's code."""
     bos_id = view.bos_id if bos else None
     ranges = token_ranges(view.d_vocab, [view.bos_id])
-    period = period_for(view.n_ctx, ranges[0][1] - ranges[0][0], bos=bos_id is not None)
+    # two copies fit, of distinct ids; with 32, a head that attends evenly pays 2% to the token that
+    # induction looks for
+    ids = ranges[0][1] - ranges[0][0]
+    period = max(1, min(32, (view.n_ctx - (bos_id is not None)) // 2, ids - 1))
     rows = SEQUENCES // len(ranges)
     batches = [
         repeated_random_tokens(period, 2, rows, low=low, high=high, seed=seed + i, bos_id=bos_id)
@@ -204,15 +196,12 @@ def measure_types(
     types: dict[int, HeadTypes] = {}
 
     def take(layer: int, pattern: Tensor) -> None:
-        # layers may lie on several devices; these patterns are small enough to be moved
-        pattern = pattern.detach().float().to(view.device)
-        types[layer] = head_type_scores(pattern, tokens, allowed=allowed)
+        # one layer after another: patterns of all layers would not stay in the cache
+        types[layer] = head_type_scores(pattern.detach().float(), tokens, allowed=allowed)
 
     view.run(tokens, {view.pattern_hooks[layer]: partial(take, layer) for layer in layers})
-
-    def joined(name: str) -> dict[str, Tensor]:
-        """The scores (or errors) of all layers by type, on the CPU."""
-        of_types = [torch.cat([getattr(types[l], name)[t] for l in layers]) for t in HEAD_TYPES]
-        return dict(zip(HEAD_TYPES, (x.detach().cpu() for x in of_types), strict=True))
-
-    return dataclasses.replace(types[layers[0]], scores=joined("scores"), errors=joined("errors"))
+    scores, errors = (
+        {t: torch.cat([getattr(types[i], of)[t].cpu() for i in layers]) for t in HEAD_TYPES}
+        for of in ("scores", "errors")
+    )
+    return dataclasses.replace(types[layers[0]], scores=scores, errors=errors)

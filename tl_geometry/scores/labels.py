@@ -10,6 +10,7 @@ gain and removal say content. Where the two disagree there is no label, and both
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -40,21 +41,16 @@ class Dominant(NamedTuple):
     flags: tuple[str, ...]
 
 
-Certain = tuple[Bool[Tensor, " head"] | None, Bool[Tensor, " head"] | None]
-"""For which heads the interval of the lead excludes zero, by covariance and by gain; ``None``
-where no intervals were computed."""
-
-
 def dominant(
     cs: Float[Tensor, "head term"],
     gs: Float[Tensor, "head term"],
     names: Sequence[str],
     *,
-    certain: Certain = (None, None),
+    certain: Sequence[Bool[Tensor, " head"]] = (),
 ) -> Dominant:
     """The name that has the largest covariance share and the largest gain share, if the first is
     over :data:`SHARE_OVER` and both lead by more than :data:`MARGIN_OVER` (and the head is among
-    the ``certain`` of each share, where they are given), else ``"unclear"``.
+    all ``certain`` ones: those whose interval of the lead excludes zero), else ``"unclear"``.
 
     Heads whose covariance shares are NaN are ``"uniform"``.
 
@@ -71,21 +67,17 @@ def dominant(
     # without a gain share nothing disagrees, so there is no flag (and, without a lead, no label)
     agree = (first_cs == first_gs) | no_gain
     clear = agree & (share > SHARE_OVER) & (margin > MARGIN_OVER) & (gain_margin > MARGIN_OVER)
-    for sure in certain:
-        clear = clear if sure is None else clear & sure
-    by_cs = [
-        UNIFORM if u else str(names[i]) for i, u in zip(first_cs.tolist(), uniform, strict=True)
-    ]
+    clear = uniform | reduce(torch.logical_and, certain, clear)
+    by_cs = [UNIFORM if u else names[i] for i, u in zip(first_cs.tolist(), uniform, strict=True)]
     by_gs = [
-        UNIFORM if u else "" if n else str(names[i])
+        UNIFORM if u else "" if n else names[i]
         for i, u, n in zip(first_gs.tolist(), uniform, no_gain, strict=True)
     ]
-    known = (clear | uniform).tolist()
-    labels = [name if k else UNCLEAR for name, k in zip(by_cs, known, strict=True)]
     flags = [
         "" if same else f"{a} by cs, {b} by gs"
         for a, b, same in zip(by_cs, by_gs, agree, strict=True)
     ]
+    labels = [name if sure else UNCLEAR for name, sure in zip(by_cs, clear, strict=True)]
     gains = (tuple(by_gs), gain, gain_margin)
     return Dominant(tuple(labels), tuple(by_cs), share, margin, *gains, tuple(flags))
 

@@ -167,11 +167,6 @@ class PlaneTable(TermResult):
     table_values = ("wavelength", "cs", "gs")
 
     @property
-    def length(self) -> int:
-        """Positions of a prompt, which the bands depend on."""
-        return self.head_planes.length
-
-    @property
     def wavelength(self) -> Float[Tensor, "head plane"]:
         """Tokens per turn of each plane."""
         return self.head_planes.wavelength
@@ -194,20 +189,14 @@ class PlaneTable(TermResult):
         """Shares of the bands of wavelengths ``near``, ``middle``, ``far`` and ``pass``, all terms
         together, one row for each head; ``dominant`` is the band that is first by covariance and by
         gain, each with a clear lead, else ``"unclear"``."""
-        member = self.head_planes.bands()
-        cs, gs = (
-            torch.stack([(total * x).sum(-1) for x in member.values()], -1)
-            for total in (self.total_cs, self.total_gs)
-        )
-        labels, shares = dominant(cs, gs, tuple(member)).labels, torch.cat([cs, gs], 1).tolist()
+        bands = self.head_planes.bands()
+        member = torch.stack(list(bands.values()), -1).to(self.cs)
+        cs, gs = ((x.unsqueeze(-1) * member).sum(1) for x in (self.total_cs, self.total_gs))
+        labels, shares = dominant(cs, gs, tuple(bands)).labels, torch.cat([cs, gs], 1).tolist()
         each = zip(self.heads, labels, shares, strict=True)
+        columns = [f"{share}_{band}" for share in ("cs", "gs") for band in bands]
         return Table(
             provenance=self.provenance,
-            names=(
-                "layer",
-                "head",
-                "dominant",
-                *(f"{s}_{b}" for s in ("cs", "gs") for b in member),
-            ),
+            names=("layer", "head", "dominant", *columns),
             cells=tuple((*head, label, *row) for head, label, row in each),
         )

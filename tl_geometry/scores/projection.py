@@ -6,7 +6,9 @@ With every scale frozen a layer's queries are linear in additive parts of its in
     q_a = map(p_a) * frozen          q = sum_a q_a + constant
 
 The constant of norm and projection, and the mean, make ``bias``; cvec is the remainder of the
-model's own queries and keys.
+model's own queries and keys. Mean and positional vectors may be taken apart by groups of contexts:
+of G groups with shares ``w_g`` of the contexts there are 2 G + 1 parts, ``w_g`` times the bias of
+each group, ``w_g`` times its positional vectors, and the rest.
 """
 
 from __future__ import annotations
@@ -35,26 +37,55 @@ class ProjectedParts(NamedTuple):
 
 
 class MappedBasis(NamedTuple):
-    """Mean and pos (the ``part`` axis) of one layer's input after the maps, without the frozen
-    scales, so that they serve for every batch.
+    """Means, then positional vectors, of each group of contexts (the ``part`` axis) of one layer's
+    input, times the group's ``share`` of the contexts, after the maps and without the frozen
+    scales, so that they serve for every batch. One group of share 1 is the basis itself.
 
     ``normalized`` says that they are parts of the normed input, whose norm scale is not frozen.
     """
 
     q: Float[Tensor, "head position part d_head"]
     k: Float[Tensor, "head position part d_head"]
+    share: Float[Tensor, " group"]
     normalized: bool = False
 
 
-def project_basis(layer: LayerView, basis: PositionContext, length: int) -> MappedBasis:
-    """Map mean and positional vectors of the first ``length`` positions to queries and keys."""
-    mean, pos = basis.of_state(layer.layer, length)
-    mean_and_pos = torch.stack([mean.expand_as(pos), pos]).to(layer.h)
-    q, k = (
-        rearrange(f(mean_and_pos), "part position head e -> head position part e").contiguous()
-        for f in (layer.q_map, layer.k_map)
-    )
-    return MappedBasis(q, k, basis.provenance.normalized)
+def project_basis(
+    layer: LayerView, basis: PositionContext, length: int, *, by_group: bool = False
+) -> MappedBasis:
+    """Map mean and positional vectors of the first ``length`` positions to queries and keys, of the
+    whole basis or of each of its groups."""
+    if by_group:
+        means, pos, share = group_basis(basis, layer.layer, length)
+    else:
+        mean, pos = basis.of_state(layer.layer, length)
+        means, pos, share = mean.unsqueeze(0), pos.unsqueeze(0), torch.ones(1).double()
+    means, pos = means * share.unsqueeze(1), pos * share[:, None, None]
+    mapped: list[Tensor] = []
+    for which in "qk":
+        of_pos = layer.projected(pos.to(layer.h), which)
+        of_mean = layer.projected(means.unsqueeze(1).to(layer.h), which)
+        # expanded before the rotation, which makes the mean differ by position
+        turned = layer.turned(torch.cat([of_mean.expand_as(of_pos), of_pos]), which)
+        mapped.append(rearrange(turned, "part i h e -> h i part e").contiguous())
+    return MappedBasis(*mapped, share, basis.provenance.normalized)
+
+
+def group_basis(
+    basis: PositionContext, layer: int, length: int
+) -> tuple[
+    Float[Tensor, "group d_model"],
+    Float[Tensor, "group position d_model"],
+    Float[Tensor, " group"],
+]:
+    """Mean and positional vectors of one state in each group of contexts that holds any, over the
+    first ``length`` positions (each mean over the window of the basis), and the groups' shares of
+    the contexts."""
+    used = basis.group_counts.nonzero().flatten()
+    counts = basis.group_counts[used].double()
+    means = basis.moments.sums[used, basis.index(layer)] / counts[:, None, None]
+    mean = means[:, slice(*basis.window)].mean(1)
+    return mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum()
 
 
 def frozen_scale(
@@ -72,21 +103,24 @@ def split_heads(
     contexts: slice = ALL,
     start: int = 0,
 ) -> ProjectedParts:
-    """Queries (with the score scale) and keys of bias, pos and cvec, for some heads and contexts
-    and positions from ``start`` on. cvec is the remainder, so these parts always add up; the sweep
-    checks cvec separately. Gradients pass."""
-    projected = []
+    """Queries (with the score scale) and keys of bias, pos and cvec (or the 2 G + 1 parts of
+    groups), for some heads and contexts and positions from ``start`` on. cvec is the remainder, so
+    these parts always add up; the sweep checks cvec separately. Gradients pass."""
+    projected, groups = [], len(mapped.share)
+    share = mapped.share.to(layer.q).unsqueeze(1)
     for which, scale in (("q", layer.scale), ("k", 1.0)):
         total, constant = (getattr(layer, name) for name in (which, f"{which}_constant"))
         frozen = frozen_scale(layer, which, mapped.normalized)[contexts, start:][..., heads]
         total, constant = (x[contexts, start:][..., heads, :] for x in (total, constant))
-        mean_and_pos = getattr(mapped, which)[heads][:, start:]
+        of_basis = getattr(mapped, which)[heads][:, start:]
         # memory in the order in which share_sums reads: its rearrangement then needs no copy
         batch, length, n_heads, width = total.shape
-        parts = total.new_empty(batch, n_heads, length, len(PARTS), width)
-        parts[..., :2, :] = mean_and_pos * rearrange(frozen * scale, "b i h -> b h i 1 1")
-        parts[..., 0, :] += rearrange(constant * scale, "b i h e -> b h i e")
-        rest = rearrange(total * scale, "b i h e -> b h i e") - parts[..., :2, :].sum(-2)
-        parts[..., 2, :] = rest
+        parts = total.new_empty(batch, n_heads, length, 2 * groups + 1, width)
+        parts[..., :-1, :] = of_basis * rearrange(frozen * scale, "b i h -> b h i 1 1")
+        # no copy of the constants, which are most often one row for all tokens
+        constants = rearrange(constant, "b i h e -> b h i 1 e")
+        parts[..., :groups, :].addcmul_(constants, share * scale)
+        rest = rearrange(total * scale, "b i h e -> b h i e") - parts[..., :-1, :].sum(-2)
+        parts[..., -1, :] = rest
         projected.append(rearrange(parts, "b h i part e -> part b i h e"))
     return ProjectedParts(*projected)

@@ -7,7 +7,8 @@ basis has seen, shares of position are too high and intervals too narrow: these 
 
 No basis without a group is projected by itself, because parts are linear in the sums of the groups.
 Let ``w_g = n_g / C`` be the share of the contexts in group g, and ``M_g`` and ``P_g`` the queries
-(or keys) of ``w_g`` times the mean and the positional vectors of group g. The basis without the
+(or keys) of ``w_g`` times the mean and the positional vectors of group g
+(:mod:`tl_geometry.scores.projection`). The basis without the
 groups in L has::
 
     bias = c sum_(g not in L) M_g,   pos = c sum_(g not in L) P_g,   c = 1 / (1 - sum_(g in L) w_g)
@@ -40,7 +41,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 from torch import Tensor
@@ -52,8 +53,8 @@ from tl_geometry.base.sums import Sums
 from tl_geometry.decomposition.groups import BLOCK, blocks
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
-from tl_geometry.scores.projection import ProjectedParts, frozen_scale
-from tl_geometry.scores.sums import ShareSums
+from tl_geometry.scores.projection import MappedBasis, frozen_scale
+from tl_geometry.scores.sums import SHARES, ShareSums
 
 FEWEST_WINDOWS = FEWEST_GROUPS * BLOCK
 """Windows, and contexts of a basis, below which there is no jackknife: four blocks of eight."""
@@ -84,95 +85,7 @@ def require_unseen(basis: PositionContext, tokens: Int[Tensor, "context position
     require(enough, what, expected=expected, got=got, instead=instead)
 
 
-# ---- parts by group
-
-
-def group_basis(
-    basis: PositionContext, layer: int, length: int
-) -> tuple[
-    Float[Tensor, "group d_model"],
-    Float[Tensor, "group position d_model"],
-    Float[Tensor, " group"],
-]:
-    """Mean and positional vectors of one state in each group of contexts that holds any, over the
-    first ``length`` positions (each mean over the window of the basis), and the groups' shares of
-    the contexts."""
-    used = basis.group_counts.nonzero().flatten()
-    counts = basis.group_counts[used].double()
-    means = basis.moments.sums[used, basis.index(layer)] / counts[:, None, None]
-    mean = means[:, slice(*basis.window)].mean(1)
-    return mean, means[:, :length] - mean.unsqueeze(1), counts / counts.sum()
-
-
-class GroupParts:
-    """The 2 G + 1 parts of one layer's queries and keys: ``mapped`` holds the means and positional
-    vectors of the groups (axis ``part``) before the frozen scales, ``share`` the groups' shares of
-    the contexts."""
-
-    def __init__(self, layer: LayerView, basis: PositionContext) -> None:
-        means, pos, self.share = group_basis(basis, layer.layer, layer.h.shape[1])
-        self.normalized = basis.provenance.normalized
-        self.mapped: dict[str, Float[Tensor, "part group position head d_head"]] = {}
-        for which in "qk":
-            mean = layer.projected(means.unsqueeze(1).to(layer.h), which)
-            of_pos = layer.projected(pos.to(layer.h), which)
-            # expanded before the rotation, which makes the mean differ by position
-            both = torch.stack([mean.expand_as(of_pos), of_pos])
-            self.mapped[which] = layer.turned(both, which)
-
-    def _scaled(
-        self, which: str, frozen: Tensor, constant: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Bias and pos of each group, ``[group batch position head d_head]``."""
-        mean, pos = self.mapped[which].unsqueeze(2) * (frozen * scale).unsqueeze(-1)
-        return mean + constant * scale, pos
-
-    def of(self, layer: LayerView, contexts: slice, start: int) -> ProjectedParts:
-        """The 2 G + 1 parts of some contexts, from position ``start`` on: the bias of each group
-        times its share, the pos of each, and the rest."""
-        projected: list[Tensor] = []
-        for which, scale in (("q", layer.scale), ("k", 1.0)):
-            frozen = frozen_scale(layer, which, self.normalized)[contexts]
-            constant = getattr(layer, f"{which}_constant")[contexts]
-            bias, pos = self._scaled(which, frozen, constant, scale)
-            weight = self.share.to(bias).reshape(-1, 1, 1, 1, 1)
-            parts = torch.cat([bias * weight, pos * weight])[:, :, start:]
-            total = getattr(layer, which)[contexts, start:] * scale
-            projected.append(torch.cat([parts, (total - parts.sum(0)).unsqueeze(0)]))
-        return ProjectedParts(*projected)
-
-    def noise(self, layer: LayerView, start: int) -> Noise:
-        """:class:`Noise` of one batch, with the frozen scales and constants averaged over its
-        contexts."""
-        (q_bias, _), (k_bias, k_pos) = (self._average(layer, which) for which in "qk")
-        weight = self.share.to(q_bias).reshape(-1, 1, 1, 1)
-        noise = q_bias.new_zeros(q_bias.shape[2])
-        if layer.rotary:
-            # the mean's sampling variance, by the spread of the groups (G - 1 degrees of freedom)
-            mean = (q_bias * weight).sum(0, keepdim=True)
-            spread = ((q_bias - mean).square() * weight).sum((0, 1, 3)) / (len(weight) - 1)
-            # 1e-30 only avoids 0 / 0 for a head whose mean query is zero
-            noise = spread / mean.square().sum((0, 1, 3)).clamp(min=1e-30)
-            k_pos = k_pos + k_bias
-        # a topic shifts the mean of its contexts; pos has no mean, so only rotated means hold it
-        vectors = k_pos[:, start:].flatten(1)
-        deviations = vectors - weight.flatten() @ vectors
-        contexts = len(layer.h)
-        return Noise(
-            contexts=torch.tensor(float(contexts), dtype=torch.float64),
-            query=contexts * noise.double(),
-            gram=contexts * (deviations @ deviations.mT).double(),
-            size=contexts * vectors.square().sum().double(),
-        )
-
-    def _average(self, layer: LayerView, which: str) -> tuple[Tensor, Tensor]:
-        """Bias and pos of each group ``[group position head d_head]``, averaged over a batch."""
-        # root mean square, because the scales enter the sums of squares squared
-        frozen = frozen_scale(layer, which, self.normalized).square().mean(0, keepdim=True).sqrt()
-        constant = getattr(layer, f"{which}_constant").mean(0, keepdim=True)
-        scale = layer.scale if which == "q" else 1.0
-        bias, pos = self._scaled(which, frozen, constant, scale)
-        return bias[:, 0], pos[:, 0]
+# ---- noise of the groups
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -187,21 +100,56 @@ class Noise(Sums):
     size: Float[Tensor, ""]
 
 
+def noise_of(layer: LayerView, mapped: MappedBasis, start: int) -> Noise:
+    """:class:`Noise` of one batch, with the frozen scales and constants averaged over its
+    contexts."""
+    (q_bias, _), (k_bias, k_pos) = (_averaged(layer, mapped, which) for which in "qk")
+    weight = mapped.share.to(q_bias)
+    noise = q_bias.new_zeros(q_bias.shape[1])
+    if layer.rotary:
+        # the mean's sampling variance, by the spread of the groups (G - 1 degrees of freedom)
+        mean = einsum(weight, q_bias, "g, g h i e -> h i e")
+        spread = einsum(weight, (q_bias - mean).square(), "g, g h i e -> h") / (len(weight) - 1)
+        # 1e-30 only avoids 0 / 0 for a head whose mean query is zero
+        noise = spread / mean.square().sum((1, 2)).clamp(min=1e-30)
+        k_pos = k_pos + k_bias
+    # a topic shifts the mean of its contexts; pos has no mean, so only rotated means hold it
+    vectors = k_pos[:, :, start:].flatten(1)
+    deviations, contexts = vectors - weight @ vectors, len(layer.h)
+    return Noise(
+        contexts=torch.tensor(float(contexts), dtype=torch.float64),
+        query=contexts * noise.double(),
+        gram=contexts * (deviations @ deviations.mT).double(),
+        size=contexts * vectors.square().sum().double(),
+    )
+
+
+def _averaged(layer: LayerView, mapped: MappedBasis, which: str) -> tuple[Tensor, Tensor]:
+    """Bias and pos of each group ``[group head position d_head]``, averaged over a batch."""
+    scale = layer.scale if which == "q" else 1.0
+    # root mean square, because the scales enter the sums of squares squared
+    frozen = frozen_scale(layer, which, mapped.normalized).square().mean(0).sqrt() * scale
+    constant = getattr(layer, f"{which}_constant").mean(0) * scale
+    parts = rearrange(getattr(mapped, which), "h i (kind g) e -> kind g h i e", kind=2)
+    mean, pos = parts / mapped.share.to(parts)[:, None, None, None] * frozen.mT.unsqueeze(-1)
+    return mean + rearrange(constant, "i h e -> h i e"), pos
+
+
 # ---- intervals
 
 
 def without(
-    share: Float[Tensor, " group"], left_out: Bool[Tensor, " group"]
+    share: Float[Tensor, " group"], left_out: Bool[Tensor, " group"] | None = None
 ) -> Float[Tensor, "part column"]:
-    """Bias, pos and cvec (``part``) of the basis without some groups, as weighted sums of the
-    2 G + 1 parts (``column``).
+    """Bias, pos and cvec (``part``) of the basis without some groups (of all for ``None``), as
+    weighted sums of the 2 G + 1 parts (``column``).
 
     >>> change = without(torch.tensor([0.25, 0.75]), torch.tensor([True, False]))
     >>> change[:2, :4].round(decimals=2).tolist()
     [[0.0, 1.3300000429153442, 0.0, 0.0], [0.0, 0.0, 0.0, 1.3300000429153442]]
     """
     groups = len(share)
-    used = (~left_out).to(share)
+    used = torch.ones_like(share) if left_out is None else (~left_out).to(share)
     change = share.new_zeros(3, 2 * groups + 1)
     change[0, :groups] = change[1, groups:-1] = used / (share * used).sum()
     # the three rows must sum to one in every column, so that bias + pos + cvec is the whole query
@@ -210,41 +158,24 @@ def without(
 
 
 def resampled(
-    of_blocks: Sequence[ShareSums],
-    counts: Sequence[int],
-    pairs: ShareSums,
-    groups: Int[Tensor, " group"],
+    pairs: ShareSums, of_blocks: Sequence[ShareSums], windows: int, groups: Int[Tensor, " group"]
 ) -> tuple[dict[str, Float[Tensor, "head sample term"]], tuple[tuple[float, ...], ...]]:
     """Samples of the shares of one layer, and their sizes, as :class:`ShareTable` has them.
 
-    ``of_blocks`` are the sums of each block of windows, which hold ``counts`` windows; ``pairs``
-    those of the 2 G + 1 parts over all windows, ``groups`` the contexts in each group of the basis.
-    Groups of fewer than 8 contexts are left out together with their neighbours, because topics
-    continue over several windows.
+    ``pairs`` are the sums of the 2 G + 1 parts over all ``windows``, ``of_blocks`` those of bias,
+    pos and cvec in each block of 8 windows; ``groups`` counts the contexts in each group of the
+    basis. Groups of fewer than 8 contexts are left out together with their neighbours, because
+    topics continue over several windows.
     """
     groups = groups[groups > 0]
     share, rows = groups.double() / groups.sum(), blocks(groups)
-    n = 2 * len(share) + 1
-    change = torch.stack([without(share, row) for row in rows])
-    of_basis = []
-    for values, total in ((pairs.numerators, pairs.total), (pairs.gains, pairs.gain_total)):
-        table = values[:, : n * n].unflatten(-1, (n, n))
-        terms = einsum(change, table, change, "r a m, h m n, r b n -> h r a b").flatten(2)
-        bias = values[:, n * n :].unsqueeze(1).expand(-1, len(rows), -1)
-        total = total.masked_fill(pairs.uniform, torch.nan)
-        of_basis.append(torch.cat([terms, bias], -1) / total[:, None, None])
-    each = ShareSums.stack(of_blocks)
-    whole = each.pooled()
-    windows = torch.tensor(counts)
-    window_rows = blocks(windows)
-    left = each.mapped(lambda _, x: x.sum(0) - torch.tensordot(window_rows.to(x), x, 1))
-    samples = {
-        name: torch.cat(
-            [getattr(whole, name).unsqueeze(1), basis, getattr(left, name).transpose(0, 1)], 1
-        )
-        for name, basis in zip(("cs", "gs"), of_basis, strict=True)
-    }
-    sizes = [rows.double() @ share, window_rows.double() @ windows.double() / windows.sum()]
+    whole = pairs.of_parts(without(share))
+    left_out = [pairs.of_parts(without(share, row)) for row in rows]
+    counts = torch.tensor([len(x) for x in torch.arange(windows).split(BLOCK)])
+    each, window_rows = ShareSums.stack(of_blocks), blocks(counts)
+    left_out += [each.select(~row).pooled() for row in window_rows]
+    samples = {n: torch.stack([getattr(s, n) for s in (whole, *left_out)], 1) for n in SHARES}
+    sizes = rows.double() @ share, window_rows.double() @ counts.double() / windows
     return samples, tuple(tuple(x.tolist()) for x in sizes)
 
 
@@ -256,16 +187,16 @@ def position_null(
 ) -> dict[str, Float[Tensor, " head"]]:
     """Mean and 95% quantile of the null share of position, and its p-value, for the heads of one
     layer. The p-value is NaN where the groups are not independent (:func:`independence`)."""
-    groups, n = len(share), 2 * len(share) + 1
+    groups = len(share)
     # rows: the mean is the bias of all groups; of each group pos is mixed, and bias if rotary
-    change = torch.zeros(1 + groups, n, dtype=torch.float64)
+    change = torch.zeros(1 + groups, 2 * groups + 1, dtype=torch.float64)
     change[0, :groups] = 1
     change[1:, groups:-1] = torch.eye(groups)
     if rotary:
         change[1:, :groups] = torch.eye(groups)
-    table = pairs.numerators[:, : n * n].unflatten(1, (n, n))
-    table = einsum(change, table, change, "a m, h m n, b n -> h a b")
-    alibi = pairs.numerators[:, n * n :].sum(1, keepdim=True)
+    numerators = pairs.of_parts(change).numerators
+    table = numerators[:, : (1 + groups) ** 2].unflatten(1, (1 + groups, 1 + groups))
+    alibi = numerators[:, (1 + groups) ** 2 :].sum(1, keepdim=True)
     total = pairs.total.masked_fill(pairs.uniform, torch.nan).unsqueeze(1)
     reliability = (1 - noise.query / noise.contexts).clamp(min=0)
 

@@ -13,17 +13,12 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.axes import axes_of
 from tl_geometry.base.errors import fail, require
-from tl_geometry.base.rows import row_center
 from tl_geometry.models.reconstruction import Check, ReconstructionReport
 from tl_geometry.scores.planes import HeadPlanes, PlanesLike, PlaneTable, describe_planes
 from tl_geometry.scores.share_table import COLUMNS, ShareTable
-from tl_geometry.scores.splitter import row_blocks
-from tl_geometry.scores.sums import ShareSums, share_sums
-from tl_geometry.scores.terms import ALIBI, TermResult, common_label, key_of, term_names, term_pairs
-
-ALL = slice(None)
+from tl_geometry.scores.sums import BLOCK, ShareSums, share_sums
+from tl_geometry.scores.terms import ALIBI, TermResult, key_of, term_names, term_pairs
 
 
 class Terms(Mapping[tuple[str, str], Tensor]):
@@ -70,7 +65,7 @@ class ScoreSplit(TermResult):
     ``checks`` are the reconstruction errors, ``reconstruction`` their summary. ``scale`` is A of
     the bounds, the largest product of the parts' absolute values
     (:func:`tl_geometry.models.reconstruction.reconstruction_bound`). Its table is that of
-    :meth:`shares`. Where ``queries`` are given, only these rows are computed.
+    :meth:`shares`.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -86,36 +81,11 @@ class ScoreSplit(TermResult):
     scale: float = 0.0
     str_tokens: tuple[str, ...] = ()
 
-    @staticmethod
-    def beside(layers: Sequence[ScoreSplit], heads: Sequence[tuple[int, int]]) -> ScoreSplit:
-        """Splits of several layers of one pass as one, their heads in the order of ``heads``."""
-        order = [head for split in layers for head in split.heads]
-        pick = torch.tensor([order.index(head) for head in heads])
-        joined: dict[str, Tensor] = {}
-        for field in dataclasses.fields(ScoreSplit):
-            tensors = [getattr(split, field.name) for split in layers]
-            if all(isinstance(x, Tensor) for x in tensors):
-                dim = axes_of(ScoreSplit)[field.name].index("head")
-                joined[field.name] = torch.cat(tensors, dim).index_select(dim, pick)
-        return dataclasses.replace(
-            layers[0],
-            **joined,  # pyright: ignore[reportArgumentType]
-            heads=tuple(heads),
-            head_planes=HeadPlanes.beside([split.head_planes for split in layers]).select(pick),
-            checks=tuple(check for split in layers for check in split.checks),
-            scale=max(split.scale for split in layers),
-            bias_label=common_label(split.bias_label for split in layers),
-        )
-
     @property
     def allowed(self) -> Bool[Tensor, "head query key"]:
         """The keys that each query may attend to."""
-        return self.allowed_rows()
-
-    def allowed_rows(self, queries: slice = ALL) -> Bool[Tensor, "head query key"]:
-        """:attr:`allowed` of some queries."""
         keys = torch.arange(self.k.shape[2], device=self.q.device)
-        first, stop = self.key_range[:, queries].unsqueeze(-2).unbind(-1)
+        first, stop = self.key_range.unsqueeze(-2).unbind(-1)
         return (keys >= first) & (keys < stop)
 
     @property
@@ -124,47 +94,45 @@ class ScoreSplit(TermResult):
         part first."""
         return Terms(self)
 
-    def term(
-        self, query_part: str, key_part: str, queries: slice = ALL
-    ) -> Float[Tensor, "batch head query key"]:
-        """One term (at some queries)."""
+    def term(self, query_part: str, key_part: str) -> Float[Tensor, "batch head query key"]:
+        """One term."""
         query_part, key_part = Terms(self).pair((query_part, key_part))
         if self.bias is not None and query_part == ALIBI:
             # a copy, as all other terms are: writing to one leaves the split as it is
-            return self.bias[:, queries].expand(self.q.shape[1], -1, -1, -1).clone()
+            return self.bias.expand(self.q.shape[1], -1, -1, -1).clone()
         a, b = (self.parts.index(part) for part in (query_part, key_part))
-        return _products(self.q[a], self.k[b], queries)
+        return _products(self.q[a], self.k[b])
 
-    def summed(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+    def summed(self) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms at every cell, allowed or not."""
-        total = _products(self.q.sum(0), self.k.sum(0), queries)
-        return total if self.bias is None else total + self.bias[:, queries]
+        total = _products(self.q.sum(0), self.k.sum(0))
+        return total if self.bias is None else total + self.bias
 
-    def total(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+    def total(self) -> Float[Tensor, "batch head query key"]:
         """Sum of all terms: the model's scores before any soft cap, -inf outside ``allowed``."""
-        return torch.where(self.allowed_rows(queries), self.summed(queries), -torch.inf)
+        return torch.where(self.allowed, self.summed(), -torch.inf)
 
-    def centered(
-        self, scores: Float[Tensor, "batch head query key"]
-    ) -> Float[Tensor, "batch head query key"]:
-        """Scores without the mean of their row over the allowed keys, which softmax ignores."""
-        return row_center(scores, self.allowed)
-
-    def model_scores(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+    def model_scores(self) -> Float[Tensor, "batch head query key"]:
         """Scores as they enter the softmax: ``c tanh(total / c)`` where there is a soft cap c."""
-        total, cap = self.total(queries), self.softcap[:, None, None]
+        total, cap = self.total(), self.softcap[:, None, None]
         # inf tanh(total / inf) is NaN, and c tanh(-inf / c) = -c would admit a forbidden key
         outside = torch.isinf(cap) | torch.isneginf(total)
         return torch.where(outside, total, cap * torch.tanh(total / cap))
 
-    def pattern(self, queries: slice = ALL) -> Float[Tensor, "batch head query key"]:
+    def pattern(self) -> Float[Tensor, "batch head query key"]:
         """Attention pattern: softmax over the allowed keys. Where a head has a sink, the sink takes
         part in the softmax and its share is left out, so that rows sum to less than one."""
-        scores = self.model_scores(queries)
+        scores = self.model_scores()
         sinks = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
         pattern = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         nothing = torch.isneginf(scores).all(-1, keepdim=True)  # a row without an allowed key
         return pattern.masked_fill(nothing, 0.0)
+
+    def _rows(self, queries: Int[Tensor, " query"]) -> ScoreSplit:
+        """The split at some queries."""
+        bias = None if self.bias is None else self.bias[:, queries]
+        q, key_range = self.q[:, :, queries], self.key_range[:, queries]
+        return dataclasses.replace(self, q=q, bias=bias, key_range=key_range)
 
     def on_planes(self, planes: PlanesLike) -> ScoreSplit:
         """The split restricted to some rotary planes: ``split.on_planes("near")``, ``"middle"``,
@@ -196,8 +164,9 @@ class ScoreSplit(TermResult):
         layers = torch.tensor([layer for layer, _ in self.heads])
         of_layers = [torch.where(layers == layer)[0] for layer in layers.unique()]
         sums = ShareSums.beside([self._sums_of(heads, start) for heads in of_layers])
-        cells = self.q.shape[1] * len(self.heads) * length
-        paid = [self.pattern(rows)[..., :start].sum(-1) for rows in row_blocks(length, cells)]
+        # a few rows at a time, so that memory grows with the length
+        rows = torch.arange(length).split(BLOCK)
+        paid = [self._rows(some).pattern()[..., :start].sum(-1) for some in rows]
         return ShareTable.of(
             # the sums are in the order of layers; `heads` may have another
             sums.select(torch.cat(of_layers).argsort(), "head"),
@@ -244,7 +213,6 @@ class ScoreSplit(TermResult):
         return f"ScoreSplit({'; '.join([*shown, checks])})"
 
 
-def _products(q: Tensor, k: Tensor, queries: slice) -> Float[Tensor, "batch head query key"]:
-    """Products of some queries with all keys."""
-    pattern = "batch query head e, batch key head e -> batch head query key"
-    return einsum(q[:, queries], k, pattern)
+def _products(q: Tensor, k: Tensor) -> Float[Tensor, "batch head query key"]:
+    """Products of all queries with all keys."""
+    return einsum(q, k, "batch query head e, batch key head e -> batch head query key")

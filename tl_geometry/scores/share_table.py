@@ -1,25 +1,26 @@
 """Shares of every term and group of terms for each head: the table that ``split.shares()`` returns,
-and the base of the table of a sweep."""
+one row per head and term, and the table of a sweep, what drives each head in one row."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_geometry.base.errors import choice, fail
+from tl_geometry.base import checks
+from tl_geometry.base.errors import choice, fail, require
 from tl_geometry.base.intervals import Interval, LeftOut, jackknife_interval
-from tl_geometry.base.results import Result
+from tl_geometry.base.tables import Table
+from tl_geometry.scores.head_types import HEAD_TYPES
 from tl_geometry.scores.labels import Dominant, dominant
 from tl_geometry.scores.planes import HeadPlanes, PlaneTable
-from tl_geometry.scores.sums import ShareSums
-from tl_geometry.scores.terms import GROUPS, TermResult, group_of, term_names, term_pairs
+from tl_geometry.scores.sums import SHARES, ShareSums
+from tl_geometry.scores.terms import GROUPS, TermResult, group_of, key_of, term_names, term_pairs
 
 COLUMNS = (
     *("layer", "head", "term", "group", "cs", "gs", "dominant", "margin", "gain_margin", "flag"),
@@ -28,28 +29,22 @@ COLUMNS = (
 """Columns of a share table without intervals."""
 INTERVAL = ("corrected", "low", "high")
 """Suffixes of the columns of an interval, after the name of the share: ``cs_low``, ``gs_high``."""
-SHARES = ("cs", "gs")
-"""Covariance and gain share."""
 LEVELS = ("term", "group")
 """A table is about terms, and about groups of terms."""
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Marginals(Result):
-    """Shares of each part on the query side (summed over key parts) and on the key side (summed
-    over query parts): what :meth:`ShareTable.marginals` returns.
-
-    ``cs`` and ``gs`` sum to one over the parts of a side; ``dropped_mass`` is the attention paid to
-    positions that were left out (:class:`ShareTable`).
-    """
-
-    sides: ClassVar = ("query", "key")
-    heads: tuple[tuple[int, int], ...]
-    parts: tuple[str, ...]
-    cs: Float[Tensor, "head side part"]
-    gs: Float[Tensor, "head side part"]
-    dropped_mass: Float[Tensor, " head"]
-    table_axes, table_values = ("head", "side", "part"), ("cs", "gs", "dropped_mass")
+LABEL = (
+    *("dominant_{}", "{}_by_cs", "{}_share", "{}_margin"),
+    *("{}_by_gs", "{}_gain", "{}_gain_margin", "{}_flag"),
+)
+"""Columns of a label, with "group" or "term" for the braces: the fields of
+:class:`tl_geometry.scores.labels.Dominant`, in their order."""
+READ = (
+    *("layer", "head", "dominant_group", "group_share", "group_gain", "dropped_mass"),
+    *("induction", "previous", "group_by_cs", "group_by_gs", "dominant_term"),
+)
+"""Columns that are shown where there is no room for all, the most important first."""
+SHOWN = 8
+"""How many of them plain text has: about 100 characters."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,12 +153,12 @@ class ShareTable(TermResult):
     def dominant_by(self, by: str) -> Dominant:
         """Label of each head, by term or by group."""
         names = self.names(by)
+        certain: list[Tensor] = []
         shares = [self._summed(getattr(self, share), by) for share in SHARES]
-        certain: list[Tensor | None] = [None, None]
         if self.samples and len(names) > 1:
             samples = [self._summed(self.samples[share], by) for share in SHARES]
             certain = [self._leads(*pair) for pair in zip(shares, samples, strict=True)]
-        return dominant(shares[0], shares[1], names, certain=(certain[0], certain[1]))
+        return dominant(shares[0], shares[1], names, certain=certain)
 
     def _leads(self, shares: Tensor, samples: Tensor) -> Bool[Tensor, " head"]:
         """Heads for which the interval of the margin (largest share minus the second) excludes
@@ -185,25 +180,6 @@ class ShareTable(TermResult):
     def by_group(self) -> Dominant:
         """Dominant group of each head; ``"unclear"`` where none is."""
         return self.dominant_by("group")
-
-    def marginals(self) -> Marginals:
-        """Shares of each part by side: on the query side summed over the key parts, on the key side
-        over the query parts. ALiBi counts as a part on both."""
-        names = tuple(dict.fromkeys(part for pair in self.pairs for part in pair))
-        member = [[[pair[side] == n for n in names] for side in (0, 1)] for pair in self.pairs]
-        weight = torch.tensor(member).to(self.cs)
-        cs, gs = (
-            einsum(shares, weight, "head term, term side part -> head side part")
-            for shares in (self.cs, self.gs)
-        )
-        return Marginals(
-            provenance=self.provenance,
-            heads=self.heads,
-            parts=names,
-            cs=cs,
-            gs=gs,
-            dropped_mass=self.dropped_mass,
-        )
 
     def planes(self) -> PlaneTable:
         """Shares of each rotary plane, by term: which frequencies carry the scores.
@@ -235,9 +211,8 @@ class ShareTable(TermResult):
             elif isinstance(value, HeadPlanes):
                 changed[name] = value.select(rows)
             elif isinstance(value, Mapping):
-                changed[name] = {
-                    k: v[rows] if isinstance(v, Tensor) else v for k, v in value.items()
-                }
+                of_heads = {k: v[rows] for k, v in value.items() if isinstance(v, Tensor)}
+                changed[name] = {**value, **of_heads}
         return dataclasses.replace(self, **changed)
 
     def columns(self) -> Sequence[str]:
@@ -245,27 +220,116 @@ class ShareTable(TermResult):
         intervals = {share: [f"{share}_{end}" for end in ends] for share in SHARES}
         return [column for name in COLUMNS for column in (name, *intervals.get(name, ()))]
 
-    def _numbers(self, by: str) -> list[list[list[float]]]:
-        """Shares of one level ``[head name column]``, each followed by its interval."""
-        columns: list[Tensor] = []
-        for share in SHARES:
-            columns += [self._summed(getattr(self, share), by)]
-            columns += (self.interval(share, by) or ())[:3]
-        return torch.stack(columns, -1).tolist()
-
     def rows(self) -> Sequence[Sequence[object]]:
-        levels = [(by, self.dominant_by(by), self._numbers(by)) for by in LEVELS if self.names(by)]
-        mass, total = self.dropped_mass.tolist(), self.total.tolist()
-        rows: list[Sequence[object]] = []
-        for h, head in enumerate(self.heads):
-            for by, best, numbers in levels:
-                margins = float(best.margin[h]), float(best.gain_margin[h])
-                for n, name in enumerate(self.names(by)):
-                    # columns "term" and "group": a row has one of them
-                    named = (name, None) if by == "term" else (None, name)
+        rows: list[list[Sequence[object]]] = [[] for _ in self.heads]
+        for by in filter(self.names, LEVELS):
+            best = self.dominant_by(by)
+            numbers: list[Tensor] = []
+            for share in SHARES:
+                numbers += [self._summed(getattr(self, share), by)]
+                numbers += (self.interval(share, by) or ())[:3]
+            for n, name in enumerate(self.names(by)):
+                # columns "term" and "group": a row has one of them
+                named = (name, None) if by == "term" else (None, name)
+                for h, head in enumerate(self.heads):
+                    values = [float(x[h, n]) for x in numbers]
+                    margins = float(best.margin[h]), float(best.gain_margin[h])
                     label = (best.labels[h] == name, *margins, best.flags[h])
-                    rows.append((*head, *named, *numbers[h][n], *label, mass[h], total[h]))
-        return rows
+                    ends = float(self.dropped_mass[h]), float(self.total[h])
+                    rows[h].append((*head, *named, *values, *label, *ends))
+        return [row for of_head in rows for row in of_head]
 
 
 T = TypeVar("T", bound=ShareTable)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SweepTable(ShareTable):
+    """One row per head: the dominant group and term, shares of all, head-type scores with
+    baselines.
+
+    ``dominant_group`` is the group that is first by covariance (``group_by_cs``, with its share
+    ``group_share`` and its lead ``group_margin``) and by gain (``group_by_gs``, ``group_gain``,
+    ``group_gain_margin``), each with a clear lead; else ``"unclear"``. ``group_flag`` says where
+    covariance and gain name different groups. Likewise for terms. ``dropped_mass`` is the attention
+    to left-out keys, which no share describes.
+
+    ``types[name]`` are the head-type scores on repeated random tokens
+    (:mod:`tl_geometry.scores.head_types`), ``baselines[name]`` what uniform attention would score,
+    ``type_errors`` standard errors of the scores over twelve sequences (in a large vocabulary each
+    from another range of ids). With intervals ``nulls`` holds the share that position has by noise
+    alone (mean and 95% quantile), the p-value of the share of position, and that p-value adjusted
+    for the number of heads (Benjamini and Hochberg 1995).
+    """
+
+    types: Mapping[str, Float[Tensor, " head"]]
+    baselines: Mapping[str, float]
+    type_errors: Mapping[str, Float[Tensor, " head"]]
+    nulls: Mapping[str, Float[Tensor, " head"]] = field(default_factory=dict)
+
+    def shares(self) -> ShareTable:
+        """The same shares as one row per head and term."""
+        return ShareTable(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ShareTable)})
+
+    def columns(self) -> Sequence[str]:
+        return list(self._cells())
+
+    def rows(self) -> Sequence[Sequence[object]]:
+        return list(zip(*self._cells().values(), strict=True))
+
+    def _cells(self) -> dict[str, list[Any]]:
+        """All columns by name, each with a value per head."""
+        layers, heads = zip(*self.heads, strict=True)
+        cells: dict[str, Any] = {"layer": layers, "head": heads}
+        for level in ("group", "term"):
+            best = self.dominant_by(level)
+            cells |= {c.format(level): values for c, values in zip(LABEL, best, strict=True)}
+        cells["dropped_mass"] = self.dropped_mass
+        for name in HEAD_TYPES:
+            cells |= {name: self.types[name], f"{name}_se": self.type_errors[name]}
+            cells[f"{name}_uniform"] = [self.baselines[name]] * len(self.heads)
+        for share in SHARES:
+            values = torch.cat([getattr(self, f"group_{share}"), getattr(self, share)], 1)
+            names = [f"{share}_{name}" for name in (*self.groups, *self.terms)]
+            cells |= dict(zip(names, values.unbind(1), strict=True))
+        for share in SHARES:
+            interval = self.interval(share)
+            if interval is not None:
+                for g, group in enumerate(self.groups):
+                    of_group = Interval(*(values[:, g] for values in interval))
+                    cells |= of_group.columns(f"{share}_{group}_corrected")
+        cells |= dict(sorted(self.nulls.items()))
+        return {k: v.tolist() if isinstance(v, Tensor) else list(v) for k, v in cells.items()}
+
+    def top(self, column: str, n: int | None = 10) -> SweepTable:
+        """The ``n`` heads with the largest values of a numeric column (``"induction"``,
+        ``"cs_pos-pos"``, ...), largest first, NaN last; ``None`` for all heads. The name of a group
+        or term alone means its covariance share: ``"position"``. Names are taken as they are shown,
+        too: ``"mean-mean"``."""
+        cells = self._cells()
+        key = key_of(column) if isinstance(column, str) else column
+        key = f"cs_{key}" if key in (*self.groups, *self.terms) else key
+        numeric = [c for c, values in cells.items() if not isinstance(values[0], str)]
+        if key not in numeric:
+            expected = f"one of {', '.join(numeric[:12])} ..."
+            fail("column", expected=expected, got=repr(column), instead="table.columns() for all")
+        count = len(self.heads) if n is None else checks.whole(n)
+        fits = count is not None and count >= 1
+        require(fits, "n", expected="at least 1, None for all", got=repr(n))
+        values = torch.tensor(cells[key], dtype=torch.float64).nan_to_num(-torch.inf)
+        return self.select(values.argsort(descending=True, stable=True)[:count])
+
+    def text(self, limit: int | None = None) -> str:
+        """The first columns of :data:`READ` as aligned plain text."""
+        return f"Sweep{self._read(SHOWN).text(limit)}"  # which begins with "Table("
+
+    def _repr_html_(self) -> str:
+        return self._read(len(READ))._repr_html_()
+
+    def _read(self, count: int) -> Table:
+        """The first ``count`` columns of :data:`READ`, with a flag that says where all are."""
+        cells = self._cells()
+        more = f"{count} of {len(cells)} columns (all: .to_dataframe(), render.heads)"
+        columns = [map(self.readable, cells[column]) for column in READ[:count]]
+        rows: Any = tuple(zip(*columns, strict=True))
+        return Table(provenance=self.provenance.flagged(more), names=READ[:count], cells=rows)

@@ -16,37 +16,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, require, within_budget
 from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
-from tl_geometry.models.reader import as_view
 from tl_geometry.models.writers import Written
-from tl_geometry.scores.families import Family, UserParts, family_of
+from tl_geometry.scores.families import Family, UserParts
 from tl_geometry.scores.planes import HeadPlanes
 from tl_geometry.scores.score_split import ScoreSplit
-from tl_geometry.scores.splitter import (
-    check_basis,
-    compare_scores,
-    each_layer,
-    is_relative,
-    part_names,
-    project,
-    provenance_of,
-    reading,
-)
-from tl_geometry.scores.terms import bias_label
+from tl_geometry.scores.splitter import Asked, compare_scores, is_relative
+from tl_geometry.scores.terms import bias_label, common_label
 
 
 def split_scores(
@@ -110,49 +99,36 @@ def split_scores(
     >>> split.reconstruction.adds_up, split.terms["pos", "cvec"].shape
     (True, torch.Size([2, 1, 16, 16]))
     """
-    view = as_view(model)
-    prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
-    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    layers_of = sorted({layer for layer, _ in chosen})
-    family = family_of(view, parts, basis, layers_of)
+    asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
+    view, family = asked.view, asked.family
     # of few heads the parts before projection, [part batch position d_model], are larger
-    width = max(view.d_head * len(chosen), view.d_model)
-    size = 2 * len(part_names(family)) * prompts.tokens.numel() * width
-    check_basis(view, prompts, basis)
+    width = max(view.d_head * len(asked.heads), view.d_model)
+    size = 2 * len(family.part_names) * asked.prompts.tokens.numel() * width
     within_budget(
         size * max(4, view.dtype.itemsize),  # half precision is computed in float32
         memory_budget,
         "split",
-        of=f"{len(chosen)} heads",
+        of=f"{len(asked.heads)} heads",
         instead="heads= to choose some, or sweep_heads for all",
     )
-    splits: list[ScoreSplit] = []
-
-    def on_layer(layer: LayerView, written: Written | None) -> None:
-        heads_here = [head for l, head in chosen if l == layer.layer]
-        splits.append(split_layer(family, layer, heads_here, written))
-
-    writers = family.grain is not None
-    each_layer(view, prompts, cache, layers_of, on_layer, writers=writers)
-    flags = [flag for split in splits for flag in split.provenance.flags]
-    provenance = provenance_of(
-        view, prompts, basis, flags, normalized=family.normalized, after_bos=writers
-    )
+    splits, fields = asked.each_layer(cache, partial(split_layer, family))
+    of_layers = HeadPlanes.beside([split.head_planes for split in splits])
+    order = [head for split in splits for head in split.heads]
     return dataclasses.replace(
-        ScoreSplit.beside(splits, chosen), provenance=provenance, str_tokens=prompts.str_tokens
+        splits[0],
+        **fields,
+        head_planes=of_layers.select(torch.tensor([order.index(head) for head in asked.heads])),
+        scale=max(split.scale for split in splits),
+        bias_label=common_label(split.bias_label for split in splits),
     )
 
 
 def split_layer(
-    family: Family,
-    layer: LayerView,
-    heads: Sequence[int],
-    written: Written | None = None,
+    family: Family, layer: LayerView, heads: list[int], written: Written | None
 ) -> ScoreSplit:
     """The split of some heads of one layer; refused where the terms do not add up to the model's
     scores. Its provenance has flags alone."""
-    layer, heads = reading(family, layer), list(heads)
-    q, k = (project(family, layer, which, written)[..., heads, :] for which in "qk")
+    q, k = (family.project(layer, which, heads, written) for which in "qk")
     q = q * layer.scale
     compared, scale, flags = compare_scores(layer, q, k, heads)
     if layer.softcap is not None:
@@ -165,7 +141,7 @@ def split_layer(
     return ScoreSplit(
         provenance=Provenance(flags=flags),
         heads=tuple((layer.layer, head) for head in heads),
-        parts=part_names(family),
+        parts=family.part_names,
         q=q.cpu(),
         k=k.cpu(),
         bias=None if bias is None else bias.expand(-1, q.shape[2], -1).cpu(),

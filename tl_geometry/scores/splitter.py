@@ -1,24 +1,30 @@
-"""What a split is made of: views of the layers from a forward pass or a cache, queries, keys and
-values of the parts of their inputs, and the comparison of sums with the model's own numbers. Splits
-call all of it; sweeps and edits by term judge rounding here."""
+"""What splits of scores and of values share: the arguments, one pass over the layers (or a cache),
+and the comparison of sums with the model's own numbers, which sweeps call as well."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from einops import einsum
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_geometry.base.checks import describe
+from tl_geometry.base import checks
+from tl_geometry.base.axes import axes_of
+from tl_geometry.base.checks import Head, describe
 from tl_geometry.base.errors import require
-from tl_geometry.base.results import Provenance
-from tl_geometry.corpus.token_windows import TokenWindows
+from tl_geometry.base.results import Provenance, Result
+from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.position_context import PositionContext, require_basis
+from tl_geometry.models.attention import scores_of
 from tl_geometry.models.layer_view import LayerView
+from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
+from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
     head_spreads,
@@ -29,143 +35,65 @@ from tl_geometry.models.reconstruction import (
 )
 from tl_geometry.models.softmax import soft_cap
 from tl_geometry.models.writers import Written, run_written
-from tl_geometry.scores.families import Family
-from tl_geometry.scores.terms import BIAS
+from tl_geometry.scores.families import Family, UserParts, family_of
 
+R = TypeVar("R", bound=Result)
 CELLS = 2**22
-"""Cells of scores that are compared or drawn at a time (16 MiB in float32)."""
-ALL = slice(None)
+"""Cells of scores that are compared at a time, at least one head (16 MiB in float32)."""
 CACHE_TOLERANCE = 0.02
 """Relative difference of a token's state (in Euclidean norm) beyond which a cache is taken for one
 of other tokens: five times the unit roundoff of bfloat16, 2^-8."""
 
 
-def part_names(family: Family) -> tuple[str, ...]:
-    """Names of the part axis: the constants of norm and projection come first."""
-    return (BIAS, *family.names)
-
-
-def reading(family: Family, layer: LayerView) -> LayerView:
-    """The layer as a function of what is split: its input, or with a normalised basis the normed
-    input."""
-    return layer.normalized() if family.normalized else layer
-
-
-def project(
-    family: Family, layer: LayerView, which: str, written: Written | None = None
-) -> Float[Tensor, "part batch position head d_head"]:
-    """Queries (without the score scale), keys or values of each part of a :func:`reading`, the
-    constants with ``bias``. No part is the remainder of the others, so that their sum is a real
-    check."""
-    parts = torch.stack(list(family.parts(layer, written).values()))
-    projected = getattr(layer, f"{which}_map")(parts)
-    projected = projected * getattr(layer, f"{which}_scale").unsqueeze(-1)
-    constant = getattr(layer, f"{which}_constant").unsqueeze(0)
-    if family.mean_in_bias:
-        return torch.cat([constant + projected[:1], projected[1:]])
-    return torch.cat([constant, projected])
-
-
-def row_blocks(length: int, cells_per_row: int) -> Iterator[slice]:
-    """Query rows, as many at a time as have about :data:`CELLS` cells."""
-    step = max(1, CELLS // cells_per_row)
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
-
-
-Compare = Callable[[slice, Bool[Tensor, "row key"], Tensor], None]
-"""Receives query rows, the keys that they may attend to, and the sums of all terms there."""
-
-
-def sizes_and_spreads(
+def compare_scores(
     layer: LayerView,
     q: Float[Tensor, "part batch query head d_head"],
     k: Float[Tensor, "part batch key head d_head"],
-    heads: Sequence[int] | slice = ALL,
-    compare: Compare | None = None,
-) -> tuple[float, Float[Tensor, " head"]]:
-    """A of the bounds, the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed
-    cells (``q`` after the scale), and how far scores spread in a row of
-    each head. Scores are formed a few rows at a time, and handed to ``compare``."""
-    sizes: list[Tensor] = []
-    extremes: list[Tensor] = []
-    several: list[Tensor] = []
-    rows_of = heads if isinstance(heads, slice) else list(heads)
-    bias = None if layer.bias is None else layer.bias[rows_of]
-    cells = q.shape[1] * q.shape[3] * k.shape[2]
-    sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
-    for rows in row_blocks(q.shape[2], cells):
-        total, size = (
-            einsum(a[:, rows], b, "batch query head e, batch key head e -> batch head query key")
-            for a, b in sums
-        )
-        if bias is not None:
-            of_rows = bias[:, rows if bias.shape[1] > 1 else ALL]
-            total, size = total + of_rows, size + of_rows.abs()
-        allowed = layer.allowed[rows]
-        if compare is not None:
-            compare(rows, allowed, total)
-        sizes.append(torch.where(allowed, size, 0.0).max())
-        lowest = torch.where(allowed, total, torch.inf).amin(-1)
-        highest = torch.where(allowed, total, -torch.inf).amax(-1)
-        # a row of two "keys", lowest and highest: head_spreads needs no others
-        extremes.append(torch.stack([lowest, highest], -1))
-        several.append((allowed.sum(-1) > 1).unsqueeze(-1).expand(-1, 2))
-    spreads = head_spreads(torch.cat(extremes, 2), torch.cat(several))
-    return float(torch.stack(sizes).max()), spreads.cpu()
-
-
-def compare_scores(
-    layer: LayerView, q: Tensor, k: Tensor, heads: Sequence[int]
+    heads: list[int],
 ) -> tuple[list[Check], float, tuple[str, ...]]:
     """The sum of all terms of some heads (``q`` after the scale) beside the model's own queries,
     keys, scores and pattern: the checks, A of their bounds, and remarks on rounding. What does not
-    add up is refused."""
-    checks: list[Check] = [
+    add up is refused.
+
+    A is the largest ``sum_e (sum_a |q_a,e|) (sum_b |k_b,e|) + |bias|`` over allowed cells. Scores
+    are formed a few heads at a time.
+    """
+    compared: list[Check] = [
         (layer.layer, name, *pair) for name, pair in layer.reconstruction.checks.items()
     ]
     for name, parts, model in (("q parts", q / layer.scale, layer.q), ("k parts", k, layer.k)):
         size = float(parts.abs().sum(0).max())
         size = max(size, layer.reconstruction.sizes.get(name[0], 0.0))
         error = float((parts.sum(0) - model[:, :, heads]).abs().max())
-        checks.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
-    pattern_errors: list[Tensor] = []
-    score_errors: list[Tensor] = []
-
-    def compare(rows: slice, allowed: Tensor, total: Tensor) -> None:
-        capped = soft_cap(total, layer.softcap)
+        compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
+    found: dict[str, list[Tensor]] = {"size": [], "sum pattern": [], "sum scores": [], "spread": []}
+    sums = [(q.sum(0), k.sum(0)), (q.abs().sum(0), k.abs().sum(0))]
+    step = max(1, CELLS // (q.shape[1] * layer.allowed.numel()))
+    for at in range(0, q.shape[3], step):
+        some = heads[at : at + step]
+        total, size = (scores_of(*(x[:, :, at : at + step] for x in pair), 1.0) for pair in sums)
+        if layer.bias is not None:
+            total, size = total + layer.bias[some], size + layer.bias[some].abs()
+        allowed, capped = layer.allowed, soft_cap(total, layer.softcap)
+        found["size"].append(torch.where(allowed, size, 0.0).max())
+        found["spread"].append(head_spreads(total, allowed))
         if layer.scores is not None:
-            error = torch.where(allowed, capped - layer.scores[:, heads, rows], 0.0)
-            score_errors.append(error.abs().max())
+            error = torch.where(allowed, capped - layer.scores[:, some], 0.0)
+            found["sum scores"].append(error.abs().max())
         if layer.pattern is not None:
-            pattern = layer.pattern[:, heads, rows]
-            pattern_errors.append(pattern_error(capped, pattern, allowed, layer.roundoff))
-
-    scale, spreads = sizes_and_spreads(layer, q, k, heads, compare=compare)
-    # softmax rounds by a few units however small the scores
-    for name, errors, bound in (
-        ("sum pattern", pattern_errors, reconstruction_bound(layer.roundoff, max(scale, 1.0))),
-        ("sum scores", score_errors, reconstruction_bound(layer.roundoff, scale)),
-    ):
-        if errors:
-            checks.append((layer.layer, name, float(torch.stack(errors).max()), bound))
-    require_reconstruction(checks, f"split of layer {layer.layer}")
+            error = pattern_error(capped, layer.pattern[:, some], allowed, layer.roundoff)
+            found["sum pattern"].append(error)
+    spreads = torch.cat(found.pop("spread")).cpu()
+    # torch's max, because a NaN stays
+    worst = {name: float(torch.stack(errors).max()) for name, errors in found.items() if errors}
+    scale = worst.pop("size")
+    for name, error in worst.items():
+        # softmax rounds by a few units however small the scores
+        size = max(scale, 1.0) if name == "sum pattern" else scale
+        compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, size)))
+    require_reconstruction(compared, f"split of layer {layer.layer}")
     scales = (layer.reconstruction.scale, scale)
-    return checks, scale, judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
-
-
-def rounding_flags(
-    layer: LayerView,
-    q: Float[Tensor, "part batch position head d_head"],
-    k: Float[Tensor, "part batch position head d_head"],
-) -> tuple[str, ...]:
-    """:func:`judge_rounding` for the parts of the queries (after the scale) and keys of all
-    heads."""
-    # a view that was not verified has no A: the largest |q| |k| bounds its scores instead
-    unsplit = layer.reconstruction.scale or float(
-        q.sum(0).norm(dim=-1).max() * k.sum(0).norm(dim=-1).max()
-    )
-    scale, spreads = sizes_and_spreads(layer, q, k)
-    return judge_rounding(layer.roundoff, (unsplit, scale), spreads, f"layer {layer.layer}")
+    return compared, scale, judge_rounding(layer.roundoff, scales, spreads, f"layer {layer.layer}")
 
 
 def is_relative(layer: LayerView) -> bool:
@@ -193,26 +121,82 @@ def require_positions(basis: PositionContext, length: int) -> None:
     require(length <= basis.length, "tokens", expected=expected, got=length, instead=instead)
 
 
-def each_layer(
-    view: ModelView,
-    rows: TokenWindows,
-    cache: Any,
-    layers: Sequence[int],
-    on_layer: Callable[[LayerView, Written | None], None],
-    *,
-    writers: bool = False,
-) -> None:
-    """Call ``on_layer`` with the view of each layer, and with what was written into its input where
-    ``writers`` are asked for, from one forward pass or from a cache of these tokens."""
-    if cache is not None:
-        _check_cache(view, rows, cache)
-    if writers:
-        run_written(view, rows.tokens, layers, on_layer, cache=cache)
-    elif cache is None:
-        view.run_layers(rows.tokens, layers, lambda layer: on_layer(layer, None))
-    else:
-        for number in layers:
-            on_layer(view.layer(number, cache), None)
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a split was asked for, checked at the door: prompts, heads, and the ``family`` of the
+    parts."""
+
+    view: ModelView
+    prompts: TokenWindows
+    heads: tuple[tuple[int, int], ...]
+    family: Family
+    basis: PositionContext | None
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelLike,
+        tokens: TokensLike,
+        basis: PositionContext | None,
+        parts: Sequence[str] | UserParts,
+        layers: Sequence[int] | int | None,
+        heads: Sequence[Head] | Head | None,
+        prepend_bos: bool | None,
+    ) -> Asked:
+        """Read the arguments of :func:`tl_geometry.split_scores`."""
+        view = as_view(model)
+        prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
+        chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
+        family = family_of(view, parts, basis, sorted({layer for layer, _ in chosen}))
+        check_basis(view, prompts, basis)
+        return cls(view, prompts, chosen, family, basis)
+
+    def each_layer(
+        self, cache: Any, split: Callable[[LayerView, list[int], Written | None], R]
+    ) -> tuple[list[R], dict[str, Any]]:
+        """The result of ``split`` for the reading of each layer, its heads, and what was written
+        into its input where parts are writers, from one forward pass or from a cache of these
+        tokens; and the fields of the result for all heads, in their order."""
+        view, tokens = self.view, self.prompts.tokens
+        heads: dict[int, list[int]] = {layer: [] for layer in sorted({l for l, _ in self.heads})}
+        for layer, head in self.heads:
+            heads[layer].append(head)
+        splits: list[R] = []
+
+        def on_layer(layer: LayerView, written: Written | None = None) -> None:
+            splits.append(split(self.family.reading(layer), heads[layer.layer], written))
+
+        if cache is not None:
+            _check_cache(view, self.prompts, cache)
+        if self.family.grain is not None:
+            run_written(view, tokens, list(heads), on_layer, cache=cache)
+        elif cache is None:
+            view.run_layers(tokens, list(heads), on_layer)
+        else:
+            for layer in heads:
+                on_layer(view.layer(layer, cache))
+        order = [(layer, head) for layer, some in heads.items() for head in some]
+        return splits, self._joined(splits, torch.tensor([order.index(h) for h in self.heads]))
+
+    def _joined(self, splits: Sequence[Any], pick: Int[Tensor, " head"]) -> dict[str, Any]:
+        """Fields of splits of several layers as one, tensors with a head axis in the order of
+        ``pick``."""
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(splits[0]):
+            values = [getattr(split, field.name) for split in splits]
+            if isinstance(values[0], Tensor):
+                dim = axes_of(type(splits[0]))[field.name].index("head")
+                fields[field.name] = torch.cat(values, dim).index_select(dim, pick)
+        fields["checks"] = tuple(check for split in splits for check in split.checks)
+        fields["provenance"] = provenance_of(
+            self.view,
+            self.prompts,
+            self.basis,
+            [flag for split in splits for flag in split.provenance.flags],
+            normalized=self.family.normalized,
+            after_bos=self.family.grain is not None,
+        )
+        return fields | {"heads": self.heads, "str_tokens": self.prompts.str_tokens}
 
 
 def _check_cache(view: ModelView, prompts: TokenWindows, cache: Any) -> None:

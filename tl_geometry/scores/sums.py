@@ -41,6 +41,8 @@ from tl_geometry.base.errors import require
 from tl_geometry.base.linalg import unit_roundoff
 from tl_geometry.base.sums import Sums
 
+SHARES = ("cs", "gs")
+"""Covariance and gain share."""
 BLOCK = 64
 """Query rows per block: its scores stay in the cache of a CPU core, and products with them are
 still large enough to be fast."""
@@ -78,6 +80,20 @@ class ShareSums(Sums):
             return value if name != "by_plane" else pad(value, (0, 0, 0, most - value.shape[2]))
 
         return ShareSums.cat([layer.to("cpu").mapped(wide) for layer in layers], "head")
+
+    def of_parts(self, change: Float[Tensor, "new part"]) -> ShareSums:
+        """The sums of the terms of other parts, each a weighted sum (a row of ``change``) of the
+        parts: a term is linear in both of its parts."""
+        change, parts = change.to(self.total), change.shape[1]
+
+        def changed(values: Tensor) -> Tensor:
+            table = values[..., : parts**2].unflatten(-1, (parts, parts))
+            return torch.cat(
+                [(change @ table @ change.mT).flatten(-2), values[..., parts**2 :]], -1
+            )
+
+        pairs = ("numerators", "gains", "by_plane")
+        return self.mapped(lambda name, value: changed(value) if name in pairs else value)
 
     @property
     def uniform(self) -> Bool[Tensor, "*context head"]:

@@ -8,8 +8,8 @@ contexts at a time, so that no term exists as a matrix:
 1. Mean and pos are projected once per layer and divided by the frozen norm scale (with a normalised
    basis there is none). cvec is the remainder of the model's own q and k.
 2. For one context of every batch, at another row each time, the model's queries, keys, scores and
-   patterns are recomputed from the stream. For the first one cvec is also projected explicitly: a
-   remainder makes the parts add up whatever mean and pos are, so the sum alone proves nothing.
+   patterns are recomputed from the stream. In the first batch cvec is projected explicitly there:
+   a remainder makes the parts add up whatever mean and pos are, so their sum alone proves nothing.
 3. :func:`tl_geometry.scores.sums.share_sums` adds up numerators and gains.
 
 Head types come from repeated random tokens made for the model.
@@ -21,7 +21,6 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ from torch import Tensor
 
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
-from tl_geometry.base.errors import ReconstructionError, fail, require
-from tl_geometry.base.results import Provenance
+from tl_geometry.base.errors import fail, require
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import APART, BLOCK, CUT
@@ -41,30 +39,18 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
-from tl_geometry.models.reconstruction import reconstruction_bound
 from tl_geometry.models.rotary import RotaryPlanes
 from tl_geometry.models.writers import GRAINS
+from tl_geometry.scores import resampling
 from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.head_types import HeadTypes, measure_types
+from tl_geometry.scores.families import stream_parts
+from tl_geometry.scores.head_types import measure_types
 from tl_geometry.scores.planes import HeadPlanes
-from tl_geometry.scores.projection import (
-    PARTS,
-    MappedBasis,
-    ProjectedParts,
-    project_basis,
-    split_heads,
-)
-from tl_geometry.scores.resampling import (
-    GroupParts,
-    Noise,
-    adjusted,
-    position_null,
-    require_unseen,
-    resampled,
-)
-from tl_geometry.scores.splitter import is_relative, require_positions, rounding_flags
-from tl_geometry.scores.sums import ShareSums, contexts_at_once, share_sums
-from tl_geometry.scores.sweep_table import SweepTable
+from tl_geometry.scores.projection import PARTS, MappedBasis, project_basis, split_heads
+from tl_geometry.scores.resampling import Noise, without
+from tl_geometry.scores.share_table import SweepTable
+from tl_geometry.scores.splitter import compare_scores, is_relative, require_positions
+from tl_geometry.scores.sums import SHARES, ShareSums, contexts_at_once, share_sums
 from tl_geometry.scores.terms import bias_label
 
 KEPT_BYTES = 2**28
@@ -151,32 +137,27 @@ def sweep_heads(
     require(seed >= 0, "seed", expected="a whole number, at least 0", got=seed)
     chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
     source = as_tokens(view, windows, prepend_bos=prepend_bos)
+    _check(basis, source, intervals)
+    layers_of = sorted({layer for layer, _ in chosen})
+    sums = {layer: LayerSums(basis, len(layers_of), intervals, planes) for layer in layers_of}
+    stream = _pass(view, source, basis, sums, **options)
+    table = _table(stream, basis, sums, seed)
+    table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
+    if not intervals:
+        return table
+    corrected = {"p_position_bh": resampling.adjusted(table.nulls["p_position"])}
+    return dataclasses.replace(table, nulls={**table.nulls, **corrected})
+
+
+def _check(basis: PositionContext, source: TokenWindows, intervals: bool) -> None:
+    """Raise unless these windows can be swept with this basis."""
     basis.require_identifiable("sweep_heads")
     require_positions(basis, source.length)
-    drop, blocks = basis.window[0], sorted({layer for layer, _ in chosen})
+    drop = basis.window[0]
     expected = f"more than {drop + 1} positions (the window starts at {drop})"
     require(source.length > drop + 1, "tokens", expected=expected, got=source.length)
     if intervals:
-        require_unseen(basis, source.tokens)
-    sums = {layer: LayerSums(basis, len(blocks), intervals, planes) for layer in blocks}
-    stream = _pass(view, source, basis, sums, **options)
-    types = measure_types(view, blocks, bos=bool(basis.provenance.has_bos), seed=1234 + seed)
-    left_out = (f"queries and keys before position {drop} left out",) if drop else ()
-    of_layers = (flag for of in sums.values() for flag in of.flags)
-    cut = (flag for flag in (CUT, APART) if intervals and flag in basis.provenance.flags)
-    flags = (*left_out, *of_layers, *basis.remarks(view), *source.flags, *cut)
-    provenance = stream.provenance(
-        drop,
-        has_bos=basis.provenance.has_bos,
-        normalized=basis.provenance.normalized,
-        flags=tuple(dict.fromkeys(flags)),
-    )
-    table = _table(view, sums, types, provenance, seed)
-    table = table.select(torch.tensor([table.heads.index(head) for head in chosen]))
-    if intervals:
-        corrected = {"p_position_bh": adjusted(table.nulls["p_position"])}
-        table = dataclasses.replace(table, nulls={**table.nulls, **corrected})
-    return table
+        resampling.require_unseen(basis, source.tokens)
 
 
 def _pass(
@@ -207,17 +188,18 @@ def _pass(
 
 @dataclass(eq=False)
 class LayerSums:
-    """Sums in progress of one layer, on its device: those of each block of windows (one block
-    without ``intervals``), the attention paid to dropped keys, and for intervals those of all pairs
-    of the parts of groups. ``layers`` is the number of layers that are swept at once."""
+    """Sums in progress of one layer, on its device: those of the parts of its :class:`MappedBasis`
+    over all windows, for intervals those of bias, pos and cvec in each block of 8 windows
+    (``of_blocks``), and the attention paid to dropped keys. ``layers`` is the number of layers that
+    are swept at once."""
 
     basis: PositionContext
     layers: int
     intervals: bool
     by_plane: bool
+    sums: ShareSums | None = None
     of_blocks: list[ShareSums] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    pairs: ShareSums | None = None
+    windows: int = 0
     noise: Noise | None = None
     mass: Float[Tensor, " head"] = field(default_factory=lambda: torch.zeros(1).double())
     mapped: MappedBasis | None = None
@@ -226,140 +208,133 @@ class LayerSums:
     relative: bool = True
     flags: dict[str, None] = field(default_factory=dict)
 
+    @property
+    def share(self) -> Float[Tensor, " group"]:
+        """The share of the contexts in each group that the basis is taken apart into."""
+        counts = self.basis.group_counts[self.basis.group_counts > 0].double()
+        return counts / counts.sum() if self.intervals else torch.ones(1).double()
+
     def verify(self, layer: LayerView) -> None:
-        """Check the parts of the sampled context; the pass itself has compared the layer with the
-        model. cvec is checked in the first batch only."""
-        normalized, first = self.basis.provenance.normalized, not self.counts
-        self.relative &= is_relative(layer.normalized() if normalized else layer)
-        parts = split_heads(layer, self._projection(layer))
-        if first:
-            check_cvec(layer, self.basis, parts)
+        """Check that the parts of the sampled context sum to the model's queries and keys, with
+        cvec projected from the stream in the first batch."""
+        layer = layer.normalized() if self.basis.provenance.normalized else layer
+        self.relative &= is_relative(layer)
+        groups = split_heads(layer, self._projection(layer))
+        # bias and pos of all groups together, and cvec
+        known = [x[:-1].unflatten(0, (2, -1)).sum(1) for x in groups]
+        cvec = [x[-1:] for x in groups]
+        if not self.windows:
+            stream = stream_parts(self.basis, PARTS[1:], layer)["cvec"].unsqueeze(0)
+            cvec = [layer.project_q(stream) * layer.scale, layer.project_k(stream)]
             if layer.softcap is not None:
                 self.flags["scores before the soft cap"] = None
-        self.flags |= dict.fromkeys(rounding_flags(layer, parts.q, parts.k))
+        q, k = (torch.cat(pair) for pair in zip(known, cvec, strict=True))
+        # the pass has compared scores and pattern
+        layer, heads = dataclasses.replace(layer, scores=None, pattern=None), range(q.shape[3])
+        self.flags |= dict.fromkeys(compare_scores(layer, q, k, list(heads))[2])
 
     def add(self, layer: LayerView) -> None:
         """Take in one layer of one batch, a few contexts at a time."""
         start, contexts, self.rotary = self.basis.window[0], len(layer.h), layer.rotary
-        mapped, groups = self._projection(layer), None
+        mapped = self._projection(layer)
         if self.by_plane and self.planes is None:
             self.planes = layer.planes()
-        plane = None if self.planes is None else self.planes.plane
-        options: dict[str, Any] = {"softcap": layer.softcap}
-        options["bias"] = None if layer.bias is None else layer.bias[:, start:, start:]
-        mask = layer.allowed[start:, start:]
+        options: dict[str, Any] = {
+            "mask": layer.allowed[start:, start:],
+            "bias": None if layer.bias is None else layer.bias[:, start:, start:],
+            "softcap": layer.softcap,
+            "plane": None if self.planes is None else self.planes.plane,
+        }
         if self.intervals:
-            groups = GroupParts(layer, self.basis)
-            noise = groups.noise(layer, start)
+            noise = resampling.noise_of(layer, mapped, start)
             self.noise = noise if self.noise is None else self.noise + noise
-        step = contexts_at_once(layer.q, len(PARTS))
-        at = 0
+        step, at = contexts_at_once(layer.q, 2 * len(mapped.share) + 1), 0
         while at < contexts:
             # a step ends where a block of windows is full
-            room = BLOCK - self.counts[-1] % BLOCK if self.counts else BLOCK
-            some = slice(at, min(at + step, contexts, at + room if groups else contexts))
+            room = BLOCK - self.windows % BLOCK if self.intervals else contexts
+            some = slice(at, min(at + step, at + room, contexts))
             parts = split_heads(layer, mapped, contexts=some, start=start)
-            self._take(share_sums(*parts, mask, plane=plane, **options), some.stop - at)
-            if groups:
-                pairs = share_sums(*groups.of(layer, some, start), mask, **options)
-                self.pairs = pairs if self.pairs is None else self.pairs + pairs
+            self._take(share_sums(*parts, **options), some.stop - at)
             at = some.stop
         if start and layer.pattern is not None:
             paid = layer.pattern[:, :, start:, :start].sum((0, 2, 3), dtype=torch.float64)
             self.mass = self.mass + paid.cpu() / (layer.pattern.shape[2] - start)
 
     def _take(self, sums: ShareSums, contexts: int) -> None:
-        """Add the sums of some contexts to the block of windows that they belong to."""
-        if not self.counts or (self.intervals and self.counts[-1] == BLOCK):
-            self.of_blocks.append(sums)
-            self.counts.append(contexts)
-        else:
-            self.of_blocks[-1] += sums
-            self.counts[-1] += contexts
+        """Add the sums of some contexts, and to the block of windows that they belong to."""
+        self.sums = sums if self.sums is None else self.sums + sums
+        if self.intervals:
+            block = dataclasses.replace(sums, by_plane=None).of_parts(without(self.share))
+            if self.windows % BLOCK:
+                block = self.of_blocks.pop() + block
+            self.of_blocks.append(block)
+        self.windows += contexts
 
     def _projection(self, layer: LayerView) -> MappedBasis:
         """Projected mean and pos, kept between batches while they are small."""
-        mapped = self.mapped or project_basis(layer, self.basis, layer.h.shape[1])
+        length = layer.h.shape[1]
+        mapped = self.mapped or project_basis(layer, self.basis, length, by_group=self.intervals)
         if mapped.q.numel() * mapped.q.element_size() * 2 * self.layers <= KEPT_BYTES:
             self.mapped = mapped
         return mapped
 
+    @property
+    def pairs(self) -> ShareSums:
+        """The sums of all windows, on the CPU, by pairs of the parts of groups."""
+        assert self.sums is not None
+        return self.sums.to("cpu")
+
     def samples(self) -> tuple[dict[str, Tensor], tuple[tuple[float, ...], ...]]:
-        """Shares with groups and blocks left out (:func:`resampled`)."""
-        assert self.pairs is not None
-        of_blocks = [dataclasses.replace(sums, by_plane=None).to("cpu") for sums in self.of_blocks]
-        return resampled(of_blocks, self.counts, self.pairs.to("cpu"), self.basis.group_counts)
+        """Shares with groups and blocks left out."""
+        of_blocks = [sums.to("cpu") for sums in self.of_blocks]
+        return resampling.resampled(self.pairs, of_blocks, self.windows, self.basis.group_counts)
 
     def null(self, seed: int) -> dict[str, Tensor]:
-        """The null of position (:func:`position_null`)."""
-        assert self.pairs is not None
+        """The null of position and its p-values."""
         assert self.noise is not None
-        counts = self.basis.group_counts[self.basis.group_counts > 0].double()
-        share, noise = counts / counts.sum(), self.noise.to("cpu")
-        return position_null(self.pairs.to("cpu"), share, noise, rotary=self.rotary, seed=seed)
+        noise = self.noise.to("cpu")
+        return resampling.position_null(
+            self.pairs, self.share, noise, rotary=self.rotary, seed=seed
+        )
 
 
 def _table(
-    view: ModelView,
-    sums: dict[int, LayerSums],
-    types: HeadTypes,
-    provenance: Provenance,
-    seed: int,
+    stream: CorpusPass, basis: PositionContext, sums: dict[int, LayerSums], seed: int
 ) -> SweepTable:
     """The finished table of all heads of the layers."""
-    heads = range(view.n_heads)
-    of_layers = list(sums.values())
+    view, source, of_layers = stream.view, stream.source, list(sums.values())
+    has_bos, drop = basis.provenance.has_bos, basis.window[0]
+    types = measure_types(view, list(sums), bos=bool(has_bos), seed=1234 + seed)
+    intervals = of_layers[0].intervals
     more: dict[str, Any] = {}
-    if of_layers[0].intervals:
-        samples = [of.samples() for of in of_layers]
-        nulls = [of.null(seed) for of in of_layers]
-        more["samples"] = {n: torch.cat([x[n] for x, _ in samples]) for n in samples[0][0]}
+    if intervals:
+        samples, nulls = [of.samples() for of in of_layers], [of.null(seed) for of in of_layers]
+        more["samples"] = {n: torch.cat([x[n] for x, _ in samples]) for n in SHARES}
         more["sizes"] = samples[0][1]
         more["nulls"] = {name: torch.cat([x[name] for x in nulls]) for name in nulls[0]}
-    planes = [of.planes for of in of_layers for _ in heads if of.planes is not None]
+    planes = [of.planes for of in of_layers for _ in range(view.n_heads) if of.planes is not None]
     if planes:
-        more["head_planes"] = HeadPlanes.of(planes, (provenance.window or (0, 0))[1])
+        more["head_planes"] = HeadPlanes.of(planes, source.length)
+    flags = [f"queries and keys before position {drop} left out"] if drop else []
+    flags += [*(flag for of in of_layers for flag in of.flags), *basis.remarks(view), *source.flags]
+    flags += [flag for flag in (CUT, APART) if intervals and flag in basis.provenance.flags]
+    provenance = stream.provenance(
+        drop,
+        has_bos=has_bos,
+        normalized=basis.provenance.normalized,
+        flags=tuple(dict.fromkeys(flags)),
+    )
     mass = torch.cat([of.mass.expand(view.n_heads) for of in of_layers])
     rotary, relative = (all(getattr(of, x) for of in of_layers) for x in ("rotary", "relative"))
-    pooled = [reduce(ShareSums.__add__, of.of_blocks) for of in of_layers]
     return SweepTable.of(
-        ShareSums.beside(pooled),
+        ShareSums.beside([of.pairs.of_parts(without(of.share)) for of in of_layers]),
         provenance=provenance,
-        heads=tuple((layer, head) for layer in sums for head in heads),
+        heads=tuple((layer, head) for layer in sums for head in range(view.n_heads)),
         parts=PARTS,
         bias_label=bias_label(rotary=rotary, relative=relative),
-        dropped_mass=mass / (provenance.contexts or 1),
+        dropped_mass=mass / stream.contexts,
         types=types.scores,
         type_errors=types.errors,
         baselines=types.baselines,
         **more,
     )
-
-
-def check_cvec(layer: LayerView, basis: PositionContext, parts: ProjectedParts) -> None:
-    """Compare cvec by subtraction (part 2 of ``parts``) with its explicit projection, within 32 u A
-    (4 u A in half precision); A is the sum of absolute values of what is added up."""
-    layer = layer.normalized() if basis.provenance.normalized else layer
-    h = layer.h.double()
-    mean, pos = (x.to(h) for x in basis.of_state(layer.layer, h.shape[1]))
-    cvec64 = h - (mean + pos)
-    # where parts cancel, rounding grows with their norms, not with that of h; 1e-300 avoids 0 / 0
-    norms = mean.norm(dim=-1) + pos.norm(dim=-1) + cvec64.norm(dim=-1)
-    cancellation = max(1.0, float((norms / h.norm(dim=-1).clamp(min=1e-300)).max()))
-    cvec, scale = cvec64.to(layer.h), layer.scale
-    for name, subtracted, explicit, unit in (
-        ("q", parts.q, layer.project_q(cvec) * scale, scale),
-        ("k", parts.k, layer.project_k(cvec), 1.0),
-    ):
-        size = cancellation * unit * layer.reconstruction.sizes.get(name, 0.0)
-        size = max(float(subtracted.abs().sum(0).max()), size)
-        error = float((subtracted[2] - explicit).abs().max())
-        bound = reconstruction_bound(layer.roundoff, size)
-        require(
-            error <= bound,
-            f"cvec of {name} in layer {layer.layer}",
-            expected=f"subtraction and projection within {bound:.2e}",
-            got=f"{error:.2e}",
-            instead="check_model(model)",
-            error=ReconstructionError,
-        )

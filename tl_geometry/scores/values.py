@@ -1,5 +1,5 @@
 """What does each source part (position, context, a writer) make a head write into the stream? The
-public function ``split_values``; circuits and interventions take :func:`target_ids` and
+public function ``split_values``; circuits and interventions take :func:`token_id` and
 :func:`trained_head` from here.
 
 With the pattern and the norm scale s frozen, the mixed value of a head is linear in the parts p_a
@@ -15,8 +15,10 @@ and no norm scale is frozen, ``v = sum_a (p_a gain) W_V + constants``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +29,13 @@ from torch import Tensor
 from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import UnsupportedModelError, fail, require
-from tl_geometry.base.results import Result
-from tl_geometry.corpus.sources import as_tokens
+from tl_geometry.base.results import Provenance, Result
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.decomposition.position_context import PositionContext
 from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.output_head import OutputHead
-from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import (
     Check,
     ReconstructionReport,
@@ -44,15 +44,8 @@ from tl_geometry.models.reconstruction import (
     require_reconstruction,
 )
 from tl_geometry.models.writers import Written
-from tl_geometry.scores.families import UserParts, family_of
-from tl_geometry.scores.splitter import (
-    check_basis,
-    each_layer,
-    part_names,
-    project,
-    provenance_of,
-    reading,
-)
+from tl_geometry.scores.families import Family, UserParts
+from tl_geometry.scores.splitter import Asked
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -124,88 +117,64 @@ def split_values(
     >>> tlg.split_values(model, windows[:2], basis, heads="L1H0").reconstruction.adds_up
     True
     """
-    view = as_view(model)
-    prompts = as_tokens(view, tokens, prepend_bos=prepend_bos)
-    chosen = checks.heads(heads, view.n_layers, view.n_heads, layers)
-    layers_of = sorted({layer for layer, _ in chosen})
-    family = family_of(view, parts, basis, layers_of)
-    check_basis(view, prompts, basis)
-    order: list[tuple[int, int]] = []
-    z: list[Tensor] = []
-    W_O: list[Tensor] = []
-    compared: list[Check] = []
-    flags: list[str] = []
-
-    def on_layer(layer: LayerView, written: Written | None) -> None:
-        here = [head for l, head in chosen if l == layer.layer]
-        order.extend((layer.layer, head) for head in here)
-        layer = reading(family, layer)
-        values = project(family, layer, "v", written)[..., here, :]
-        z.append(_mixed(layer, values, here, compared, flags).cpu())
-        W_O.append(view.weights(layer.layer).W_O[here].to(layer.h).cpu())
-
-    writers = family.grain is not None
-    each_layer(view, prompts, cache, layers_of, on_layer, writers=writers)
-    pick = torch.tensor([order.index(head) for head in chosen])
-    return ValueSplit(
-        provenance=provenance_of(view, prompts, basis, flags, normalized=family.normalized),
-        heads=chosen,
-        parts=part_names(family),
-        z=torch.cat(z, dim=3)[..., pick, :],
-        W_O=torch.cat(W_O)[pick],
-        checks=tuple(compared),
-        str_tokens=prompts.str_tokens,
-    )
+    asked = Asked.of(model, tokens, basis, parts, layers, heads, prepend_bos)
+    splits, fields = asked.each_layer(cache, partial(_of_layer, asked.view, asked.family))
+    return dataclasses.replace(splits[0], **fields)
 
 
-def target_ids(view: ModelView, given: Iterable[Any] | int | str) -> tuple[int, ...]:
-    """Ids of one or several tokens, each given as an id or as the text of a single token."""
-    token_ids: list[Any] = []
-    for value in [given] if isinstance(given, int | str) else given:
-        ids = view.encode(value) if isinstance(value, str) else [value]
-        got = f"{value!r}, which is {len(ids)} tokens"
-        require(len(ids) == 1, "token_ids", expected="ids, or texts of one token each", got=got)
-        token_ids += ids
-    require(len(token_ids) > 0, "token_ids", expected="at least one token", got="none")
-    return tuple(checks.index(i, view.d_vocab, "token_ids") for i in token_ids)
-
-
-def _mixed(
-    layer: LayerView, values: Tensor, heads: list[int], checks: list[Check], flags: list[str]
-) -> Float[Tensor, "part batch position head d_head"]:
-    """``z`` of each part for the chosen heads. The sums over parts of ``values`` and of z are
-    compared with the model's ``v`` and ``z``; results are added to ``checks`` and ``flags``."""
+def _of_layer(
+    view: ModelView,
+    family: Family,
+    layer: LayerView,
+    heads: list[int],
+    written: Written | None,
+) -> ValueSplit:
+    """The split of the chosen heads of one layer. The sums over parts of values and of z are
+    compared with the model's ``v`` and ``z``."""
     if layer.pattern is None or layer.v is None or layer.z is None:
         expected = "hooks of pattern, values and z"
         fail(f"layer {layer.layer}", expected=expected, got="none", error=UnsupportedModelError)
-    z = einsum(layer.pattern[:, heads], values, "b h i j, part b j h e -> part b i h e")
-    size = einsum(layer.pattern[:, heads], values.abs().sum(0), "b h i j, b j h e -> b i h e")
-    roundoff = layer.roundoff
-    for name, summed, model, unit, bound in (
-        ("v", values.sum(0), layer.v, layer.roundoff, values.abs().sum(0)),
-        ("z", z.sum(0), layer.z, roundoff, size),
+    values, pattern = family.project(layer, "v", heads, written), layer.pattern[:, heads]
+    z = einsum(pattern, values, "b h i j, part b j h e -> part b i h e")
+    size = einsum(pattern, values.abs().sum(0), "b h i j, b j h e -> b i h e")
+    compared: list[Check] = []
+    for name, summed, own, bound in (
+        ("v", values.sum(0), layer.v, values.abs().sum(0)),
+        ("z", z.sum(0), layer.z, size),
     ):
-        error = float((summed - model[:, :, heads]).abs().max())
-        checks.append((layer.layer, name, error, reconstruction_bound(unit, float(bound.max()))))
-    require_reconstruction(checks, f"values of layer {layer.layer}")
+        error, most = float((summed - own[:, :, heads]).abs().max()), float(bound.max())
+        compared.append((layer.layer, name, error, reconstruction_bound(layer.roundoff, most)))
+    what = f"values of layer {layer.layer}"
+    require_reconstruction(compared, what)
     # rounding is judged against the z of a typical token: the median over tokens of its largest |z|
     largest = layer.z[:, :, heads].abs().amax(-1)
     typical = rearrange(largest, "b i h -> h (b i)").median(dim=1).values
-    scales, what = (float(layer.v.abs().max()), float(size.max())), f"values of layer {layer.layer}"
-    flags += judge_rounding(layer.roundoff, scales, typical, what, "z of a token reaches")
-    return z
+    scales = (float(layer.v.abs().max()), float(size.max()))
+    flags = judge_rounding(layer.roundoff, scales, typical, what, "z of a token reaches")
+    return ValueSplit(
+        provenance=Provenance(flags=flags),
+        heads=tuple((layer.layer, head) for head in heads),
+        parts=family.part_names,
+        z=z.cpu(),
+        W_O=view.weights(layer.layer).W_O[heads].to(layer.h).cpu(),
+        checks=tuple(compared),
+    )
+
+
+def token_id(view: ModelView, token: Any) -> int:
+    """The id of a token, given as an id or as the text of a single token."""
+    ids = view.encode(token) if isinstance(token, str) else [token]
+    got = f"{token!r}, which is {len(ids)} tokens"
+    require(len(ids) == 1, "token_ids", expected="an id, or the text of one token", got=got)
+    return checks.index(ids[0], view.d_vocab, "token_ids")
 
 
 def trained_head(view: ModelView, *, instead: str) -> OutputHead:
     """The output head of a model whose logits are a norm and a trained linear map of the last
     state; refuses other models. ``instead`` is what the error recommends."""
-    what = f"logits of {view.name}"
-    if not view.head_trained:
-        expected, got = "a trained output head", "one that was newly initialised"
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
-    head = view.output_head()
+    head, expected = view.output_head() if view.head_trained else None, "a norm and a linear map"
     if head is None:
-        expected = "a norm and a linear map from the last state"
-        got = f"the output head of {view.class_name}"
-        fail(what, expected=expected, got=got, instead=instead, error=UnsupportedModelError)
+        got = f"the output head of {view.class_name}" if view.head_trained else "a new output head"
+        what, error = f"logits of {view.name}", UnsupportedModelError
+        fail(what, expected=f"{expected}, trained", got=got, instead=instead, error=error)
     return head

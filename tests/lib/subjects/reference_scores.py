@@ -210,20 +210,6 @@ def sweep(w: World, variant: str, answers: Answers) -> Expected:
     }
 
 
-def kernel(w: World, variant: str, answers: Answers) -> Expected:
-    """The relative kernel of the mean of a normalised basis."""
-    found = []
-    for layer, head in places(answers["heads"]):
-        mean = basis_of(w, layer, True)[0]
-        of = scores.relative_kernel(decoder(w.kind), layer, mean, range(-3, 12))
-        found.append(of[:, head])
-    planes = torch.stack(found)
-    return {
-        "kernel by plane at offsets -3 to 11": planes,
-        "kernel at offsets -3 to 11": planes.sum(1),
-    }
-
-
 # ---- weights, measures, sphere
 
 

@@ -136,21 +136,6 @@ def types_of_pattern(t: Any) -> Answers:
     return found | prefixed("head type by uniform attention", t.baselines)
 
 
-def kernel(k: Any) -> Answers:
-    """A score as a function of the offset, as a sum over rotary planes."""
-    offsets = torch.arange(-3, 12)
-    return {
-        "heads": labels(k.heads),
-        "cosine": k.cosine,
-        "sine": k.sine,
-        "amplitude": k.amplitude,
-        "angle per token": k.theta,
-        "kernel at offsets -3 to 11": k.total(offsets),
-        "kernel by plane at offsets -3 to 11": k.by_plane(offsets),
-        "offset of the peak": k.peak,
-    }
-
-
 def profile(p: Any) -> Answers:
     """A term by offset, with its interval over prompts."""
     found: Answers = {"heads": labels(p.heads), "offsets": p.offsets, "cells": p.cells}
@@ -369,13 +354,5 @@ SUBJECTS = (
         answers=profile,
         variants={"total": {}, "pos-pos": {"term": ("pos", "pos")}},
         only={"total": lambda w: w.kind != "bloom"},  # see split: rows of ALiBi have no zero
-    ),
-    Subject(
-        name="relative_kernel",
-        covers=("relative_kernel",),
-        call=lambda w: scores.relative_kernel(w.model, w.normalized_basis, heads=w.heads),
-        reference=reference.kernel,
-        answers=kernel,
-        only={"*": rotary},
     ),
 )

@@ -32,10 +32,6 @@ def own_parts(s: Scene, **changed: Any) -> dict[str, torch.Tensor]:
     return {"first": 0.25 * h, "second": 0.75 * h} | {k: v(h) for k, v in changed.items()}
 
 
-def kernel(s: Scene, basis: Any, **options: Any) -> Any:
-    return scores.relative_kernel(s.rotary.model, basis, heads="L1H0", **options)
-
-
 BASES = {
     "a path": ({"basis": NOT_A_BASIS}, "basis"),
     "a table": ({"basis": lambda s: s.w.basis.anova()}, "basis"),
@@ -199,22 +195,6 @@ GROUPS = (
         wrong={
             "no term": ({"term": "pos-nothing"}, "terms"),
             "none of the queries": ({"drop": 99}, "drop"),
-        },
-    ),
-    Group(
-        name="relative_kernel",
-        call=kernel,
-        right={"a normalised basis": {"basis": lambda s: s.rotary.normalized_basis}},
-        wrong={
-            "a raw basis": ({"basis": lambda s: s.rotary.basis}, "basis"),
-        },
-    ),
-    Group(
-        name="relative_kernel without rotation",
-        call=lambda s, w: scores.relative_kernel(w.model, w.normalized_basis),
-        right={"a rotary model": {"w": lambda s: s.rotary}},
-        wrong={
-            "learned positions": ({"w": lambda s: s.w}, "layer|model", tlg.UnsupportedModelError)
         },
     ),
     Group(
