@@ -17,6 +17,7 @@ from tests.lib.models import bridge_of, tiny, tokens
 from tests.lib.reference import contrast as reference
 from tests.lib.reference import edits
 from tl_geometry.circuits import EdgeScores
+from tl_geometry.circuits.scored_edges import largest
 
 ANSWERS = [(5, 9), (7, 3), (11, 40)]
 METRIC = edits.logit_difference(ANSWERS)
@@ -172,7 +173,7 @@ def test_circuits_are_the_references_pruned_runs(kind: str) -> None:
         nothing = tlg.faithfulness(exact(kind), PROMPTS, scores.names()[:1], **options).complements
     kept = []
     for fraction in (0.05, 0.3, 1.0):
-        mask = scores.layout.kept(scores.kept(fraction))
+        mask = scores.layout.kept(largest(scores.scores, fraction))
         kept.append(METRIC(edits.pruned(model, PROMPTS, OTHERS, mask)["logits", 0]))
     clean, other = (METRIC(model.run(rows)["logits", 0]) for rows in (PROMPTS, OTHERS))
     assert far(found.metrics, torch.stack(kept)) < 1e-9

@@ -116,12 +116,8 @@ def test_a_planted_induction_head_reads_the_previous_token_head() -> None:
     model = tlg.zoo.embedded()
     prompts = tlg.scores.repeated_random_tokens(12, 3, 16, low=3, high=view(model).d_vocab, seed=0)
     sweep = swept(model, prompts, layers=1)
-    top = sweep.top("L1H0", 3)
-    assert "L0H0" in dict(top)
     row = sweep.gs[sweep.heads.index((1, 0)), 1]
-    values = [value for _, value in sweep.top("L1H0", len(sweep.parts))]
-    assert values == sorted(row.tolist(), reverse=True)
-    assert dict(top)["L0H0"] == float(row[sweep.parts.index("L0H0")])
+    assert "L0H0" in [sweep.parts[i] for i in row.argsort(descending=True)[:3]]
     first = {row[3] for row in swept(model, prompts, layers=0).rows()}
     assert first == {"bias", "embed", "pos_embed", "constants"}
 
@@ -336,5 +332,3 @@ def test_prompts_and_positions_that_leave_nothing_are_refused() -> None:
     assert refused(lambda: composed(model, queries="end")) == "position"
     assert composed(model, drop=12).drop == 12
     assert refused(lambda: composed(model, drop=13)) == "drop"
-    assert refused(lambda: swept(model).top("L1H0", side="value")) == "side"
-    assert refused(lambda: swept(model, layers=[1]).top("L0H1")) == "heads"

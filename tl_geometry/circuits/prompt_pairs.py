@@ -27,6 +27,14 @@ UserMetric = Callable[[Float[Tensor, "batch position d_vocab"]], Float[Tensor, "
 """A number for each prompt of a batch, from the batch's logits."""
 
 
+def counted(value: Any, name: str) -> int:
+    """A whole number, at least 1."""
+    number = whole(value)
+    if number is None or number < 1:
+        fail(name, expected="a whole number, at least 1", got=repr(value))
+    return number
+
+
 def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Prompts:
     """Prompts with their counterfactuals, and without a ``metric`` with the tokens that are
     compared: by default the most likely one after each run of a pair."""
@@ -48,16 +56,10 @@ def pairs_of(view: ModelView, prompts: Prompts, metric: UserMetric | None) -> Pr
                 logits = [view.logits(part, position=-1)[:, 0] for part in tokens.split(size)]
                 into[group.rows] = torch.cat(logits).argmax(-1).cpu()
         prompts = dataclasses.replace(prompts, answers=answers, others=others)
-    if prompts.others is not None and prompts.answers is not None:
-        same = (prompts.answers == prompts.others).nonzero()[:, 0].tolist()
-        if same:
-            text = view.decode([int(prompts.answers[same[0]])])[0]
-            fail(
-                f"answer, other of prompt pair {same[0]}",
-                expected="two different tokens",
-                got=f"{text!r} twice",
-                instead="answer=[(answer, other), ...]",
-            )
+    alike = prompts.answers == prompts.others
+    same = alike.nonzero()[:, 0].tolist() if isinstance(alike, Tensor) else []
+    what, instead = f"answer, other of prompt pairs {same}", "answer=[(answer, other), ...]"
+    require(not same, what, expected="two different tokens", got="one twice", instead=instead)
     return prompts
 
 
@@ -65,14 +67,12 @@ def batches(
     view: ModelView, layout: EdgeLayout, pairs: Prompts, batch_size: int | None
 ) -> Iterator[tuple[Runner, Prompts]]:
     """Pairs of one length, as many as fit, with the runner for that length."""
-    size = whole(1 if batch_size is None else batch_size)
-    if size is None or size < 1:
-        fail("batch_size", expected="a whole number, at least 1", got=repr(batch_size))
+    size = None if batch_size is None else counted(batch_size, "batch_size")
     for group in pairs.groups():
         length = group.tokens.shape[1]
         # in half precision too numbers are float32 here
-        needed = len(layout.writers) * length * layout.d_model * max(4, view.dtype.itemsize)
-        step = max(1, BATCH_BYTES // (2 * needed)) if batch_size is None else size
+        needed = len(layout.writers) * length * view.d_model * max(4, view.dtype.itemsize)
+        step = size or max(1, BATCH_BYTES // (2 * needed))
         runner = Runner.of(view, group.tokens[:1])
         for start in range(0, len(group), step):
             yield runner, group[start : start + step]

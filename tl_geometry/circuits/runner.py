@@ -275,10 +275,12 @@ def mix(pattern: Tensor, v: Tensor) -> Heads:
 
 
 class States(NamedTuple):
-    """A run: the input of every block and the last state, and the logits at some positions."""
+    """A run: the input of every block and the last state, and the logits at some positions; of a
+    verified one also the model's own embeddings, by hook."""
 
     streams: tuple[Stream, ...]
     logits: Float[Tensor, "batch position d_vocab"]
+    embedded: dict[str, Tensor]
 
 
 OnBlock = Callable[[BlockRun], None]
@@ -334,12 +336,13 @@ class Runner:
     ) -> States:
         """The model's own pass over ``tokens`` and one by blocks, without gradients; their logits
         are compared. Between two runs ``tokens`` are the prompts, then their counterfactuals."""
-        states: dict[str, Tensor] = {}
-        hook = self.view.state_hooks[0]
-        logits = self.view.logits(tokens, {hook: keep(states, hook)})[:, positions]
-        run = self.run(states[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
+        embedded: dict[str, Tensor] = {}
+        hook, writing = self.view.state_hooks[0], writing_of(self.view)
+        hooks = {name: keep(embedded, name) for name in (hook, *dict(writing.embeddings).values())}
+        logits = self.view.logits(tokens, hooks)[:, positions]
+        run = self.run(embedded[hook].to(self.blocks[0].layer.h), arithmetic, positions, on_block)
         self.require_model_logits(logits, run.streams[-1][:, positions], run.logits)
-        return run
+        return run._replace(embedded=embedded)
 
     def run(
         self,
@@ -356,7 +359,7 @@ class Runner:
             if on_block is not None:
                 on_block(ran)
         logits = self.logits(stream.total[:, positions], arithmetic())
-        return States(tuple(streams), logits)
+        return States(tuple(streams), logits, {})
 
     def logits(self, last: Stream, arithmetic: Live) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of last states, behind the soft cap."""

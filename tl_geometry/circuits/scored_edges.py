@@ -27,8 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_geometry.base.checks import whole
-from tl_geometry.base.errors import ReconstructionError, choice, fail, require
+from tl_geometry.base.errors import ReconstructionError, choice, require
 from tl_geometry.base.intervals import FEWEST, t_quantile
 from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
@@ -37,6 +36,7 @@ from tl_geometry.circuits.edge_layout import EdgeLayout
 from tl_geometry.circuits.prompt_pairs import (
     UserMetric,
     batches,
+    counted,
     measured,
     pairs_of,
     places,
@@ -84,10 +84,7 @@ class EdgeScores(Result):
 
     def rows(self) -> Sequence[Sequence[object]]:
         """The largest absolute score first."""
-        writers, readers = self.layout.writers, self.layout.readers
-        ends = zip(*(end.tolist() for end in self.layout.ends()), strict=True)
-        labels = [(writers[source], readers[target]) for source, target in ends]
-        return self._sorted(labels, self.scores, self.errors)
+        return self._sorted(self.layout.pairs(), self.scores, self.errors)
 
     def nodes(self) -> Table:
         """Embedding, heads and MLPs as a whole: ``writer``, ``score``, ``low``, ``high`` (95% over
@@ -106,14 +103,10 @@ class EdgeScores(Result):
         numbers = torch.stack([values, values - reach, values + reach], 1).tolist()
         return [(*labels[i], *numbers[i]) for i in _by_size(values).tolist()]
 
-    def kept(self, fraction: float) -> Bool[Tensor, " edge"]:
-        """The edges of largest absolute score, ``fraction`` of all."""
-        return largest(self.scores, fraction)
-
     def edges(self, fraction: float) -> list[str]:
         """Names of the edges of largest absolute score, ``fraction`` of all."""
         names = self.names()
-        return [names[i] for i in self.kept(fraction).nonzero()[:, 0].tolist()]
+        return [names[i] for i in largest(self.scores, fraction).nonzero()[:, 0].tolist()]
 
 
 def edge_scores(
@@ -168,9 +161,7 @@ def edge_scores(
     (True, ('embed', 'L0H0'))
     """
     choice(method, METHODS, "method")
-    count = whole(steps)
-    if count is None or count < 1:
-        fail("steps", expected="a whole number, at least 1", got=repr(steps))
+    count = counted(steps, "steps")
     view = as_view(model)
     layout = EdgeLayout.of(view)
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
