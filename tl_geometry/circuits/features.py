@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum, rearrange
@@ -60,30 +61,19 @@ class FeatureShares(Result):
     pair_gs: Float[Tensor, "head pair"]
     unexplained: float
     drop: int
+    sides: ClassVar = HEAD_SIDES[:2]
+    table_axes, table_values = ("head", "side", "part"), ("cs", "gs")
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts."""
         return (BIAS, ERROR, OFFSET, *(f"f{i}" for i in self.feature_ids.tolist()))
 
-    def columns(self) -> Sequence[str]:
-        return ("layer", "head", "side", "part", "cs", "gs")
-
-    def rows(self, most: int = 20) -> Sequence[Sequence[object]]:
-        """The error's share first, then the ``most`` largest parts of each head and side, then its
-        pairs."""
-        table: list[Sequence[object]] = []
-        for h, head in enumerate(self.heads):
-            for s, side in enumerate(HEAD_SIDES[:2]):
-                sizes = self.gs[h, s].abs().nan_to_num()
-                sizes[1] = torch.inf  # the error
-                for p in sizes.argsort(descending=True, stable=True)[: 1 + most].tolist():
-                    shares = float(self.cs[h, s, p]), float(self.gs[h, s, p])
-                    table.append((*head, side, self.parts[p], *shares))
-            pairs = zip(self.pairs[h].tolist(), self.pair_cs[h], self.pair_gs[h], strict=True)
-            named = ((f"f{a}-f{b}", float(cs), float(gs)) for (a, b), cs, gs in pairs if a >= 0)
-            table += [(*head, "pair", *pair) for pair in named]
-        return table
+    def rows(self) -> Sequence[Sequence[object]]:
+        """The error's share first on each side, then the parts by gain, the largest first."""
+        sides: Any = groupby(super().rows(), lambda row: row[:3])
+        order = lambda row: (row[3] != ERROR, -abs(row[5]))  # noqa: E731
+        return [row for _, side in sides for row in sorted(side, key=order)]
 
 
 def feature_shares(
@@ -206,7 +196,7 @@ class _FeatureSums:
         """The largest pairs of each cell. ``place`` says where the features of each token stand
         among ``ids``; a token with fewer than the most has products of 0."""
         allowed, heads, start = layer.allowed[self.drop :, self.drop :], self.heads, self.drop
-        weights = Cells.of(layer, start, heads).weights
+        weights = Cells.of(layer, start, slice(start, None)).weights[:, :, heads]
         most = int((activations != 0).sum(-1).max())
         places = activations.abs().topk(most, -1).indices
         factors = activations.gather(-1, places)

@@ -67,7 +67,7 @@ def first_kept(source: TokenWindows, drop: int | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """How much each cell of the scores of some heads counts, from position ``drop`` on, for some
+    """How much each cell of the scores of a layer counts, from position ``drop`` on, for some
     ``queries`` or all. ``query`` and ``key`` are what the scores are made of, the keys without
     their mean: rows of the weights sum to zero, and so sums are the same and round less."""
 
@@ -77,23 +77,16 @@ class Cells:
     bias: Float[Tensor, "head query key"] | None
 
     @classmethod
-    def of(
-        cls, layer: LayerView, drop: int, heads: Sequence[int], queries: Sequence[int] | None = None
-    ) -> Cells:
+    def of(cls, layer: LayerView, drop: int, queries: slice | list[int]) -> Cells:
         """Row-centred scores, and attention minus uniform."""
-        at = slice(drop, None) if queries is None else list(queries)
-        allowed, chosen = layer.allowed[at, drop:], list(heads)
-        query, key = layer.q[:, at][:, :, chosen] * layer.scale, layer.k[:, drop:, chosen]
-        shift, bias = key.mean(1, keepdim=True), None
-        scores = scores_of(query, key - shift, 1.0)
-        if layer.bias is not None:
-            scores = scores + layer.bias[chosen][:, at, drop:]
-            bias = row_center(layer.bias[chosen][:, at, drop:], allowed)
-        capped = scores
-        if layer.softcap is not None:  # it acts on the scores themselves
-            level = (query * shift).sum(-1).mT.unsqueeze(-1)
-            capped = soft_cap(scores + level, layer.softcap)
-        p = masked_softmax(capped, allowed)
+        query, key = layer.q[:, queries] * layer.scale, layer.k[:, drop:]
+        allowed, shift = layer.allowed[queries, drop:], key.mean(1, keepdim=True)
+        bias = None if layer.bias is None else layer.bias[:, queries, drop:]
+        scores = scores_of(query, key - shift, 1.0) + (0.0 if bias is None else bias)
+        # a soft cap acts on the scores themselves
+        level = 0.0 if layer.softcap is None else (query * shift).sum(-1).mT.unsqueeze(-1)
+        p = masked_softmax(soft_cap(scores + level, layer.softcap), allowed)
+        bias = None if bias is None else row_center(bias, allowed)
         uniform = allowed.to(p) / allowed.sum(-1, keepdim=True).clamp(min=1)
         weights = torch.stack([row_center(scores, allowed), p - uniform])
         return cls(weights, query, key - shift, bias)
@@ -105,8 +98,9 @@ class Reads:
     gradient at position i.
 
     ``constant`` holds the numerators of the layer's own constants in each context, ``total`` the
-    denominators, ``floor`` what rounding alone could leave of those of covariance, ``alibi`` the
-    numerators of ALiBi. The value side has one weighting, that of ``cs``; the other is 0.
+    denominators, ``alibi`` the numerators of ALiBi, ``floor`` what rounding alone could leave of
+    the denominators of covariance. The value side has one weighting, that of ``cs``; the other is
+    0.
     """
 
     matrix: Float[Tensor, "side d_model head d_head"]
@@ -130,48 +124,45 @@ class Reads:
         q[i]``; and with ``values`` outputs, ``g_v[j] = sum_i p_ij o[i] W_O^T``, their constant
         writes left out."""
         at = slice(drop, None) if queries is None else list(queries)
-        cells, chosen = Cells.of(layer, drop, heads, queries), list(heads)
-        weights, query, key = cells.weights, cells.query, cells.key
-        g = layer.q.new_zeros(len(SHARES), 2 + values, *layer.q[:, :, chosen].shape)
-        g[:, 0][:, :, at] = einsum(weights, key * layer.scale, "w b h i j, b j h e -> w b i h e")
-        g[:, 1][:, :, drop:] = einsum(weights, query, "w b h i j, b i h e -> w b j h e")
-        total = g.new_zeros(*g.shape[:3], len(chosen), dtype=torch.float64)
+        cells, sides = Cells.of(layer, drop, at), "qkv"[: 2 + values]
+        weights, key = cells.weights, cells.key * layer.scale
+        g = layer.q.new_zeros(len(SHARES), len(sides), *layer.q.shape)
+        g[:, 0][:, :, at] = einsum(weights, key, "w b h i j, b j h e -> w b i h e")
+        g[:, 1][:, :, drop:] = einsum(weights, cells.query, "w b h i j, b i h e -> w b j h e")
+        total = g.new_zeros(*g.shape[:3], g.shape[4], dtype=torch.float64)
         total[:, :2] = (weights * weights[0]).sum((3, 4), dtype=torch.float64).unsqueeze(1)
-        alibi = torch.zeros_like(total[:, 0, 0])
+        alibi, floor = torch.zeros_like(total[:, 0, 0]), torch.zeros_like(total[0, :, 0])
         if cells.bias is not None:
             alibi = (weights * cells.bias).sum((1, 3, 4), dtype=torch.float64)
         # as in share_sums: what rounding alone could leave
-        sizes = [torch.linalg.vector_norm(x, dim=(1, 3)).double() for x in (query, key)]
-        floor = (32 * unit_roundoff(g.dtype) * sizes[0] * sizes[1]).square().sum(0)
+        sizes = [torch.linalg.vector_norm(x, dim=(1, 3)).double() for x in (cells.query, cells.key)]
+        floor[:2] = (32 * unit_roundoff(g.dtype) * sizes[0] * sizes[1]).square().sum(0)
         if values:
-            g[0, 2], total[0, 2] = _of_outputs(layer, at, chosen)
-        floors = torch.stack([floor, floor, torch.zeros_like(floor)][: 2 + values])
+            g[0, 2], total[0, 2] = _of_outputs(layer, at)
         eye = torch.eye(layer.h.shape[-1], dtype=g.dtype, device=g.device)
-        constant, matrix = torch.zeros_like(total), []
-        for side, which in enumerate("qkv"[: 2 + values]):
-            matrix.append(layer.projected(eye, which)[:, chosen])
+        constant, matrices = torch.zeros_like(total), []
+        for side, which in enumerate(sides):
+            scale, of_layer = (getattr(layer, f"{which}_{name}") for name in ("scale", "constant"))
             if which != "v":  # that of outputs is left out
-                of_layer = getattr(layer, f"{which}_constant")[:, :, chosen]
                 constant[:, side] = einsum(g[:, side], of_layer, "w b i h e, b i h e -> w b h")
-            every = g.new_zeros(len(SHARES), *layer.q.shape)
-            every[:, :, :, chosen] = g[:, side]
-            back = transposed(lambda x, which=which: layer.turned(x, which), every)
-            back = back * getattr(layer, f"{which}_scale").unsqueeze(-1)
-            g[:, side] = back[:, :, :, chosen]
-        return cls(torch.stack(matrix), g, constant, total, alibi, floors)
+            back = transposed(lambda x, which=which: layer.turned(x, which), g[:, side])
+            g[:, side] = back * scale.unsqueeze(-1)
+            matrices.append(layer.projected(eye, which))
+        pick = torch.tensor(list(heads), device=g.device)
+        numbers = (x[..., pick] for x in (constant, total, alibi, floor))
+        return cls(torch.stack(matrices)[:, :, pick], g[..., pick, :], *numbers)
 
 
 def _of_outputs(
-    layer: LayerView, at: slice | list[int], heads: list[int]
+    layer: LayerView, queries: slice | list[int]
 ) -> tuple[Float[Tensor, "batch position head d_head"], Float[Tensor, "batch head"]]:
     """Gradients of half the squared outputs of heads by their values, and the squares."""
     assert layer.pattern is not None  # a pass by writers has both
     assert layer.z is not None
-    pattern = layer.pattern[:, heads][:, :, at].to(layer.h)
-    W_O = remove_mean(layer.attention.weights.W_O[heads], layer.norm.norm_type)
+    pattern = layer.pattern[:, :, queries].to(layer.h)
+    W_O = remove_mean(layer.attention.weights.W_O, layer.norm.norm_type)
     # attention to all keys together: below 1 with a sink
-    z = layer.v_constant[:, at][:, :, heads] * pattern.sum(-1).mT.unsqueeze(-1)
-    z = layer.z[:, at][:, :, heads] - z
+    z = layer.z[:, queries] - layer.v_constant[:, queries] * pattern.sum(-1).mT.unsqueeze(-1)
     out = einsum(z, W_O, W_O, "b i h e, h e d, h f d -> b i h f")
     cotangents = einsum(pattern, out, "b h i j, b i h e -> b j h e")
     return cotangents, (z.double() * out.double()).sum((1, 3))

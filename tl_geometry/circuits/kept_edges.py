@@ -30,18 +30,11 @@ from tl_geometry.base.intervals import Interval, paired_interval
 from tl_geometry.base.results import Result
 from tl_geometry.circuits.arithmetic import Live
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import (
-    UserMetric,
-    batches,
-    counted,
-    measured,
-    pairs_of,
-    places,
-    provenance_of_pairs,
-)
-from tl_geometry.circuits.runner import Reads, Runner, Shared, Stream
-from tl_geometry.circuits.scored_edges import EdgeScores, both_runs, largest
-from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
+from tl_geometry.circuits.runner import Reads, Shared, Stream
+from tl_geometry.circuits.scored_edges import EdgeScores, largest
+from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.reader import as_view
@@ -229,9 +222,8 @@ def faithfulness(
     options = {"counterfactuals": counterfactual, "answers": answer, "others": other}
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     values = torch.empty(2 + circuits.shape[:2].numel(), len(pairs), dtype=torch.float64)
-    for runner, batch in batches(view, layout, pairs, batch_size):
-        of_batch = metrics_of_batch(runner, layout, batch, metric, circuits.flatten(0, 1), unit)
-        values[:, batch.rows] = of_batch
+    for batch in batches(view, layout, pairs, metric, batch_size):
+        values[:, batch.pairs.rows] = metrics_of_batch(batch, circuits.flatten(0, 1), unit)
     clean, without = values[:2]
     differ = float((clean - without).mean().abs()) > 0
     expected, got = "one that prompts and counterfactuals differ in", f"{float(clean.mean()):.4g}"
@@ -249,7 +241,7 @@ def faithfulness(
         complements=None if rest is None else rest[0],
         random_complements=None if rest is None else rest[1:],
         seed=seed,
-        provenance=provenance_of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
+        provenance=of_pairs(view, pairs, sources=("mueller2025",), seed=seed),
     )
 
 
@@ -332,24 +324,18 @@ class Pruned(Shared):
 
 @torch.no_grad()
 def metrics_of_batch(
-    runner: Runner,
-    layout: EdgeLayout,
-    batch: Prompts,
-    metric: UserMetric | None,
-    sets: Bool[Tensor, "row edge"],
-    unit: str,
+    batch: Batch, sets: Bool[Tensor, "row edge"], unit: str
 ) -> Float[Tensor, "condition batch"]:
     """The metric of the clean run, of the counterfactual's, and of each pruned run."""
-    second = lambda x: x[len(x) // 2 :]  # noqa: E731
-    states, writes, values = both_runs(runner, batch, metric, Live, second)
-    first = states.streams[0][: len(batch)]
+    states, writes, values = batch.both_runs(Live, lambda x: x[len(x) // 2 :])
+    first, layout = states.streams[0][: len(writes)], batch.layout
     for chosen in sets:
         stream = Pruned(layout, first, writes, _mask(layout, chosen, unit))
-        for block in runner.blocks:
+        for block in batch.runner.blocks:
             stream.layer = block.number
             block.run(stream, Live())
-        last = stream.of(slice(-1, None))[:, places(metric), 0]
-        values.append(measured(batch, metric, runner.logits(last, Live())))
+        logits = batch.read(stream.of(slice(-1, None))[:, :, 0], Live())
+        values.append(batch.measured(logits))
     return torch.stack(values).double().cpu()
 
 

@@ -33,17 +33,10 @@ from tl_geometry.base.results import Result
 from tl_geometry.base.tables import Table
 from tl_geometry.circuits.arithmetic import Between, Live, difference, gauss_legendre
 from tl_geometry.circuits.edge_layout import EdgeLayout
-from tl_geometry.circuits.prompt_pairs import (
-    UserMetric,
-    batches,
-    counted,
-    measured,
-    pairs_of,
-    places,
-    provenance_of_pairs,
-)
-from tl_geometry.circuits.runner import BlockRun, Runner, States, Stream
-from tl_geometry.corpus.prompt_sets import Prompts, as_prompts
+from tl_geometry.circuits.prompt_pairs import Batch, UserMetric, batches, counted, pairs_of
+from tl_geometry.circuits.prompt_pairs import provenance_of_pairs as of_pairs
+from tl_geometry.circuits.runner import Stream
+from tl_geometry.corpus.prompt_sets import as_prompts
 from tl_geometry.models.model_like import ModelLike
 from tl_geometry.models.reader import as_view
 from tl_geometry.models.reconstruction import reconstruction_bound
@@ -169,11 +162,9 @@ def edge_scores(
     midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
     # float64 sums and squares of one row for each pair: edges, writers, the metric of both runs
     allowed, moments = layout.allowed, torch.zeros(2, 0, dtype=torch.float64)
-    for runner, batch in batches(view, layout, pairs, batch_size):
-        if method == "contrast":
-            scores, metrics = _contrast(runner, layout, batch, metric)
-        else:
-            scores, metrics = _gradients(runner, layout, batch, metric, midpoints)
+    for batch in batches(view, layout, pairs, metric, batch_size):
+        contrast = method == "contrast"
+        scores, metrics = _contrast(batch) if contrast else _gradients(batch, midpoints)
         scores = scores.double().cpu()
         columns = [scores[:, allowed], scores.sum(1), torch.stack(metrics, 1).double().cpu()]
         rows = torch.cat(columns, 1)
@@ -196,89 +187,54 @@ def edge_scores(
         clean=float(both[0]),
         counterfactual=float(both[1]),
         method=method,
-        provenance=provenance_of_pairs(view, pairs, sources=sources),
+        provenance=of_pairs(view, pairs, sources=sources),
     )
 
 
 # ---- scores of one batch
 
-Batch = tuple[Float[Tensor, "pair reader writer"], list[Float[Tensor, " pair"]]]
+Scored = tuple[Float[Tensor, "pair reader writer"], list[Float[Tensor, " pair"]]]
 """Scores of each pair, and the metric of both runs."""
 
 
 @torch.no_grad()
-def both_runs(
-    runner: Runner,
-    batch: Prompts,
-    metric: UserMetric | None,
-    arithmetic: Callable[[], Live],
-    pick: Callable[[Tensor], Tensor],
-) -> tuple[States, Float[Tensor, "pair writer position d_model"], list[Float[Tensor, " pair"]]]:
-    """One pass over pairs, prompts first and then counterfactuals; what every writer wrote, as
-    ``pick`` takes it from both halves of the batch; and the metric of both."""
-    assert batch.counterfactuals is not None
-    writes = [torch.empty(0)]
-
-    def on_block(run: BlockRun) -> None:
-        writes.append(pick(run.heads.transpose(0, 1)))
-        if run.mlp is not None:
-            writes.append(pick(run.mlp).unsqueeze(1))
-
-    tokens, positions = torch.cat([batch.tokens, batch.counterfactuals]), places(metric)
-    states = runner.verified(tokens, arithmetic, positions=positions, on_block=on_block)
-    writes[0] = pick(states.streams[0]).unsqueeze(1)
-    values = [measured(batch, metric, logits) for logits in states.logits.chunk(2)]
-    return states, torch.cat(writes, 1), values
-
-
-@torch.no_grad()
-def _gradients(
-    runner: Runner,
-    layout: EdgeLayout,
-    batch: Prompts,
-    metric: UserMetric | None,
-    midpoints: Sequence[float],
-) -> Batch:
+def _gradients(batch: Batch, midpoints: Sequence[float]) -> Scored:
     """Scores by gradients at some runs between both prompts."""
-    states, change, values = both_runs(runner, batch, metric, Live, difference)
-    clean = tuple(stream[: len(batch)] for stream in states.streams)
-    total = change.new_zeros(len(batch), len(layout.readers), len(layout.writers))
+    states, change, values = batch.both_runs(Live, difference)
+    clean = tuple(stream[: len(change)] for stream in states.streams)
+    total, run = torch.zeros(()), batch.runner.run
     for a in midpoints:
         # the clean first state, moved towards the counterfactual's
-        streams = clean if a == 1.0 else runner.run(clean[0] - (1 - a) * change[:, 0]).streams
+        streams = clean if a == 1.0 else run(clean[0] - (1 - a) * change[:, 0]).streams
         with torch.enable_grad():
             last = streams[-1].detach().requires_grad_()
-            of = measured(batch, metric, runner.logits(last[:, places(metric)], Live()))
+            of = batch.measured(batch.read(last, Live()))
             live, got = of.requires_grad, "one without a gradient"
             expected, instead = "a differentiable function", "a function of the logits in torch"
             require(live, "metric", expected=expected, got=got, instead=instead)
             adjoint = torch.autograd.grad(of.sum(), last)[0]
-        scores, _ = _contracted(runner, layout, streams, adjoint, Live, change)
-        total += scores / len(midpoints)
+        total = total + _contracted(batch, streams, adjoint, Live, change)[0] / len(midpoints)
     return total, values
 
 
 @torch.no_grad()
-def _contrast(
-    runner: Runner, layout: EdgeLayout, batch: Prompts, metric: UserMetric | None
-) -> Batch:
+def _contrast(batch: Batch) -> Scored:
     """Scores by the linear network between both runs."""
-    states, change, values = both_runs(runner, batch, metric, Between, difference)
+    states, change, values = batch.both_runs(Between, difference)
     clean, other = states.logits.chunk(2)
-    g = torch.zeros_like(clean)
-    for t, weight in gauss_legendre(METRIC_NODES) if metric is not None else ((0.5, 1.0),):
+    g, runner = torch.zeros_like(clean), batch.runner
+    for t, weight in ((0.5, 1.0),) if batch.metric is None else gauss_legendre(METRIC_NODES):
         with torch.enable_grad():
             between = (other + t * (clean - other)).requires_grad_()
-            of = measured(batch, metric, between).sum()
+            of = batch.measured(between).sum()
             g = g + weight * torch.autograd.grad(of, between)[0]
     with torch.enable_grad():
         last = states.streams[-1].detach().requires_grad_()
-        logits = runner.logits(last[:, places(metric)], Between())
-        adjoint = torch.autograd.grad(logits, last, torch.cat([g, -g]))[0]
-    scores, first = _contracted(runner, layout, states.streams, adjoint, Between, change)
-    total = (change[:, 0].double() * first[: len(batch)].double()).sum((1, 2))
+        adjoint = torch.autograd.grad(batch.read(last, Between()), last, torch.cat([g, -g]))[0]
+    scores, first = _contracted(batch, states.streams, adjoint, Between, change)
+    total = (change[:, 0].double() * first[: len(change)].double()).sum((1, 2))
     # each run's logits round by their own size, which is that of the normed state times W_U
-    normed = runner.head.norm.apply(states.streams[-1][:, places(metric)])
+    normed = runner.head.norm.apply(states.streams[-1][:, batch.places])
     size = float((normed.abs() @ runner.head.W_U.to(normed).abs()).max())
     size += float(scores.abs().sum((1, 2)).max())
     bound = len(runner.blocks) * reconstruction_bound(runner.roundoff, size)
@@ -295,8 +251,7 @@ def _contrast(
 
 
 def _contracted(
-    runner: Runner,
-    layout: EdgeLayout,
+    batch: Batch,
     streams: Sequence[Stream],
     adjoint: Stream,
     arithmetic: Callable[[], Live],
@@ -304,16 +259,15 @@ def _contracted(
 ) -> tuple[Float[Tensor, "pair reader writer"], Stream]:
     """Walk back, and take the product of what every reader gets with what every writer that it
     sees wrote; also dT/d(first state)."""
-    count = len(change)
+    count, writes, layout = len(change), change.flatten(2), batch.layout
     scores = change.new_zeros(count, len(layout.readers), len(layout.writers))
-    writes, seen = change.flatten(2), layout.seen
     at = len(layout.readers) - 1
     scores[:, at] = torch.einsum("bwx,bx->bw", writes, adjoint[:count].flatten(1))
-    for entered, run in runner.back(streams, arithmetic):
+    for entered, run in batch.runner.back(streams, arithmetic):
         adjoint = run.pull(entered, adjoint)
         readers = run.to_readers(count).flatten(2)
         at -= readers.shape[1]
-        most = seen[at + readers.shape[1] - 1]
+        most = layout.seen[at + readers.shape[1] - 1]
         scores[:, at : at + readers.shape[1], :most] = readers @ writes[:, :most].mT
     return scores * layout.allowed.to(scores), adjoint
 

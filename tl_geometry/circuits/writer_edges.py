@@ -20,6 +20,7 @@ all of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -36,7 +37,6 @@ from tl_geometry.base import checks
 from tl_geometry.base.checks import Head
 from tl_geometry.base.errors import choice, require
 from tl_geometry.base.intervals import FEWEST, FEWEST_GROUPS, LeftOut, jackknife_interval
-from tl_geometry.base.results import Result
 from tl_geometry.circuits.head_readers import (
     GROUPS,
     HEAD_SIDES,
@@ -46,6 +46,7 @@ from tl_geometry.circuits.head_readers import (
     context_products,
     first_kept,
 )
+from tl_geometry.circuits.writer_sweep import WriterShares
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike, TokenWindows
 from tl_geometry.decomposition.groups import group_borders, jackknife_blocks
@@ -60,12 +61,9 @@ from tl_geometry.models.writers import GRAINS, Written, run_written, writer_name
 from tl_geometry.scores.corpus_pass import CorpusPass
 from tl_geometry.scores.terms import BIAS
 
-WRITERS = ("all", "heads")
-"""Which writers edges start from."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Composition(Result):
+class Composition(WriterShares):
     """Edges from writers to heads: one row for each reader, side and writer, the strongest writers
     of a side first.
 
@@ -83,12 +81,7 @@ class Composition(Result):
     chosen as queries; it is empty where all count.
     """
 
-    heads: tuple[tuple[int, int], ...]
-    parts: tuple[str, ...]
-    wrote: tuple[int, ...]
     writer_heads: tuple[int, ...]
-    cs: Float[Tensor, "head side part"]
-    gs: Float[Tensor, "head side part"]
     weights: Float[Tensor, "head side part"]
     other_cs: Float[Tensor, "head side part"]
     other_gs: Float[Tensor, "head side part"]
@@ -99,44 +92,18 @@ class Composition(Result):
     gs_low: Float[Tensor, "head side part"]
     gs_high: Float[Tensor, "head side part"]
     cosine: Float[Tensor, " part"]
-    drop: int
     draws: int
     queries: tuple[int, ...] = ()
     sides: ClassVar = HEAD_SIDES
-    table_axes = ("head", "side", "part")
     table_values = (
         *("cs", "cs_low", "cs_high", "gs", "gs_low", "gs_high", "weights"),
         *("other_cs", "other_gs", "random_cs", "random_gs", "cosine"),
     )
 
-    def table_mask(self) -> Tensor:
-        """Only writers that the head reads."""
-        layers = torch.tensor([layer for layer, _ in self.heads])
-        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
-
     def rows(self) -> Sequence[Sequence[object]]:
         """Readers and sides in order, the strongest writers first."""
         sides: Any = groupby(super().rows(), lambda row: row[:3])
         return [row for _, side in sides for row in sorted(side, key=lambda row: -abs(row[4]))]
-
-    def edges(
-        self, *, side: str | None = None, share: str = "cs", writers: str = "all", n: int = 20
-    ) -> list[tuple[str, str, str, float]]:
-        """The ``n`` strongest edges (writer, reader, side, share) by absolute share;
-        ``writers="heads"`` leaves embeddings, MLPs and constants out."""
-        values = getattr(self, choice(share, SHARES, "share"))
-        wanted = self.table_mask() & values.isfinite()
-        wanted[..., 0] = False  # the reader's own constants
-        if choice(writers, WRITERS, "writers") == "heads":
-            wanted &= torch.tensor(self.writer_heads) >= 0
-        if side is not None:
-            chosen = HEAD_SIDES.index(choice(side, HEAD_SIDES, "side"))
-            wanted[:, torch.arange(len(HEAD_SIDES)) != chosen] = False
-        order = values[wanted].abs().argsort(descending=True, stable=True)[:n]
-        return [
-            (self.parts[p], checks.head_name(self.heads[h]), HEAD_SIDES[s], float(values[h, s, p]))
-            for h, s, p in wanted.nonzero()[order].tolist()
-        ]
 
 
 def composition(
@@ -220,7 +187,11 @@ def composition(
     for batch in stream:
         run_written(view, batch, list(readers), on_layer, verify=False, **stream.sample())
     names = writer_names(view, max(readers), parts)
-    numbers = [{"weights": weights[l], **_shares(sums[l], view.d_model)} for l in readers]
+    fields: dict[str, list[Tensor]] = defaultdict(list)
+    for l in readers:
+        for name, x in {"weights": weights[l], **_shares(sums[l], view.d_model)}.items():
+            # as wide as the last layer, zero for writers that come later
+            fields[name].append(pad(x, (0, 1 + len(names) - x.shape[-1])).transpose(0, 1))
     pick = torch.tensor([order.index(head) for head in chosen])
     return Composition(
         provenance=stream.provenance(start),
@@ -232,7 +203,7 @@ def composition(
         drop=start,
         draws=draws,
         queries=at or (),
-        **{name: _joined([x[name] for x in numbers])[pick] for name in numbers[0]},
+        **{name: torch.cat(layers)[pick] for name, layers in fields.items()},
     )
 
 
@@ -243,12 +214,6 @@ def _positions(queries: Any, source: TokenWindows, start: int) -> tuple[int, ...
     expected = f"queries from {start} on"
     require(min(at) >= start, "queries", expected=expected, got=at, instead="drop=0")
     return at
-
-
-def _joined(layers: Sequence[Tensor]) -> Float[Tensor, "head side part"]:
-    """All layers ``[side head part]`` as wide as the last, zero for writers that come later."""
-    width = layers[-1].shape[-1]
-    return torch.cat([pad(x, (0, width - x.shape[-1])).transpose(0, 1) for x in layers])
 
 
 # ---- intervals

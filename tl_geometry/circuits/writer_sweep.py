@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,7 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_geometry.base import checks
-from tl_geometry.circuits.head_readers import Reads, WriterSums, first_kept
+from tl_geometry.base.results import Result
+from tl_geometry.circuits.head_readers import HEAD_SIDES, Reads, WriterSums, first_kept
 from tl_geometry.corpus.sources import as_tokens
 from tl_geometry.corpus.token_windows import TokensLike
 from tl_geometry.models.batches import batch_of
@@ -33,12 +35,30 @@ from tl_geometry.models.layer_view import LayerView
 from tl_geometry.models.model_view import ModelView
 from tl_geometry.models.writers import Written, run_written, writer_names
 from tl_geometry.scores.corpus_pass import CorpusPass
-from tl_geometry.scores.share_table import Marginals
 from tl_geometry.scores.terms import ALIBI, BIAS
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WriterSweep(Marginals):
+class WriterShares(Result):
+    """Shares of writers in what heads read: what a sweep and a composition have in common.
+    ``wrote`` is the block that each part belongs to, -1 before the first."""
+
+    heads: tuple[tuple[int, int], ...]
+    parts: tuple[str, ...]
+    wrote: tuple[int, ...]
+    cs: Float[Tensor, "head side part"]
+    gs: Float[Tensor, "head side part"]
+    drop: int
+    table_axes = ("head", "side", "part")
+
+    def table_mask(self) -> Tensor:
+        """One row for each head, side and writer that the head reads."""
+        layers = torch.tensor([layer for layer, _ in self.heads])
+        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WriterSweep(WriterShares):
     """Shares of every writer in every head's scores, on the query and on the key side.
 
     ``cs`` (covariance shares, of ``total``, the sum of squared row-centred scores) and ``gs`` (gain
@@ -49,14 +69,10 @@ class WriterSweep(Marginals):
     out; ``dropped_mass`` is the attention paid to them. A uniform head has NaN.
     """
 
-    wrote: tuple[int, ...]
     total: Float[Tensor, " head"]
-    drop: int
-
-    def table_mask(self) -> Tensor:
-        """One row for each head, side and writer that the head reads."""
-        layers = torch.tensor([layer for layer, _ in self.heads])
-        return (torch.tensor(self.wrote) < layers[:, None, None]).expand(self.cs.shape)
+    dropped_mass: Float[Tensor, " head"]
+    sides: ClassVar = HEAD_SIDES[:2]
+    table_values = ("cs", "gs", "dropped_mass")
 
 
 def sweep_writers(
