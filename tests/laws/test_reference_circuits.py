@@ -1,135 +1,20 @@
-"""The reference's circuits keep the laws that the library promises: the graph of a logit, the graph
-between two runs, edge scores, patched runs, edited scores."""
+"""The reference's circuits keep the laws that the library promises: edge scores, patched runs,
+edited scores. Its graphs need none of their own: the library's equal them, and keep the laws of
+sums (test_circuits_graph) beside the autograd of Hugging Face's code."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.frozen_hf import frozen_run
-from tests.lib.kinds import HEADS, KINDS, OTHERS, PROMPTS, basis, decoder, far, run
-from tests.lib.reference import contrast, edits, graph, scores
+from tests.lib.kinds import KINDS, OTHERS, PROMPTS, basis, decoder, far, run
+from tests.lib.reference import edits, scores
 from tests.lib.reference.decoder import Run
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 ANSWERS, RIVALS = torch.tensor([5, 7, 11]), torch.tensor([9, 3, 40])
 METRIC = edits.logit_difference(list(zip(ANSWERS.tolist(), RIVALS.tolist())))
-
-
-# ---- the graph of a logit
-
-
-@every_kind
-@pytest.mark.parametrize("follow", [False, True])
-def test_adjoints_are_gradients_of_hugging_faces_frozen_code(kind: str, follow: bool) -> None:
-    theirs = frozen_run(kind, PROMPTS[:1], follow=follow)
-    ours = graph.Graph.of(decoder(kind), PROMPTS[:1], 5, 9, position=7)
-    target = theirs.logits[0, 7, 5] - theirs.logits[0, 7, 9]
-    target.backward()
-    assert far(ours.value, target.detach()) < 1e-12
-    adjoints = ours.following if follow else ours.frozen
-    for layer in range(2):
-        grads = [x[layer].grad for x in (theirs.stream, theirs.mixed)]
-        expected = [torch.zeros_like(theirs.stream[0]) if g is None else g for g in grads]
-        assert far(adjoints["state", layer], expected[0]) < 1e-11
-        assert far(adjoints["z", layer].flatten(2), expected[1]) < 1e-11
-        if follow:  # theirs is at the score behind a soft cap
-            block, entered = decoder(kind).blocks[layer], theirs.scores[layer]
-            cap = block.softcap
-            slope = 1.0 if cap is None else 1 - (block.cap(ours.run["scores", layer]) / cap) ** 2
-            assert entered.grad is not None
-            assert far(adjoints["scores", layer], entered.grad * slope) < 1e-11
-
-
-@every_kind
-@pytest.mark.parametrize("mlp_leaf", [False, True])
-def test_a_graph_sums_to_its_logit_and_edges_to_their_nodes(kind: str, mlp_leaf: bool) -> None:
-    found = graph.Graph.of(decoder(kind), PROMPTS[:1], 5, 9, 7, mlp_leaf=mlp_leaf)
-    values, bound = (
-        found.values(),
-        1e-12 * sum(float(x.abs().sum()) for x in found.values().values()),
-    )
-    names = [*found.leaves(), *(["mlp0", "mlp1"] if mlp_leaf else [])]
-    total = sum(float(values[name].sum()) for name in names) + float(values["constants"])
-    logits = run(kind)["raw_logits", 0][0, 7]
-    assert found.value == pytest.approx(float(logits[5] - logits[9]), abs=bound)
-    assert total == pytest.approx(found.value, abs=bound)
-    out = {name: torch.zeros(10, dtype=torch.float64) for name in values if name != "constants"}
-    for layer, head in HEADS:
-        edges = found.into_head(layer, head)
-        assert float((edges.value.sum((1, 2)) - values[f"L{layer}H{head}"]).abs().max()) < bound
-        response = found.response(layer, head)
-        both = (response * _without_alibi(found, layer, head)).sum(-1)
-        assert float((edges.query.sum(1) - both).abs().max()) < 10 * bound
-        assert float((edges.key.sum((1, 2)) - both).abs().max()) < 10 * bound
-        for at, name in enumerate(edges.names[:-1]):
-            out[name] += edges.value[:, at].sum(0)
-    for layer in [] if mlp_leaf else range(2):
-        names, weights = found.into_mlp(layer)
-        assert float((weights.sum(1) - values[f"mlp{layer}"]).abs().max()) < bound
-        for at, name in enumerate(names[:-1]):
-            out[name] += weights[:, at]
-    names, weights = found.into_logit()
-    assert float(weights.sum()) == pytest.approx(found.value, abs=bound)
-    for at, name in enumerate(names[:-1]):
-        out[name][7] += weights[at]
-    assert max(float((out[name] - values[name]).abs().max()) for name in out) < bound
-    assert float(found.moved()["L0H1"].abs().max()) > 1e6 * bound  # patterns are followed
-    assert float(found.moved()["L1H1"].abs().max()) < bound  # none is behind the last block
-
-
-def _without_alibi(found: graph.Graph, layer: int, head: int) -> Tensor:
-    total, alibi = found.run["scores", layer][0, head], found.decoder.alibi(10)
-    return total if alibi is None else total - alibi[head]
-
-
-# ---- the graph between two runs
-
-
-@cache
-def between(kind: str) -> contrast.Contrast:
-    return contrast.contrast(decoder(kind), PROMPTS, OTHERS, ANSWERS, RIVALS, capped=True)
-
-
-@every_kind
-def test_a_contrast_sums_to_the_difference_and_edges_to_their_nodes(kind: str) -> None:
-    found, nodes = between(kind), between(kind).nodes()
-    there = decoder(kind).run(OTHERS)["logits", 0]
-    difference = METRIC(run(kind)["logits", 0]) - METRIC(there)
-    bound = 1e-12 * sum(float(x.abs().sum()) for x in nodes.values())
-    for value in (found.value, nodes["embed"].sum(-1)):
-        assert float((value - difference).abs().max()) < bound
-    assert float(difference.abs().min()) > 1e6 * bound
-    out = {name: torch.zeros_like(value) for name, value in nodes.items()}
-    for reader in found.adjoints:
-        layer = 2 if reader == "output" else int(reader[1 if reader[0] == "L" else 3])
-        for writer in contrast.seen_by(decoder(kind), layer, mlp=reader[0] == "m"):
-            out[writer] += found.edge(writer, reader)
-    assert max(float((out[name] - nodes[name]).abs().max()) for name in nodes) < bound
-    for layer, head in HEADS:
-        edges = found.into_head(layer, head)
-        total = edges.value.sum((1, 2)) + edges.query.sum(1) + edges.key.sum((1, 2))
-        assert float((total - nodes[f"L{layer}H{head}"][0]).abs().max()) < bound
-    for layer in range(2):
-        seen = contrast.seen_by(decoder(kind), layer, mlp=True)
-        total = torch.stack([found.edge(writer, f"mlp{layer}") for writer in seen]).sum(0)
-        assert float((total - nodes[f"mlp{layer}"]).abs().max()) < bound
-    # before the two prompts differ there is nothing
-    assert not any(value[:, :2].any() for value in nodes.values())
-
-
-@every_kind
-def test_a_contrast_turns_its_sign_with_the_prompts_and_vanishes_between_equal_ones(
-    kind: str,
-) -> None:
-    model, nodes = decoder(kind), between(kind).nodes()
-    turned = contrast.contrast(model, OTHERS, PROMPTS, ANSWERS, RIVALS, capped=True).nodes()
-    assert max(far(-turned[name], nodes[name]) for name in nodes) < 1e-11
-    same = contrast.contrast(model, PROMPTS, PROMPTS, ANSWERS, RIVALS)
-    assert not any(value.any() for value in same.nodes().values())
 
 
 # ---- edited runs

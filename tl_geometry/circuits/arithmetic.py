@@ -261,9 +261,9 @@ class Between(Live):
 
     def module(self, module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         what, instead = "a mixture of experts between two runs", 'mlp="leaf", or method="gradient"'
-        smooth, error = not torch.is_grad_enabled(), UnsupportedModelError
-        got = "a router, which may choose others"
-        require(smooth, what, expected="the same experts", got=got, instead=instead, error=error)
+        needless, error = not x.requires_grad, UnsupportedModelError
+        expected, got = "no way back through experts", "a router, which may choose others"
+        require(needless, what, expected=expected, got=got, instead=instead, error=error)
         return module(x)
 
 

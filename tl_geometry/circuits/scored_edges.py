@@ -14,7 +14,7 @@ runs on first states between those of the two prompts, at the midpoints of equal
 counterfactual + a (clean - counterfactual)``, ``a = (m + 1/2) / steps`` (Hanna et al. 2024).
 
 A mixture of experts is one reader and one writer. Gradients pass through the experts chosen and the
-weights that the router gives them; between two runs that choose other experts it is refused.
+weights that the router gives them; contrast refuses it by name, as the router may choose others.
 """
 
 from __future__ import annotations
@@ -161,15 +161,14 @@ def edge_scores(
     pairs = pairs_of(view, as_prompts(view, prompts, **options, prepend_bos=prepend_bos), metric)
     midpoints = [(m + 0.5) / count for m in range(count)] if method == "integrated" else [1.0]
     # float64 sums and squares of one row for each pair: edges, writers, the metric of both runs
-    allowed, moments = layout.allowed, torch.zeros(2, 0, dtype=torch.float64)
+    allowed, moments = layout.allowed, torch.zeros(2, 1, dtype=torch.float64)
     for batch in batches(view, layout, pairs, metric, batch_size):
         contrast = method == "contrast"
         scores, metrics = _contrast(batch) if contrast else _gradients(batch, midpoints)
         scores = scores.double().cpu()
         columns = [scores[:, allowed], scores.sum(1), torch.stack(metrics, 1).double().cpu()]
         rows = torch.cat(columns, 1)
-        new = torch.stack([rows.sum(0), rows.square().sum(0)])
-        moments = moments + new if moments.numel() else new
+        moments = moments + torch.stack([rows.sum(0), rows.square().sum(0)])
     n = len(pairs)
     mean = moments[0] / n
     errors = ((moments[1] / n - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt()

@@ -67,7 +67,7 @@ def trace_logit(
         position: where the logit is read: a number (-1 is the last), or a name of the prompt's
             ``positions``.
         mlp: ``"frozen"`` follows MLPs back, ``"leaf"`` takes what they wrote as inputs (the only
-            way for a mixture of experts in the graph of one prompt).
+            way for a mixture of experts).
         basis: of :func:`tl_geometry.decompose`; then the leaves are mean, pos and cvec of state 0
             in place of the embeddings: how much of T came from position and how much from content.
         keep: share of all absolute values (of all that is moved, and of what is written straight
@@ -76,8 +76,7 @@ def trace_logit(
 
     Raises ``ReconstructionError`` where the sum is not T within the rounding of the model;
     ``UnsupportedModelError`` for an encoder, an output head other than a norm and a linear map,
-    (with ``mlp="frozen"``) an MLP other than two or three matrices, and a mixture of experts that
-    chooses other experts in the counterfactual.
+    and (with ``mlp="frozen"``) an MLP other than two or three matrices, as a mixture of experts.
 
     Sources: the graph between two runs is of this library; a norm, softmax or product between two
     points by the mean value theorem as in integrated gradients (Sundararajan et al. 2017).

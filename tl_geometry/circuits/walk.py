@@ -93,7 +93,7 @@ class Walk:
         expected = "two different tokens"
         require(differ, "answer, other", expected=expected, got=f"{text} twice")
         if not leaf:
-            for layer in range(0 if between else view.n_layers):
+            for layer in range(view.n_layers):
                 mlp_spec(view, layer)  # refuses a mixture of experts by name
         runner = Runner.of(view, tokens)
         arithmetic = Between if between else Frozen
