@@ -191,12 +191,12 @@ class EdgeFinder:
         )
         # what all of the stream makes sums to all edges; without constants of the values
         whole = {w: self.walk.written(block, seen, w)[:, head].double() for w in "qkv"}
-        each = {w: parts["constants", w].double() for w in "qkv"}
+        each = {w: parts["constants", w] for w in "qkv"}
         constants, totals = (
             (
-                (pattern * (adjoint.double() @ x["v"].mT)).sum(-1),
+                (pattern * (adjoint.to(x["v"]) @ x["v"].mT)).sum(-1),
                 (pulled * x["q"][at]).sum(-1),
-                (c * (q.double() @ x["k"].mT)).sum(-1),
+                (c * (q.to(x["k"]) @ x["k"].mT)).sum(-1),
             )
             for x in (each, whole)
         )
