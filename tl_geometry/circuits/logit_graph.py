@@ -178,8 +178,8 @@ class LogitGraph(Result):
         took it from; -1 for others), ``token``, ``value``. The column sums to T."""
         import pandas as pd
 
-        places = [range(size) for size in self.direct_heads.shape]
-        rows = [(head_name(at[:2]), *at) for at in itertools.product(*places)]
+        places = itertools.product(*map(range, self.direct_heads.shape))
+        rows = [(head_name((layer, head)), layer, head, at) for layer, head, at in places]
         rows += [(name, NOWHERE, NOWHERE, NOWHERE) for name in self.direct_names]
         frame = pd.DataFrame(rows, columns=["component", "layer", "head", "position"])
         frame["token"] = [(*self.texts, "")[at] for at in frame["position"]]
